@@ -1,0 +1,182 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Drawing the rows of a minibatch inside the step, at a cost that does not depend on
+the number of rows :math:`N`.
+
+Every scheme is a pure function ``draw(key, step, size, batch_size)`` that returns an
+``int32`` array of shape ``(batch_size,)`` with values in ``[0, size)``. The stream of
+minibatches is a function of the key and the step alone, so that it can be replayed,
+resumed, or computed ahead of the sampler. No scheme keeps a state.
+
+Rows are drawn without replacement through a keyed bijection of ``{0, ..., size - 1}``,
+evaluated only at the positions that are asked for: a Feistel network on a rectangle of
+at least ``size`` cells, repeated on the positions that fall outside ("cycle walking").
+
+**References:**
+
+1. *Ciphers with Arbitrary Finite Domains*, section 4,
+   John Black and Phillip Rogaway (2002).
+"""
+
+from collections.abc import Callable
+from math import isqrt
+
+from jax import Array, lax, random
+import jax.numpy as jnp
+
+#: With six rounds pairs of rows are visibly dependent up to size 100, with eight up to 20.
+_ROUNDS = 8
+#: So up to this size a plain shuffle is used; above 64 it would cost more than the network.
+_SHUFFLE_BELOW = 32
+
+
+def _mix(x: Array, a: Array, b: Array) -> Array:
+    """A keyed 32-bit integer hash: two multiplications, each followed by a shift."""
+    x = (x ^ a) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 15)) * (b | 1)
+    return x ^ (x >> 16)
+
+
+def _below(x: Array, bound: int) -> Array:
+    """Maps 32 random bits to ``[0, bound)`` for ``bound <= 2**16``: floor(x bound / 2**32)."""
+    high, low = x >> 16, x & 0xFFFF
+    return (high * bound + ((low * bound) >> 16)) >> 16
+
+
+def _rectangle(size: int) -> tuple[int, int]:
+    """The sides of a nearly square rectangle of few more than ``size`` cells."""
+    root = isqrt(size - 1) + 1
+    sides = ((a, -(-size // a)) for a in range(root, min(root + root // 2, 2**16) + 1))
+    return min(sides, key=lambda side: side[0] * side[1])
+
+
+def permute(key: Array, positions: Array, size: int) -> Array:
+    """
+    Images of ``positions`` under the permutation of ``{0, ..., size - 1}`` that belongs
+    to ``key``.
+
+    A position :math:`x = l\\,b + r` on an :math:`a \\times b` rectangle goes through
+    rounds :math:`l \\leftarrow l + F_k(r) \\bmod a`, with the halves exchanged between
+    rounds; positions that leave ``[0, size)`` are mapped again until they return.
+
+    :param key: random key; batches of keys go through :func:`jax.vmap`.
+    :param positions: integers in ``[0, size)``, any shape.
+    :param int size: number of elements permuted, at most ``2**31 - 1``.
+    :return: ``int32`` array of the shape of ``positions``, distinct where these are.
+    """
+    if size <= _SHUFFLE_BELOW:
+        return random.permutation(key, jnp.arange(size, dtype=jnp.int32))[positions]
+    sides = _rectangle(size)
+    rounds = random.bits(key, (_ROUNDS, 2), jnp.uint32)
+
+    def walk(x: Array) -> Array:
+        (a, b), left, right = sides, x // sides[1], x % sides[1]
+        for first, second in rounds:
+            left = left + _below(_mix(right, first, second), a)
+            left = jnp.where(left >= a, left - a, left)
+            left, right, a, b = right, left, b, a
+        return left * b + right
+
+    image = walk(positions.astype(jnp.uint32))
+    if sides[0] * sides[1] > size:
+        image = lax.while_loop(
+            lambda x: jnp.any(x >= size),
+            lambda x: jnp.where(x >= size, walk(x), x),
+            image,
+        )
+    return image.astype(jnp.int32)
+
+
+def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> Array:
+    """
+    ``batch_size`` distinct rows, each subset equally likely, independently at each step.
+
+    :param key: random key of the chain and the plate.
+    :param step: number of the step, an integer scalar.
+    :param int size: number of rows :math:`N`.
+    :param int batch_size: number of rows drawn :math:`n \\le N`.
+    :return: ``int32`` array of shape ``(batch_size,)``.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax
+        >>> from numpyro_sgmcmc.subsampling import without_replacement
+        >>> rows = without_replacement(jax.random.key(0), 7, size=1_000_000, batch_size=5)
+        >>> len(set(rows.tolist()))
+        5
+    """
+    if batch_size == size:
+        return jnp.arange(size, dtype=jnp.int32)
+    return permute(random.fold_in(key, step), jnp.arange(batch_size), size)
+
+
+def with_replacement(key: Array, step: Array, size: int, batch_size: int) -> Array:
+    """
+    ``batch_size`` rows, each uniform on ``[0, size)`` and independent of the others.
+
+    Parameters and result are those of :func:`without_replacement`.
+    """
+    return random.randint(random.fold_in(key, step), (batch_size,), 0, size, jnp.int32)
+
+
+def epochs(key: Array, step: Array, size: int, batch_size: int) -> Array:
+    """
+    Shuffled epochs: each row exactly once in every ``size`` rows drawn, in a new order
+    each time.
+
+    The steps read one endless stream of rows, ``batch_size`` at a time; its ``e``-th
+    stretch of ``size`` rows is a permutation that belongs to ``e``. A minibatch that
+    straddles two stretches takes rows from both, so ``batch_size`` need not divide
+    ``size``.
+
+    Parameters and result are those of :func:`without_replacement`. Minibatches of one
+    epoch are anti-correlated: the noise of the gradient is smaller than the noise of
+    independent minibatches and must not be corrected for as if they were.
+    """
+    if batch_size == size:
+        return jnp.arange(size, dtype=jnp.int32)
+    step = jnp.asarray(step, jnp.uint32)
+    cycle, step = step // size, step % size
+    epoch, start = _multiply_divmod(step, batch_size, size)
+    epoch = epoch + cycle * jnp.uint32(batch_size)
+    position = start + jnp.arange(batch_size, dtype=jnp.uint32)
+    later = position >= size
+    position = jnp.where(later, position - size, position)
+    this, following = (permute(random.fold_in(key, epoch + k), position, size) for k in (0, 1))
+    return jnp.where(later, following, this)
+
+
+def _multiply_divmod(x: Array, factor: int, divisor: int) -> tuple[Array, Array]:
+    """``divmod(x * factor, divisor)`` for ``x < divisor < 2**31`` without overflow in 32 bits."""
+    quotient, remainder = jnp.uint32(0), jnp.uint32(0)
+    for bit in f"{factor:b}":
+        quotient, remainder = 2 * quotient, 2 * remainder
+        carry = remainder >= divisor
+        quotient, remainder = quotient + carry, remainder - carry * jnp.uint32(divisor)
+        if bit == "1":
+            remainder = remainder + x
+            carry = remainder >= divisor
+            quotient, remainder = quotient + carry, remainder - carry * jnp.uint32(divisor)
+    return quotient, remainder
+
+
+#: The schemes by the word that selects them.
+SCHEMES: dict[str, Callable[[Array, Array, int, int], Array]] = {
+    "without_replacement": without_replacement,
+    "with_replacement": with_replacement,
+    "epochs": epochs,
+}
+
+
+def finite_population_factor(scheme: str, size: int, batch_size: int) -> float:
+    """
+    The variance of a mean over a minibatch, relative to rows drawn with replacement:
+    :math:`1 - n / N` where rows are drawn without replacement, else 1.
+
+    It goes with the sample variance that has :math:`n - 1` in its denominator.
+    """
+    return 1.0 - batch_size / size if scheme == "without_replacement" else 1.0
