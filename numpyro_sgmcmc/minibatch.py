@@ -1,0 +1,420 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+A NumPyro model seen through its subsampled plates.
+
+The potential of the whole data set is
+:math:`U(z) = -\\log p(z) - \\sum_{i=1}^{N} \\log p(x_i \\mid z)`, with :math:`z` the
+unconstrained values of the latent sites and the Jacobian of the transforms counted in
+:math:`p(z)`. Evaluated on the rows :math:`S` of a minibatch of :math:`n` rows it is
+
+.. math:: \\tilde U(z; S) = -\\log p(z) - \\frac{N}{n} \\sum_{i \\in S} \\log p(x_i \\mid z),
+
+whose average over the minibatches of a partition, or over random minibatches, is
+:math:`U(z)`. :func:`read_model` reads a model once and refuses those for which this
+cannot hold; :class:`MinibatchModel` then evaluates it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+import warnings
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.distributions import biject_to
+from numpyro.distributions.distribution import validation_enabled
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.util import (
+    constrain_fn,
+    initialize_model,
+    potential_energy,
+)
+from numpyro.primitives import Messenger
+from numpyro.util import is_prng_key
+
+from numpyro_sgmcmc.model_checks import check_data, check_plate, check_sites
+
+Model = Callable[..., Any]
+#: Unconstrained values of the latent sites, by name.
+Values = dict[str, Array]
+#: Rows of the minibatch for each subsampled plate, by name of the plate.
+Indices = Mapping[str, Array]
+
+#: Only ``numpyro.prng_key`` and control flow around it are to be seeded in a potential: a
+#: seeded latent site that is missing from the values would silently be drawn anew.
+_NOT_SEEDED = ["sample", "plate"]
+
+
+class Plate(NamedTuple):
+    """A plate with a ``subsample_size``."""
+
+    #: name of the plate
+    name: str
+    #: number of rows N
+    size: int
+    #: number of rows in a minibatch n
+    subsample_size: int
+
+
+class _choose_rows(Messenger):
+    """Sets the indices of every plate that has a ``subsample_size``."""
+
+    def rows(self, plate: Plate) -> Array:
+        raise NotImplementedError
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate" and msg["args"][1] is not None:
+            size, subsample_size = msg["args"]
+            rows = self.rows(Plate(msg["name"], size, subsample_size))
+            # Both, or the plate warns that its indices have another length than declared.
+            msg["value"], msg["args"] = rows, (size, rows.shape[0])
+
+
+class full_data(_choose_rows):
+    """
+    Effect handler under which every subsampled plate of a model is complete: its indices
+    are :math:`0, \\ldots, N - 1` and its sites are not scaled.
+
+    ``Predictive`` and ``log_likelihood`` see all rows of ``full_data(model)``, in their
+    order; of the model itself they would see one random minibatch. The wrapped model can
+    be pickled if the model can.
+
+    :param fn: a model with NumPyro primitives. May be left out to use the handler as a
+        context manager.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import log_likelihood
+        >>> from numpyro_sgmcmc import full_data
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> draws = {"mu": jnp.zeros(3)}
+        >>> log_likelihood(full_data(model), draws, jnp.ones(50))["y"].shape
+        (3, 50)
+    """
+
+    def rows(self, plate: Plate) -> Array:
+        # concrete also while something traces the model: NumPy data can be indexed by them
+        with jax.ensure_compile_time_eval():
+            return jnp.arange(plate.size)
+
+
+class _first_rows(_choose_rows):
+    """Takes the first rows of every plate, so that nothing is drawn at a cost of O(N)."""
+
+    def rows(self, plate: Plate) -> Array:
+        check_plate(*plate)
+        return jnp.arange(plate.subsample_size)
+
+
+class _given_rows(_choose_rows):
+    """Takes the given rows; their number may differ from the ``subsample_size``."""
+
+    def __init__(self, fn: Model, plates: tuple[Plate, ...], indices: Indices) -> None:
+        self.sizes = {plate.name: plate.size for plate in plates}
+        self.indices = indices
+        super().__init__(fn)
+
+    def rows(self, plate: Plate) -> Array:
+        if plate.size != self.sizes.get(plate.name):
+            raise ValueError(
+                f"Plate '{plate.name}' has size {plate.size}, but had size"
+                f" {self.sizes.get(plate.name)} when the sampler was initialised. Call"
+                " `mcmc.warmup` again, or use a new `MCMC` object, for data of another length."
+            )
+        return self.indices[plate.name]
+
+
+def as_arrays(tree: Any) -> Any:
+    """NumPy arrays among the leaves of ``tree`` as JAX arrays, which traced indices can index."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biuf" else x,
+        tree,
+    )
+
+
+class MinibatchModel(NamedTuple):
+    """
+    What is static about a model and its data, made by :func:`read_model`, and the
+    functions of the model that a sampler needs. All of them are pure, can be traced, and
+    take the arguments of the model last, so that data are never held.
+    """
+
+    #: the model, with the values of its ``param`` and ``mutable`` sites filled in
+    model: Model
+    #: the plates that have a ``subsample_size``, in the order of the model
+    plates: tuple[Plate, ...]
+    #: unconstrained shape and dtype of every latent site
+    latents: dict[str, jax.ShapeDtypeStruct]
+    #: deterministic sites whose value depends on the rows of the minibatch
+    minibatch_dependent: frozenset[str]
+
+    def first_rows(self) -> dict[str, Array]:
+        """The first rows of each plate, a minibatch that needs no key."""
+        return {plate.name: jnp.arange(plate.subsample_size) for plate in self.plates}
+
+    def _at(self, indices: Indices, rng_key: Array) -> Model:
+        model = _given_rows(self.model, self.plates, indices)
+        return seed(model, rng_key, hide_types=_NOT_SEEDED)
+
+    def potential(
+        self, z: Values, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
+    ) -> Array:
+        """
+        The minibatch potential :math:`\\tilde U(z; S)`.
+
+        :param z: unconstrained values of the latent sites.
+        :param indices: rows of each subsampled plate, integer arrays of any length.
+        :param rng_key: key for the ``numpyro.prng_key()`` statements of the model; a
+            likelihood that is itself a random estimate gets new randomness with each key.
+        :param args: arguments of the model.
+        :param kwargs: keyword arguments of the model.
+        :return: a scalar.
+        :raises ValueError: if an argument that the model needs in Python is traced.
+        """
+        try:
+            return potential_energy(self._at(indices, rng_key), args, kwargs, z)
+        except jax.errors.TracerBoolConversionError as error:
+            raise ValueError(
+                "The model needs the value of an argument in Python, for a `subsample_size` or an"
+                " `if`. With `MCMC(jit_model_args=True)` every argument is traced: bind that one,"
+                " `functools.partial(model, batch_size=...)`."
+            ) from error
+
+    def log_density_terms(
+        self, z: Values, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
+    ) -> tuple[Array, dict[str, Array]]:
+        """
+        The log density split into what does not depend on the minibatch and one term for
+        each of its rows, from a single trace of the model:
+
+        .. math:: -\\tilde U(z; S) = \\text{prior} + \\sum_p \\frac{N_p}{n_p} \\sum_i \\ell_{p,i}.
+
+        A site inside several subsampled plates counts for the outermost of them; its terms
+        then hold the sum over the rows of the inner plates, scaled by their
+        :math:`N / n`. Parameters are those of :meth:`potential`.
+
+        :return: the prior term, a scalar, and for each plate :math:`p` the vector
+            :math:`\\ell_p` of shape :math:`(n_p,)`.
+        """
+        sites: dict[str, dict] = {}
+
+        def recorded(*args: Any, **kwargs: Any) -> None:
+            sites.update(trace(self._at(indices, rng_key)).get_trace(*args, **kwargs))
+
+        # `potential_energy` substitutes the values and adds the Jacobian factors; recording
+        # inside it sees the sites with both.
+        potential_energy(recorded, args, kwargs, z)
+        sizes = {plate.name: plate.size for plate in self.plates}
+        prior: Array = jnp.zeros(())
+        terms = {name: jnp.zeros(indices[name].shape) for name in sizes}
+        for site in sites.values():
+            if site["type"] != "sample":
+                continue
+            term = (
+                site["fn"].log_prob(site["value"], site["intermediates"])
+                if site["intermediates"]
+                else site["fn"].log_prob(site["value"])
+            )
+            scale = 1.0 if site["scale"] is None else site["scale"]
+            frames = [frame for frame in site["cond_indep_stack"] if frame.name in sizes]
+            if not frames:
+                prior = prior + jnp.sum(scale * term)
+                continue
+            outermost = min(frames, key=lambda frame: frame.dim)
+            weight = scale * (outermost.size / sizes[outermost.name])
+            axis = jnp.ndim(term) + outermost.dim
+            others = tuple(k for k in range(jnp.ndim(term)) if k != axis)
+            terms[outermost.name] += weight * jnp.sum(term, axis=others)
+        return prior, terms
+
+    def constrain(self, z: Values, args: tuple, kwargs: dict) -> Values:
+        """
+        Values of the latent sites on their supports, and of those deterministic sites that
+        do not depend on the minibatch. Parameters are those of :meth:`potential`.
+
+        The model is replayed, so that supports may depend on other sites; under ``jit``
+        whatever the result does not need, the likelihood above all, is not computed.
+        """
+        model = self._at(self.first_rows(), random.key(0))
+        # a draw whose scale has underflowed, say, is to be seen and not to end the run
+        with validation_enabled(False):
+            values = constrain_fn(model, args, kwargs, z, return_deterministic=True)
+        return {k: v for k, v in values.items() if k not in self.minibatch_dependent}
+
+    def initial_values(
+        self, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict
+    ) -> Values:
+        """
+        Unconstrained initial values with a finite potential, by one of NumPyro's
+        initialisation strategies.
+
+        :param rng_key: a key, or a batch of keys for as many chains.
+        :param init_strategy: see :ref:`init_strategy` in the documentation of NumPyro.
+        :return: values by site, with a leading axis for the chains if ``rng_key`` has one.
+        :raises ValueError: if no values with a finite potential are found.
+        """
+        model = _first_rows(self.model)
+        try:
+            info = initialize_model(
+                rng_key,
+                model,
+                init_strategy=init_strategy,
+                model_args=args,
+                model_kwargs=kwargs,
+            )
+        except RuntimeError as error:
+            if "valid initial parameters" not in str(error):
+                raise
+            key = rng_key if is_prng_key(rng_key) else rng_key[0]
+            start = substitute(seed(model, key), substitute_fn=init_strategy)
+            sites = trace(start).get_trace(*args, **kwargs)
+            raise ValueError(_no_finite_start(_nonfinite_sites(sites))) from error
+        return info.param_info.z
+
+    def check_initial_values(
+        self, z: Values, chains: int | None, args: tuple, kwargs: dict
+    ) -> None:
+        """
+        Checks initial values that a user has chosen.
+
+        :param z: unconstrained values, with a leading axis of length ``chains`` unless that
+            is ``None``.
+        :raises ValueError: naming the site, if names, shapes or dtypes do not fit the model
+            or if the potential is not finite there.
+        """
+        if not isinstance(z, dict) or set(z) != set(self.latents):
+            found = sorted(z) if isinstance(z, dict) else f"a {type(z).__name__}"
+            raise ValueError(
+                "`init_params` must be a dict of unconstrained values for the latent sites"
+                f" {sorted(self.latents)}; found {found}."
+            )
+        batch = () if chains is None else (chains,)
+        for name, latent in self.latents.items():
+            if not jnp.issubdtype(jnp.result_type(z[name]), jnp.floating):
+                raise ValueError(
+                    f"`init_params['{name}']` has dtype {jnp.result_type(z[name])}, but gradients"
+                    " need floating point values: write 1.0 instead of 1."
+                )
+            if jnp.shape(z[name]) != batch + latent.shape:
+                raise ValueError(
+                    f"`init_params['{name}']` has shape {jnp.shape(z[name])}, but the unconstrained"
+                    f" value of site '{name}' has shape {batch + latent.shape}"
+                    + (" (chains first)." if batch else ".")
+                )
+            if not isinstance(z[name], jax.core.Tracer) and not np.all(np.isfinite(z[name])):
+                raise ValueError(f"`init_params['{name}']` has entries that are NaN or infinite.")
+
+        def potential(values: Values) -> Array:
+            return self.potential(values, self.first_rows(), random.key(0), args, kwargs)
+
+        energy = (potential if chains is None else jax.vmap(potential))(z)
+        if not isinstance(energy, jax.core.Tracer) and not np.all(np.isfinite(energy)):
+            raise ValueError(
+                f"The potential at `init_params` is {np.asarray(energy)}. Choose values with a"
+                " finite density, or leave `init_params` out to have the kernel find them."
+            )
+
+
+def _nonfinite_sites(sites: dict[str, dict]) -> list[str]:
+    """Sites whose log density is not finite, with the range of the value there."""
+    found = []
+    for name, site in sites.items():
+        if site["type"] == "sample":
+            value = jnp.asarray(site["value"])
+            if not bool(jnp.all(jnp.isfinite(site["fn"].log_prob(value)))):
+                found.append(
+                    f"'{name}' (values from {value.min():.4g} to {value.max():.4g})"
+                    if value.size
+                    else f"'{name}'"
+                )
+    return found
+
+
+def _no_finite_start(sites: list[str]) -> str:
+    where = (
+        f"The log density is not finite at site {', '.join(sites)}."
+        if sites
+        else "The gradient is not finite, though the density of every site is."
+    )
+    return (
+        "No initial values with a finite potential and gradient were found in 100 attempts."
+        f" {where} Check that the data lie in the support of the distribution and that its"
+        " parameters are finite, or start elsewhere with `init_strategy=init_to_value(...)`."
+    )
+
+
+def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict) -> MinibatchModel:
+    """
+    Reads a model and its arguments once: finds the subsampled plates and the latent sites
+    and checks that minibatches of the model are unbiased.
+
+    Nothing of what is read depends on a random key or on the chain.
+
+    :param model: a model with NumPyro primitives.
+    :param init_strategy: NumPyro's initialisation strategy, for the shapes of the latent
+        sites; sites with an improper prior need one that does not draw from the prior.
+    :param args: arguments of the model; arrays must be JAX arrays.
+    :param kwargs: keyword arguments of the model.
+    :raises ValueError: naming the site, plate or argument, and what to do about it.
+    """
+    check_data(model, args, kwargs)
+    with jax.ensure_compile_time_eval():
+        start = substitute(seed(_first_rows(model), random.key(0)), substitute_fn=init_strategy)
+        try:
+            sites = trace(start).get_trace(*args, **kwargs)
+        except ValueError as error:
+            if "broadcast" not in str(error):
+                raise
+            raise ValueError(
+                f"The model cannot be evaluated on a minibatch: {error}. Under a subsampled"
+                " plate every array must have the length of the minibatch: index it with the"
+                " plate's indices, `with numpyro.plate(...) as i: ... X[i]`, or use"
+                " `numpyro.subsample(X, event_dim=...)`."
+            ) from error
+    plates = tuple(
+        Plate(name, site["args"][0], site["args"][1])
+        for name, site in sites.items()
+        if site["type"] == "plate" and site["args"][1] is not None
+    )
+    constants = {k: s["value"] for k, s in sites.items() if s["type"] in ("param", "mutable")}
+    _warn_about_constants(sites)
+    fixed = substitute(model, data=constants) if constants else model
+    latents = {k: s for k, s in sites.items() if s["type"] == "sample" and not s["is_observed"]}
+
+    def given(rows: Indices, args: tuple, kwargs: dict) -> dict[str, dict]:
+        values = {k: lax.stop_gradient(s["value"]) for k, s in latents.items()}
+        at = substitute(_given_rows(fixed, plates, rows), data=values)
+        return trace(seed(at, random.key(0))).get_trace(*args, **kwargs)
+
+    dependent = check_sites(model, sites, plates, given, args, kwargs)
+    with jax.ensure_compile_time_eval():
+        unconstrained = {
+            k: biject_to(s["fn"].support).inv(jnp.asarray(s["value"])) for k, s in latents.items()
+        }
+    shapes = {k: jax.ShapeDtypeStruct(jnp.shape(v), v.dtype) for k, v in unconstrained.items()}
+    return MinibatchModel(fixed, plates, shapes, dependent)
+
+
+def _warn_about_constants(sites: dict[str, dict]) -> None:
+    """Warns of sites that an optimiser would move and a sampler of the posterior does not."""
+    for name, site in sites.items():
+        sampled = any(k.startswith(f"{name.removesuffix('$params')}/") for k in sites)
+        if site["type"] == "param" and not sampled or site["type"] == "mutable":
+            warnings.warn(
+                f"Site '{name}' is a `numpyro.{site['type']}`: it stays at its initial value."
+                " Give it a prior with `numpyro.sample` (for a neural network,"
+                " `random_flax_module` or `random_nnx_module`) to have it sampled.",
+                stacklevel=2,
+            )

@@ -1,0 +1,360 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Refusing models whose minibatches would give a wrong answer in silence.
+
+NumPyro accepts many models whose minibatch potential does not average to the potential
+of the data: an index that clamps at the end of a shorter array, an observed site outside
+its plate, a minibatch passed in as an argument. Each of these is found here once, before
+any sampling, and named in the error together with the remedy.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+import inspect
+import operator
+from typing import Any
+
+import jax
+from jax import Array
+from jax.extend.core import Literal
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from numpyro.ops.provenance import eval_provenance
+
+#: Operations between ``x[i]`` and the gather that leave the rows what they are.
+_SAME_INDEX = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")
+
+_INDEX = "`with numpyro.plate(...) as i: ... X[i]` or `numpyro.subsample(X, event_dim=...)`"
+
+
+def check_plate(name: str, size: Any, subsample_size: Any) -> None:
+    """
+    :raises ValueError: if ``subsample_size`` is not a whole number from 1 to ``size``.
+    """
+    try:
+        size, subsample_size = operator.index(size), operator.index(subsample_size)
+    except (TypeError, jax.errors.JAXTypeError) as error:
+        raise ValueError(
+            f"Plate '{name}' has size {size} and subsample_size {subsample_size}; both must be"
+            " Python integers. An argument of the model that sets one of them cannot be traced:"
+            " bind it with `functools.partial(model, batch_size=...)`."
+        ) from error
+    if not 1 <= subsample_size <= size:
+        raise ValueError(
+            f"Plate '{name}' has subsample_size={subsample_size}, which must be from 1 to its"
+            f" size {size}."
+        )
+
+
+def _named_arrays(model: Callable, args: tuple, kwargs: dict) -> list[tuple[str, Any]]:
+    """The array leaves among the arguments of the model, named as the user would."""
+    try:
+        arguments = dict(inspect.signature(model).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        arguments = {f"args[{i}]": x for i, x in enumerate(args)} | dict(kwargs)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(arguments)
+    named = []
+    for (name, *path), leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            named.append((name.key + jax.tree_util.keystr(tuple(path)), leaf))
+    return named
+
+
+@jax.jit
+def _count_nonfinite(x: Array) -> Array:
+    return jnp.sum(~jnp.isfinite(x))
+
+
+def check_data(model: Callable, args: tuple, kwargs: dict) -> None:
+    """
+    :raises ValueError: if an array among the arguments has entries that are NaN or infinite.
+    """
+    for name, x in _named_arrays(model, args, kwargs):
+        if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        count = int(_count_nonfinite(x))
+        if count:
+            first = tuple(int(k[0]) for k in jnp.nonzero(~jnp.isfinite(x), size=1))
+            raise ValueError(
+                f"Argument '{name}' of the model, of shape {x.shape}, has {count} entries that are"
+                f" NaN or infinite, the first at index {first}. Drop these rows, or put any finite"
+                " value there and mask the site with `numpyro.handlers.mask`."
+            )
+
+
+def check_sites(
+    model: Callable,
+    sites: Mapping[str, dict],
+    plates: tuple[Any, ...],
+    given: Callable[[dict[str, Array], tuple, dict], Mapping[str, dict]],
+    args: tuple,
+    kwargs: dict,
+) -> frozenset[str]:
+    """
+    Checks a traced model site by site.
+
+    :param model: the model as the user wrote it, for the names of its arguments.
+    :param sites: a trace of the model on the first rows of its plates.
+    :param plates: the plates with a ``subsample_size``.
+    :param given: the trace as a function of the rows of each plate and the arguments.
+    :return: names of the deterministic sites that depend on the rows.
+    :raises ValueError: if minibatches of the model would be biased or meaningless.
+    """
+    subsampled = {p.name: p for p in plates if p.subsample_size < p.size}
+    for name, site in sites.items():
+        if site["type"] == "sample":
+            if not site["is_observed"]:
+                _check_latent(name, site, subsampled)
+            _check_control_flow(name, site, sites)
+    rows = {p.name: jnp.arange(p.subsample_size) for p in plates}
+    _check_gathers(model, plates, given, rows, args, kwargs)
+    depends = _dependence(given, rows, args, kwargs)
+    for name, site in sites.items():
+        if site["type"] == "sample":
+            _check_dependence(name, site, subsampled, *depends[name])
+    return frozenset(
+        name
+        for name, site in sites.items()
+        if site["type"] == "deterministic" and depends[name][0] & set(subsampled)
+    )
+
+
+def _frames(site: dict, plates: Iterable[str]) -> list[Any]:
+    return [frame for frame in site["cond_indep_stack"] if frame.name in plates]
+
+
+def _check_latent(name: str, site: dict, subsampled: Mapping[str, Any]) -> None:
+    local = [frame.name for frame in _frames(site, subsampled)]
+    if local and name.endswith("_unobserved"):
+        raise ValueError(
+            f"Site '{name.removesuffix('_unobserved')}' has an `obs_mask` inside the subsampled"
+            f" plate '{local[0]}', which makes a latent value for each row of the minibatch. Use"
+            " `numpyro.handlers.mask` on the observed site instead."
+        )
+    if local:
+        plate = subsampled[local[0]]
+        raise ValueError(
+            f"Latent site '{name}' is inside the subsampled plate '{local[0]}': its"
+            f" {plate.subsample_size} values would belong to other rows at every step. Sample it"
+            f" for all {plate.size} rows outside the plate, `z = numpyro.sample(...)` under a plate"
+            f" without `subsample_size`, and use `z[i]` inside; or integrate it out of the"
+            " likelihood."
+        )
+    if site["fn"].support.is_discrete:
+        raise ValueError(
+            f"Latent site '{name}' is discrete ({type(site['fn']).__name__}) and has no gradient."
+            " Integrate it out: for a mixture use"
+            " `numpyro.distributions.MixtureSameFamily(weights, components)`."
+        )
+    if isinstance(site["fn"], dist.Delta):
+        raise ValueError(
+            f"Latent site '{name}' has a Delta distribution; use"
+            f" `numpyro.deterministic('{name}', value)` instead."
+        )
+
+
+def _check_control_flow(name: str, site: dict, sites: Mapping[str, dict]) -> None:
+    hidden = [f.name for f in site["cond_indep_stack"] if f.name not in sites]
+    if hidden and site["scale"] is not None:
+        raise ValueError(
+            f"Site '{name}' is in plate '{hidden[0]}', which is subsampled inside `scan` or `cond`"
+            " where its indices cannot be set: every step would see the same rows. Make the plate"
+            " outside, `rows = numpyro.plate(...)`, index the data with `with rows as i:` before"
+            " the `scan`, and write `with rows:` in its body."
+        )
+
+
+def _dependence(
+    given: Callable, rows: dict[str, Array], args: tuple, kwargs: dict
+) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """The plates, and `""` for arguments, that each site's value and distribution depend on."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {f"data {k}": x for k, x in enumerate(leaves) if isinstance(x, jax.Array)}
+
+    def outputs(**inputs: Array) -> dict[str, tuple[list, list]]:
+        filled = [inputs.get(f"data {k}", x) for k, x in enumerate(leaves)]
+        indices = {name: inputs[f"plate {name}"] for name in rows}
+        sites = given(indices, *jax.tree.unflatten(tree, filled))
+        return {
+            name: (_arrays(s["value"]), _arrays(s["fn"]) if s["type"] == "sample" else [])
+            for name, s in sites.items()
+            if s["type"] in ("sample", "deterministic")
+        }
+
+    try:
+        found = eval_provenance(outputs, **arrays, **{f"plate {k}": v for k, v in rows.items()})
+    except jax.errors.TracerArrayConversionError as error:
+        raise ValueError(
+            "The model indexes a NumPy array that is not one of its arguments with the rows of a"
+            " minibatch. Make it a JAX array with `jnp.asarray`, or pass it as an argument."
+        ) from error
+
+    def merge(labels: list[frozenset[str]]) -> frozenset[str]:
+        union = frozenset().union(*labels)
+        return frozenset(k.removeprefix("plate ") if k.startswith("plate ") else "" for k in union)
+
+    is_pair = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(lambda pair: (merge(pair[0]), merge(pair[1])), found, is_leaf=is_pair)
+
+
+def _arrays(tree: Any) -> list[Array]:
+    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if isinstance(x, (jax.Array, float, int))]
+
+
+def _check_dependence(
+    name: str,
+    site: dict,
+    subsampled: Mapping[str, Any],
+    value: frozenset[str],
+    distribution: frozenset[str],
+) -> None:
+    frames = {frame.name: frame for frame in _frames(site, subsampled)}
+    used = (value | distribution) & set(subsampled)
+    kind = "Observed" if site["is_observed"] else "Latent"
+    for plate in sorted(used - set(frames)):
+        p = subsampled[plate]
+        raise ValueError(
+            f"{kind} site '{name}' depends on the minibatch of plate '{plate}' but stands outside"
+            f" the plate, so that it would not be scaled by {p.size}/{p.subsample_size}. Move it"
+            " into the `with numpyro.plate(...)` block."
+        )
+    for plate, frame in frames.items():
+        p = subsampled[plate]
+        _check_length(name, site, frame, p.size)
+        if plate not in used:
+            raise ValueError(
+                f"Site '{name}' is inside plate '{plate}' but does not use its indices: every step"
+                " would see the same data. If the model is given minibatches (as for SVI), give it"
+                f" the full data of {p.size} rows instead and index them: {_INDEX}."
+            )
+        for part, labels, length in (
+            ("observations", value, _length(jnp.shape(site["value"]), frame, site)),
+            ("distribution", distribution, _length(_own_batch_shape(site["fn"]), frame)),
+        ):
+            if "" in labels and plate not in labels and length == p.subsample_size > 1:
+                raise ValueError(
+                    f"The {part} of site '{name}' in plate '{plate}' come from the arguments of the"
+                    " model without the plate's indices, so that rows of different data would be"
+                    f" combined. Index them: {_INDEX}."
+                )
+
+
+def _own_batch_shape(fn: Any) -> tuple[int, ...]:
+    """The batch shape of a distribution before plates have expanded it."""
+    return fn.base_dist.batch_shape if isinstance(fn, dist.ExpandedDistribution) else fn.batch_shape
+
+
+def _length(shape: tuple[int, ...], frame: Any, site: dict | None = None) -> int:
+    """The length along a plate's dimension; 1 where the array broadcasts along it."""
+    axis = frame.dim - (site["fn"].event_dim if site is not None else 0)
+    return shape[axis] if len(shape) >= -axis else 1
+
+
+def _check_length(name: str, site: dict, frame: Any, size: int) -> None:
+    length = _length(jnp.shape(site["value"]), frame, site)
+    if length not in (1, frame.size):
+        indexed = "not indexed by the plate" if length == size else "of another length"
+        raise ValueError(
+            f"The observations of site '{name}' are {indexed}: they have {length} rows where the"
+            f" minibatch of plate '{frame.name}' has {frame.size}. Use {_INDEX}."
+        )
+
+
+def _check_gathers(
+    model: Callable,
+    plates: tuple[Any, ...],
+    given: Callable,
+    rows: dict[str, Array],
+    args: tuple,
+    kwargs: dict,
+) -> None:
+    """Raises if a plate's indices are used on an array of another length, where JAX clamps them."""
+    names = {id(x): name for name, x in _named_arrays(model, args, kwargs)}
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    positions = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+    def values(rows: dict[str, Array], arrays: list[Array]) -> list[Array]:
+        filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
+        sites = given(rows, *jax.tree.unflatten(tree, list(filled.values())))
+        return [
+            x
+            for s in sites.values()
+            if s["type"] in ("sample", "deterministic")
+            for x in _arrays((s["value"], s["fn"] if s["type"] == "sample" else ()))
+        ]
+
+    try:
+        jaxpr = jax.make_jaxpr(values)(rows, [leaves[k] for k in positions]).jaxpr
+    except jax.errors.TracerArrayConversionError:
+        return  # named by `_dependence`, which traces the model next
+    ordered = sorted(rows)
+    tags = dict(zip(jaxpr.invars, ordered, strict=False))
+    arguments = dict(
+        zip(
+            jaxpr.invars[len(ordered) :],
+            (names.get(id(leaves[k]), "") for k in positions),
+            strict=True,
+        )
+    )
+    sizes = {p.name: p.size for p in plates}
+    for plate, length, shape, argument in _gathers(jaxpr, tags, arguments):
+        if length != sizes[plate]:
+            what = f"argument '{argument}'" if argument else "an array"
+            raise ValueError(
+                f"The indices of plate '{plate}', of size {sizes[plate]}, are used on {what} of"
+                f" shape {shape}, which has {length} rows. Rows beyond the end would be replaced by"
+                " the last one and rows beyond the plate never seen: make the two lengths equal."
+            )
+
+
+def _gathers(
+    jaxpr: Any, tags: dict[Any, str], arguments: dict[Any, str]
+) -> list[tuple[str, int, tuple[int, ...], str]]:
+    """
+    Every place where an array is indexed by the rows of a plate themselves: the plate, the
+    length of the indexed axis, the shape of the array, the name of the argument it is.
+
+    ``tags`` says which variables are the rows of which plate. It follows them through the
+    operations JAX puts between ``x[i]`` and the gather; a computed index loses its tag.
+    """
+    # The layout of equations in a jaxpr is not a stable interface of JAX, but the lengths of
+    # indexed arrays can be read nowhere else. `test_model_checks` notices a change.
+    found: list[tuple[str, int, tuple[int, ...], str]] = []
+    shifted: set[Any] = set()
+
+    def tag(variable: Any) -> str | None:
+        return None if isinstance(variable, Literal) else tags.get(variable)
+
+    def is_moved(variable: Any) -> bool:
+        return not isinstance(variable, Literal) and variable in shifted
+
+    for eqn in jaxpr.eqns:
+        name, inputs, plates = eqn.primitive.name, eqn.invars, [tag(v) for v in eqn.invars]
+        inner = eqn.params.get("jaxpr")
+        if name == "gather" and plates[1] is not None:
+            shape = inputs[0].aval.shape
+            for axis in eqn.params["dimension_numbers"].start_index_map[:1]:
+                argument = "" if isinstance(inputs[0], Literal) else arguments.get(inputs[0], "")
+                found.append((plates[1], shape[axis], shape, argument))
+        elif name == "add" and any(plates):
+            # a negative index is moved by the length of the axis, and then not selected
+            shifted.add(eqn.outvars[0])
+        elif name == "select_n" and any(plates[1:]):
+            if all(p or is_moved(v) for v, p in zip(inputs[1:], plates[1:], strict=True)):
+                tags[eqn.outvars[0]] = next(filter(None, plates[1:]))
+        elif name in _SAME_INDEX and plates[0] is not None:
+            tags[eqn.outvars[0]] = plates[0]
+        elif name in ("jit", "pjit", "closed_call") and inner is not None:
+            inner = getattr(inner, "jaxpr", inner)
+            inner_tags = {own: p for own, p in zip(inner.invars, plates, strict=True) if p}
+            inner_arguments = {
+                own: arguments[v]
+                for v, own in zip(inputs, inner.invars, strict=True)
+                if not isinstance(v, Literal) and v in arguments
+            }
+            found += _gathers(inner, inner_tags, inner_arguments)
+            for outer, own in zip(eqn.outvars, inner.outvars, strict=True):
+                if not isinstance(own, Literal) and own in inner_tags:
+                    tags[outer] = inner_tags[own]
+    return found
