@@ -1,0 +1,11 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The sampling methods, one in each file."""
+
+from numpyro_sgmcmc.kernels._base import SGMCMCKernel as SGMCMCKernel
+from numpyro_sgmcmc.kernels._base import SGMCMCState as SGMCMCState
+from numpyro_sgmcmc.kernels.ccadl import CCAdL as CCAdL
+from numpyro_sgmcmc.kernels.sghmc import SGHMC as SGHMC
+from numpyro_sgmcmc.kernels.sgld import SGLD as SGLD
+from numpyro_sgmcmc.kernels.sgnht import SGNHT as SGNHT

@@ -1,0 +1,110 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_sgmcmc.gradients import minibatch_gradient, sub_batch_gradient, sub_batches
+from numpyro_sgmcmc.subsampling import SCHEMES, finite_population_factor
+
+SIZES = {"rows": 60, "columns": 40}
+BATCHES = {"rows": 20, "columns": 12}
+DATA = {
+    name: np.exp(np.random.default_rng(k).standard_normal((size, 3))).astype(np.float32)
+    for k, (name, size) in enumerate(SIZES.items())
+}
+
+
+def potential(position, rows, rng_key):
+    """Two plates, each with the gradient ``x_i`` times a function of the position."""
+    total = 0.5 * jnp.sum(position**2)
+    for name, index in rows.items():
+        terms = jnp.asarray(DATA[name])[index] @ position**2
+        total += SIZES[name] / index.shape[0] * jnp.sum(terms)
+    return total
+
+
+POSITION = jnp.array([1.0, -0.5, 0.3])
+
+
+def draw(scheme, key, names, batches=BATCHES):
+    return {
+        name: SCHEMES[scheme](random.fold_in(key, k), 0, SIZES[name], batches[name])
+        for k, name in enumerate(names)
+    }
+
+
+def exact_covariance(scheme, names):
+    """Covariance of the minibatch gradient from all rows, plates added up."""
+    total = np.zeros((3, 3))
+    for name in names:
+        size, n = SIZES[name], BATCHES[name]
+        per_row = DATA[name] * 2 * np.asarray(POSITION)
+        ddof = 1 if scheme == "without_replacement" else 0
+        factor = 1 - n / size if scheme == "without_replacement" else 1
+        total += factor * size**2 / n * np.cov(per_row.T, ddof=ddof)
+    return total
+
+
+@pytest.mark.parametrize("names", [("rows",), ("rows", "columns")])
+@pytest.mark.parametrize("scheme", ["without_replacement", "with_replacement"])
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+def test_noise_estimate_is_unbiased(scheme, names, covariance):
+    factors = {k: finite_population_factor(scheme, SIZES[k], BATCHES[k]) for k in names}
+
+    @jax.jit
+    @jax.vmap
+    def observe(key):
+        rows = draw(scheme, key, names)
+        oracle = sub_batch_gradient(potential, rows, key, factors, covariance)
+        return oracle(POSITION), minibatch_gradient(potential, rows, key)(POSITION)
+
+    observed, plain = observe(random.split(random.key(0), 40_000))
+    np.testing.assert_allclose(observed.gradient, plain.gradient, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(observed.potential, plain.potential, rtol=1e-5)
+    exact = exact_covariance(scheme, names)
+    exact = np.diag(exact) if covariance == "diagonal" else exact
+    noise = np.asarray(observed.noise)
+    error = noise.std(0) / len(noise) ** 0.5
+    assert error.max() < 0.01 * exact.max()
+    assert np.all(np.abs(noise.mean(0) - exact) < 3.5 * error)
+    # the covariance that is estimated is the one the gradients have
+    found = np.cov(np.asarray(plain.gradient).T)
+    np.testing.assert_allclose(
+        np.diag(found) if covariance == "diagonal" else found,
+        exact,
+        rtol=0.1,
+        atol=0.03 * exact.max(),
+    )
+
+
+def test_all_rows_have_no_noise():
+    rows = {name: jnp.arange(size) for name, size in SIZES.items()}
+    factors = {k: finite_population_factor("without_replacement", n, n) for k, n in SIZES.items()}
+    observed = sub_batch_gradient(potential, rows, random.key(0), factors, "full")(POSITION)
+    assert np.all(np.asarray(observed.noise) == 0)
+    plain = minibatch_gradient(potential, rows, random.key(0))(POSITION)
+    np.testing.assert_array_equal(observed.gradient, plain.gradient)
+
+
+def test_single_rows_give_the_estimate_of_the_paper():
+    """With as many sub-batches as rows the estimate is eq. (19) of Shang et al. times f N^2/n."""
+    rows = {"rows": jnp.array([3, 14, 15, 9, 26, 5, 35])}
+    factor = 1 - 7 / 60
+    oracle = sub_batch_gradient(potential, rows, random.key(0), {"rows": factor}, "full")
+    per_row = DATA["rows"][np.asarray(rows["rows"])] * 2 * np.asarray(POSITION)
+    expected = factor * 60**2 / 7 * np.cov(per_row.T)
+    np.testing.assert_allclose(oracle(POSITION).noise, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 2), (7, 7), (10, 10), (13, 13), (64, 16), (500, 10)])
+def test_sub_batches(n, m):
+    assert sub_batches(n) == m
+
+
+def test_one_row_shows_no_spread():
+    with pytest.raises(ValueError, match="at least 2"):
+        sub_batches(1)

@@ -1,0 +1,373 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""NumPyro's contract: every kernel through the same laws."""
+
+from itertools import pairwise
+import os
+from pathlib import Path
+import pickle
+import subprocess
+import sys
+
+import jax
+from jax import random
+import jax.numpy as jnp
+from kernel_table import KERNELS, X, Y, make, model, run
+import numpy as np
+from numpyro.infer import MCMC
+from numpyro.infer.initialization import init_to_median, init_to_value
+import optax
+import pytest
+
+from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
+
+each_kernel = pytest.mark.parametrize("name", KERNELS)
+HERE = Path(__file__).parent
+
+
+def samples(mcmc):
+    return jax.tree.map(np.asarray, mcmc.get_samples(group_by_chain=True))
+
+
+def assert_same(found, expected, **tolerance):
+    """Bit for bit, or up to the rounding of a differently compiled program."""
+    assert found.keys() == expected.keys()
+    for site in found:
+        np.testing.assert_allclose(found[site], expected[site], **({"rtol": 0} | tolerance))
+
+
+ROUNDING = {"rtol": 2e-4, "atol": 2e-5}
+
+
+@pytest.fixture
+def progress_bar(monkeypatch):
+    # NumPyro switches its bar off where these are set
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+
+@each_kernel
+def test_collects_constrained_sites_and_deterministics(name):
+    draws = samples(run(name))
+    assert {k: v.shape for k, v in draws.items()} == {
+        "w": (1, 6, 3),
+        "scale": (1, 6),
+        "precision": (1, 6),
+    }
+    assert np.all(draws["scale"] > 0)
+    np.testing.assert_allclose(draws["precision"], draws["scale"] ** -2, rtol=1e-5)
+    assert len(np.unique(draws["scale"])) == 6
+
+
+@each_kernel
+def test_chain_methods_give_the_same_draws(name):
+    expected = samples(run(name, num_chains=3, chain_method="sequential"))
+    assert not np.array_equal(expected["w"][0], expected["w"][1])
+    for chain_method in ("vectorized", "parallel"):
+        found = samples(run(name, num_chains=3, chain_method=chain_method))
+        assert_same(found, expected, **ROUNDING)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # of NumPyro's own loop
+def test_chain_method_may_be_a_function():
+    expected = samples(run("CCAdL", num_chains=3, chain_method="sequential"))
+    assert_same(samples(run("CCAdL", num_chains=3, chain_method=jax.vmap)), expected, **ROUNDING)
+
+
+@each_kernel
+def test_one_chain_is_the_first_of_its_keys(name):
+    keys = random.split(random.key(0), 2)
+    both = samples(run(name, num_chains=2, chain_method="vectorized"))
+    one = samples(run(name, key=keys[1]))
+    assert_same(one, jax.tree.map(lambda x: x[1:], both), **ROUNDING)
+
+
+def test_eight_devices():
+    assert jax.local_device_count() == 8
+    mcmc = run("CCAdL", num_chains=8, chain_method="parallel")
+    assert len({d for leaf in jax.tree.leaves(mcmc.last_state.z) for d in leaf.devices()}) == 8
+
+
+@each_kernel
+@pytest.mark.parametrize("chains", [1, 2])
+def test_progress_bar_changes_nothing(name, chains, progress_bar, capsys):
+    options = {"num_chains": chains, "chain_method": "vectorized"}
+    bare = samples(run(name, **options))
+    shown = samples(run(name, progress_bar=True, **options))
+    assert_same(shown, bare, **ROUNDING)
+    if chains == 1:
+        assert "step size" in capsys.readouterr().err
+
+
+@each_kernel
+def test_thinning_and_steps_per_sample(name):
+    every = samples(run(name, num_samples=12))
+    thinned = samples(run(name, num_samples=12, thinning=3))
+    assert_same(thinned, jax.tree.map(lambda x: x[:, 2::3], every), **ROUNDING)
+    inner = run(name, num_warmup=1, num_samples=4, options={"steps_per_sample": 3})
+    assert inner.last_state.i == 15
+    assert_same(samples(inner), thinned, **ROUNDING)
+
+
+@each_kernel
+def test_jit_model_args_changes_nothing(name):
+    assert_same(samples(run(name, jit_model_args=True)), samples(run(name)), **ROUNDING)
+
+
+@each_kernel
+def test_legacy_keys(name):
+    assert_same(samples(run(name, key=random.PRNGKey(0))), samples(run(name)))
+
+
+@each_kernel
+def test_init_params_are_where_the_chain_starts(name):
+    tiny = {"step_size": 1e-7}
+    start = {"w": jnp.array([1.0, 2.0, 3.0]), "scale": jnp.array(0.5)}
+    mcmc = run(name, init_params=start, num_warmup=0, num_samples=1, options=tiny)
+    np.testing.assert_allclose(samples(mcmc)["w"][0, 0], start["w"], atol=0.01)
+    np.testing.assert_allclose(samples(mcmc)["scale"][0, 0], np.exp(0.5), atol=0.01)
+    for chain_method in ("sequential", "vectorized", "parallel"):
+        both = jax.tree.map(lambda x: jnp.stack([x, -x]), start)
+        mcmc = run(name, init_params=both, num_warmup=0, num_samples=1, options=tiny,
+                   num_chains=2, chain_method=chain_method)  # fmt: skip
+        np.testing.assert_allclose(samples(mcmc)["w"][:, 0], both["w"], atol=0.01)
+
+
+@pytest.mark.parametrize("strategy", [init_to_median, init_to_value(values={"scale": 2.0})])
+def test_init_strategies(strategy):
+    options = {"step_size": 1e-9, "init_strategy": strategy}
+    mcmc = run("SGLD", num_warmup=0, num_samples=1, options=options)
+    if strategy is not init_to_median:
+        np.testing.assert_allclose(samples(mcmc)["scale"], 2.0, rtol=1e-3)
+
+
+@each_kernel
+def test_warmup_then_run(name):
+    expected = samples(run(name))
+    mcmc = make(name)
+    mcmc.warmup(random.key(0), X, Y)
+    assert mcmc.last_state.i == 3
+    mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
+    assert_same(samples(mcmc), expected)
+    assert mcmc.last_state.i == 9
+
+
+@each_kernel
+@pytest.mark.parametrize("chain_method", [None, "sequential", "vectorized", "parallel"])
+def test_resumed_run_is_one_long_run(name, chain_method):
+    chains = {"num_chains": 2, "chain_method": chain_method} if chain_method else {}
+    expected = samples(run(name, num_samples=12, **chains))
+    mcmc = run(name, num_samples=6, **chains)
+    first = samples(mcmc)
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
+    both = jax.tree.map(lambda a, b: np.concatenate([a, b], 1), first, samples(mcmc))
+    assert_same(both, expected)
+
+
+CONTINUE = """
+import pickle, sys
+import jax, numpy as np
+mcmc = pickle.load(open(sys.argv[1], "rb"))
+mcmc.post_warmup_state = mcmc.last_state
+mcmc.run(mcmc.post_warmup_state.rng_key, *pickle.load(open(sys.argv[2], "rb")))
+pickle.dump(jax.tree.map(np.asarray, mcmc.get_samples(True)), open(sys.argv[3], "wb"))
+"""
+
+
+def python(*args, **environment):
+    """Runs Python in a new process that sees the table of kernels."""
+    subprocess.run(
+        [sys.executable, *args],
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(HERE)} | environment,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+@each_kernel
+def test_pickled_run_goes_on_in_a_new_process(name, tmp_path):
+    mcmc = run(name)
+    files = [tmp_path / k for k in ("mcmc", "data", "found")]
+    files[0].write_bytes(pickle.dumps(mcmc))
+    files[1].write_bytes(pickle.dumps((X, Y)))
+    python("-c", CONTINUE, *files)
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
+    assert_same(pickle.loads(files[2].read_bytes()), samples(mcmc))
+
+
+EVERY_KERNEL = """
+import sys
+import jax, jax.numpy as jnp
+from kernel_table import KERNELS, run
+for name in KERNELS:
+    for chains in ({}, {"num_chains": 2, "chain_method": "vectorized"}):
+        mcmc = run(name, **chains)
+        for leaf in jax.tree.leaves((mcmc.get_samples(), mcmc.last_state)):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                assert leaf.dtype == sys.argv[1], (name, leaf.dtype)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtype_and_tracer_leaks(dtype):
+    python(
+        "-c",
+        EVERY_KERNEL,
+        dtype,
+        JAX_ENABLE_X64=str(dtype == "float64"),
+        JAX_CHECK_TRACER_LEAKS="1",
+    )
+
+
+@each_kernel
+def test_state_fields(name):
+    fields = ["i", "step_size", "minibatch_potential", "nonfinite_steps"]
+    fields += [] if "SGLD" in name else ["kinetic_temperature", "momentum"]
+    fields += ["thermostat"] if name.startswith(("SGNHT", "CCAdL")) else []
+    fields += ["noise_covariance"] if name.startswith("CCAdL") else []
+    for chains in (1, 2):
+        mcmc = run(name, extra_fields=fields, num_chains=chains, chain_method="vectorized")
+        found = mcmc.get_extra_fields(group_by_chain=True)
+        assert set(found) == set(fields)
+        for field in set(fields) - {"momentum", "noise_covariance"}:
+            assert found[field].shape == (chains, 6), field
+            assert np.all(np.isfinite(found[field])), field
+        assert found["i"][0].tolist() == [4, 5, 6, 7, 8, 9]
+    if "kinetic_temperature" in fields:
+        np.testing.assert_allclose(
+            found["kinetic_temperature"], (found["momentum"] ** 2).mean(-1), rtol=1e-5
+        )
+    if "noise_covariance" in fields:
+        assert found["noise_covariance"].shape == (2, 6, *((4,) if name == "CCAdL" else (4, 4)))
+
+
+@each_kernel
+def test_step_size_schedule(name):
+    schedule = optax.exponential_decay(1e-4, transition_steps=1, decay_rate=0.9)
+    mcmc = run(name, extra_fields=("step_size",), options={"step_size": schedule})
+    found = mcmc.get_extra_fields()["step_size"]
+    np.testing.assert_allclose(found, 1e-4 * 0.9 ** np.arange(3, 9), rtol=1e-5)
+
+
+@each_kernel
+def test_nonfinite_steps_are_undone_and_counted(name):
+    """Steps of a size that no chain survives leave finite draws, the ones before included."""
+    schedule = lambda i: jnp.where(i < 6, 1e-4, 1e38)  # noqa: E731
+    calm = samples(run(name, options={"step_size": 1e-4}))
+    mcmc = run(name, options={"step_size": schedule})
+    draws, undone = samples(mcmc), mcmc.get_extra_fields()["nonfinite_steps"]
+    assert all(np.all(np.isfinite(x)) for x in draws.values())
+    assert undone.tolist() == [0, 0, 0, 1, 2, 3]
+    assert_same(jax.tree.map(lambda x: x[:, :3], draws), jax.tree.map(lambda x: x[:, :3], calm),
+                **ROUNDING)  # fmt: skip
+    np.testing.assert_array_equal(draws["w"][0, 2], draws["w"][0, -1])
+    assert "3 NON-FINITE STEPS" in mcmc.sampler.get_diagnostics_str(mcmc.last_state)
+
+
+@each_kernel
+def test_temperature_and_settings(name):
+    kernel = KERNELS[name](model, temperature=0.5)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False)
+    mcmc.run(random.key(0), X, Y)
+    settings = kernel.settings
+    assert settings["temperature"] == 0.5 and settings["batch_size_rows"] == 20
+    assert settings["algorithm"] == type(kernel).__name__
+    assert all(isinstance(v, str | int | float) for v in settings.values())
+
+
+@pytest.mark.parametrize("kernel", [SGHMC, SGNHT, CCAdL])
+def test_from_learning_rate(kernel):
+    """eta = h^2 and alpha = h A, eq. (15) of Chen et al. (2014)."""
+    made = kernel.from_learning_rate(model, learning_rate=1e-4, momentum_decay=0.1)
+    given = kernel(model, step_size=1e-2, friction=10.0)
+    assert made.settings == pytest.approx(given.settings)
+    with pytest.raises(ValueError, match="`learning_rate` must be a positive"):
+        kernel.from_learning_rate(
+            model, learning_rate=optax.constant_schedule(1.0), momentum_decay=0.1
+        )
+
+
+def one_step(kernel, position, momentum=None, steps=1):
+    """States before and after steps of a kernel on its own, for checking them by hand."""
+    state = kernel.init(random.key(0), 0, None, model_args=(X, Y), model_kwargs={})
+    if momentum is not None:
+        state = state._replace(dynamics=state.dynamics._replace(momentum=momentum))
+    state = state._replace(z={"w": position[1:], "scale": position[0]})
+    states = [state]
+    for _ in range(steps):
+        states.append(kernel.sample(states[-1], (X, Y), {}))
+    return states
+
+
+def flat(state):
+    return np.concatenate([np.atleast_1d(state.z["scale"]), state.z["w"]])
+
+
+def test_order_of_drift_and_kick():
+    """SGHMC and CCAdL drift on the old momentum, SGNHT on the new one: so the papers have it."""
+    position, momentum = jnp.array([0.1, 1.0, -1.0, 0.5]), jnp.array([1.0, -2.0, 0.5, 3.0])
+    for name in ("SGHMC", "CCAdL", "SGNHT"):
+        kernel = KERNELS[name](model)
+        before, after = one_step(kernel, position, momentum)
+        moved = (flat(after) - flat(before)) / 3e-3
+        used = after.momentum if name == "SGNHT" else momentum
+        np.testing.assert_allclose(moved, used, atol=2e-4)
+
+
+def test_momentum_is_resampled():
+    """With a friction of nearly zero the momentum of a flat target only changes when redrawn."""
+    kernel = SGHMC(model, step_size=1e-8, friction=1e-8, resample_momentum=3, temperature=4.0)
+    states = one_step(kernel, jnp.zeros(4), steps=7)
+    changed = [not np.allclose(a.momentum, b.momentum, atol=1e-2) for a, b in pairwise(states)]
+    assert changed == [True, False, False, True, False, False, True]
+
+
+def test_running_average_of_the_noise():
+    """kappa = 1/t for the first steps, then 1/window; the first step uses no estimate."""
+    seen = []
+
+    class Recorded(CCAdL):
+        def gradient(self, potential, rows, rng_key):
+            oracle = super().gradient(potential, rows, rng_key)
+
+            def recorded(position):
+                observed = oracle(position)
+                seen.append(np.asarray(observed.noise))
+                return observed
+
+            return recorded
+
+    kernel = Recorded(model, step_size=1e-3, friction=1.0, window=3)
+    states = one_step(kernel, jnp.zeros(4), steps=5)
+    expected = np.zeros(4)
+    for t, (noise, state) in enumerate(zip(seen, states[1:], strict=True), start=1):
+        kappa = max(1 / t, 1 / 3)
+        expected = (1 - kappa) * expected + kappa * noise
+        np.testing.assert_allclose(state.noise_covariance, expected, rtol=1e-4)
+        assert state.observations == t
+
+
+def test_sample_before_init():
+    with pytest.raises(RuntimeError, match=r"Call `SGLD.init`"):
+        SGLD(model, step_size=0.1).sample(None, (), {})
+
+
+def test_dropped_deterministics_are_named():
+    import numpyro
+    import numpyro.distributions as dist
+
+    def with_mean(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", x.shape[0], subsample_size=20) as i:
+            mean = numpyro.deterministic("mean", x[i] @ w)
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+    mcmc = MCMC(SGLD(with_mean, step_size=1e-3), num_warmup=1, num_samples=2, progress_bar=False)
+    with pytest.warns(UserWarning, match="'mean' depend on the minibatch.*Predictive"):
+        mcmc.run(random.key(0), X, Y)
+    assert set(mcmc.get_samples()) == {"w"}

@@ -1,0 +1,397 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Bad input gets an error that names the site or the argument and the remedy, before sampling."""
+
+from functools import partial
+
+from flax import linen
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro.contrib.control_flow import scan
+from numpyro.contrib.module import flax_module
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+from numpyro.infer.initialization import init_to_value
+import pytest
+
+from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
+
+N = 40
+X = np.random.default_rng(0).standard_normal((N, 3)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(np.int32)
+
+
+def run(kernel, *args, init_params=None, **kwargs):
+    mcmc = MCMC(kernel, num_warmup=1, num_samples=2, progress_bar=False)
+    mcmc.run(random.key(0), *args, init_params=init_params, **kwargs)
+    return mcmc
+
+
+def regression(x, y, batch_size=10):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+
+def subsampled_regression(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10):
+        mean = numpyro.subsample(x, event_dim=1) @ w
+        numpyro.sample("y", dist.Normal(mean, 1), obs=numpyro.subsample(y, event_dim=0))
+
+
+def local_latent(x, y):
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(z, 1), obs=y[i])
+
+
+def masked_observation(x, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i], obs_mask=x[i, 0] > 0)
+
+
+def discrete_latent(x, y):
+    k = numpyro.sample("k", dist.Bernoulli(0.5))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(k, 1), obs=y[i])
+
+
+def delta_latent(x, y):
+    mu = numpyro.sample("mu", dist.Delta(1.0))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+
+def outside_the_plate(x, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        batch = y[i]
+    numpyro.sample("y", dist.Normal(mu, 1).expand([10]).to_event(1), obs=batch)
+
+
+def observations_not_indexed(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y)
+
+
+def predictors_not_indexed(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y[i])
+
+
+def one_row_not_indexed(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=1) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y)
+
+
+def given_minibatches(x, y):
+    """As for SVI: a plate of N rows around data of a minibatch."""
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", 1000, subsample_size=x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+
+
+def half_given(x, y):
+    """Predictors indexed by the plate, observations passed in as a minibatch."""
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y)
+
+
+def plate_in_scan(x, y):
+    phi = numpyro.sample("phi", dist.Normal(0, 1))
+
+    def step(previous, t):
+        with numpyro.plate("rows", N, subsample_size=10) as i:
+            numpyro.sample("x", dist.Normal(phi, 1), obs=x[i, t])
+        return previous, None
+
+    scan(step, 0.0, jnp.arange(3))
+
+
+def no_latent(x, y):
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(0, 1), obs=y[i])
+
+
+def no_subsampling(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+
+def wrong_support(x, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Gamma(2, jnp.exp(mu)), obs=y[i])
+
+
+def closes_over_numpy(y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(X[i] @ w, 1), obs=y[i])
+
+
+def wide(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([1001]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(x[i, 0] * w.sum(), 1), obs=y[i])
+
+
+def sgld(model, **options):
+    return SGLD(model, **({"step_size": 1e-3} | options))
+
+
+def ccadl(model, **options):
+    return CCAdL(model, **({"step_size": 1e-2, "friction": 1.0} | options))
+
+
+WITH_NAN = X.copy()
+WITH_NAN[7, 2] = np.nan
+
+
+BAD_MODELS = {
+    "local latents": (
+        local_latent,
+        (X, Y),
+        "Latent site 'z' is inside the subsampled plate 'rows'",
+    ),
+    "obs_mask": (masked_observation, (X, Y), "'y' has an `obs_mask`.*handlers.mask"),
+    "discrete": (discrete_latent, (X, Y), "'k' is discrete.*MixtureSameFamily"),
+    "Delta": (delta_latent, (X, Y), "'mu' has a Delta.*numpyro.deterministic"),
+    "outside": (outside_the_plate, (X, Y), "'y' depends on the minibatch of plate 'rows'.*outside"),
+    "obs not indexed": (
+        observations_not_indexed,
+        (X, Y),
+        "'y' are not indexed by the plate: .* 40",
+    ),
+    "fn not indexed": (predictors_not_indexed, (X, Y), r"minibatch: .*index it with the plate's"),
+    "one row": (one_row_not_indexed, (X, Y), "'y' are not indexed by the plate: .* 40 rows"),
+    "SVI style": (given_minibatches, (X[:10], Y[:10]), "does not use its indices.*as for SVI"),
+    "half SVI style": (half_given, (X, Y[:10]), "observations of site 'y' .*without the plate's"),
+    "scan": (plate_in_scan, (X, Y), "plate 'rows', which is subsampled inside `scan`"),
+    "no latent": (no_latent, (X, Y), "no latent sites"),
+    "zero": (partial(regression, batch_size=0), (X, Y), "subsample_size=0.*from 1 to its size 40"),
+    "negative": (partial(regression, batch_size=-3), (X, Y), "subsample_size=-3"),
+    "too many": (partial(regression, batch_size=41), (X, Y), "subsample_size=41.*size 40"),
+    "float size": (partial(regression, batch_size=2.5), (X, Y), "both must be Python integers"),
+    "short data": (regression, (X[:30], Y), r"argument 'x' of shape \(30, 3\), which has 30 rows"),
+    "long data": (regression, (X, np.append(Y, Y)), r"argument 'y' of shape \(80,\)"),
+    "short subsample": (subsampled_regression, (X, Y[:30]), r"numpyro.plate\(rows, 40.*\(30,\)"),
+    "NaN": (regression, (WITH_NAN, Y), r"Argument 'x'.*1 entries.*first at index \(7, 2\)"),
+    "infinite": (regression, (X, np.full(N, np.inf)), "Argument 'y'"),
+    "support": (wrong_support, (X, Y), "not finite at site 'y' .values from 0 to 1"),
+    "NumPy closure": (closes_over_numpy, (Y,), "NumPy array that is not one of its arguments"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+@pytest.mark.filterwarnings("ignore:.*out-of-support")
+def test_bad_models_are_refused(case):
+    model, args, message = BAD_MODELS[case]
+    with pytest.raises(ValueError, match=message):
+        run(sgld(model), *args)
+
+
+@pytest.mark.parametrize("kernel", [SGLD, SGHMC, SGNHT, CCAdL])
+@pytest.mark.parametrize("model", [None, "model"])
+def test_no_model(kernel, model):
+    with pytest.raises(ValueError, match=f"{kernel.__name__} needs a model"):
+        kernel(model, 0.1, *([] if kernel is SGLD else [1.0]))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "0.1", None, True])
+@pytest.mark.parametrize("name", ["step_size", "friction", "temperature", "thermal_mass"])
+def test_numbers_must_be_positive(name, value):
+    options = {"step_size": 0.1, "friction": 1.0} | {name: value}
+    with pytest.raises(ValueError, match=f"`{name}` must be a positive finite number; got"):
+        CCAdL(regression, **options)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "3"])
+@pytest.mark.parametrize("name", ["steps_per_sample", "window"])
+def test_counts_must_be_positive_integers(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be a positive integer"):
+        ccadl(regression, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("subsampling", "'without_replacement', 'with_replacement', 'epochs'"),
+        ("covariance", "'diagonal', 'full'"),
+        ("integrator", "'euler'"),
+    ],
+)
+def test_unknown_words_list_the_allowed_ones(name, allowed):
+    with pytest.raises(ValueError, match=f"`{name}` must be one of {allowed}; got 'other'"):
+        ccadl(regression, **{name: "other"})
+
+
+@pytest.mark.parametrize("schedule", [lambda i: -1.0, lambda i: jnp.nan, lambda i: 0.0])
+def test_a_schedule_must_be_positive(schedule):
+    with pytest.raises(ValueError, match="step size schedule gives .* at step 0"):
+        run(sgld(regression, step_size=schedule), X, Y)
+
+
+def test_noise_beyond_the_friction():
+    """The remedies in the message are enough."""
+    kernel = partial(SGHMC, regression, noise_variance=500.0)
+    with pytest.raises(
+        ValueError, match=r"friction of at least 25, or a step size of at most 0.004"
+    ):
+        run(kernel(step_size=0.1, friction=1.0), X, Y)
+    run(kernel(step_size=0.1, friction=25.0), X, Y)
+    run(kernel(step_size=0.004, friction=1.0), X, Y)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"v": 1.0}, r"entry for each latent site \['w'\]; found \['v'\]"),
+        ({"w": np.ones(2)}, r"noise_variance\['w'\]` has shape \(2,\)"),
+        (-1.0, "finite and not negative"),
+        (np.nan, "finite and not negative"),
+    ],
+)
+def test_noise_variance_fits_the_sites(value, message):
+    with pytest.raises(ValueError, match=message):
+        run(SGHMC(regression, 0.01, 10.0, noise_variance=value), X, Y)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        ccadl(regression, subsampling="epochs"),
+        SGHMC(regression, 0.01, 1.0, noise_variance=1.0, subsampling="epochs"),
+    ],
+    ids=["CCAdL", "SGHMC"],
+)
+def test_epochs_and_corrected_noise(kernel):
+    with pytest.raises(ValueError, match="anti-correlated.*without_replacement"):
+        run(kernel, X, Y)
+
+
+@pytest.mark.parametrize(
+    "kernel", [ccadl(no_subsampling), sgld(no_subsampling, subsampling="epochs")]
+)
+def test_methods_that_need_minibatches(kernel):
+    with pytest.raises(ValueError, match="no plate of the model has a `subsample_size`"):
+        run(kernel, X, Y)
+
+
+def test_other_methods_warn_of_full_gradients():
+    with pytest.warns(UserWarning, match="gradient on all data"):
+        run(sgld(no_subsampling), X, Y)
+
+
+def test_full_covariance_of_many_parameters():
+    with pytest.raises(ValueError, match="at most 1,000 parameters, but the model has 1,001"):
+        run(ccadl(wide, covariance="full"), X, Y)
+    run(ccadl(wide), X, Y)
+
+
+def test_single_rows_have_no_noise_estimate():
+    with pytest.raises(ValueError, match="subsample_size` of at least 2"):
+        run(ccadl(partial(regression, batch_size=1)), X, Y)
+    run(sgld(partial(regression, batch_size=1)), X, Y)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"w": jnp.zeros(3, int)}, "init_params.'w'.. has dtype int32.*1.0 instead of 1"),
+        ({"w": jnp.zeros(4)}, r"has shape \(4,\).*has shape \(3,\)"),
+        ({"v": jnp.zeros(3)}, r"latent sites \['w'\]; found \['v'\]"),
+        ({"w": jnp.full(3, jnp.inf)}, "init_params.'w'.. has entries that are NaN or infinite"),
+        ({"w": jnp.full(3, 1e30)}, "potential at `init_params` is inf"),
+    ],
+)
+def test_bad_init_params(values, message):
+    with pytest.raises(ValueError, match=message):
+        run(sgld(regression), X, Y, init_params=values)
+
+
+def test_init_params_of_chains():
+    mcmc = MCMC(sgld(regression), num_warmup=1, num_samples=2, num_chains=2,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    with pytest.raises(ValueError, match=r"shape \(2, 4\).*\(2, 3\) \(chains first\)"):
+        mcmc.run(random.key(0), X, Y, init_params={"w": jnp.zeros((2, 4))})
+
+
+def test_unknown_extra_field():
+    mcmc = MCMC(sgld(regression), num_warmup=1, num_samples=2, progress_bar=False)
+    with pytest.raises(ValueError, match="no field 'thermostat'; it has i, z, dynamics, step_size"):
+        mcmc.run(random.key(0), X, Y, extra_fields=("thermostat",))
+
+
+def test_traced_subsample_size():
+    """With jit_model_args every argument is traced: the remedy is `partial`."""
+    mcmc = MCMC(
+        sgld(regression), num_warmup=1, num_samples=2, progress_bar=False, jit_model_args=True
+    )
+    with pytest.raises(ValueError, match="functools.partial"):
+        mcmc.run(random.key(0), X, Y, 10)
+
+
+def test_data_of_another_length_after_warmup():
+    def model(x):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", x.shape[0], subsample_size=10) as i:
+            numpyro.sample("x", dist.Normal(mu, 1), obs=x[i, 0])
+
+    mcmc = MCMC(sgld(model), num_warmup=1, num_samples=2, progress_bar=False)
+    mcmc.warmup(random.key(0), X)
+    with pytest.raises(ValueError, match="has size 30, but had size 40"):
+        mcmc.run(random.key(0), X[:30])
+
+
+def test_frozen_parameters_are_named():
+    class Line(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(1)(x)[..., 0]
+
+    def model(x, y):
+        line = flax_module("line", Line(), input_shape=(1, 3))
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("rows", N, subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(line(x[i]), scale), obs=y[i])
+
+    with pytest.warns(
+        UserWarning, match=r"'line\$params' is a `numpyro.param`.*random_flax_module"
+    ):
+        run(sgld(model, init_strategy=init_to_value(values={"scale": 1.0})), X, Y)
+
+
+def test_derived_indices_are_not_refused():
+    """Only the rows themselves must fit the length of the array: not what is computed of them."""
+
+    def model(x, y, blocks):
+        alpha = numpyro.sample("alpha", dist.Normal(0, 1).expand([4]).to_event(1))
+        lag = numpyro.sample("lag", dist.Normal(0, 1))
+        with numpyro.plate("rows", N, subsample_size=10) as i:
+            mean = alpha[i // 10] + alpha[blocks[i]] + lag * x[i + 1, 0] + x[-i - 1, 1]
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+    longer = np.concatenate([X, X[:1]])
+    run(sgld(model), longer, Y, np.arange(N) % 4)
+
+
+def test_constant_observations_are_not_refused():
+    """The zeros trick: the data are in the distribution, and nothing is observed."""
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", N, subsample_size=10) as i:
+            numpyro.sample("zeros", dist.Poisson(0.1 + (y[i] - x[i] @ w) ** 2), obs=jnp.zeros(10))
+
+    run(sgld(model), X, Y)
