@@ -1,0 +1,250 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Results in ArviZ: right on the full data, on both of its generations."""
+
+import subprocess
+import sys
+
+import arviz as az
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, NUTS
+from numpyro.infer.initialization import init_to_value
+import pytest
+from scipy.special import expit
+
+from numpyro_sgmcmc import SGLD, CCAdL, full_data, to_arviz
+
+pytestmark = [
+    pytest.mark.arviz,
+    pytest.mark.filterwarnings(
+        "ignore:.*Deterministic sites 'probability':UserWarning",
+        "ignore:.*Estimated shape parameter of Pareto:UserWarning",
+        "ignore:.*look binary:UserWarning",
+        "ignore::DeprecationWarning",
+        "ignore::PendingDeprecationWarning",
+        "ignore::FutureWarning",
+    ),
+]
+
+FIRST_GENERATION = int(az.__version__.split(".")[0]) < 1
+N = 50
+X = np.random.default_rng(0).standard_normal((N, 3)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(np.int32)
+
+
+def model(x, y=None, batch_size=10):
+    with numpyro.plate("groups", 2):
+        numpyro.sample("level", dist.Normal(0, 1))
+    w = numpyro.sample(
+        "w", dist.Normal(0, 1).expand([3]).to_event(1), infer={"event_dims": ["feature"]}
+    )
+    numpyro.deterministic("length", jnp.sum(w**2))
+    with numpyro.plate("rows", x.shape[0], subsample_size=batch_size) as i:
+        p = numpyro.deterministic("probability", 1 / (1 + jnp.exp(-x[i] @ w)))
+        numpyro.sample("y", dist.Bernoulli(probs=p), obs=None if y is None else y[i])
+
+
+def group(data, name):
+    found = data[name]
+    return found if FIRST_GENERATION else found.to_dataset()
+
+
+def names(data):
+    return set(data.groups()) if FIRST_GENERATION else set(data.children)
+
+
+@pytest.fixture(scope="module")
+def mcmc():
+    kernel = CCAdL(model, step_size=0.05, friction=2.0, steps_per_sample=5)
+    mcmc = MCMC(kernel, num_warmup=200, num_samples=300, num_chains=2,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(0), X, Y, extra_fields=("thermostat", "step_size", "minibatch_potential"))
+    return mcmc
+
+
+@pytest.fixture(scope="module")
+def data(mcmc):
+    return to_arviz(
+        mcmc,
+        log_likelihood=True,
+        posterior_predictive=True,
+        coords={"feature": ["a", "b", "c"]},
+        sampling_time=1.5,
+        attrs={"study": "test"},
+    )
+
+
+def test_groups_and_shapes(data):
+    assert names(data) == {
+        "posterior", "sample_stats", "observed_data", "constant_data", "log_likelihood",
+        "posterior_predictive",
+    }  # fmt: skip
+    posterior = group(data, "posterior")
+    assert dict(posterior.sizes) == {"chain": 2, "draw": 300, "groups": 2, "feature": 3}
+    assert set(posterior.data_vars) == {"w", "level", "length"}
+    assert posterior["w"].coords["feature"].values.tolist() == ["a", "b", "c"]
+    assert posterior.coords["draw"].values.tolist() == list(range(300))
+    for name in ("log_likelihood", "posterior_predictive"):
+        assert group(data, name)["y"].dims == ("chain", "draw", "rows")
+        assert group(data, name)["y"].shape == (2, 300, N)
+    np.testing.assert_array_equal(group(data, "observed_data")["y"], Y)
+    constant = group(data, "constant_data")
+    assert set(constant.data_vars) == {"x"} and constant["x"].dims == ("rows", "x_dim_1")
+
+
+def test_log_likelihood_is_that_of_every_row(data):
+    w = group(data, "posterior")["w"].values
+    p = expit(np.einsum("cdk,nk->cdn", w, X))
+    expected = np.where(Y == 1, np.log(p), np.log1p(-p))
+    np.testing.assert_allclose(group(data, "log_likelihood")["y"], expected, atol=1e-5)
+
+
+def test_posterior_predictive_is_that_of_every_row(data):
+    w = group(data, "posterior")["w"].values
+    p = expit(np.einsum("cdk,nk->cdn", w, X))
+    found = group(data, "posterior_predictive")["y"].values
+    assert set(np.unique(found)) == {0, 1}
+    error = (p * (1 - p)).sum((0, 1)) ** 0.5 / 600
+    assert np.all(np.abs((found - p).mean((0, 1))) < 4 * error)
+
+
+def test_sample_stats_have_honest_names(data):
+    stats = set(group(data, "sample_stats").data_vars)
+    assert stats == {"thermostat", "step_size", "minibatch_potential", "nonfinite_steps"}
+
+
+def test_attributes(data):
+    found = data.attrs
+    assert found["algorithm"] == "CCAdL" and found["batch_size_rows"] == 10
+    assert found["step_size"] == 0.05 and found["friction"] == 2.0
+    assert found["inference_library"] == "numpyro_sgmcmc"
+    assert found["sampling_time"] == 1.5 and found["study"] == "test"
+
+
+def test_dims_are_merged_with_the_inferred_ones(mcmc):
+    posterior = group(to_arviz(mcmc, dims={"w": ["column"]}), "posterior")
+    assert posterior["w"].dims == ("chain", "draw", "column")
+    assert posterior["level"].dims == ("chain", "draw", "groups")
+
+
+def test_plain_from_numpyro_is_right_too(mcmc, data):
+    plain = az.from_numpyro(mcmc, log_likelihood=True)
+    for name in ("w", "level", "length"):
+        np.testing.assert_array_equal(
+            group(plain, "posterior")[name], group(data, "posterior")[name]
+        )
+    np.testing.assert_array_equal(group(plain, "observed_data")["y"], Y)
+    np.testing.assert_allclose(
+        group(plain, "log_likelihood")["y"], group(data, "log_likelihood")["y"], atol=1e-6
+    )
+    az.from_numpyro(mcmc)
+
+
+def test_same_as_nuts_on_the_full_data(mcmc):
+    """The layout does not differ from that of a kernel that has always been there."""
+    nuts = MCMC(NUTS(full_data(model)), num_warmup=100, num_samples=300, num_chains=2,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    nuts.run(random.key(0), X, Y)
+    theirs, ours = to_arviz(nuts), to_arviz(mcmc)
+    assert group(theirs, "observed_data").equals(group(ours, "observed_data"))
+    assert group(theirs, "posterior")["w"].dims == group(ours, "posterior")["w"].dims
+    assert "diverging" in group(theirs, "sample_stats")
+
+
+def test_size_guard(mcmc):
+    for option in ("log_likelihood", "posterior_predictive"):
+        with pytest.raises(
+            ValueError, match=f"`{option}` would have 600 draws x 50 values = 30,000"
+        ):
+            to_arviz(mcmc, max_values=29_999, **{option: True})
+
+
+def test_no_draws():
+    with pytest.raises(ValueError, match="no draws yet"):
+        to_arviz(MCMC(SGLD(model, step_size=0.1), num_warmup=1, num_samples=1))
+
+
+def test_nonfinite_steps_are_reported():
+    kernel = SGLD(
+        model,
+        step_size=lambda i: jnp.where(i < 5, 1e-3, 1e38),
+        init_strategy=init_to_value(values={"w": np.ones(3), "level": np.zeros(2)}),
+    )
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=10, num_chains=2,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(0), X, Y)
+    with pytest.warns(
+        UserWarning, match="10 steps were not finite.*2 of 2 chains.*step size of 1e.38"
+    ):
+        found = to_arviz(mcmc)
+    assert np.all(np.isfinite(group(found, "posterior")["w"]))
+    assert group(found, "sample_stats")["nonfinite_steps"].values[0, -1] == 5
+
+
+def test_thinned_run():
+    mcmc = MCMC(SGLD(model, step_size=1e-3), num_warmup=0, num_samples=100, thinning=3,
+                progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(0), X, Y)
+    assert group(to_arviz(mcmc, log_likelihood=True), "log_likelihood").sizes["draw"] == 33
+
+
+def test_round_trip_through_a_file(data, tmp_path):
+    path = str(tmp_path / "run.nc")
+    data.to_netcdf(path)
+    back = az.from_netcdf(path)
+    assert back.attrs["algorithm"] == "CCAdL"
+    np.testing.assert_array_equal(group(back, "posterior")["w"], group(data, "posterior")["w"])
+
+
+SHARED = ["plot_autocorr", "plot_trace", "plot_pair", "plot_ess", "plot_mcse", "plot_forest"]
+PLOTS = SHARED + (
+    ["plot_rank", "plot_posterior", "plot_density", "plot_ppc", "plot_violin"]
+    if FIRST_GENERATION
+    else [
+        "plot_trace_dist", "plot_rank", "plot_rank_dist", "plot_dist", "plot_ppc_dist",
+        "plot_ppc_pit", "plot_ess_evolution", "plot_ridge", "plot_convergence_dist",
+        "plot_ppc_tstat",
+    ]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_pictures(data, name, tmp_path):
+    import matplotlib.pyplot as plt
+
+    options = {} if "ppc" in name else {"var_names": ["w"]}
+    picture = getattr(az, name)(data, **options)
+    path = tmp_path / "picture.png"
+    if hasattr(picture, "savefig"):
+        picture.savefig(path)
+    else:
+        np.ravel(picture)[0].figure.savefig(path)
+    plt.close("all")
+    assert path.stat().st_size > 5_000
+
+
+STATISTICS = ["ess", "rhat", "mcse", "summary", "loo", "hdi"] + (
+    ["waic"] if FIRST_GENERATION else ["thin", "rhat_nested", "diagnose"]
+)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics(data, name):
+    options = {"superchain_ids": [0, 1]} if name == "rhat_nested" else {}
+    assert getattr(az, name)(data, **options) is not None
+
+
+def test_statistics_have_values(data):
+    summary = az.summary(data, var_names=["w"])
+    assert list(summary.index) == ["w[a]", "w[b]", "w[c]"]
+    assert np.all(summary["ess_bulk"].astype(float) > 50)
+
+
+def test_arviz_is_imported_when_it_is_needed():
+    code = "import sys, numpyro_sgmcmc; assert 'arviz' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
