@@ -261,7 +261,7 @@ class MinibatchModel(NamedTuple):
         initialisation strategies.
 
         :param rng_key: a key, or a batch of keys for as many chains.
-        :param init_strategy: see :ref:`init_strategy` in the documentation of NumPyro.
+        :param init_strategy: a per-site initialization function of NumPyro.
         :return: values by site, with a leading axis for the chains if ``rng_key`` has one.
         :raises ValueError: if no values with a finite potential are found.
         """

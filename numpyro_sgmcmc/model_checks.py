@@ -19,6 +19,7 @@ import jax
 from jax import Array
 from jax.extend.core import Literal
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from numpyro.ops.provenance import eval_provenance
 
@@ -73,9 +74,10 @@ def check_data(model: Callable, args: tuple, kwargs: dict) -> None:
     for name, x in _named_arrays(model, args, kwargs):
         if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
             continue
-        count = int(_count_nonfinite(x))
+        with jax.ensure_compile_time_eval():
+            count = int(_count_nonfinite(x))
         if count:
-            first = tuple(int(k[0]) for k in jnp.nonzero(~jnp.isfinite(x), size=1))
+            first = tuple(np.argwhere(~np.isfinite(np.asarray(x)))[0].tolist())
             raise ValueError(
                 f"Argument '{name}' of the model, of shape {x.shape}, has {count} entries that are"
                 f" NaN or infinite, the first at index {first}. Drop these rows, or put any finite"

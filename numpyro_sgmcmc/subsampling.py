@@ -86,7 +86,8 @@ def permute(key: Array, positions: Array, size: int) -> Array:
             lambda x: jnp.where(x >= size, walk(x), x),
             image,
         )
-    return image.astype(jnp.int32)
+    # Keeps XLA from writing the rounds out anew for every use of the rows, which takes it minutes.
+    return lax.optimization_barrier(image.astype(jnp.int32))
 
 
 def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> Array:

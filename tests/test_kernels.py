@@ -15,6 +15,8 @@ from jax import random
 import jax.numpy as jnp
 from kernel_table import KERNELS, X, Y, make, model, run
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_median, init_to_value
 import optax
@@ -83,6 +85,27 @@ def test_one_chain_is_the_first_of_its_keys(name):
     assert_same(one, jax.tree.map(lambda x: x[1:], both), **ROUNDING)
 
 
+def test_kernel_is_shared_by_chain_methods():
+    """What a kernel remembers of one run does not change how another one goes on."""
+    expected = samples(run("SGHMC", num_samples=12, num_chains=2, chain_method="vectorized"))
+    mcmc = run("SGHMC", num_samples=6, num_chains=2, chain_method="vectorized")
+    other = MCMC(mcmc.sampler, num_warmup=0, num_samples=1, progress_bar=False)
+    other.run(random.key(5), X, Y)
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
+    assert_same(samples(mcmc), jax.tree.map(lambda x: x[:, 6:], expected))
+
+
+@pytest.mark.parametrize("chain_method", ["parallel", jax.vmap])
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_data_on_the_device(chain_method):
+    mcmc = make("SGLD", num_chains=2, chain_method=chain_method)
+    mcmc.run(random.key(0), jnp.asarray(X), jnp.asarray(Y))
+    assert_same(samples(mcmc), samples(run("SGLD", num_chains=2)), **ROUNDING)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        mcmc.run(random.key(0), jnp.asarray(X).at[3, 1].set(jnp.nan), jnp.asarray(Y))
+
+
 def test_eight_devices():
     assert jax.local_device_count() == 8
     mcmc = run("CCAdL", num_chains=8, chain_method="parallel")
@@ -127,7 +150,7 @@ def test_init_params_are_where_the_chain_starts(name):
     mcmc = run(name, init_params=start, num_warmup=0, num_samples=1, options=tiny)
     np.testing.assert_allclose(samples(mcmc)["w"][0, 0], start["w"], atol=0.01)
     np.testing.assert_allclose(samples(mcmc)["scale"][0, 0], np.exp(0.5), atol=0.01)
-    for chain_method in ("sequential", "vectorized", "parallel"):
+    for chain_method in ("vectorized", "parallel"):
         both = jax.tree.map(lambda x: jnp.stack([x, -x]), start)
         mcmc = run(name, init_params=both, num_warmup=0, num_samples=1, options=tiny,
                    num_chains=2, chain_method=chain_method)  # fmt: skip
@@ -166,37 +189,40 @@ def test_resumed_run_is_one_long_run(name, chain_method):
     assert_same(both, expected)
 
 
-CONTINUE = """
-import pickle, sys
-import jax, numpy as np
-mcmc = pickle.load(open(sys.argv[1], "rb"))
-mcmc.post_warmup_state = mcmc.last_state
-mcmc.run(mcmc.post_warmup_state.rng_key, *pickle.load(open(sys.argv[2], "rb")))
-pickle.dump(jax.tree.map(np.asarray, mcmc.get_samples(True)), open(sys.argv[3], "wb"))
-"""
-
-
 def python(*args, **environment):
     """Runs Python in a new process that sees the table of kernels."""
     subprocess.run(
-        [sys.executable, *args],
+        [sys.executable, *map(str, args)],
         check=True,
         env=os.environ | {"PYTHONPATH": str(HERE)} | environment,
         timeout=300,
     )
 
 
-@pytest.mark.slow
-@each_kernel
-def test_pickled_run_goes_on_in_a_new_process(name, tmp_path):
-    mcmc = run(name)
-    files = [tmp_path / k for k in ("mcmc", "data", "found")]
-    files[0].write_bytes(pickle.dumps(mcmc))
-    files[1].write_bytes(pickle.dumps((X, Y)))
-    python("-c", CONTINUE, *files)
+CONTINUE = """
+import pickle, sys
+import jax, numpy as np
+runs, data = pickle.load(open(sys.argv[1], "rb"))
+found = {}
+for name, mcmc in runs.items():
     mcmc.post_warmup_state = mcmc.last_state
-    mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
-    assert_same(pickle.loads(files[2].read_bytes()), samples(mcmc))
+    mcmc.run(mcmc.post_warmup_state.rng_key, *data)
+    found[name] = jax.tree.map(np.asarray, mcmc.get_samples(True))
+pickle.dump(found, open(sys.argv[2], "wb"))
+"""
+
+
+@pytest.mark.slow
+def test_pickled_runs_go_on_in_a_new_process(tmp_path):
+    runs = {name: run(name) for name in KERNELS}
+    pickled, found = tmp_path / "runs", tmp_path / "found"
+    pickled.write_bytes(pickle.dumps((runs, (X, Y))))
+    python("-c", CONTINUE, pickled, found)
+    continued = pickle.loads(found.read_bytes())
+    for name, mcmc in runs.items():
+        mcmc.post_warmup_state = mcmc.last_state
+        mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
+        assert_same(continued[name], samples(mcmc))
 
 
 EVERY_KERNEL = """
@@ -204,11 +230,10 @@ import sys
 import jax, jax.numpy as jnp
 from kernel_table import KERNELS, run
 for name in KERNELS:
-    for chains in ({}, {"num_chains": 2, "chain_method": "vectorized"}):
-        mcmc = run(name, **chains)
-        for leaf in jax.tree.leaves((mcmc.get_samples(), mcmc.last_state)):
-            if jnp.issubdtype(leaf.dtype, jnp.floating):
-                assert leaf.dtype == sys.argv[1], (name, leaf.dtype)
+    mcmc = run(name, num_chains=2, chain_method="vectorized")
+    for leaf in jax.tree.leaves((mcmc.get_samples(), mcmc.last_state)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            assert leaf.dtype == sys.argv[1], (name, leaf.dtype)
 """
 
 
@@ -352,15 +377,38 @@ def test_running_average_of_the_noise():
         assert state.observations == t
 
 
+def test_plates_draw_their_own_rows():
+    """Independent rows for each plate: else the potential of nested plates is biased."""
+    seen = []
+
+    class Recorded(SGLD):
+        def gradient(self, potential, rows, rng_key):
+            seen.append(jax.tree.map(np.asarray, rows))
+            return super().gradient(potential, rows, rng_key)
+
+    def two_plates(x, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        for name in ("a", "b"):
+            with numpyro.plate(name, 80, subsample_size=20) as i:
+                numpyro.sample(f"x_{name}", dist.Normal(mu, 1), obs=x[i, 0])
+
+    kernel = Recorded(two_plates, step_size=1e-3)
+    state = kernel.init(random.key(0), 0, None, model_args=(X, Y), model_kwargs={})
+    for _ in range(200):
+        state = kernel.sample(state, (X, Y), {})
+    shared = [len(set(rows["a"]) & set(rows["b"])) for rows in seen]
+    # the hypergeometric law of the number of rows in common
+    assert abs(np.mean(shared) - 5) < 4 * (5 * 0.75 * 60 / 79 / 200) ** 0.5
+    assert not np.array_equal(seen[0]["a"], seen[1]["a"])
+
+
 def test_sample_before_init():
-    with pytest.raises(RuntimeError, match=r"Call `SGLD.init`"):
-        SGLD(model, step_size=0.1).sample(None, (), {})
+    state = run("SGLD").last_state
+    with pytest.raises(RuntimeError, match=r"Call `SGLD.init` first"):
+        SGLD(model, step_size=0.1).sample(state, (X, Y), {})
 
 
 def test_dropped_deterministics_are_named():
-    import numpyro
-    import numpyro.distributions as dist
-
     def with_mean(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
         with numpyro.plate("rows", x.shape[0], subsample_size=20) as i:

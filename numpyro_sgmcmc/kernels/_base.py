@@ -46,8 +46,8 @@ class SGMCMCState(NamedTuple):
     - **z** - unconstrained values of the latent sites.
     - **dynamics** - what the method keeps besides the position, for instance the momentum.
     - **step_size** - step size of the latest step.
-    - **minibatch_potential** - the minibatch potential at the latest gradient: a noisy
-      estimate of the potential, not of use for comparing draws.
+    - **minibatch_potential** - the minibatch potential at the latest gradient, a noisy
+      estimate of the potential that is not of use for comparing draws; 0 before the first.
     - **nonfinite_steps** - number of steps undone because they were not finite.
     - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of it and ``i``.
     """
@@ -135,9 +135,7 @@ class SGMCMCKernel(MCMCKernel):
         self._steps_per_sample = whole("steps_per_sample", steps_per_sample)
         self._init_strategy = init_strategy
         # Static facts of the model and the data, found in `init`, the same for every chain.
-        self._read: MinibatchModel | None = None
-        # NumPyro asks for this name to see whether `init` has been called.
-        self._sample_fn: Callable[[SGMCMCState, tuple, dict], SGMCMCState] | None = None
+        self._view: MinibatchModel | None = None
         self._diagnostics = (-math.inf, "")
 
     @abstractmethod
@@ -166,7 +164,7 @@ class SGMCMCKernel(MCMCKernel):
         """The oracle for :meth:`step`; methods that need more than a gradient override it."""
         return minibatch_gradient(potential, rows, rng_key)
 
-    def check_model(self, read: MinibatchModel, step_size: float, dimension: int) -> None:
+    def check_model(self, view: MinibatchModel, step_size: float, dimension: int) -> None:
         """Called once in ``init``: raises if the method cannot run on this model."""
 
     @property
@@ -188,7 +186,7 @@ class SGMCMCKernel(MCMCKernel):
         }
         if not callable(self._step_size):
             found["step_size"] = self._step_size
-        for plate in self._read.plates if self._read is not None else ():
+        for plate in self._view.plates if self._view is not None else ():
             found[f"batch_size_{plate.name}"] = plate.subsample_size
         return found
 
@@ -201,24 +199,24 @@ class SGMCMCKernel(MCMCKernel):
         model_kwargs: dict,
     ) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
-        self._read = read = read_model(self._model, self._init_strategy, args, kwargs)
+        self._view = view = read_model(self._model, self._init_strategy, args, kwargs)
         batched = not is_prng_key(rng_key)
         split = (
             jax.vmap(lambda key: random.split(key, 3)) if batched else lambda k: random.split(k, 3)
         )
         keys = jnp.moveaxis(split(rng_key), int(batched), 0)
         if init_params is None:
-            z = read.initial_values(keys[0], self._init_strategy, args, kwargs)
+            z = view.initial_values(keys[0], self._init_strategy, args, kwargs)
         else:
             z = as_arrays(init_params)
-            read.check_initial_values(z, rng_key.shape[0] if batched else None, args, kwargs)
+            view.check_initial_values(z, rng_key.shape[0] if batched else None, args, kwargs)
         with jax.ensure_compile_time_eval():
             step_size = float(self._step_size_at(jnp.asarray(0)))
         if not (math.isfinite(step_size) and step_size > 0):
             raise ValueError(
                 f"The step size schedule gives {step_size} at step 0; it must be positive."
             )
-        self._check(read, step_size)
+        self._check(view, step_size)
 
         def start(rng_key: Array, z: Values, dynamics_key: Array) -> SGMCMCState:
             position, _ = ravel_pytree(z)
@@ -228,17 +226,16 @@ class SGMCMCKernel(MCMCKernel):
                 z=z,
                 dynamics=self.init_dynamics(dynamics_key, position),
                 step_size=jnp.asarray(step_size, position.dtype),
-                minibatch_potential=jnp.full((), jnp.nan, position.dtype),
+                minibatch_potential=jnp.zeros((), position.dtype),
                 nonfinite_steps=count,
                 rng_key=rng_key,
             )
 
-        self._sample_fn = self._advance_chains if batched else self._advance
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
         return (jax.vmap(start) if batched else start)(keys[1], z, keys[2])
 
-    def _check(self, read: MinibatchModel, step_size: float) -> None:
+    def _check(self, view: MinibatchModel, step_size: float) -> None:
         name = type(self).__name__
         if self.corrects_noise and self._subsampling == "epochs":
             raise ValueError(
@@ -246,38 +243,43 @@ class SGMCMCKernel(MCMCKernel):
                 " minibatches of one epoch are anti-correlated. Use"
                 " subsampling='without_replacement'."
             )
-        if not read.plates and (self.corrects_noise or self._subsampling == "epochs"):
+        if not view.plates and (self.corrects_noise or self._subsampling == "epochs"):
             raise ValueError(
                 f"{name} with subsampling='{self._subsampling}' needs minibatches, but no plate of"
                 " the model has a `subsample_size`: write `numpyro.plate(name, size,"
                 " subsample_size=...)` around the data, or use another kernel."
             )
-        if not read.plates:
+        if not view.plates:
             warnings.warn(
                 "No plate of the model has a `subsample_size`: every step uses the gradient on all"
                 " data.",
                 stacklevel=2,
             )
-        dimension = sum(math.prod(latent.shape) for latent in read.latents.values())
+        dimension = sum(math.prod(latent.shape) for latent in view.latents.values())
         if dimension == 0:
             raise ValueError("The model has no latent sites: there is nothing to sample.")
-        self.check_model(read, step_size, dimension)
+        self.check_model(view, step_size, dimension)
+
+    @property
+    def _sample_fn(self) -> MinibatchModel | None:
+        # NumPyro asks for this name to see whether `init` has been called.
+        return self._view
 
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
-        if self._sample_fn is None:
-            raise RuntimeError(f"Call `{type(self).__name__}.init` before `sample`.")
-        return self._sample_fn(state, *as_arrays((model_args, model_kwargs)))
+        args, kwargs = as_arrays((model_args, model_kwargs))
 
-    def _advance_chains(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
-        return jax.vmap(lambda chain: self._advance(chain, args, kwargs))(state)
+        def advance(chain: SGMCMCState) -> SGMCMCState:
+            return self._advance(chain, args, kwargs)
+
+        return (jax.vmap(advance) if jnp.ndim(state.i) else advance)(state)
 
     def _advance(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
         """``steps_per_sample`` steps of one chain, on the position as one flat vector."""
         position, unravel = ravel_pytree(state.z)
-        read = self._initialised
+        view = self._initialised
 
         def potential(position: Array, rows: dict[str, Array], rng_key: Array) -> Array:
-            return read.potential(unravel(position), rows, rng_key, args, kwargs)
+            return view.potential(unravel(position), rows, rng_key, args, kwargs)
 
         def body(_: int, state: SGMCMCState) -> SGMCMCState:
             return self._guarded_step(state, potential)
@@ -325,21 +327,21 @@ class SGMCMCKernel(MCMCKernel):
 
     @property
     def _initialised(self) -> MinibatchModel:
-        if self._read is None:
+        if self._view is None:
             raise RuntimeError(f"Call `{type(self).__name__}.init` first.")
-        return self._read
+        return self._view
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
-        read = self._initialised
+        view = self._initialised
         args, kwargs = as_arrays((model_args, model_kwargs))
-        if read.minibatch_dependent:
-            names = ", ".join(f"'{name}'" for name in sorted(read.minibatch_dependent))
+        if view.minibatch_dependent:
+            names = ", ".join(f"'{name}'" for name in sorted(view.minibatch_dependent))
             warnings.warn(
                 f"Deterministic sites {names} depend on the minibatch and are not collected. For"
                 " their values on all data use `Predictive(full_data(model), mcmc.get_samples())`.",
                 stacklevel=2,
             )
-        return lambda z: read.constrain(z, args, kwargs)
+        return lambda z: view.constrain(z, args, kwargs)
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
         written, text = self._diagnostics
@@ -355,8 +357,7 @@ class SGMCMCKernel(MCMCKernel):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        # Rebuilt by `init`: closures, and facts about data that are not in the pickle.
-        state["_sample_fn"] = state["_read"] = None
+        state["_view"] = None  # of data that are not in the pickle; `init` makes it anew
         state["_diagnostics"] = (-math.inf, "")
         return state
 

@@ -137,8 +137,8 @@ class CCAdL(MomentumKernel):
     def settings(self) -> dict[str, str | int | float]:
         return super().settings | {"covariance": self._covariance}
 
-    def check_model(self, read: MinibatchModel, step_size: float, dimension: int) -> None:
-        for plate in read.plates:
+    def check_model(self, view: MinibatchModel, step_size: float, dimension: int) -> None:
+        for plate in view.plates:
             if plate.subsample_size < plate.size:
                 sub_batches(plate.subsample_size)
         if self._covariance == "full" and dimension > MAX_FULL_DIMENSION:

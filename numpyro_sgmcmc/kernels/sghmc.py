@@ -111,9 +111,9 @@ class SGHMC(MomentumKernel):
             )
         self.corrects_noise = any(np.any(v > 0) for v in values)
 
-    def check_model(self, read: MinibatchModel, step_size: float, dimension: int) -> None:
-        super().check_model(read, step_size, dimension)
-        variance = float(np.max(self._flat_noise_variance(read)))
+    def check_model(self, view: MinibatchModel, step_size: float, dimension: int) -> None:
+        super().check_model(view, step_size, dimension)
+        variance = float(np.max(self._flat_noise_variance(view)))
         most = 2 * self._friction * self._temperature / step_size
         if variance > most:
             raise ValueError(
@@ -123,17 +123,17 @@ class SGHMC(MomentumKernel):
                 f" step size of at most {2 * self._friction * self._temperature / variance:.4g}."
             )
 
-    def _flat_noise_variance(self, read: MinibatchModel) -> np.ndarray:
+    def _flat_noise_variance(self, view: MinibatchModel) -> np.ndarray:
         """A scalar, or the estimate for each entry of the flat position."""
         given = self._noise_variance
         if not isinstance(given, dict):
             return given
-        if set(given) != set(read.latents):
+        if set(given) != set(view.latents):
             raise ValueError(
-                f"`noise_variance` must have an entry for each latent site {sorted(read.latents)};"
+                f"`noise_variance` must have an entry for each latent site {sorted(view.latents)};"
                 f" found {sorted(given)}."
             )
-        for name, latent in read.latents.items():
+        for name, latent in view.latents.items():
             try:
                 np.broadcast_to(given[name], latent.shape)
             except ValueError as error:
@@ -143,7 +143,7 @@ class SGHMC(MomentumKernel):
                 ) from error
         # the flat position has the sites in the order of their names
         return np.concatenate(
-            [np.broadcast_to(given[k], read.latents[k].shape).ravel() for k in sorted(given)]
+            [np.broadcast_to(given[k], view.latents[k].shape).ravel() for k in sorted(given)]
         )
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
