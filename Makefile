@@ -1,0 +1,51 @@
+# Everything sets itself up: `make demo` and `make test` need nothing but Python 3.11 or later.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DATA ?=
+
+.PHONY: demo test lint test-newest bench docs notebooks clean
+
+# Made again when the dependencies change.
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is older than 3.11: name another with 'make PYTHON=python3.12 ...'"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test,notebooks]'
+	@touch $@
+
+# Digits by minibatches and by NUTS; with DATA=path on your own .npz or .csv file.
+demo: $(VENV)/.ready
+	$(BIN)/python examples/softmax_regression.py $(if $(DATA),--data '$(DATA)')
+
+test: $(VENV)/.ready lint
+	$(BIN)/python -m pytest -n 2 --durations 10
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# What the newest ArviZ and JAX could break: `make test-newest PYTHON=python3.12 VENV=.venv-newest`.
+test-newest: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 -m 'not slow' tests/test_inference_data.py tests/test_minibatch.py \
+		tests/test_model_checks.py tests/test_gradients.py tests/test_kernels.py numpyro_sgmcmc
+
+# The tables of benchmarks/, from this machine.
+bench: $(VENV)/.ready
+	$(BIN)/python benchmarks/step_cost.py
+	$(BIN)/python benchmarks/normal_gamma.py
+
+# The documentation as HTML, in docs/_build/html; a warning is an error.
+docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+# Runs the notebooks and keeps what they print and draw.
+notebooks: $(VENV)/.ready
+	$(BIN)/python -m nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+clean:
+	rm -rf .venv .venv-newest pictures docs/_build
