@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:.*Deterministic sites 'probability':UserWarning",
         "ignore:.*Estimated shape parameter of Pareto:UserWarning",
-        "ignore:.*look binary:UserWarning",
+        "ignore:.*look (binary|discrete):UserWarning",
         "ignore::DeprecationWarning",
         "ignore::PendingDeprecationWarning",
         "ignore::FutureWarning",

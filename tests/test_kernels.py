@@ -69,20 +69,14 @@ def test_chain_methods_give_the_same_draws(name):
     for chain_method in ("vectorized", "parallel"):
         found = samples(run(name, num_chains=3, chain_method=chain_method))
         assert_same(found, expected, **ROUNDING)
+    alone = samples(run(name, key=random.split(random.key(0), 3)[1]))
+    assert_same(alone, jax.tree.map(lambda x: x[1:2], expected), **ROUNDING)
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # of NumPyro's own loop
 def test_chain_method_may_be_a_function():
     expected = samples(run("CCAdL", num_chains=3, chain_method="sequential"))
     assert_same(samples(run("CCAdL", num_chains=3, chain_method=jax.vmap)), expected, **ROUNDING)
-
-
-@each_kernel
-def test_one_chain_is_the_first_of_its_keys(name):
-    keys = random.split(random.key(0), 2)
-    both = samples(run(name, num_chains=2, chain_method="vectorized"))
-    one = samples(run(name, key=keys[1]))
-    assert_same(one, jax.tree.map(lambda x: x[1:], both), **ROUNDING)
 
 
 def test_kernel_is_shared_by_chain_methods():
@@ -112,8 +106,9 @@ def test_eight_devices():
     assert len({d for leaf in jax.tree.leaves(mcmc.last_state.z) for d in leaf.devices()}) == 8
 
 
-@each_kernel
-@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "chains"), [*((name, 1) for name in KERNELS), ("SGLD", 2), ("CCAdL", 2)]
+)
 def test_progress_bar_changes_nothing(name, chains, progress_bar, capsys):
     options = {"num_chains": chains, "chain_method": "vectorized"}
     bare = samples(run(name, **options))
@@ -150,11 +145,10 @@ def test_init_params_are_where_the_chain_starts(name):
     mcmc = run(name, init_params=start, num_warmup=0, num_samples=1, options=tiny)
     np.testing.assert_allclose(samples(mcmc)["w"][0, 0], start["w"], atol=0.01)
     np.testing.assert_allclose(samples(mcmc)["scale"][0, 0], np.exp(0.5), atol=0.01)
-    for chain_method in ("vectorized", "parallel"):
-        both = jax.tree.map(lambda x: jnp.stack([x, -x]), start)
-        mcmc = run(name, init_params=both, num_warmup=0, num_samples=1, options=tiny,
-                   num_chains=2, chain_method=chain_method)  # fmt: skip
-        np.testing.assert_allclose(samples(mcmc)["w"][:, 0], both["w"], atol=0.01)
+    both = jax.tree.map(lambda x: jnp.stack([x, -x]), start)
+    mcmc = run(name, init_params=both, num_warmup=0, num_samples=1, options=tiny,
+               num_chains=2, chain_method="vectorized")  # fmt: skip
+    np.testing.assert_allclose(samples(mcmc)["w"][:, 0], both["w"], atol=0.01)
 
 
 @pytest.mark.parametrize("strategy", [init_to_median, init_to_value(values={"scale": 2.0})])
@@ -176,8 +170,12 @@ def test_warmup_then_run(name):
     assert mcmc.last_state.i == 9
 
 
-@each_kernel
-@pytest.mark.parametrize("chain_method", [None, "sequential", "vectorized", "parallel"])
+@pytest.mark.parametrize(
+    ("name", "chain_method"),
+    [(name, chain_method) for name in KERNELS for chain_method in (None, "vectorized")]
+    + [(name, "sequential") for name in ("SGLD epochs", "CCAdL full")]
+    + [(name, "parallel") for name in ("SGLD epochs", "CCAdL full")],
+)
 def test_resumed_run_is_one_long_run(name, chain_method):
     chains = {"num_chains": 2, "chain_method": chain_method} if chain_method else {}
     expected = samples(run(name, num_samples=12, **chains))

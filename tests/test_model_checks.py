@@ -258,6 +258,7 @@ def test_noise_beyond_the_friction():
     [
         ({"v": 1.0}, r"entry for each latent site \['w'\]; found \['v'\]"),
         ({"w": np.ones(2)}, r"noise_variance\['w'\]` has shape \(2,\)"),
+        (np.ones(3), r"dict with an array for each latent site; got an array of shape \(3,\)"),
         (-1.0, "finite and not negative"),
         (np.nan, "finite and not negative"),
     ],

@@ -103,6 +103,11 @@ class SGHMC(MomentumKernel):
             None if resample_momentum is None else whole("resample_momentum", resample_momentum)
         )
         self._integrator = one_of("integrator", integrator, ("euler",))
+        if not isinstance(noise_variance, dict) and np.ndim(noise_variance) > 0:
+            raise ValueError(
+                "`noise_variance` must be a number, or a dict with an array for each latent site;"
+                f" got an array of shape {np.shape(noise_variance)}."
+            )
         self._noise_variance = jax.tree.map(np.asarray, noise_variance)
         values = jax.tree.leaves(self._noise_variance)
         if not all(np.all(np.isfinite(v)) and np.all(v >= 0) for v in values):
@@ -149,7 +154,8 @@ class SGHMC(MomentumKernel):
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
         h, p = state.step_size, state.dynamics.momentum
         if self._resample_momentum is not None:
-            fresh = self.fresh_momentum(random.fold_in(rng_key, 1), p)
+            rng_key, momentum_key = random.split(rng_key)
+            fresh = self.fresh_momentum(momentum_key, p)
             p = jnp.where(state.i % self._resample_momentum == 0, fresh, p)
         variance = jnp.asarray(self._flat_noise_variance(self._initialised), p.dtype)
         diffusion = self._friction * self._temperature - h * variance / 2
