@@ -92,7 +92,11 @@ def permute(key: Array, positions: Array, size: int) -> Array:
 
 def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> Array:
     """
-    ``batch_size`` distinct rows, each subset equally likely, independently at each step.
+    ``batch_size`` distinct rows, independently at each step.
+
+    Above 32 rows the keyed bijection stands in for a shuffle: every ordered pair of rows is
+    equally likely as far as tests can tell, and so the mean and the covariance of a sum over
+    the rows are those of a shuffle. Larger subsets are not claimed to be uniform.
 
     :param key: random key of the chain and the plate.
     :param step: number of the step, an integer scalar.
