@@ -10,8 +10,9 @@ frictions of the paper mean nothing after a change of variables.
 
 The paper's observations are not published, and with friction 10 the autocorrelation times go
 with the inverse square of their sample variance. Here they have mean 0 and a variance of 0.975:
-one number, chosen by hand from a coarse scan so that the six times at h = 0.001 come close to the
-paper's; with a variance of 1 two of them are 11 % off. The other columns are predictions. A sample of 100 has a variance of 1 ± 0.14.
+one number, chosen by hand from a coarse scan so that the six times at h = 0.001 come close to
+the paper's; with standardised data, a variance of 0.99, two of them are 10 and 11 % off. The
+other columns are predictions. A sample of 100 has a variance of 1 ± 0.14.
 
 - Autocorrelation time of ``mu + gamma``: 1 plus twice the sum of the autocorrelations up to
   the first below 0.05, the definition that reproduces the paper's numbers at h = 0.001; mean
