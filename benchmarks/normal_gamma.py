@@ -28,6 +28,7 @@ Run with ``python benchmarks/normal_gamma.py``; writes a Markdown table.
 
 import argparse
 from functools import partial
+import math
 
 import jax
 from jax import random
@@ -45,7 +46,7 @@ SETTINGS = [(0.001, 1.0), (0.001, 10.0), (0.01, 1.0), (0.01, 10.0)]
 METHODS = {
     "SGHMC": SGHMC,
     "SGNHT": SGNHT,
-    "CCAdL": partial(CCAdL, covariance="full", window=None),
+    "CCAdL": partial(CCAdL, covariance="full", window=math.inf),
 }
 #: (RMSE, autocorrelation time) as printed
 PAPER = {

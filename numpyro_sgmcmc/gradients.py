@@ -16,17 +16,33 @@ and the denominator is :math:`N`.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax import Array, random
+from jax import Array, lax, random
 import jax.numpy as jnp
 
-#: The minibatch potential as a function of position, rows and random key.
-Potential = Callable[[Array, Mapping[str, Array], Array], Array]
+from numpyro_sgmcmc.covariance import Covariance
 
 #: Fewer sub-batches make a noisier estimate, more make the gradient dearer.
 _FEWEST_SUB_BATCHES = 10
+
+#: Gradients of single rows are held for as many rows at once as make this many numbers.
+PER_EXAMPLE_NUMBERS = 2**24
+
+Rows = Mapping[str, Array]
+
+
+class Potential(Protocol):
+    """The minibatch potential as a function of position, rows and random key."""
+
+    def __call__(self, position: Array, rows: Rows, rng_key: Array, /) -> Array:
+        """The minibatch potential, a scalar."""
+
+    def with_row_terms(
+        self, position: Array, rows: Rows, rng_key: Array, /
+    ) -> tuple[Array, dict[str, Array]]:
+        """The same, and for each plate what its rows add to the log density, shape ``(n,)``."""
 
 
 class Observation(NamedTuple):
@@ -36,16 +52,16 @@ class Observation(NamedTuple):
     potential: Array
     #: its gradient, shape (d,)
     gradient: Array
-    #: estimate of the covariance V of the gradient's noise: shape (d,) for its diagonal,
-    #: (d, d) for all of it, None where the method does not ask for one
-    noise: Array | None = None
+    #: estimate of the covariance V of the gradient's noise, in the form in which it is
+    #: held (:mod:`numpyro_sgmcmc.covariance`); None where the method does not ask for one
+    noise: Any = None
 
 
 #: A gradient oracle: position, shape (d,), to observation.
 Gradient = Callable[[Array], Observation]
 
 
-def minibatch_gradient(potential: Potential, rows: Mapping[str, Array], rng_key: Array) -> Gradient:
+def minibatch_gradient(potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
     """
     The gradient of the minibatch potential.
 
@@ -63,10 +79,10 @@ def minibatch_gradient(potential: Potential, rows: Mapping[str, Array], rng_key:
 
 def sub_batch_gradient(
     potential: Potential,
-    rows: Mapping[str, Array],
+    rows: Rows,
     rng_key: Array,
     factors: Mapping[str, float],
-    covariance: str,
+    held: Covariance,
 ) -> Gradient:
     """
     The gradient of the minibatch potential with an estimate of the covariance of its
@@ -78,46 +94,202 @@ def sub_batch_gradient(
         \\hat V = \\frac{f}{m} \\, \\frac{1}{m-1}
             \\sum_{k=1}^{m} (\\tilde g_k - \\tilde g)(\\tilde g_k - \\tilde g)^\\top .
 
-    :math:`\\hat V` is unbiased. With :math:`m = n` it is the empirical covariance of the
-    gradients of the single rows, eq. (19) of Shang et al. (2015) times :math:`f N^2 / n`.
-    The noise of several plates is estimated one plate at a time, with the full minibatch
-    of the others, and added up; rows of nested plates interact, and that part is counted
-    once for each plate.
+    :math:`\\hat V` is unbiased. The noise of several plates is estimated one plate at a
+    time, with the full minibatch of the others, and added up; rows of nested plates
+    interact, and that part is counted once for each plate.
 
     :param potential: the minibatch potential.
     :param rows: rows of the minibatch for each subsampled plate.
     :param rng_key: key for a potential that is itself random; each sub-batch gets its own.
     :param factors: the finite-population factor :math:`f` for each plate; where it is 0
         there is no noise to estimate and :math:`\\hat V = 0`.
-    :param covariance: ``"diagonal"`` or ``"full"``.
+    :param held: how :math:`\\hat V` is held.
     :return: the oracle :math:`\\theta \\mapsto (\\tilde U, \\nabla \\tilde U, \\hat V)`, at the
         cost of one gradient and memory for :math:`m` of them for each plate.
     """
-    noisy = [name for name in rows if factors[name] > 0]
 
     def gradient(position: Array) -> Observation:
-        size = position.shape[0]
-        noise = jnp.zeros((size,) if covariance == "diagonal" else (size, size), position.dtype)
-        if not noisy:
-            observed = minibatch_gradient(potential, rows, rng_key)(position)
-            return observed._replace(noise=noise)
-        potentials, gradients = jnp.zeros(()), jnp.zeros_like(position)
-        for name in noisy:
+        plain = minibatch_gradient(potential, rows, rng_key)
+        noise, observed = held.zeros(position.shape[0], position.dtype), None
+        for name in _noisy(rows, factors):
             count = sub_batches(rows[name].shape[0])
-            batches = rows[name].reshape(count, -1)
-
-            def at(batch: Array, key: Array, name: str = name) -> tuple[Array, Array]:
-                return jax.value_and_grad(potential)(position, {**rows, name: batch}, key)
-
-            potentials, gradients = jax.vmap(at)(batches, random.split(rng_key, count))
+            potentials, gradients = jax.vmap(_on_rows_of(name, potential, position, rows))(
+                rows[name].reshape(count, -1), random.split(rng_key, count)
+            )
             spread = gradients - gradients.mean(0)
-            scale = factors[name] / (count * (count - 1))
-            outer = jnp.sum(spread**2, 0) if covariance == "diagonal" else spread.T @ spread
-            noise += scale * outer
-        # each plate's sub-batches average to the same minibatch gradient
-        return Observation(potentials.mean(), gradients.mean(0), noise)
+            samples = spread * jnp.sqrt(factors[name] / (count * (count - 1)))
+            noise = held.add(1.0, noise, 1.0, held.outer(samples))
+            # each plate's sub-batches average to the same minibatch gradient
+            observed = Observation(potentials.mean(), gradients.mean(0))
+        return (observed or plain(position))._replace(noise=noise)
 
     return gradient
+
+
+def per_example_gradient(
+    potential: Potential,
+    rows: Rows,
+    rng_key: Array,
+    factors: Mapping[str, float],
+    held: Covariance,
+) -> Gradient:
+    """
+    As :func:`sub_batch_gradient` with a sub-batch for each row, :math:`m = n`: the empirical
+    covariance of the gradients of the single rows, eq. (19) of Shang et al. (2015) times
+    :math:`f N^2 / n`. The least noisy of the estimates and the dearest one.
+
+    Gradients are made for chunks of rows of at most 2\\ :sup:`24` numbers together (64 MiB in
+    single precision) or a single row, whatever :math:`n` is.
+
+    Parameters and result are those of :func:`sub_batch_gradient`; a random potential has the
+    same randomness for each row.
+    """
+
+    def gradient(position: Array) -> Observation:
+        observed = minibatch_gradient(potential, rows, rng_key)(position)
+        noise = held.zeros(position.shape[0], position.dtype)
+        chunk = max(1, PER_EXAMPLE_NUMBERS // position.shape[0])
+        for name in _noisy(rows, factors):
+            count = rows[name].shape[0]
+            on_rows = _on_rows_of(name, potential, position, rows)
+            scale = jnp.sqrt(factors[name] / (count * (count - 1)))
+
+            def added(total: Any, batch: Array, on_rows: Any = on_rows, scale: Any = scale) -> Any:
+                _, gradients = jax.vmap(lambda row: on_rows(row[None], rng_key))(batch)
+                one = held.outer((gradients - observed.gradient) * scale)
+                return held.add(1.0, total, 1.0, one), None
+
+            whole = count // chunk * chunk
+            noise, _ = lax.scan(added, noise, rows[name][:whole].reshape(-1, chunk))
+            if whole < count:
+                noise, _ = added(noise, rows[name][whole:])
+        return observed._replace(noise=noise)
+
+    return gradient
+
+
+def two_cotangent_gradient(
+    potential: Potential,
+    rows: Rows,
+    rng_key: Array,
+    factors: Mapping[str, float],
+    held: Covariance,
+) -> Gradient:
+    """
+    The gradient of the minibatch potential and, from the same forward pass, one vector
+    :math:`z` with the covariance of its noise, by random signs :math:`s_i = \\pm 1` for
+    cotangents of the contributions :math:`t_i = (N / n) \\ell_i` of the rows:
+
+    .. math::
+
+        z = \\sqrt{\\frac{f n}{n - 1}} \\sum_{i=1}^{n} (s_i - \\bar s) \\nabla t_i,
+        \\qquad \\hat V = z z^\\top .
+
+    :math:`\\hat V` is unbiased; being of rank one it needs a long average. The signs of
+    several plates are independent.
+
+    Parameters are those of :func:`sub_batch_gradient`.
+
+    :return: the oracle, at the cost of one forward and two backward passes, with memory for
+        two gradients.
+    """
+
+    def gradient(position: Array) -> Observation:
+        (energy, terms), pullback = jax.vjp(
+            lambda x: potential.with_row_terms(x, rows, rng_key), position
+        )
+        signs = {name: jnp.zeros_like(term) for name, term in terms.items()}
+        for k, name in enumerate(_noisy(rows, factors)):
+            count = rows[name].shape[0]
+            sign = random.rademacher(random.fold_in(rng_key, k), (count,), terms[name].dtype)
+            scale = jnp.sqrt(factors[name] * count / (count - 1))
+            signs[name] = scale * (sign - sign.mean())
+        none = jax.tree.map(jnp.zeros_like, signs)
+        zero, one = jnp.zeros_like(energy), jnp.ones_like(energy)
+        cotangents = jax.tree.map(lambda *x: jnp.stack(x), (one, none), (zero, signs))
+        (both,) = jax.vmap(pullback)(cotangents)
+        return Observation(energy, both[0], held.outer(both[1:]))
+
+    return gradient
+
+
+def product_gradient(
+    potential: Potential,
+    rows: Rows,
+    rng_key: Array,
+    factors: Mapping[str, float],
+    others: Rows,
+) -> Gradient:
+    """
+    The gradient of the minibatch potential, and the covariance of its noise as a function
+    :math:`p \\mapsto \\hat V p`, from the rows of another minibatch: at the same position, but
+    independent of the noise of this gradient. With :math:`J` the Jacobian of what these
+    rows contribute to the log density, the vector :math:`t` of entries
+    :math:`(N / n) \\ell_i`,
+
+    .. math::
+
+        \\hat V p = \\frac{f n}{n - 1} J^\\top (q - \\bar q), \\qquad q = J p,
+
+    one forward-mode and one reverse-mode derivative, and memory for a few gradients.
+
+    :param others: rows of the other minibatch for each subsampled plate.
+
+    The other parameters are those of :func:`sub_batch_gradient`.
+    """
+
+    def gradient(position: Array) -> Observation:
+        observed = minibatch_gradient(potential, rows, rng_key)(position)
+        _, forward = jax.linearize(
+            lambda x: potential.with_row_terms(x, others, rng_key)[1], position
+        )
+        backward = jax.linear_transpose(forward, position)
+
+        def product(vector: Array) -> Array:
+            terms = forward(vector)
+            for name, term in terms.items():
+                count = term.shape[0]
+                factor = factors[name] * count / (count - 1) if factors[name] > 0 else 0.0
+                terms[name] = factor * (term - term.mean())
+            (image,) = backward(terms)
+            return image
+
+        return observed._replace(noise=product)
+
+    return gradient
+
+
+#: The estimates of the noise covariance that can be averaged, by the word that selects them.
+ESTIMATORS: dict[str, Callable[..., Gradient]] = {
+    "sub_batches": sub_batch_gradient,
+    "two_cotangents": two_cotangent_gradient,
+    "per_example": per_example_gradient,
+}
+
+
+def estimate_rank(estimator: str, batch_size: int) -> int:
+    """
+    How many independent directions one estimate from ``batch_size`` rows sees.
+
+    :raises ValueError: if there is a single row, which shows no spread.
+    """
+    count = sub_batches(batch_size)
+    return {"sub_batches": count - 1, "two_cotangents": 1, "per_example": batch_size - 1}[estimator]
+
+
+def _noisy(rows: Rows, factors: Mapping[str, float]) -> list[str]:
+    return [name for name in rows if factors[name] > 0]
+
+
+def _on_rows_of(
+    name: str, potential: Potential, position: Array, rows: Rows
+) -> Callable[[Array, Array], tuple[Array, Array]]:
+    """Potential and gradient with other rows of one plate."""
+
+    def at(batch: Array, key: Array) -> tuple[Array, Array]:
+        return jax.value_and_grad(potential)(position, {**rows, name: batch}, key)
+
+    return at
 
 
 def sub_batches(batch_size: int) -> int:

@@ -5,9 +5,13 @@
 The maps from which the methods are composed, on flat vectors.
 
 They know no model: position :math:`\\theta` and momentum :math:`p` have shape ``(d,)``, the
-step size :math:`h` and the thermostat :math:`\\xi` are scalars, :math:`T` is the temperature,
-the mass is the identity.
+step size :math:`h` is a scalar, the thermostat :math:`\\xi` a scalar or one for each
+coordinate, :math:`T` is the temperature, the mass is the identity. A symmetric integrator is
+named by its maps in order, with half of the step size for those that appear twice: BAOAB is
+B(h/2) A(h/2) O(h) A(h/2) B(h/2).
 """
+
+from collections.abc import Callable
 
 from jax import Array
 import jax.numpy as jnp
@@ -30,6 +34,105 @@ def drift(position: Array, momentum: Array, step_size: Array) -> Array:
     return position + step_size * momentum
 
 
+def kick(momentum: Array, gradient: Array, step_size: Array) -> Array:
+    """The map B: :math:`p - h g`."""
+    return momentum - step_size * gradient
+
+
+def phi(x: Array) -> Array:
+    """
+    :math:`\\phi(x) = (1 - e^{-2 x}) / (2 x)`, positive for every real :math:`x`, with
+    :math:`\\phi(0) = 1`: near zero by its series.
+    """
+    small = jnp.abs(x) < 1e-2
+    safe = jnp.where(small, 1.0, x)
+    series = 1 - x * (1 - x * (2 / 3 - x / 3))
+    return jnp.where(small, series, -jnp.expm1(-2 * safe) / (2 * safe))
+
+
+def ornstein_uhlenbeck(
+    momentum: Array,
+    damping: Array | float,
+    diffusion: Array | float,
+    step_size: Array,
+    noise: Array,
+) -> Array:
+    """
+    The map O, the exact solution of :math:`dp = -\\xi p \\, dt + \\sqrt{2 D} \\, dW`:
+    :math:`e^{-\\xi h} p + \\sqrt{2 D h \\, \\phi(\\xi h)} \\, R`. The damping may be negative.
+
+    :param damping: :math:`\\xi`, a scalar or one for each coordinate.
+    :param diffusion: :math:`D`, the friction times the temperature.
+    :param noise: standard normal :math:`R`, shape ``(d,)``.
+    """
+    x = step_size * damping
+    return jnp.exp(-x) * momentum + jnp.sqrt(2 * step_size * diffusion * phi(x)) * noise
+
+
+def covariance_controlled(
+    momentum: Array, inverse: Callable[[Array], Array], added: Array
+) -> Array:
+    """
+    The map O of NOGIN, which contains the noise of the gradient in its neighbouring kicks:
+
+    .. math::
+
+        p \\leftarrow p + R, \\quad p \\leftarrow (I + D)^{-1} p, \\quad
+        p \\leftarrow (I - D) p, \\quad p \\leftarrow p + R,
+
+    with the same :math:`R` twice, which is :math:`2 (I + D)^{-1} (p + R) - p`, and
+
+    .. math::
+
+        D = \\tanh(\\xi h / 2) I + \\frac{h^2}{4 T} V, \\qquad
+        R \\sim N(0, T \\tanh(A h / 2) I).
+
+    With the two halves :math:`-\\tfrac h2 \\zeta`, :math:`\\zeta \\sim N(0, V)`, of the noise
+    of one gradient, in the kicks before and after, it leaves :math:`N(0, T I)` unchanged at
+    :math:`\\xi = A`, whatever :math:`V`.
+
+    :param inverse: :math:`x \\mapsto (I + D)^{-1} x`.
+    :param added: :math:`R`, shape ``(d,)``.
+    """
+    return 2 * inverse(momentum + added) - momentum
+
+
+def free_flight(
+    position: Array,
+    momentum: Array,
+    friction: float,
+    temperature: float,
+    step_size: Array,
+    noise: Array,
+) -> tuple[Array, Array]:
+    """
+    The map U, the exact solution of :math:`d\\theta = p \\, dt`,
+    :math:`dp = -A p \\, dt + \\sqrt{2 A T} \\, dW`. With :math:`x = A h`,
+
+    .. math::
+
+        p' &= e^{-x} p + \\sqrt{T (1 - e^{-2 x})} \\, R_1 \\\\
+        \\theta' &= \\theta + \\frac{1 - e^{-x}}{A} p
+            + \\frac{\\tanh(x / 2)}{A} \\sqrt{T (1 - e^{-2 x})} \\, R_1
+            + \\frac{2}{A} \\sqrt{T (x / 2 - \\tanh(x / 2))} \\, R_2 .
+
+    :param noise: standard normal :math:`R_1, R_2`, shape ``(2, d)``.
+    """
+    x = friction * step_size
+    y = x / 2
+    kicked = jnp.sqrt(-temperature * jnp.expm1(-2 * x)) * noise[0]
+    # y - tanh(y), which cancels in floating point where it is small
+    series = y**3 * (1 / 3 - y**2 * (2 / 15 - y**2 * 17 / 315))
+    rest = jnp.where(y < 0.2, series, y - jnp.tanh(y))
+    position = (
+        position
+        - jnp.expm1(-x) / friction * momentum
+        + jnp.tanh(y) / friction * kicked
+        + 2 / friction * jnp.sqrt(temperature * rest) * noise[1]
+    )
+    return position, jnp.exp(-x) * momentum + kicked
+
+
 def euler_kick(
     momentum: Array,
     gradient: Array,
@@ -50,7 +153,15 @@ def euler_kick(
 
 
 def thermostat(
-    xi: Array, momentum: Array, step_size: Array, temperature: float, thermal_mass: float
+    xi: Array,
+    kinetic_temperature: Array,
+    step_size: Array,
+    temperature: float,
+    thermal_mass: float,
 ) -> Array:
-    """The map D: :math:`\\xi + (h / \\mu)(p^\\top p / d - T)`, with thermal mass :math:`\\mu`."""
-    return xi + step_size / thermal_mass * (jnp.mean(momentum**2) - temperature)
+    """
+    The map D: :math:`\\xi + (h / \\mu)(p^\\top p / d - T)`, with thermal mass :math:`\\mu`.
+
+    :param kinetic_temperature: :math:`p^\\top p / d`, of the shape of :math:`\\xi`.
+    """
+    return xi + step_size / thermal_mass * (kinetic_temperature - temperature)

@@ -17,6 +17,7 @@ cannot hold; :class:`MinibatchModel` then evaluates it.
 """
 
 from collections.abc import Callable, Mapping
+import math
 from typing import Any, NamedTuple
 import warnings
 
@@ -160,6 +161,11 @@ class MinibatchModel(NamedTuple):
     #: deterministic sites whose value depends on the rows of the minibatch
     minibatch_dependent: frozenset[str]
 
+    @property
+    def dimension(self) -> int:
+        """Number of unconstrained parameters."""
+        return sum(math.prod(latent.shape) for latent in self.latents.values())
+
     def first_rows(self) -> dict[str, Array]:
         """The first rows of each plate, a minibatch that needs no key."""
         return {plate.name: jnp.arange(plate.subsample_size) for plate in self.plates}
@@ -183,61 +189,50 @@ class MinibatchModel(NamedTuple):
         :return: a scalar.
         :raises ValueError: if an argument that the model needs in Python is traced.
         """
-        try:
-            return potential_energy(self._at(indices, rng_key), args, kwargs, z)
-        except jax.errors.TracerBoolConversionError as error:
-            raise ValueError(
-                "The model needs the value of an argument in Python, for a `subsample_size` or an"
-                " `if`. With `MCMC(jit_model_args=True)` every argument is traced: bind that one,"
-                " `functools.partial(model, batch_size=...)`."
-            ) from error
+        return _potential_energy(self._at(indices, rng_key), args, kwargs, z)
 
-    def log_density_terms(
+    def potential_and_row_terms(
         self, z: Values, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
     ) -> tuple[Array, dict[str, Array]]:
         """
-        The log density split into what does not depend on the minibatch and one term for
-        each of its rows, from a single trace of the model:
+        The minibatch potential and what each row of the minibatch contributes to it, from a
+        single trace of the model:
 
-        .. math:: -\\tilde U(z; S) = \\text{prior} + \\sum_p \\frac{N_p}{n_p} \\sum_i \\ell_{p,i}.
+        .. math:: -\\tilde U(z; S) = \\text{prior} + \\sum_i t_i, \\qquad
+            t_i = \\frac{N}{n} \\ell_i.
 
-        A site inside several subsampled plates counts for the outermost of them; its terms
-        then hold the sum over the rows of the inner plates, scaled by their
-        :math:`N / n`. Parameters are those of :meth:`potential`.
+        A site inside several subsampled plates counts for each of them: the terms of one
+        hold the sum over the rows of the others. Parameters are those of :meth:`potential`.
 
-        :return: the prior term, a scalar, and for each plate :math:`p` the vector
-            :math:`\\ell_p` of shape :math:`(n_p,)`.
+        :return: the potential, a scalar, and for each plate the vector :math:`t` of shape
+            :math:`(n,)`.
         """
         sites: dict[str, dict] = {}
 
         def recorded(*args: Any, **kwargs: Any) -> None:
             sites.update(trace(self._at(indices, rng_key)).get_trace(*args, **kwargs))
 
-        # `potential_energy` substitutes the values and adds the Jacobian factors; recording
-        # inside it sees the sites with both.
-        potential_energy(recorded, args, kwargs, z)
-        sizes = {plate.name: plate.size for plate in self.plates}
-        prior: Array = jnp.zeros(())
-        terms = {name: jnp.zeros(indices[name].shape) for name in sizes}
+        # The potential of NumPyro substitutes the values and adds the Jacobian factors;
+        # recording inside it sees the sites with both.
+        energy = _potential_energy(recorded, args, kwargs, z)
+        names = {plate.name for plate in self.plates}
+        terms = {name: jnp.zeros(indices[name].shape) for name in names}
         for site in sites.values():
-            if site["type"] != "sample":
+            frames = site["cond_indep_stack"] if site["type"] == "sample" else []
+            frames = [frame for frame in frames if frame.name in names]
+            if not frames:
                 continue
             term = (
                 site["fn"].log_prob(site["value"], site["intermediates"])
                 if site["intermediates"]
                 else site["fn"].log_prob(site["value"])
             )
-            scale = 1.0 if site["scale"] is None else site["scale"]
-            frames = [frame for frame in site["cond_indep_stack"] if frame.name in sizes]
-            if not frames:
-                prior = prior + jnp.sum(scale * term)
-                continue
-            outermost = min(frames, key=lambda frame: frame.dim)
-            weight = scale * (outermost.size / sizes[outermost.name])
-            axis = jnp.ndim(term) + outermost.dim
-            others = tuple(k for k in range(jnp.ndim(term)) if k != axis)
-            terms[outermost.name] += weight * jnp.sum(term, axis=others)
-        return prior, terms
+            term = term if site["scale"] is None else site["scale"] * term
+            for frame in frames:
+                axis = jnp.ndim(term) + frame.dim
+                others = tuple(k for k in range(jnp.ndim(term)) if k != axis)
+                terms[frame.name] += jnp.sum(term, axis=others)
+        return energy, terms
 
     def constrain(self, z: Values, args: tuple, kwargs: dict) -> Values:
         """
@@ -325,6 +320,18 @@ class MinibatchModel(NamedTuple):
                 f"The potential at `init_params` is {np.asarray(energy)}. Choose values with a"
                 " finite density, or leave `init_params` out to have the kernel find them."
             )
+
+
+def _potential_energy(model: Model, args: tuple, kwargs: dict, z: Values) -> Array:
+    """NumPyro's, with a remedy where a traced argument is needed in Python."""
+    try:
+        return potential_energy(model, args, kwargs, z)
+    except jax.errors.TracerBoolConversionError as error:
+        raise ValueError(
+            "The model needs the value of an argument in Python, for a `subsample_size` or an"
+            " `if`. With `MCMC(jit_model_args=True)` every argument is traced: bind that one,"
+            " `functools.partial(model, batch_size=...)`."
+        ) from error
 
 
 def _nonfinite_sites(sites: dict[str, dict]) -> list[str]:

@@ -155,6 +155,34 @@ def epochs(key: Array, step: Array, size: int, batch_size: int) -> Array:
     return jnp.where(later, following, this)
 
 
+def symmetric_sweeps(key: Array, step: Array, size: int, batch_size: int) -> Array:
+    """
+    Forward and backward through a random partition of the rows into minibatches: with
+    :math:`m = N / n`, the steps :math:`1, \\dots, m, m, \\dots, 1` of a sweep, then a new
+    partition. The noises of the gradient in a sweep cancel to second order in the step size
+    (Paulin et al., 2024).
+
+    Parameters and result are those of :func:`without_replacement`; ``batch_size`` must divide
+    ``size``. The noise must not be corrected for as if minibatches were independent.
+
+    :raises ValueError: if the rows cannot be divided into minibatches of this size.
+    """
+    if size % batch_size:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - batch_size))
+        raise ValueError(
+            f"Symmetric sweeps need a `subsample_size` that divides the {size} rows of the plate;"
+            f" {batch_size} does not, the nearest that does is {nearest}."
+        )
+    if batch_size == size:
+        return jnp.arange(size, dtype=jnp.int32)
+    batches = size // batch_size
+    sweep, turn = jnp.divmod(jnp.asarray(step, jnp.uint32), jnp.uint32(2 * batches))
+    batch = jnp.where(turn < batches, turn, 2 * batches - 1 - turn)
+    positions = batch * jnp.uint32(batch_size) + jnp.arange(batch_size, dtype=jnp.uint32)
+    return permute(random.fold_in(key, sweep), positions, size)
+
+
 def _multiply_divmod(x: Array, factor: int, divisor: int) -> tuple[Array, Array]:
     """``divmod(x * factor, divisor)`` for ``x < divisor < 2**31`` without overflow in 32 bits."""
     quotient, remainder = jnp.uint32(0), jnp.uint32(0)
@@ -174,7 +202,11 @@ SCHEMES: dict[str, Callable[[Array, Array, int, int], Array]] = {
     "without_replacement": without_replacement,
     "with_replacement": with_replacement,
     "epochs": epochs,
+    "symmetric_sweeps": symmetric_sweeps,
 }
+
+#: Of these, the schemes whose minibatches are independent of each other.
+INDEPENDENT = ("without_replacement", "with_replacement")
 
 
 def finite_population_factor(scheme: str, size: int, batch_size: int) -> float:

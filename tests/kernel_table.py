@@ -4,6 +4,7 @@
 """One table of all kernels, and a small model they all can sample: shared by the tests."""
 
 from functools import partial
+import math
 
 from jax import random
 import numpy as np
@@ -32,7 +33,7 @@ KERNELS = {
         step_size=3e-3,
         friction=30.0,
         covariance="full",
-        window=None,
+        window=math.inf,
         subsampling="with_replacement",
     ),
 }

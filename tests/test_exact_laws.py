@@ -11,6 +11,7 @@ discretisation is known exactly (``exact_laws.py``).
 """
 
 from functools import partial
+import math
 
 import exact_laws
 from jax import random
@@ -110,7 +111,7 @@ METHODS = {
     "SGHMC corrected": partial(SGHMC, friction=FRICTION, noise_variance=NOISE),
     "SGNHT": partial(SGNHT, friction=FRICTION, thermal_mass=HEAVY),
     "CCAdL": partial(CCAdL, friction=FRICTION, thermal_mass=HEAVY),
-    "CCAdL all steps": partial(CCAdL, friction=FRICTION, thermal_mass=HEAVY, window=None),
+    "CCAdL all steps": partial(CCAdL, friction=FRICTION, thermal_mass=HEAVY, window=math.inf),
 }
 #: Two step sizes at which the bias is at least 5 %, where the method has one with this noise.
 STEP_SIZES = {"SGHMC corrected": (0.45, 0.5)}
@@ -181,7 +182,7 @@ PLANE = {
         exact_laws.thermostatted(PRECISION, NOISE_2, 0.1, 1.5)[0],
     ),
     "CCAdL": (
-        partial(CCAdL, friction=1.5, thermal_mass=HEAVY, covariance="full", window=None),
+        partial(CCAdL, friction=1.5, thermal_mass=HEAVY, covariance="full", window=math.inf),
         exact_laws.thermostatted(PRECISION, NOISE_2, 0.1, 1.5, NOISE_2)[0],
     ),
 }

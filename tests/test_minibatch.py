@@ -249,32 +249,42 @@ def test_full_potential_is_that_of_numpyro(model, args):
 
 
 @each_model
-def test_split_adds_up_to_the_potential(model, args):
+def test_row_terms_are_what_the_rows_add_to_the_potential(model, args):
+    """Taking one row twice as often as another moves the potential by its term."""
     seen, z, args = read(model, args)
     rows, key = (partition(seen) or [{}])[0], random.key(7)
-    prior, terms = jax.jit(lambda z: seen.log_density_terms(z, rows, key, args, {}))(z)
-    total = prior
+    both = jax.jit(lambda z, rows: seen.potential_and_row_terms(z, rows, key, args, {}))
+    energy, terms = both(z, rows)
+    np.testing.assert_allclose(energy, seen.potential(z, rows, key, args, {}), rtol=1e-5)
     for plate in seen.plates:
         assert terms[plate.name].shape == (plate.subsample_size,)
-        total += plate.size / plate.subsample_size * terms[plate.name].sum()
-    np.testing.assert_allclose(-total, seen.potential(z, rows, key, args, {}), rtol=1e-5)
+        if model is randomised:
+            continue
+        twice = rows[plate.name].at[0].set(rows[plate.name][1])
+        moved, _ = both(z, {**rows, plate.name: twice})
+        expected = terms[plate.name][0] - terms[plate.name][1]
+        np.testing.assert_allclose(moved - energy, expected, rtol=1e-3, atol=1e-5 * abs(energy))
 
 
 def test_split_holds_one_term_for_each_row():
     seen, z, args = read(logistic, (X, Y))
     rows = jnp.array([3, 14, 15, 9])
-    _, terms = seen.log_density_terms(z, {"rows": rows}, random.key(0), args, {})
+    _, terms = seen.potential_and_row_terms(z, {"rows": rows}, random.key(0), args, {})
     logits = X[np.asarray(rows)] @ np.asarray(z["w"])
     expected = dist.Bernoulli(logits=logits).log_prob(Y[np.asarray(rows)])
-    np.testing.assert_allclose(terms["rows"], expected, rtol=1e-5)
+    np.testing.assert_allclose(terms["rows"], len(X) / 4 * expected, rtol=1e-5)
 
 
 def test_scale_and_mask_reach_the_rows():
-    """The plate's own scale is left out of the terms; the user's weights stay in."""
+    """The plate's own scale is in the terms, and so are the user's weights."""
     seen, z, args = read(with_scale, (X, Z))
-    _, terms = seen.log_density_terms(z, {"rows": jnp.array([0, 59])}, random.key(0), args, {})
+    _, terms = seen.potential_and_row_terms(
+        z, {"rows": jnp.array([0, 59])}, random.key(0), args, {}
+    )
     plain = dist.Normal(X[[0, 59]] @ np.asarray(z["w"]), 1).log_prob(Z[[0, 59]])
-    np.testing.assert_allclose(terms["rows"] / plain, [0.5, 0.5 + 59 / 60], rtol=1e-5)
+    np.testing.assert_allclose(
+        terms["rows"] / plain, len(X) / 2 * np.array([0.5, 0.5 + 59 / 60]), rtol=1e-5
+    )
 
 
 def test_randomised_likelihood_follows_the_key():

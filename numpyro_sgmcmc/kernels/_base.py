@@ -18,7 +18,7 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
-from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient
+from numpyro_sgmcmc.gradients import Gradient, Potential, Rows, minibatch_gradient
 from numpyro_sgmcmc.minibatch import (
     MinibatchModel,
     Model,
@@ -27,7 +27,7 @@ from numpyro_sgmcmc.minibatch import (
     full_data,
     read_model,
 )
-from numpyro_sgmcmc.subsampling import SCHEMES
+from numpyro_sgmcmc.subsampling import INDEPENDENT, SCHEMES
 
 #: A positive number, or a function of the number of steps taken, such as an optax schedule.
 StepSize = float | Callable[[Array], Array | float]
@@ -49,6 +49,7 @@ class SGMCMCState(NamedTuple):
     - **minibatch_potential** - the minibatch potential at the latest gradient, a noisy
       estimate of the potential that is not of use for comparing draws; 0 before the first.
     - **nonfinite_steps** - number of steps undone because they were not finite.
+    - **warmup_steps** - number of steps of the warm-up, after which nothing adapts.
     - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of it and ``i``.
     """
 
@@ -58,6 +59,7 @@ class SGMCMCState(NamedTuple):
     step_size: Array
     minibatch_potential: Array
     nonfinite_steps: Array
+    warmup_steps: Array
     rng_key: Array
 
     @property
@@ -99,7 +101,8 @@ class SGMCMCKernel(MCMCKernel):
     :param float temperature: the target is :math:`\\propto \\exp(-U / T)`; 1 is the posterior.
     :param str subsampling: how the rows of a minibatch are drawn: ``"without_replacement"``
         within a minibatch and independently of other minibatches, ``"with_replacement"``,
-        or ``"epochs"``, in shuffled passes over the data.
+        ``"epochs"``, in shuffled passes over the data, or ``"symmetric_sweeps"``, forward
+        and backward through random partitions of them.
     :param int steps_per_sample: number of steps between two samples that NumPyro's
         ``MCMC`` sees. ``num_warmup``, ``num_samples`` and ``thinning`` count samples.
     :param init_strategy: a per-site initialization function of NumPyro.
@@ -160,12 +163,26 @@ class SGMCMCKernel(MCMCKernel):
         :return: the state with new ``z``, ``dynamics`` and ``minibatch_potential``.
         """
 
-    def gradient(self, potential: Callable, rows: dict[str, Array], rng_key: Array) -> Gradient:
+    def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
         """The oracle for :meth:`step`; methods that need more than a gradient override it."""
         return minibatch_gradient(potential, rows, rng_key)
 
-    def check_model(self, view: MinibatchModel, step_size: float, dimension: int) -> None:
+    def draw_rows(self, rng_key: Array, step: Array) -> dict[str, Array]:
+        """The rows of a minibatch, drawn independently for each plate."""
+        draw = SCHEMES[self._subsampling]
+        return {
+            plate.name: draw(random.fold_in(rng_key, k), step, plate.size, plate.subsample_size)
+            for k, plate in enumerate(self._initialised.plates)
+        }
+
+    def check_model(self, view: MinibatchModel, step_size: float) -> None:
         """Called once in ``init``: raises if the method cannot run on this model."""
+
+    def check_warmup(self, num_warmup: int) -> None:
+        """Called once in ``init``: raises if the method needs another length of warm-up."""
+
+    def check_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> None:
+        """Called in ``init`` with a state whose values are known: raises if it cannot run."""
 
     @property
     def model(self) -> Model:
@@ -217,6 +234,7 @@ class SGMCMCKernel(MCMCKernel):
                 f"The step size schedule gives {step_size} at step 0; it must be positive."
             )
         self._check(view, step_size)
+        self.check_warmup(num_warmup)
 
         def start(rng_key: Array, z: Values, dynamics_key: Array) -> SGMCMCState:
             position, _ = ravel_pytree(z)
@@ -228,22 +246,26 @@ class SGMCMCKernel(MCMCKernel):
                 step_size=jnp.asarray(step_size, position.dtype),
                 minibatch_potential=jnp.zeros((), position.dtype),
                 nonfinite_steps=count,
+                warmup_steps=count + num_warmup * self._steps_per_sample,
                 rng_key=rng_key,
             )
 
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
-        return (jax.vmap(start) if batched else start)(keys[1], z, keys[2])
+        state = (jax.vmap(start) if batched else start)(keys[1], z, keys[2])
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+            self.check_start(state, args, kwargs)
+        return state
 
     def _check(self, view: MinibatchModel, step_size: float) -> None:
         name = type(self).__name__
-        if self.corrects_noise and self._subsampling == "epochs":
+        if self.corrects_noise and self._subsampling not in INDEPENDENT:
             raise ValueError(
-                f"{name} with subsampling='epochs' would correct for noise that is not there:"
-                " minibatches of one epoch are anti-correlated. Use"
+                f"{name} with subsampling='{self._subsampling}' would correct for noise that is not"
+                " there: minibatches of one pass over the data are anti-correlated. Use"
                 " subsampling='without_replacement'."
             )
-        if not view.plates and (self.corrects_noise or self._subsampling == "epochs"):
+        if not view.plates and (self.corrects_noise or self._subsampling not in INDEPENDENT):
             raise ValueError(
                 f"{name} with subsampling='{self._subsampling}' needs minibatches, but no plate of"
                 " the model has a `subsample_size`: write `numpyro.plate(name, size,"
@@ -255,10 +277,9 @@ class SGMCMCKernel(MCMCKernel):
                 " data.",
                 stacklevel=2,
             )
-        dimension = sum(math.prod(latent.shape) for latent in view.latents.values())
-        if dimension == 0:
+        if view.dimension == 0:
             raise ValueError("The model has no latent sites: there is nothing to sample.")
-        self.check_model(view, step_size, dimension)
+        self.check_model(view, step_size)
 
     @property
     def _sample_fn(self) -> MinibatchModel | None:
@@ -275,11 +296,7 @@ class SGMCMCKernel(MCMCKernel):
 
     def _advance(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
         """``steps_per_sample`` steps of one chain, on the position as one flat vector."""
-        position, unravel = ravel_pytree(state.z)
-        view = self._initialised
-
-        def potential(position: Array, rows: dict[str, Array], rng_key: Array) -> Array:
-            return view.potential(unravel(position), rows, rng_key, args, kwargs)
+        position, potential, unravel = self.flattened(state.z, args, kwargs)
 
         def body(_: int, state: SGMCMCState) -> SGMCMCState:
             return self._guarded_step(state, potential)
@@ -291,15 +308,11 @@ class SGMCMCKernel(MCMCKernel):
             state = lax.fori_loop(0, self._steps_per_sample, body, state)
         return state._replace(z=unravel(state.z))
 
-    def _guarded_step(self, state: SGMCMCState, potential: Callable) -> SGMCMCState:
+    def _guarded_step(self, state: SGMCMCState, potential: Potential) -> SGMCMCState:
         """One step, undone and counted if it is not finite."""
         rows_key, step_key = random.split(state.rng_key)
         noise_key, model_key = random.split(random.fold_in(step_key, state.i))
-        draw = SCHEMES[self._subsampling]
-        rows = {
-            plate.name: draw(random.fold_in(rows_key, k), state.i, plate.size, plate.subsample_size)
-            for k, plate in enumerate(self._initialised.plates)
-        }
+        rows = self.draw_rows(rows_key, state.i)
         step_size = jnp.asarray(self._step_size_at(state.i), state.step_size.dtype)
         new = self.step(
             state._replace(step_size=step_size),
@@ -309,7 +322,7 @@ class SGMCMCKernel(MCMCKernel):
         # The sum is not finite if any entry is not; squares could overflow before.
         finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
         moved = (new.z, new.dynamics, new.minibatch_potential)
-        stayed = (state.z, state.dynamics, state.minibatch_potential)
+        stayed = (state.z, _turned(state.dynamics), state.minibatch_potential)
         z, dynamics, minibatch_potential = jax.tree.map(
             lambda after, before: jnp.where(finite, after, before), moved, stayed
         )
@@ -324,6 +337,13 @@ class SGMCMCKernel(MCMCKernel):
 
     def _step_size_at(self, i: Array) -> Any:
         return self._step_size(i) if callable(self._step_size) else self._step_size
+
+    def flattened(
+        self, z: Values, args: tuple, kwargs: dict
+    ) -> tuple[Array, Potential, Callable[[Array], Values]]:
+        """Values of one chain as one vector, the potential of such vectors, and the way back."""
+        position, unravel = ravel_pytree(z)
+        return position, _FlatPotential(self._initialised, unravel, args, kwargs), unravel
 
     @property
     def _initialised(self) -> MinibatchModel:
@@ -360,6 +380,32 @@ class SGMCMCKernel(MCMCKernel):
         state["_view"] = None  # of data that are not in the pickle; `init` makes it anew
         state["_diagnostics"] = (-math.inf, "")
         return state
+
+
+class _FlatPotential(NamedTuple):
+    """The minibatch potential of a position that is one flat vector."""
+
+    view: MinibatchModel
+    unravel: Callable[[Array], Values]
+    args: tuple
+    kwargs: dict
+
+    def __call__(self, position: Array, rows: Rows, rng_key: Array, /) -> Array:
+        z = self.unravel(position)
+        return self.view.potential(z, rows, rng_key, self.args, self.kwargs)
+
+    def with_row_terms(
+        self, position: Array, rows: Rows, rng_key: Array, /
+    ) -> tuple[Array, dict[str, Array]]:
+        z = self.unravel(position)
+        return self.view.potential_and_row_terms(z, rows, rng_key, self.args, self.kwargs)
+
+
+def _turned(dynamics: Any) -> Any:
+    """With the momentum reversed: else a step that is undone would lead to the same place."""
+    if "momentum" not in dynamics._fields:
+        return dynamics
+    return dynamics._replace(momentum=-dynamics.momentum)
 
 
 class MomentumKernel(SGMCMCKernel):

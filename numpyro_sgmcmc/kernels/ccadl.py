@@ -3,27 +3,30 @@
 
 """Covariance-controlled adaptive Langevin thermostat."""
 
-from collections.abc import Callable
+import math
 from typing import Any, NamedTuple
 
 from jax import Array, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.gradients import Gradient, sub_batch_gradient, sub_batches
-from numpyro_sgmcmc.integrators import drift, euler_kick, thermostat
+from numpyro_sgmcmc.gradients import Gradient, Potential, Rows
+from numpyro_sgmcmc.integrators import (
+    covariance_controlled,
+    drift,
+    euler_kick,
+    kick,
+    ornstein_uhlenbeck,
+    thermostat,
+)
 from numpyro_sgmcmc.kernels._base import (
     MomentumKernel,
     SGMCMCState,
     StepSize,
     one_of,
     positive,
-    whole,
 )
+from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
-from numpyro_sgmcmc.subsampling import finite_population_factor
-
-#: The full covariance takes memory d^2 for each chain and time d^2 for each step.
-MAX_FULL_DIMENSION = 1_000
 
 
 class CovarianceControlled(NamedTuple):
@@ -121,67 +124,107 @@ class CCAdL(MomentumKernel):
         step_size: StepSize,
         friction: float,
         *,
-        covariance: str = "diagonal",
-        window: int | None = 100,
-        thermal_mass: float = 1.0,
-        integrator: str = "euler",
+        integrator: str = "nogin",
+        thermal_mass: float | None = 10.0,
+        covariance: str | None = None,
+        estimator: str = "sub_batches",
+        window: float | None = None,
+        rank: int = 20,
         **options: Any,
     ) -> None:
         super().__init__(model, step_size, friction, **options)
-        self._covariance = one_of("covariance", covariance, ("diagonal", "full"))
-        self._window = None if window is None else whole("window", window)
-        self._thermal_mass = positive("thermal_mass", thermal_mass)
-        self._integrator = one_of("integrator", integrator, ("euler",))
+        self._integrator = one_of("integrator", integrator, ("euler", "symmetric", "nogin"))
+        self._thermal_mass = (
+            math.inf if thermal_mass is None else positive("thermal_mass", thermal_mass)
+        )
+        self._noise_settings = NoiseSettings.checked(covariance, estimator, window, rank)
+        if covariance == "matrix_free" and integrator == "symmetric":
+            raise ValueError(
+                "integrator='symmetric' needs the covariance before the gradient, which"
+                " covariance='matrix_free' does not hold; use integrator='nogin'."
+            )
 
     @property
     def settings(self) -> dict[str, str | int | float]:
-        return super().settings | {"covariance": self._covariance}
+        found = super().settings | {"integrator": self._integrator}
+        return found | ({} if self._view is None else {"covariance": self._noise.covariance})
 
-    def check_model(self, view: MinibatchModel, step_size: float, dimension: int) -> None:
-        for plate in view.plates:
-            if plate.subsample_size < plate.size:
-                sub_batches(plate.subsample_size)
-        if self._covariance == "full" and dimension > MAX_FULL_DIMENSION:
-            raise ValueError(
-                f"covariance='full' is for at most {MAX_FULL_DIMENSION:,} parameters, but the model"
-                f" has {dimension:,}; use covariance='diagonal'."
-            )
+    @property
+    def _noise(self) -> NoiseEstimate:
+        return self._noise_settings.on(self._initialised, self._subsampling)
+
+    def check_model(self, view: MinibatchModel, step_size: float) -> None:
+        self._noise_settings.on(view, self._subsampling)
 
     def init_dynamics(self, rng_key: Array, position: Array) -> CovarianceControlled:
-        (d,) = position.shape
-        return CovarianceControlled(
-            momentum=self.fresh_momentum(rng_key, position),
-            thermostat=jnp.asarray(self._friction, position.dtype),
-            noise_covariance=jnp.zeros(
-                (d,) if self._covariance == "diagonal" else (d, d), position.dtype
-            ),
-            observations=jnp.zeros((), jnp.int32),
-        )
+        xi = jnp.asarray(self._friction, position.dtype)
+        momentum = self.fresh_momentum(rng_key, position)
+        return CovarianceControlled(momentum, xi, *self._noise.start(position))
 
-    def gradient(self, potential: Callable, rows: dict[str, Array], rng_key: Array) -> Gradient:
-        factors = {
-            plate.name: finite_population_factor(
-                self._subsampling, plate.size, plate.subsample_size
-            )
-            for plate in self._initialised.plates
-        }
-        return sub_batch_gradient(potential, rows, rng_key, factors, self._covariance)
+    def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
+        return self._noise.oracle(self, potential, rows, rng_key)
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
-        h, temperature = state.step_size, self._temperature
-        p, xi, covariance, count = state.dynamics
+        method = {"euler": self._euler, "symmetric": self._symmetric, "nogin": self._nogin}
+        return method[self._integrator](state, gradient, rng_key)
+
+    def _euler(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+        h, temperature, noise = state.step_size, self._temperature, self._noise
+        p, xi, average, count = state.dynamics
         position = drift(state.z, p, h)
         observed = gradient(position)
-        control = covariance * p if self._covariance == "diagonal" else covariance @ p
+        control = noise.held.product(noise.current(average, observed), p)
         damping = h / (2 * temperature) * control + xi * p
-        noise = random.normal(rng_key, p.shape, p.dtype)
-        p = euler_kick(p, observed.gradient, damping, self._friction * temperature, h, noise)
-        xi = thermostat(xi, p, h, temperature, self._thermal_mass)
-        count = count + 1
-        kappa = 1 / jnp.minimum(count, self._window or count).astype(p.dtype)
-        covariance = covariance + kappa * (observed.noise - covariance)
-        return state._replace(
-            z=position,
-            dynamics=CovarianceControlled(p, xi, covariance, count),
-            minibatch_potential=observed.potential,
-        )
+        normal = random.normal(rng_key, p.shape, p.dtype)
+        p = euler_kick(p, observed.gradient, damping, self._friction * temperature, h, normal)
+        xi = thermostat(xi, jnp.mean(p**2), h, temperature, self._thermal_mass)
+        dynamics = CovarianceControlled(p, xi, *noise.update(average, count, observed))
+        return state._replace(z=position, dynamics=dynamics, minibatch_potential=observed.potential)
+
+    def _symmetric(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+        h, temperature, noise = state.step_size, self._temperature, self._noise
+        p, xi, average, count = state.dynamics
+
+        def control(p: Array) -> Array:
+            return noise.held.apply(average, lambda v: jnp.exp(-(h**2) * v / (4 * temperature)), p)
+
+        position = drift(state.z, p, h / 2)
+        p = control(p)
+        xi = thermostat(xi, jnp.mean(p**2), h / 2, temperature, self._thermal_mass)
+        normal = random.normal(rng_key, p.shape, p.dtype)
+        p = ornstein_uhlenbeck(p, xi, self._friction * temperature, h, normal)
+        xi = thermostat(xi, jnp.mean(p**2), h / 2, temperature, self._thermal_mass)
+        p = control(p)
+        position = drift(position, p, h / 2)
+        observed = gradient(position)
+        p = kick(p, observed.gradient, h)
+        dynamics = CovarianceControlled(p, xi, *noise.update(average, count, observed))
+        return state._replace(z=position, dynamics=dynamics, minibatch_potential=observed.potential)
+
+    def _nogin(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+        h, temperature, noise = state.step_size, self._temperature, self._noise
+        p, xi, average, count = state.dynamics
+        noise_key, probe_key = random.split(rng_key)
+        position = drift(state.z, p, h / 2)
+        observed = gradient(position)
+        covariance = noise.current(average, observed)
+        p = kick(p, observed.gradient, h / 2)
+        if self._thermal_mass < math.inf:
+            # what half a kick's noise has added to the kinetic energy is not heat
+            probe = random.normal(probe_key, p.shape, p.dtype)
+            added = h**2 / 4 * noise.held.trace(covariance, probe) / p.shape[0]
+            xi = thermostat(xi, jnp.mean(p**2) - added, h, temperature, self._thermal_mass)
+        scale = jnp.sqrt(temperature * jnp.tanh(self._friction * h / 2))
+
+        def inverse(x: Array) -> Array:
+            def function(v: Array) -> Array:
+                return 1 / (1 + jnp.tanh(xi * h / 2) + h**2 * v / (4 * temperature))
+
+            return noise.held.apply(covariance, function, x)
+
+        normal = random.normal(noise_key, p.shape, p.dtype)
+        p = covariance_controlled(p, inverse, scale * normal)
+        p = kick(p, observed.gradient, h / 2)
+        position = drift(position, p, h / 2)
+        dynamics = CovarianceControlled(p, xi, *noise.update(average, count, observed))
+        return state._replace(z=position, dynamics=dynamics, minibatch_potential=observed.potential)

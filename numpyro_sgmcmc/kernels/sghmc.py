@@ -3,15 +3,19 @@
 
 """Stochastic gradient Hamiltonian Monte Carlo."""
 
-from typing import Any
+from functools import partial
+import math
+from typing import Any, NamedTuple
 
 import jax
-from jax import Array, random
+from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
+from scipy.optimize import brentq
 
-from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.integrators import drift, euler_kick
+from numpyro_sgmcmc.covariance import Covariance, Diagonal
+from numpyro_sgmcmc.gradients import Gradient, Observation, Potential, Rows
+from numpyro_sgmcmc.integrators import drift, kick
 from numpyro_sgmcmc.kernels._base import (
     Momentum,
     MomentumKernel,
@@ -20,7 +24,27 @@ from numpyro_sgmcmc.kernels._base import (
     one_of,
     whole,
 )
+from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
+
+#: The part of a step's drift that comes before its kicks.
+_DRIFT_BEFORE = {"aboba": 0.5, "obabo": 1.0}
+
+
+class MomentumWithNoise(NamedTuple):
+    """
+    - **momentum** - momentum of every coordinate, shape (d,).
+    - **noise_covariance** - :math:`\\hat V`, the covariance of the noise of the minibatch
+      gradient, averaged over past steps.
+    - **observations** - the number of minibatches that :math:`\\hat V` has seen.
+    - **friction_used** - the part of what the friction dissipates that :math:`\\hat V` takes
+      in its widest direction; above 1 the friction does not cover it.
+    """
+
+    momentum: Array
+    noise_covariance: Any
+    observations: Array
+    friction_used: Array
 
 
 class SGHMC(MomentumKernel):
@@ -93,20 +117,34 @@ class SGHMC(MomentumKernel):
         step_size: StepSize,
         friction: float,
         *,
-        noise_variance: float | dict[str, Any] = 0.0,
+        integrator: str = "aboba",
+        noise_variance: float | dict[str, Any] | str = 0.0,
+        covariance: str | None = None,
+        estimator: str = "sub_batches",
+        window: float | None = None,
+        rank: int = 20,
         resample_momentum: int | None = None,
-        integrator: str = "euler",
         **options: Any,
     ) -> None:
         super().__init__(model, step_size, friction, **options)
         self._resample_momentum = (
             None if resample_momentum is None else whole("resample_momentum", resample_momentum)
         )
-        self._integrator = one_of("integrator", integrator, ("euler",))
+        self._integrator = one_of("integrator", integrator, ("euler", *_DRIFT_BEFORE, "baoab"))
+        self._estimates = isinstance(noise_variance, str)
+        self._noise_settings = NoiseSettings.checked(covariance, estimator, window, rank)
+        if self._estimates:
+            one_of("noise_variance", noise_variance, ("estimated",))
+            noise_variance = 0.0
+            if covariance == "matrix_free" and integrator == "baoab":
+                raise ValueError(
+                    "integrator='baoab' needs the covariance before the gradient, which"
+                    " covariance='matrix_free' does not hold; use integrator='aboba'."
+                )
         if not isinstance(noise_variance, dict) and np.ndim(noise_variance) > 0:
             raise ValueError(
-                "`noise_variance` must be a number, or a dict with an array for each latent site;"
-                f" got an array of shape {np.shape(noise_variance)}."
+                "`noise_variance` must be a number, a dict with an array for each latent site, or"
+                f" 'estimated'; got an array of shape {np.shape(noise_variance)}."
             )
         self._noise_variance = jax.tree.map(np.asarray, noise_variance)
         values = jax.tree.leaves(self._noise_variance)
@@ -114,19 +152,89 @@ class SGHMC(MomentumKernel):
             raise ValueError(
                 f"`noise_variance` must be finite and not negative; got {noise_variance}."
             )
-        self.corrects_noise = any(np.any(v > 0) for v in values)
+        self.corrects_noise = self._estimates or any(np.any(v > 0) for v in values)
 
-    def check_model(self, view: MinibatchModel, step_size: float, dimension: int) -> None:
-        super().check_model(view, step_size, dimension)
+    @property
+    def default_fields(self) -> tuple[str, ...]:
+        return ("z", "nonfinite_steps", *(["friction_used"] if self._estimates else []))
+
+    @property
+    def settings(self) -> dict[str, str | int | float]:
+        return super().settings | {"integrator": self._integrator}
+
+    @property
+    def _noise(self) -> NoiseEstimate:
+        return self._noise_settings.on(self._initialised, self._subsampling)
+
+    def check_model(self, view: MinibatchModel, step_size: float) -> None:
+        if self._estimates:
+            self._noise_settings.on(view, self._subsampling)
+            return
         variance = float(np.max(self._flat_noise_variance(view)))
-        most = 2 * self._friction * self._temperature / step_size
-        if variance > most:
-            raise ValueError(
-                f"`noise_variance` of {variance:.4g} is more than friction={self._friction:.4g} can"
-                f" dissipate at step_size={step_size:.4g}, which is 2 A T / h = {most:.4g}. Use a"
-                f" friction of at least {step_size * variance / (2 * self._temperature):.4g}, or a"
-                f" step size of at most {2 * self._friction * self._temperature / variance:.4g}."
-            )
+        self._check_friction(variance, step_size, "`noise_variance` of {:.4g}")
+
+    def check_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> None:
+        if self._estimates:
+            one = partial(self._noise_at_start, args=args, kwargs=kwargs)
+            largest = float(jnp.max(jax.jit(jax.vmap(one) if jnp.ndim(state.i) else one)(state)))
+            what = "The noise of the gradient at the initial values, of variance {:.4g},"
+            self._check_friction(largest, float(jnp.max(state.step_size)), what)
+
+    def _check_friction(self, variance: float, step_size: float, what: str) -> None:
+        """
+        :raises ValueError: if the friction dissipates less than noise of this variance adds.
+        """
+        kept, taken = self._balance(step_size)
+        if variance * taken <= kept:
+            return
+        h, temperature = step_size, self._temperature
+
+        def excess(h: float) -> float:
+            kept, taken = self._balance(h)
+            return float(variance * taken - kept)
+
+        smaller = brentq(excess, 1e-8 * h, h)
+        if self._integrator == "euler":
+            friction = h * variance / (2 * temperature)
+        else:
+            part = h**2 * variance / (4 * temperature)
+            friction = 2 / h * np.arctanh(part) if part < 1 else np.inf
+        more = f"a friction of at least {friction:.4g}, or " if friction < np.inf else ""
+        raise ValueError(
+            f"{what.format(variance)} is more than friction={self._friction:.4g} can dissipate at"
+            f" step_size={h:.4g}, which is {kept / taken:.4g}. Use {more}a step size of at most"
+            f" {smaller:.4g}, or CCAdL, which has no such limit."
+        )
+
+    def _balance(self, h: Any) -> tuple[Any, Any]:
+        """
+        The variance of the noise to add is the first of these numbers less the second times
+        the variance of the gradient's noise.
+        """
+        if self._integrator == "euler":
+            return 2 * h * self._friction * self._temperature, h**2
+        xp = jnp if isinstance(h, Array) else np
+        kept = -self._temperature * xp.expm1(-2 * self._friction * h)
+        return kept, h**2 / 4 * (1 + xp.exp(-self._friction * h)) ** 2
+
+    def _noise_at_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> Array:
+        """The largest variance of the gradient's noise of one chain at its initial values."""
+        position, potential, _ = self.flattened(state.z, args, kwargs)
+        noise = self._noise
+        steps = 1_000 if noise.window == math.inf else int(noise.window)
+
+        def observe(key: Array) -> Observation:
+            rows_key, model_key = random.split(key)
+            rows = self.draw_rows(rows_key, jnp.zeros((), jnp.int32))
+            return self.gradient(potential, rows, model_key)(position)
+
+        def seen(running: tuple[Any, Array], key: Array) -> tuple[Any, None]:
+            return noise.update(*running, observe(key)), None
+
+        first, *keys = random.split(state.rng_key, steps)
+        (average, _), _ = lax.scan(seen, noise.start(position), jnp.stack(keys))
+        probe = random.normal(first, position.shape, position.dtype)
+        return noise.held.largest(noise.current(average, observe(first)), probe)
 
     def _flat_noise_variance(self, view: MinibatchModel) -> np.ndarray:
         """A scalar, or the estimate for each entry of the flat position."""
@@ -151,18 +259,92 @@ class SGHMC(MomentumKernel):
             [np.broadcast_to(given[k], view.latents[k].shape).ravel() for k in sorted(given)]
         )
 
+    def init_dynamics(self, rng_key: Array, position: Array) -> Momentum | MomentumWithNoise:
+        momentum = self.fresh_momentum(rng_key, position)
+        if not self._estimates:
+            return Momentum(momentum)
+        zero = jnp.zeros((), position.dtype)
+        return MomentumWithNoise(momentum, *self._noise.start(position), zero)
+
+    def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
+        if not self._estimates:
+            return super().gradient(potential, rows, rng_key)
+        return self._noise.oracle(self, potential, rows, rng_key)
+
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
-        h, p = state.step_size, state.dynamics.momentum
+        p = state.dynamics.momentum
         if self._resample_momentum is not None:
             rng_key, momentum_key = random.split(rng_key)
             fresh = self.fresh_momentum(momentum_key, p)
             p = jnp.where(state.i % self._resample_momentum == 0, fresh, p)
-        variance = jnp.asarray(self._flat_noise_variance(self._initialised), p.dtype)
-        diffusion = self._friction * self._temperature - h * variance / 2
+        state = state._replace(dynamics=state.dynamics._replace(momentum=p))
+        normal = random.normal(rng_key, p.shape, p.dtype)
+        method = {"euler": self._euler, "baoab": self._baoab}
+        state, observed = method.get(self._integrator, self._kicks_around)(state, gradient, normal)
+        if self._estimates:
+            _, average, count, _ = dynamics = state.dynamics
+            average, count = self._noise.update(average, count, observed)
+            state = state._replace(
+                dynamics=dynamics._replace(noise_covariance=average, observations=count)
+            )
+        return state._replace(minibatch_potential=observed.potential)
+
+    def _euler(
+        self, state: SGMCMCState, gradient: Gradient, normal: Array
+    ) -> tuple[SGMCMCState, Observation]:
+        h, p = state.step_size, state.dynamics.momentum
         position = drift(state.z, p, h)
         observed = gradient(position)
-        noise = random.normal(rng_key, p.shape, p.dtype)
-        p = euler_kick(p, observed.gradient, self._friction * p, diffusion, h, noise)
-        return state._replace(
-            z=position, dynamics=Momentum(p), minibatch_potential=observed.potential
-        )
+        added, used = self._added_noise(state, observed, normal)
+        p = kick(p, observed.gradient + self._friction * p, h) + added
+        return self._moved(state, position, p, used), observed
+
+    def _baoab(
+        self, state: SGMCMCState, gradient: Gradient, normal: Array
+    ) -> tuple[SGMCMCState, Observation]:
+        h, p = state.step_size, state.dynamics.momentum
+        position = drift(state.z, p, h / 2)
+        added, used = self._added_noise(state, None, normal)
+        p = jnp.exp(-self._friction * h) * p + added
+        position = drift(position, p, h / 2)
+        observed = gradient(position)
+        p = kick(p, observed.gradient, h)
+        return self._moved(state, position, p, used), observed
+
+    def _kicks_around(
+        self, state: SGMCMCState, gradient: Gradient, normal: Array
+    ) -> tuple[SGMCMCState, Observation]:
+        h, p = state.step_size, state.dynamics.momentum
+        before = _DRIFT_BEFORE[self._integrator]
+        position = drift(state.z, p, before * h)
+        observed = gradient(position)
+        p = kick(p, observed.gradient, h / 2)
+        added, used = self._added_noise(state, observed, normal)
+        p = jnp.exp(-self._friction * h) * p + added
+        p = kick(p, observed.gradient, h / 2)
+        position = drift(position, p, (1 - before) * h)
+        return self._moved(state, position, p, used), observed
+
+    def _added_noise(
+        self, state: SGMCMCState, observed: Observation | None, normal: Array
+    ) -> tuple[Array, Array]:
+        """The noise to add, and the part of it that the noise of the gradient stands in for."""
+        kept, taken = self._balance(state.step_size)
+        held: Covariance = Diagonal()
+        covariance = jnp.asarray(self._flat_noise_variance(self._initialised), normal.dtype)
+        if self._estimates:
+            held, covariance = self._noise.held, state.dynamics.noise_covariance
+            if observed is not None:
+                covariance = self._noise.current(covariance, observed)
+
+        def root(v: Array) -> Array:
+            return jnp.sqrt(jnp.maximum(kept - taken * v, 0.0))
+
+        used = held.largest(covariance, normal) * taken / kept
+        return held.apply(covariance, root, normal), used
+
+    def _moved(self, state: SGMCMCState, position: Array, p: Array, used: Array) -> SGMCMCState:
+        dynamics = state.dynamics._replace(momentum=p)
+        if self._estimates:
+            dynamics = dynamics._replace(friction_used=used)
+        return state._replace(z=position, dynamics=dynamics)

@@ -3,17 +3,30 @@
 
 """Stochastic gradient Langevin dynamics."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array, random
 
-from numpyro_sgmcmc.gradients import Gradient
+from numpyro_sgmcmc.gradients import Gradient, Potential, Rows
 from numpyro_sgmcmc.integrators import langevin
-from numpyro_sgmcmc.kernels._base import SGMCMCKernel, SGMCMCState
+from numpyro_sgmcmc.kernels._base import SGMCMCKernel, SGMCMCState, StepSize
+from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
+from numpyro_sgmcmc.minibatch import MinibatchModel, Model
 
 
 class Overdamped(NamedTuple):
     """Langevin dynamics without momentum keep nothing besides the position."""
+
+
+class OverdampedWithNoise(NamedTuple):
+    """
+    - **noise_covariance** - :math:`\\hat V`, the covariance of the noise of the minibatch
+      gradient, averaged over past steps.
+    - **observations** - the number of minibatches that :math:`\\hat V` has seen.
+    """
+
+    noise_covariance: Any
+    observations: Array
 
 
 class SGLD(SGMCMCKernel):
@@ -64,11 +77,53 @@ class SGLD(SGMCMCKernel):
         >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
     """
 
-    def init_dynamics(self, rng_key: Array, position: Array) -> Overdamped:
-        return Overdamped()
+    def __init__(
+        self,
+        model: Model,
+        step_size: StepSize,
+        *,
+        modified: bool = False,
+        covariance: str | None = None,
+        estimator: str = "sub_batches",
+        window: float | None = None,
+        rank: int = 20,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, step_size, **options)
+        self.corrects_noise = bool(modified)
+        self._noise_settings = NoiseSettings.checked(covariance, estimator, window, rank)
+
+    @property
+    def settings(self) -> dict[str, str | int | float]:
+        return super().settings | {"modified": self.corrects_noise}
+
+    @property
+    def _noise(self) -> NoiseEstimate:
+        return self._noise_settings.on(self._initialised, self._subsampling)
+
+    def check_model(self, view: MinibatchModel, step_size: float) -> None:
+        if self.corrects_noise:
+            self._noise_settings.on(view, self._subsampling)
+
+    def init_dynamics(self, rng_key: Array, position: Array) -> Overdamped | OverdampedWithNoise:
+        if not self.corrects_noise:
+            return Overdamped()
+        return OverdampedWithNoise(*self._noise.start(position))
+
+    def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
+        if not self.corrects_noise:
+            return super().gradient(potential, rows, rng_key)
+        return self._noise.oracle(self, potential, rows, rng_key)
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+        h, temperature, dynamics = state.step_size, self._temperature, state.dynamics
         observed = gradient(state.z)
-        noise = random.normal(rng_key, state.z.shape, state.z.dtype)
-        position = langevin(state.z, observed.gradient, state.step_size, self._temperature, noise)
-        return state._replace(z=position, minibatch_potential=observed.potential)
+        normal = random.normal(rng_key, state.z.shape, state.z.dtype)
+        if self.corrects_noise:
+            covariance = self._noise.current(dynamics.noise_covariance, observed)
+            normal = normal - h / (4 * temperature) * self._noise.held.product(covariance, normal)
+            dynamics = OverdampedWithNoise(
+                *self._noise.update(dynamics.noise_covariance, dynamics.observations, observed)
+            )
+        position = langevin(state.z, observed.gradient, h, temperature, normal)
+        return state._replace(z=position, dynamics=dynamics, minibatch_potential=observed.potential)

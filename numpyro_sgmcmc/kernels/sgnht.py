@@ -3,13 +3,22 @@
 
 """Stochastic gradient Nosé-Hoover thermostat."""
 
+import math
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array, random
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.integrators import drift, euler_kick, thermostat
+from numpyro_sgmcmc.integrators import (
+    drift,
+    euler_kick,
+    kick,
+    ornstein_uhlenbeck,
+    thermostat,
+)
 from numpyro_sgmcmc.kernels._base import (
     MomentumKernel,
     SGMCMCState,
@@ -23,7 +32,8 @@ from numpyro_sgmcmc.minibatch import Model
 class Thermostatted(NamedTuple):
     """
     - **momentum** - momentum of every coordinate, shape (d,).
-    - **thermostat** - :math:`\\xi`, the friction that the thermostat has come to, a scalar.
+    - **thermostat** - :math:`\\xi`, the friction that the thermostat has come to: a scalar,
+      one for each coordinate, shape (d,), or one for each site in the order of their names.
     """
 
     momentum: Array
@@ -96,25 +106,76 @@ class SGNHT(MomentumKernel):
         step_size: StepSize,
         friction: float,
         *,
+        integrator: str = "badodab",
+        thermostats: str = "one",
         thermal_mass: float = 1.0,
-        integrator: str = "euler",
         **options: Any,
     ) -> None:
         super().__init__(model, step_size, friction, **options)
+        self._integrator = one_of("integrator", integrator, ("euler", "badodab"))
+        self._thermostats = one_of("thermostats", thermostats, ("one", "site", "coordinate"))
         self._thermal_mass = positive("thermal_mass", thermal_mass)
-        self._integrator = one_of("integrator", integrator, ("euler",))
+
+    @property
+    def settings(self) -> dict[str, str | int | float]:
+        own: dict[str, str | int | float] = {
+            "integrator": self._integrator,
+            "thermostats": self._thermostats,
+        }
+        return super().settings | own
 
     def init_dynamics(self, rng_key: Array, position: Array) -> Thermostatted:
+        sites = len(self._initialised.latents)
+        shape = {"one": (), "site": (sites,), "coordinate": position.shape}[self._thermostats]
         momentum = self.fresh_momentum(rng_key, position)
-        return Thermostatted(momentum, jnp.asarray(self._friction, position.dtype))
+        return Thermostatted(momentum, jnp.full(shape, self._friction, position.dtype))
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+        method = {"euler": self._euler, "badodab": self._badodab}
+        return method[self._integrator](state, gradient, rng_key)
+
+    def _euler(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
         h, (p, xi) = state.step_size, state.dynamics
         observed = gradient(state.z)
         noise = random.normal(rng_key, p.shape, p.dtype)
-        p = euler_kick(p, observed.gradient, xi * p, self._friction * self._temperature, h, noise)
+        damping, diffusion = self._for_coordinates(xi) * p, self._friction * self._temperature
+        p = euler_kick(p, observed.gradient, damping, diffusion, h, noise)
         position = drift(state.z, p, h)
-        xi = thermostat(xi, p, h, self._temperature, self._thermal_mass)
+        return state._replace(
+            z=position,
+            dynamics=Thermostatted(p, self._adapted(xi, p, h)),
+            minibatch_potential=observed.potential,
+        )
+
+    def _badodab(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+        h, (p, xi) = state.step_size, state.dynamics
+        position = drift(state.z, p, h / 2)
+        xi = self._adapted(xi, p, h / 2)
+        noise = random.normal(rng_key, p.shape, p.dtype)
+        damping, diffusion = self._for_coordinates(xi), self._friction * self._temperature
+        p = ornstein_uhlenbeck(p, damping, diffusion, h, noise)
+        xi = self._adapted(xi, p, h / 2)
+        position = drift(position, p, h / 2)
+        observed = gradient(position)
+        p = kick(p, observed.gradient, h)
         return state._replace(
             z=position, dynamics=Thermostatted(p, xi), minibatch_potential=observed.potential
         )
+
+    def _adapted(self, xi: Array, p: Array, step_size: Array) -> Array:
+        energy = p**2
+        if self._thermostats == "one":
+            energy = jnp.mean(energy)
+        elif self._thermostats == "site":
+            sites = self._sites()
+            energy = jax.ops.segment_sum(energy, sites, len(xi)) / np.bincount(sites)
+        return thermostat(xi, energy, step_size, self._temperature, self._thermal_mass)
+
+    def _for_coordinates(self, xi: Array) -> Array:
+        return xi[self._sites()] if self._thermostats == "site" else xi
+
+    def _sites(self) -> np.ndarray:
+        """For each entry of the flat position the number of its site."""
+        latents = self._initialised.latents
+        sizes = [math.prod(latents[name].shape) for name in sorted(latents)]
+        return np.repeat(np.arange(len(sizes)), sizes)
