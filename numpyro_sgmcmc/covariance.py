@@ -31,7 +31,7 @@ class Covariance:
 
     #: how many numbers beyond the diagonal are to be known for each coordinate
     freedom = 0
-    #: steps of the Lanczos process; relative error below 1e-3 for condition numbers up to 25
+    #: steps of the Lanczos process; relative error of an inverse 3e-3 at condition number 25
     lanczos_steps = 16
 
     @abstractmethod

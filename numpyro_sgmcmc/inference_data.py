@@ -92,6 +92,7 @@ def to_arviz(
     args, kwargs = as_arrays((mcmc._args, mcmc._kwargs))
     model, draws = mcmc.sampler.model, mcmc.get_samples(group_by_chain=True)
     _warn_if_nonfinite(mcmc)
+    _warn_if_friction_is_exceeded(mcmc)
     sites = _full_sites(model, draws, args, kwargs)
     observed = {
         name: site
@@ -132,6 +133,18 @@ def to_arviz(
         _add_group(arviz, data, "log_likelihood", jax.device_get(terms), coords, all_dims)
     data.attrs.update(_attributes(mcmc, sampling_time) | dict(attrs or {}))
     return data
+
+
+def _warn_if_friction_is_exceeded(mcmc: MCMC) -> None:
+    used = np.asarray(mcmc.get_extra_fields().get("friction_used", 0.0))
+    if np.any(used > 1):
+        warnings.warn(
+            "The noise of the gradient was more than the friction can dissipate in"
+            f" {np.mean(used > 1):.1%} of the draws, by a factor of up to {np.max(used):.3g}: they"
+            " spread too widely. Increase the friction or reduce the step size by more than that"
+            " factor, or use CCAdL, which has no such limit.",
+            stacklevel=3,
+        )
 
 
 def _warn_if_nonfinite(mcmc: MCMC) -> None:

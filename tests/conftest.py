@@ -3,9 +3,26 @@
 
 import os
 
+import pytest
+
 # Before JAX starts: devices for chain_method="parallel", and pictures without a screen.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["MPLBACKEND"] = "Agg"
+
+
+@pytest.fixture(autouse=True)
+def forget_programs(request):
+    """Thousands of compiled programs in one process exhaust its memory maps: XLA then crashes."""
+    yield
+    import jax
+
+    done = request.config.stash.get(DONE, 0) + 1
+    request.config.stash[DONE] = done
+    if done % 30 == 0:
+        jax.clear_caches()
+
+
+DONE = pytest.StashKey[int]()

@@ -11,54 +11,209 @@ of that equation in ``test_exact_laws.py``, so that neither is trusted alone.
 """
 
 import numpy as np
-from scipy.linalg import solve_discrete_lyapunov
+from scipy.linalg import expm, solve_discrete_lyapunov, sqrtm
 from scipy.optimize import brentq
 
-
-def sgld(precision, noise, h):
-    """Covariance of the position: precision and noise are (d, d) matrices."""
-    d = len(precision)
-    return solve_discrete_lyapunov(np.eye(d) - h * precision, 2 * h * np.eye(d) + h**2 * noise)
+HALF = 0.5
 
 
-def drift_then_kick(precision, noise, h, friction, diffusion):
+def overdamped(precision, noise, h, scale=None, injected=None):
     """
-    theta += h p; p += -h (Lambda theta + noise) - h Gamma p + sqrt(2 h D) R: SGHMC, CCAdL,
-    and the law of the position of SGNHT at a fixed thermostat, whose order of drift and
-    kick is the other one. Returns the covariances of the position and of the momentum.
+    theta += -h G (Lambda theta + noise) + sqrt(2 h) N(0, injected): SGLD and its kin.
     """
     d = len(precision)
-    one, zero = np.eye(d), np.zeros((d, d))
-    drift = np.block([[one, h * one], [zero, one]])
-    kick = np.block([[one, zero], [-h * precision, one - h * friction]])
-    q = np.block([[zero, zero], [zero, h**2 * noise + 2 * h * diffusion]])
-    p = solve_discrete_lyapunov(kick @ drift, q)
-    return p[:d, :d], p[d:, d:]
+    scale = np.eye(d) if scale is None else scale
+    injected = scale if injected is None else injected
+    q = 2 * h * injected + h**2 * scale @ noise @ scale.T
+    return solve_discrete_lyapunov(np.eye(d) - h * scale @ precision, q)
+
+
+def modified(precision, noise, h):
+    """SGLD with sqrt(2 h) (I - h V / 4) R, Vollmer et al. (2016)."""
+    root = np.eye(len(precision)) - h * noise / 4
+    return overdamped(precision, noise, h, injected=root @ root)
+
+
+def fisher_scoring(precision, noise, h, information):
+    """SGFS with the given N I + V."""
+    one = np.eye(len(precision))
+    inverse = np.linalg.inv(information + 2 / h * one)
+    # theta -= 2 M^-1 (g + sqrt(2 / h) R)
+    return overdamped(precision, noise, 1.0, 2 * inverse, 4 / h * inverse @ inverse)
+
+
+class Step:
+    """
+    A step of a method with momentum, map by map: position and momentum as matrices that act
+    on the stack of the old position, the old momentum, the noise of the gradient and four
+    standard normal vectors.
+    """
+
+    def __init__(self, precision, noise, h):
+        self.precision, self.noise, self.h = precision, noise, h
+        self.d = d = len(precision)
+        self.one = np.eye(d)
+        blocks = np.eye(7 * d).reshape(7, d, 7 * d)
+        self.theta, self.p = blocks[0], blocks[1]
+        self.zeta, *self.normal = blocks[2:]
+        self.seen = []
+
+    def drift(self, part=1.0):
+        self.theta = self.theta + part * self.h * self.p
+        return self
+
+    def gradient(self):
+        self.g = self.precision @ self.theta + self.zeta
+        return self
+
+    def kick(self, part=1.0):
+        self.p = self.p - part * self.h * self.g
+        return self
+
+    def linear(self, matrix, noise=None, which=0):
+        """p <- matrix p + noise R"""
+        self.p = matrix @ self.p
+        if noise is not None:
+            self.p = self.p + np.real(sqrtm(noise)) @ self.normal[which]
+        return self
+
+    def nogin(self, friction, control, xi=None):
+        xi = friction if xi is None else xi
+        h, one = self.h, self.one
+        d = np.tanh(xi * h / 2) * one + h**2 / 4 * control
+        r = np.tanh(friction * h / 2) ** 0.5 * self.normal[0]
+        self.p = (one - d) @ np.linalg.solve(one + d, self.p + r) + r
+        return self
+
+    def free_flight(self, friction, part, which):
+        """The exact flow, from its generator; R of the block is what that leaves."""
+        t, d, one = part * self.h, self.d, self.one
+        zero = np.zeros((d, d))
+        a = np.block([[zero, one], [zero, -friction * one]])
+        diffusion = np.block([[zero, zero], [zero, 2 * friction * one]])
+        # Van Loan (1978)
+        both = expm(t * np.block([[-a, diffusion], [np.zeros((2 * d, 2 * d)), a.T]]))
+        flow = both[2 * d :, 2 * d :].T
+        noise = np.real(sqrtm(flow @ both[: 2 * d, 2 * d :]))
+        state = flow @ np.concatenate([self.theta, self.p])
+        state = state + noise @ np.concatenate(self.normal[which : which + 2])
+        self.theta, self.p = state[:d], state[d:]
+        return self
+
+    def look(self):
+        """The thermostat sees the momentum as it is here."""
+        self.seen.append(self.p)
+        return self
+
+    def law(self):
+        """Covariance of the position, and mean kinetic temperature where it was looked at."""
+        d = self.d
+        state = np.concatenate([self.theta, self.p])
+        q = np.kron(np.diag([0, 0, 0, 1, 1, 1, 1.0]), self.one)
+        q[2 * d : 3 * d, 2 * d : 3 * d] = self.noise
+        covariance = solve_discrete_lyapunov(state[:, : 2 * d], state @ q @ state.T)
+        q[: 2 * d, : 2 * d] = covariance
+        energies = [np.diag(p @ q @ p.T) for p in self.seen]
+        return covariance[:d, :d], np.mean(energies, axis=0) if energies else None
+
+
+def euler(precision, noise, h, friction, diffusion, control=None):
+    """
+    theta += h p; p += -h (Lambda theta + noise) - h (friction + control) p + sqrt(2 h D) R:
+    SGHMC and CCAdL, and the law of the position of SGNHT, whose order of drift and kick is
+    the other one.
+    """
+    step = Step(precision, noise, h).drift()
+    before = step.p
+    step.gradient()
+    damping = friction * step.one + (0.0 if control is None else control)
+    step.p = step.p - h * step.g - h * damping @ before
+    step.p = step.p + np.real(sqrtm(2 * h * diffusion * step.one)) @ step.normal[0]
+    return step.look()
 
 
 def explicit_euler(precision, noise, h, friction):
     """SGHMC with the gradient at the old position, which is not Chen et al.'s algorithm."""
-    d = len(precision)
-    one, zero = np.eye(d), np.zeros((d, d))
-    f = np.block([[one, h * one], [-h * precision, one - h * friction * one]])
-    q = np.block([[zero, zero], [zero, h**2 * noise + 2 * h * friction * one]])
-    return solve_discrete_lyapunov(f, q)[:d, :d]
+    step = Step(precision, noise, h).gradient()
+    before = step.p
+    step.drift()
+    step.p = before - h * step.g - h * friction * before
+    step.p = step.p + (2 * h * friction) ** 0.5 * step.normal[0]
+    return step
 
 
-def thermostatted(precision, noise, h, friction, control=0.0):
+def langevin(name, precision, noise, h, friction, estimate=0.0):
+    """SGHMC: in the order of the letters, from one drift to the next."""
+    one = np.eye(len(precision))
+    if name == "euler":
+        return euler(precision, noise, h, friction, friction * one - h / 2 * estimate)
+    c = np.exp(-friction * h)
+    root = (1 - c**2) * one - h**2 / 4 * (1 + c) ** 2 * estimate
+    step = Step(precision, noise, h)
+    if name == "baoab":
+        return step.drift(HALF).linear(c * one, root).drift(HALF).gradient().kick()
+    before = HALF if name == "aboba" else 1.0
+    step.drift(before).gradient().kick(HALF).linear(c * one, root).kick(HALF)
+    return step.drift(1 - before)
+
+
+def adaptive(name, precision, noise, h, friction, xi, control):
+    """SGNHT and CCAdL at a fixed thermostat."""
+    one = np.eye(len(precision))
+    control = control * one if np.ndim(control) == 0 else control
+    if name == "euler":
+        return euler(precision, noise, h, np.diag(xi), friction * one, h / 2 * control)
+    step = Step(precision, noise, h).drift(HALF)
+    if name == "nogin":
+        step.gradient().kick(HALF).look()
+        return step.nogin(friction, control, xi[0]).kick(HALF).drift(HALF)
+    c = np.diag(np.exp(-xi * h))
+    root = np.diag(friction / xi * (1 - np.exp(-2 * xi * h)))
+    damped = expm(-(h**2) / 4 * control)
+    step.linear(damped).look().linear(c, root).look().linear(damped)
+    return step.drift(HALF).gradient().kick()
+
+
+def thermostatted(name, precision, noise, h, friction, control=0.0, shared=True):
     """
     SGNHT (``control=0``) and CCAdL (``control`` the covariance it is given) for a thermal
-    mass so large that the thermostat is constant: it settles where the mean kinetic
-    temperature is 1. Returns the covariance of the position and the thermostat.
+    mass so large that the thermostats are constant: they settle where the kinetic
+    temperature that they see is 1. Returns the covariance of the position.
+
+    :param shared: one thermostat; or one for each coordinate, which must not interact.
     """
     d = len(precision)
-    diffusion = friction * np.eye(d)
+    if not shared:
+        rows = [np.ix_([k], [k]) for k in range(d)]
+        each = [thermostatted(name, precision[k], noise[k], h, friction) for k in rows]
+        return np.diag(np.ravel(each))
+    # the noise of half a kick is not heat
+    offset = h**2 / 4 * np.trace(control * np.eye(d)) / d if name == "nogin" else 0.0
 
     def at(xi):
-        damping = xi * np.eye(d) + h / 2 * control * np.ones((d, d))
-        return drift_then_kick(precision, noise, h, damping, diffusion)
+        return adaptive(name, precision, noise, h, friction, np.full(d, xi), control).law()
 
-    # beyond h xi = 1 the momentum flips in a step and heats up again
-    fastest = 1 / h - h / 2 * np.max(control)
-    xi = brentq(lambda xi: np.trace(at(xi)[1]) / d - 1, 0.05 * friction, fastest)
-    return at(xi)[0], xi
+    # beyond h xi = 1 the momentum flips in a step of Euler's method and heats up again
+    fastest = 1 / h - h / 2 * np.max(control) if name == "euler" else 50 / h
+    xi = brentq(lambda xi: at(xi)[1].mean() - offset - 1, 0.05 * friction, fastest)
+    return at(xi)[0]
+
+
+def symmetric_sweeps(precision, noise, h, friction, batches):
+    """
+    SMS-UBU at the ends of its sweeps: minibatch ``b`` of a random partition has noise
+    ``zeta_b``, the noises add up to zero, and each is met twice in the sweep.
+    """
+    d = len(precision)
+    step = Step(precision, noise, h)
+    step.free_flight(friction, HALF, 0).gradient().kick().free_flight(friction, HALF, 2)
+    after = np.concatenate([step.theta, step.p])
+    f, g, normal = after[:, : 2 * d], after[:, 2 * d : 3 * d], after[:, 3 * d :]
+    steps = 2 * batches
+    powers = [np.linalg.matrix_power(f, steps - 1 - j) for j in range(steps)]
+    q = sum(power @ normal @ normal.T @ power.T for power in powers)
+    met = [(powers[b] + powers[steps - 1 - b]) @ g for b in range(batches)]
+    mean = sum(met) / batches
+    exchangeable = batches / (batches - 1)
+    q = q + exchangeable * sum((m - mean) @ noise @ (m - mean).T for m in met)
+    return solve_discrete_lyapunov(np.linalg.matrix_power(f, steps), q)[:d, :d]

@@ -13,29 +13,39 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_value
 
-from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
+from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL
+
+momentum = {"step_size": 3e-3, "friction": 30.0}
 
 KERNELS = {
     "SGLD": partial(SGLD, step_size=1e-4),
     "SGLD epochs": partial(SGLD, step_size=1e-4, subsampling="epochs"),
-    "SGHMC": partial(SGHMC, step_size=3e-3, friction=30.0),
-    "SGHMC corrected": partial(
+    "SGLD modified": partial(
+        SGLD, step_size=1e-4, modified=True, covariance="low_rank", rank=2, window=5
+    ),
+    "SGHMC": partial(
         SGHMC,
-        step_size=3e-3,
-        friction=30.0,
         noise_variance={"scale": 10.0, "w": np.ones(3)},
         resample_momentum=7,
+        **momentum,
     ),
-    "SGNHT": partial(SGNHT, step_size=3e-3, friction=30.0),
-    "CCAdL": partial(CCAdL, step_size=3e-3, friction=30.0),
-    "CCAdL full": partial(
+    "SGHMC estimated": partial(
+        SGHMC, integrator="baoab", noise_variance="estimated", step_size=3e-3, friction=100.0
+    ),
+    "SGNHT": partial(SGNHT, thermostats="site", **momentum),
+    "CCAdL": partial(CCAdL, **momentum),
+    "CCAdL euler": partial(
         CCAdL,
-        step_size=3e-3,
-        friction=30.0,
+        integrator="euler",
         covariance="full",
         window=math.inf,
         subsampling="with_replacement",
+        **momentum,
     ),
+    "CCAdL matrix free": partial(CCAdL, covariance="matrix_free", **momentum),
+    "PSGLD": partial(PSGLD, step_size=1e-3),
+    "SGFS": partial(SGFS, step_size=1e-4, estimator="two_cotangents", covariance="diagonal"),
+    "SMSUBU": partial(SMSUBU, **momentum),
 }
 
 RNG = np.random.default_rng(0)

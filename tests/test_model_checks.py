@@ -4,6 +4,7 @@
 """Bad input gets an error that names the site or the argument and the remedy, before sampling."""
 
 from functools import partial
+import re
 
 from flax import linen
 from jax import random
@@ -17,7 +18,7 @@ from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_value
 import pytest
 
-from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
+from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL
 
 N = 40
 X = np.random.default_rng(0).standard_normal((N, 3)).astype(np.float32)
@@ -213,7 +214,7 @@ def test_no_model(kernel, model):
 def test_numbers_must_be_positive(name, value):
     options = {"step_size": 0.1, "friction": 1.0} | {name: value}
     with pytest.raises(ValueError, match=f"`{name}` must be a positive finite number; got"):
-        CCAdL(regression, **options)
+        SGNHT(regression, **options)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "3"])
@@ -226,9 +227,10 @@ def test_counts_must_be_positive_integers(name, value):
 @pytest.mark.parametrize(
     ("name", "allowed"),
     [
-        ("subsampling", "'without_replacement', 'with_replacement', 'epochs'"),
-        ("covariance", "'diagonal', 'full'"),
-        ("integrator", "'euler'"),
+        ("subsampling", "'without_replacement', 'with_replacement', 'epochs', 'symmetric_sweeps'"),
+        ("covariance", "'diagonal', 'full', 'low_rank', 'matrix_free'"),
+        ("estimator", "'sub_batches', 'two_cotangents', 'per_example'"),
+        ("integrator", "'euler', 'symmetric', 'nogin'"),
     ],
 )
 def test_unknown_words_list_the_allowed_ones(name, allowed):
@@ -244,7 +246,7 @@ def test_a_schedule_must_be_positive(schedule):
 
 def test_noise_beyond_the_friction():
     """The remedies in the message are enough."""
-    kernel = partial(SGHMC, regression, noise_variance=500.0)
+    kernel = partial(SGHMC, regression, noise_variance=500.0, integrator="euler")
     with pytest.raises(
         ValueError, match=r"friction of at least 25, or a step size of at most 0.004"
     ):
@@ -253,12 +255,81 @@ def test_noise_beyond_the_friction():
     run(kernel(step_size=0.004, friction=1.0), X, Y)
 
 
+@pytest.mark.parametrize("integrator", ["baoab", "aboba", "obabo"])
+def test_noise_beyond_the_friction_of_symmetric_integrators(integrator):
+    """(h^2 / 4) V <= T tanh(A h / 2), and no friction is enough from h^2 V = 4 T on."""
+    kernel = partial(SGHMC, regression, integrator=integrator)
+    message = r"friction of at least 19.46, or a step size of at most (\S+), or CCAdL"
+    with pytest.raises(ValueError, match=message) as error:
+        run(kernel(step_size=0.1, friction=1.0, noise_variance=300.0), X, Y)
+    smaller = float(re.search(message, str(error.value)).group(1))
+    run(kernel(step_size=0.1, friction=19.47, noise_variance=300.0), X, Y)
+    run(kernel(step_size=0.999 * smaller, friction=1.0, noise_variance=300.0), X, Y)
+    with pytest.raises(ValueError, match=r"which is 400. Use a step size of at most"):
+        run(kernel(step_size=0.1, friction=1e3, noise_variance=500.0), X, Y)
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full", "low_rank", "matrix_free"])
+def test_estimated_noise_beyond_the_friction(covariance):
+    kernel = partial(
+        SGHMC,
+        regression,
+        noise_variance="estimated",
+        covariance=covariance,
+        init_strategy=init_to_value(values={"w": np.zeros(3)}),
+    )
+    message = r"friction of at least (\S+), or .*`init_strategy`"
+    with pytest.raises(ValueError, match=message) as error:
+        run(kernel(step_size=0.05, friction=0.1), X, Y)
+    friction = float(re.search(message, str(error.value)).group(1))
+    run(kernel(step_size=0.05, friction=1.01 * friction), X, Y)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (partial(ccadl, integrator="symmetric", covariance="matrix_free"), "integrator='nogin'"),
+        (
+            partial(SGHMC, step_size=0.1, friction=1.0, integrator="baoab",
+                    noise_variance="estimated", covariance="matrix_free"),
+            "integrator='aboba'",
+        ),
+        (partial(SGHMC, step_size=0.1, friction=1.0, noise_variance="other"), "'estimated'"),
+        (partial(ccadl, window=0), "`window` must be a positive integer"),
+        (partial(ccadl, rank=0.5), "`rank` must be a positive integer"),
+        (partial(ccadl, thermal_mass=0.0), "`thermal_mass` must be a positive"),
+        (partial(SGNHT, step_size=0.1, friction=1.0, thermostats="two"), "'site', 'coordinate'"),
+        (partial(PSGLD, step_size=0.1, gamma_term=True), "Use frozen=False"),
+        (partial(PSGLD, step_size=0.1, window=0), "`window` must be a positive integer"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together(kernel, message):
+    with pytest.raises(ValueError, match=message):
+        kernel(regression)
+
+
+def test_frozen_preconditioner_needs_a_warmup():
+    kernel = PSGLD(regression, step_size=0.1)
+    with pytest.raises(ValueError, match="num_warmup=0. Use a warm-up, or frozen=False"):
+        kernel.init(random.key(0), 0, None, (X, Y), {})
+
+
+def test_sweeps_need_a_partition():
+    def eleven(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(x), subsample_size=11) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+    with pytest.raises(ValueError, match="divides the 20 rows .* 11 does not, .* is 10"):
+        run(SMSUBU(eleven, 0.01, 1.0), X[:20], Y[:20])
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ({"v": 1.0}, r"entry for each latent site \['w'\]; found \['v'\]"),
         ({"w": np.ones(2)}, r"noise_variance\['w'\]` has shape \(2,\)"),
-        (np.ones(3), r"dict with an array for each latent site; got an array of shape \(3,\)"),
+        (np.ones(3), r"dict with an array for each latent site, .* an array of shape \(3,\)"),
         (-1.0, "finite and not negative"),
         (np.nan, "finite and not negative"),
     ],
@@ -272,9 +343,13 @@ def test_noise_variance_fits_the_sites(value, message):
     "kernel",
     [
         ccadl(regression, subsampling="epochs"),
+        ccadl(regression, subsampling="symmetric_sweeps"),
         SGHMC(regression, 0.01, 1.0, noise_variance=1.0, subsampling="epochs"),
+        SGHMC(regression, 0.01, 1.0, noise_variance="estimated", subsampling="epochs"),
+        SGLD(regression, 0.01, modified=True, subsampling="epochs"),
+        SGFS(regression, 0.01, subsampling="epochs"),
     ],
-    ids=["CCAdL", "SGHMC"],
+    ids=["CCAdL", "CCAdL sweeps", "SGHMC", "SGHMC estimated", "SGLD", "SGFS"],
 )
 def test_epochs_and_corrected_noise(kernel):
     with pytest.raises(ValueError, match="anti-correlated.*without_replacement"):

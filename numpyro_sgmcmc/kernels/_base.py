@@ -114,7 +114,6 @@ class SGMCMCKernel(MCMCKernel):
     corrects_noise: bool = False
 
     sample_field = "z"
-    default_fields = ("z", "nonfinite_steps")
 
     def __init__(
         self,
@@ -183,6 +182,10 @@ class SGMCMCKernel(MCMCKernel):
 
     def check_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> None:
         """Called in ``init`` with a state whose values are known: raises if it cannot run."""
+
+    @property
+    def default_fields(self) -> tuple[str, ...]:
+        return ("z", "nonfinite_steps")
 
     @property
     def model(self) -> Model:

@@ -158,6 +158,12 @@ class SGHMC(MomentumKernel):
     def default_fields(self) -> tuple[str, ...]:
         return ("z", "nonfinite_steps", *(["friction_used"] if self._estimates else []))
 
+    def get_diagnostics_str(self, state: SGMCMCState) -> str:
+        text = super().get_diagnostics_str(state)
+        if self._estimates and (used := float(state.friction_used)) > 1:
+            text += f", NOISE OF THE GRADIENT {used:.2g} TIMES WHAT THE FRICTION DISSIPATES"
+        return text
+
     @property
     def settings(self) -> dict[str, str | int | float]:
         return super().settings | {"integrator": self._integrator}
@@ -185,7 +191,7 @@ class SGHMC(MomentumKernel):
         :raises ValueError: if the friction dissipates less than noise of this variance adds.
         """
         kept, taken = self._balance(step_size)
-        if variance * taken <= kept:
+        if variance * taken <= kept * (1 + 1e-9):  # so that the remedy itself is accepted
             return
         h, temperature = step_size, self._temperature
 
@@ -199,11 +205,12 @@ class SGHMC(MomentumKernel):
         else:
             part = h**2 * variance / (4 * temperature)
             friction = 2 / h * np.arctanh(part) if part < 1 else np.inf
+        elsewhere = ", `init_strategy` to start nearer to the posterior" if self._estimates else ""
         more = f"a friction of at least {friction:.4g}, or " if friction < np.inf else ""
         raise ValueError(
             f"{what.format(variance)} is more than friction={self._friction:.4g} can dissipate at"
             f" step_size={h:.4g}, which is {kept / taken:.4g}. Use {more}a step size of at most"
-            f" {smaller:.4g}, or CCAdL, which has no such limit."
+            f" {smaller:.4g}{elsewhere}, or CCAdL, which has no such limit."
         )
 
     def _balance(self, h: Any) -> tuple[Any, Any]:
@@ -231,8 +238,9 @@ class SGHMC(MomentumKernel):
         def seen(running: tuple[Any, Array], key: Array) -> tuple[Any, None]:
             return noise.update(*running, observe(key)), None
 
-        first, *keys = random.split(state.rng_key, steps)
-        (average, _), _ = lax.scan(seen, noise.start(position), jnp.stack(keys))
+        keys = random.split(state.rng_key, steps)
+        first = keys[0]
+        (average, _), _ = lax.scan(seen, noise.start(position), keys[1:])
         probe = random.normal(first, position.shape, position.dtype)
         return noise.held.largest(noise.current(average, observe(first)), probe)
 
