@@ -44,9 +44,11 @@ from numpyro_sgmcmc import SGHMC, SGNHT, CCAdL
 N, BATCH = 100, 10
 SETTINGS = [(0.001, 1.0), (0.001, 10.0), (0.01, 1.0), (0.01, 10.0)]
 METHODS = {
-    "SGHMC": SGHMC,
-    "SGNHT": SGNHT,
-    "CCAdL": partial(CCAdL, covariance="full", window=math.inf),
+    "SGHMC": partial(SGHMC, integrator="euler"),
+    "SGNHT": partial(SGNHT, integrator="euler"),
+    "CCAdL": partial(
+        CCAdL, integrator="euler", covariance="full", window=math.inf, thermal_mass=1.0
+    ),
 }
 #: (RMSE, autocorrelation time) as printed
 PAPER = {

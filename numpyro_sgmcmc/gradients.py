@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.covariance import Covariance
+from numpyro_sgmcmc.covariance import Covariance, column_sums
 
 #: Fewer sub-batches make a noisier estimate, more make the gradient dearer.
 _FEWEST_SUB_BATCHES = 10
@@ -34,13 +35,20 @@ Rows = Mapping[str, Array]
 
 
 class Potential(Protocol):
-    """The minibatch potential as a function of position, rows and random key."""
+    """
+    The minibatch potential as a function of values, rows and random key. The values may be
+    any tree of arrays: a gradient with respect to a tree is faster than one through the
+    slices of a flat vector.
+    """
 
-    def __call__(self, position: Array, rows: Rows, rng_key: Array, /) -> Array:
+    def values(self, position: Array, /) -> Any:
+        """The values at a position, which is one flat vector."""
+
+    def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
         """The minibatch potential, a scalar."""
 
     def with_row_terms(
-        self, position: Array, rows: Rows, rng_key: Array, /
+        self, values: Any, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, dict[str, Array]]:
         """The same, and for each plate what its rows add to the log density, shape ``(n,)``."""
 
@@ -72,7 +80,7 @@ def minibatch_gradient(potential: Potential, rows: Rows, rng_key: Array) -> Grad
     """
 
     def gradient(position: Array) -> Observation:
-        return Observation(*jax.value_and_grad(potential)(position, rows, rng_key))
+        return Observation(*_value_and_gradient(potential, position, rows, rng_key))
 
     return gradient
 
@@ -109,19 +117,23 @@ def sub_batch_gradient(
     """
 
     def gradient(position: Array) -> Observation:
-        plain = minibatch_gradient(potential, rows, rng_key)
-        noise, observed = held.zeros(position.shape[0], position.dtype), None
+        noise, observed = None, None
         for name in _noisy(rows, factors):
             count = sub_batches(rows[name].shape[0])
             potentials, gradients = jax.vmap(_on_rows_of(name, potential, position, rows))(
                 rows[name].reshape(count, -1), random.split(rng_key, count)
             )
-            spread = gradients - gradients.mean(0)
+            mean = column_sums(gradients) / count
+            spread = gradients - mean
             samples = spread * jnp.sqrt(factors[name] / (count * (count - 1)))
-            noise = held.add(1.0, noise, 1.0, held.outer(samples))
+            one = held.outer(samples)
+            noise = one if noise is None else held.add(1.0, noise, 1.0, one)
             # each plate's sub-batches average to the same minibatch gradient
-            observed = Observation(potentials.mean(), gradients.mean(0))
-        return (observed or plain(position))._replace(noise=noise)
+            observed = Observation(potentials.mean(), mean)
+        if observed is None:
+            nothing = held.zeros(position.shape[0], position.dtype)
+            return minibatch_gradient(potential, rows, rng_key)(position)._replace(noise=nothing)
+        return observed._replace(noise=noise)
 
     return gradient
 
@@ -196,18 +208,18 @@ def two_cotangent_gradient(
 
     def gradient(position: Array) -> Observation:
         (energy, terms), pullback = jax.vjp(
-            lambda x: potential.with_row_terms(x, rows, rng_key), position
+            lambda x: potential.with_row_terms(x, rows, rng_key), potential.values(position)
         )
         signs = {name: jnp.zeros_like(term) for name, term in terms.items()}
         for k, name in enumerate(_noisy(rows, factors)):
             count = rows[name].shape[0]
-            sign = random.rademacher(random.fold_in(rng_key, k), (count,), terms[name].dtype)
+            sign = _signs(random.fold_in(rng_key, k), count).astype(terms[name].dtype)
             scale = jnp.sqrt(factors[name] * count / (count - 1))
             signs[name] = scale * (sign - sign.mean())
         none = jax.tree.map(jnp.zeros_like, signs)
         zero, one = jnp.zeros_like(energy), jnp.ones_like(energy)
         cotangents = jax.tree.map(lambda *x: jnp.stack(x), (one, none), (zero, signs))
-        (both,) = jax.vmap(pullback)(cotangents)
+        both = jax.vmap(lambda cotangent: _flat(*pullback(cotangent)))(cotangents)
         return Observation(energy, both[0], held.outer(both[1:]))
 
     return gradient
@@ -241,18 +253,17 @@ def product_gradient(
     def gradient(position: Array) -> Observation:
         observed = minibatch_gradient(potential, rows, rng_key)(position)
         _, forward = jax.linearize(
-            lambda x: potential.with_row_terms(x, others, rng_key)[1], position
+            lambda x: potential.with_row_terms(x, others, rng_key)[1], potential.values(position)
         )
-        backward = jax.linear_transpose(forward, position)
+        backward = jax.linear_transpose(forward, potential.values(position))
 
         def product(vector: Array) -> Array:
-            terms = forward(vector)
+            terms = forward(potential.values(vector))
             for name, term in terms.items():
                 count = term.shape[0]
                 factor = factors[name] * count / (count - 1) if factors[name] > 0 else 0.0
                 terms[name] = factor * (term - term.mean())
-            (image,) = backward(terms)
-            return image
+            return _flat(*backward(terms))
 
         return observed._replace(noise=product)
 
@@ -281,13 +292,31 @@ def _noisy(rows: Rows, factors: Mapping[str, float]) -> list[str]:
     return [name for name in rows if factors[name] > 0]
 
 
+def _signs(rng_key: Array, count: int) -> Array:
+    """Random signs, 32 of each random word: drawing a word for each costs as much as a gradient."""
+    words = random.bits(rng_key, (-(-count // 32), 1), jnp.uint32)
+    bits = (words >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return 1 - 2 * bits.ravel()[:count].astype(jnp.int32)
+
+
+def _flat(tree: Any) -> Array:
+    return ravel_pytree(tree)[0]
+
+
+def _value_and_gradient(
+    potential: Potential, position: Array, rows: Rows, rng_key: Array
+) -> tuple[Array, Array]:
+    value, gradient = jax.value_and_grad(potential)(potential.values(position), rows, rng_key)
+    return value, _flat(gradient)
+
+
 def _on_rows_of(
     name: str, potential: Potential, position: Array, rows: Rows
 ) -> Callable[[Array, Array], tuple[Array, Array]]:
     """Potential and gradient with other rows of one plate."""
 
     def at(batch: Array, key: Array) -> tuple[Array, Array]:
-        return jax.value_and_grad(potential)(position, {**rows, name: batch}, key)
+        return _value_and_gradient(potential, position, {**rows, name: batch}, key)
 
     return at
 

@@ -299,7 +299,7 @@ class SGMCMCKernel(MCMCKernel):
 
     def _advance(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
         """``steps_per_sample`` steps of one chain, on the position as one flat vector."""
-        position, potential, unravel = self.flattened(state.z, args, kwargs)
+        position, potential = self.flattened(state.z, args, kwargs)
 
         def body(_: int, state: SGMCMCState) -> SGMCMCState:
             return self._guarded_step(state, potential)
@@ -309,7 +309,7 @@ class SGMCMCKernel(MCMCKernel):
             state = body(0, state)
         else:
             state = lax.fori_loop(0, self._steps_per_sample, body, state)
-        return state._replace(z=unravel(state.z))
+        return state._replace(z=potential.values(state.z))
 
     def _guarded_step(self, state: SGMCMCState, potential: Potential) -> SGMCMCState:
         """One step, undone and counted if it is not finite."""
@@ -341,12 +341,10 @@ class SGMCMCKernel(MCMCKernel):
     def _step_size_at(self, i: Array) -> Any:
         return self._step_size(i) if callable(self._step_size) else self._step_size
 
-    def flattened(
-        self, z: Values, args: tuple, kwargs: dict
-    ) -> tuple[Array, Potential, Callable[[Array], Values]]:
-        """Values of one chain as one vector, the potential of such vectors, and the way back."""
+    def flattened(self, z: Values, args: tuple, kwargs: dict) -> tuple[Array, Potential]:
+        """Values of one chain as one vector, and the potential there."""
         position, unravel = ravel_pytree(z)
-        return position, _FlatPotential(self._initialised, unravel, args, kwargs), unravel
+        return position, _BoundPotential(self._initialised, unravel, args, kwargs)
 
     @property
     def _initialised(self) -> MinibatchModel:
@@ -385,23 +383,21 @@ class SGMCMCKernel(MCMCKernel):
         return state
 
 
-class _FlatPotential(NamedTuple):
-    """The minibatch potential of a position that is one flat vector."""
+class _BoundPotential(NamedTuple):
+    """The minibatch potential of the unconstrained values of the sites."""
 
     view: MinibatchModel
-    unravel: Callable[[Array], Values]
+    values: Callable[[Array], Values]
     args: tuple
     kwargs: dict
 
-    def __call__(self, position: Array, rows: Rows, rng_key: Array, /) -> Array:
-        z = self.unravel(position)
-        return self.view.potential(z, rows, rng_key, self.args, self.kwargs)
+    def __call__(self, values: Values, rows: Rows, rng_key: Array, /) -> Array:
+        return self.view.potential(values, rows, rng_key, self.args, self.kwargs)
 
     def with_row_terms(
-        self, position: Array, rows: Rows, rng_key: Array, /
+        self, values: Values, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, dict[str, Array]]:
-        z = self.unravel(position)
-        return self.view.potential_and_row_terms(z, rows, rng_key, self.args, self.kwargs)
+        return self.view.potential_and_row_terms(values, rows, rng_key, self.args, self.kwargs)
 
 
 def _turned(dynamics: Any) -> Any:
