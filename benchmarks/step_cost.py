@@ -25,6 +25,10 @@ from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
 from numpyro_sgmcmc.subsampling import without_replacement
 
 STEP_SIZE, FRICTION = 1e-3, 10.0
+MOMENTUM = {"step_size": STEP_SIZE, "friction": FRICTION}
+#: A friction that covers the noise of the gradient.
+STRONG = {"step_size": STEP_SIZE, "friction": 1_000.0}
+BY_HAND = ("SGLD", "SGHMC", "SGNHT")
 
 
 def model(x, y, batch_size):
@@ -87,10 +91,17 @@ def medians(programs, rounds):
 
 KERNELS = {
     "SGLD": partial(SGLD, step_size=STEP_SIZE**2),
-    "SGHMC": partial(SGHMC, step_size=STEP_SIZE, friction=FRICTION),
-    "SGNHT": partial(SGNHT, step_size=STEP_SIZE, friction=FRICTION),
-    "CCAdL": partial(CCAdL, step_size=STEP_SIZE, friction=FRICTION),
-    "CCAdL full": partial(CCAdL, step_size=STEP_SIZE, friction=FRICTION, covariance="full"),
+    "SGHMC": partial(SGHMC, integrator="euler", **MOMENTUM),
+    "SGNHT": partial(SGNHT, integrator="euler", **MOMENTUM),
+    "SGHMC aboba": partial(SGHMC, **MOMENTUM),
+    "SGNHT badodab": partial(SGNHT, **MOMENTUM),
+    "CCAdL euler": partial(CCAdL, integrator="euler", covariance="diagonal", **MOMENTUM),
+    "CCAdL euler full": partial(CCAdL, integrator="euler", covariance="full", **MOMENTUM),
+    "CCAdL": partial(CCAdL, **MOMENTUM),
+    "CCAdL diagonal": partial(CCAdL, covariance="diagonal", **MOMENTUM),
+    "CCAdL low rank": partial(CCAdL, covariance="low_rank", **MOMENTUM),
+    "CCAdL matrix free": partial(CCAdL, covariance="matrix_free", **MOMENTUM),
+    "SGHMC estimated": partial(SGHMC, noise_variance="estimated", covariance="diagonal", **STRONG),
 }
 
 
@@ -128,7 +139,7 @@ def main():
     programs = {}
     for name in KERNELS:
         programs[name] = kernel_program(name, x, y, 500, options.steps)
-        if not name.startswith("CCAdL"):
+        if name in BY_HAND:
             programs[f"{name} by hand"] = hand_program(name, x, y, 500, options.steps)
     seconds = medians(programs, options.rounds)
     print("Logistic regression, N = 12,214, d = 100, n = 500\n")

@@ -34,13 +34,14 @@ class CovarianceControlled(NamedTuple):
     - **momentum** - momentum of every coordinate, shape (d,).
     - **thermostat** - :math:`\\xi`, the friction that the thermostat has come to, a scalar.
     - **noise_covariance** - :math:`\\hat V`, the covariance of the noise of the minibatch
-      gradient, averaged over past steps: its diagonal, shape (d,), or all of it, (d, d).
+      gradient, averaged over past steps: its diagonal, shape (d,), all of it, (d, d), a
+      :class:`~numpyro_sgmcmc.covariance.LowRankPlusDiagonal`, or nothing if matrix-free.
     - **observations** - the number of minibatches that :math:`\\hat V` has seen.
     """
 
     momentum: Array
     thermostat: Array
-    noise_covariance: Array
+    noise_covariance: Any
     observations: Array
 
 
@@ -48,42 +49,77 @@ class CCAdL(MomentumKernel):
     """
     Covariance-controlled adaptive Langevin thermostat: an estimate :math:`\\hat V` of the
     covariance of the gradient's noise, which may depend on the position and on the
-    direction, is dissipated by a friction of its own; the thermostat :math:`\\xi` takes up
-    what is left.
+    direction, is dissipated by a friction of its own; a thermostat :math:`\\xi` takes up what
+    is left.
+
+    With ``integrator="nogin"``, the default, a step is
+
+    .. math::
+
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p &\\leftarrow p - \\tfrac h2 \\nabla \\tilde U(\\theta) \\\\
+        \\xi &\\leftarrow \\xi + \\frac{h}{\\mu} \\left( \\frac{p^\\top p
+            - \\tfrac{h^2}{4} \\operatorname{tr} \\hat V}{d} - T \\right) \\\\
+        p &\\leftarrow (I - D) (I + D)^{-1} (p + R) + R \\\\
+        p &\\leftarrow p - \\tfrac h2 \\nabla \\tilde U(\\theta) \\\\
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p
+
+    with one gradient, the same :math:`R \\sim N(0, T \\tanh(A h / 2) I)` twice, and
+    :math:`D = \\tanh(\\xi h / 2) I + \\tfrac{h^2}{4 T} \\hat V`. With :math:`\\hat V = V` it
+    is exact for a Gaussian posterior, whatever the noise and its direction, up to
+    :math:`h^2 \\lambda < 4`; for others the error is of second order in :math:`h`.
+
+    ``"symmetric"`` is BACDODCAB, written from one drift to the next: the control C,
+    :math:`p \\leftarrow \\exp(-\\tfrac{h^2}{4 T} \\hat V) p`, on either side of the thermostat D
+    and the exact Ornstein-Uhlenbeck map O, with an error of second order. ``"euler"`` is the
+    step of the paper,
 
     .. math::
 
         \\theta &\\leftarrow \\theta + h p \\\\
         p &\\leftarrow p - h \\nabla \\tilde U(\\theta) - \\frac{h^2}{2 T} \\hat V_{t-1} p
             - h \\xi p + \\sqrt{2 h A T} \\, R, \\qquad R \\sim N(0, I) \\\\
-        \\xi &\\leftarrow \\xi + \\frac{h}{\\mu} \\left( \\frac{p^\\top p}{d} - T \\right) \\\\
-        \\hat V_t &= (1 - \\kappa_t) \\hat V_{t-1} + \\kappa_t V(\\theta),
-            \\qquad \\kappa_t = \\max(1 / t, 1 / \\text{window}).
+        \\xi &\\leftarrow \\xi + \\frac{h}{\\mu} \\left( \\frac{p^\\top p}{d} - T \\right),
 
-    :math:`V(\\theta)` is what the current minibatch shows of the covariance: the spread of the
-    gradients of its sub-batches times the finite-population factor of the way its rows were
-    drawn, see :func:`~numpyro_sgmcmc.gradients.sub_batch_gradient`. It enters
-    :math:`\\hat V` after it has been used, one step later than in the paper, since it is
-    correlated with the noise of the same minibatch.
+    stable for :math:`h^2 v < 4`, whose draws have :math:`1 - (h \\xi + h^2 v / 2) / 2` times the
+    posterior's variance in a direction with gradient noise of variance :math:`v`.
 
-    With :math:`\\hat V = V` and a large thermal mass the variance of the draws is
-    :math:`1 - (h \\xi + h^2 v / 2) / 2` times the posterior's in a direction with gradient
-    noise of variance :math:`v`: too small by the error of Euler's method.
+    In each of them :math:`\\hat V` is the average of what past minibatches have shown,
+
+    .. math::
+
+        \\hat V_t = (1 - \\kappa_t) \\hat V_{t-1} + \\kappa_t V(\\theta),
+            \\qquad \\kappa_t = \\max(1 / t, 1 / \\text{window}),
+
+    used one step later than in the paper, since what a minibatch shows is correlated with
+    the noise of its own gradient. The diagonal alone is not enough where the noise is
+    correlated between parameters, as it is in most regressions: some directions of the
+    posterior then come out too wide and others too narrow, which the mean kinetic energy
+    does not show.
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`. At least one
         plate must have a ``subsample_size``.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
-        schedule. Stable for :math:`h^2 v < 4`.
+        schedule.
     :param float friction: :math:`A`, the strength of the added noise and the initial
         thermostat :math:`\\xi_0`, per unit of time.
-    :param str covariance: ``"diagonal"`` (memory and time in proportion to the number of
-        parameters) or ``"full"`` (in proportion to its square; at most 1,000 parameters).
-    :param int window: number of steps over which :math:`\\hat V` is averaged; None for all
-        steps since the start, as in the paper.
+    :param str integrator: ``"nogin"``, ``"symmetric"`` or ``"euler"``.
     :param float thermal_mass: :math:`\\mu`; larger is slower to adapt and fluctuates less. The
-        paper has 1 in this convention (its :math:`\\mu = d`).
+        paper has 1 in this convention (its :math:`\\mu = d`). None is 10, and more for fewer
+        than 100 parameters, :math:`1000 / d`; ``math.inf`` is a constant friction.
+    :param str covariance: how :math:`\\hat V` is held: ``"diagonal"``; ``"full"``, at most 1,000
+        parameters; ``"low_rank"``, the leading directions and the diagonal; or
+        ``"matrix_free"``, products only, with :math:`V(\\theta)` at the current position from
+        an independent minibatch and nothing averaged. None is ``"full"`` for up to 100
+        parameters and ``"diagonal"`` above; see below.
+    :param str estimator: how it is observed: ``"sub_batches"``, ``"two_cotangents"`` or
+        ``"per_example"``; see :mod:`numpyro_sgmcmc.gradients`.
+    :param window: number of steps over which it is averaged; ``math.inf`` for all steps
+        since the start, as in the paper. None is enough for an error of the average that
+        widens the draws by less than a per cent: 100 steps for the diagonal, more in
+        proportion to the number of parameters for the full matrix.
+    :param int rank: number of leading directions for ``covariance="low_rank"``.
     :param float temperature: temperature :math:`T`.
-    :param str integrator: ``"euler"``, the steps above.
     :param str subsampling: ``"without_replacement"`` or ``"with_replacement"``.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
@@ -94,6 +130,8 @@ class CCAdL(MomentumKernel):
     1. *Covariance-Controlled Adaptive Langevin Thermostat for Large-Scale Bayesian
        Sampling*, Algorithm 1 and eqs. (17)-(19),
        Xiaocheng Shang, Zhanxing Zhu, Benedict Leimkuhler and Amos J. Storkey (2015).
+    2. *Langevin Markov Chain Monte Carlo with stochastic gradients*, the NOGIN scheme,
+       Charles Matthews and Jonathan Weare (2018).
 
     **Example:**
 
@@ -125,7 +163,7 @@ class CCAdL(MomentumKernel):
         friction: float,
         *,
         integrator: str = "nogin",
-        thermal_mass: float | None = 10.0,
+        thermal_mass: float | None = None,
         covariance: str | None = None,
         estimator: str = "sub_batches",
         window: float | None = None,
@@ -134,9 +172,8 @@ class CCAdL(MomentumKernel):
     ) -> None:
         super().__init__(model, step_size, friction, **options)
         self._integrator = one_of("integrator", integrator, ("euler", "symmetric", "nogin"))
-        self._thermal_mass = (
-            math.inf if thermal_mass is None else positive("thermal_mass", thermal_mass)
-        )
+        fixed = thermal_mass is None or thermal_mass == math.inf
+        self._given_mass = thermal_mass if fixed else positive("thermal_mass", thermal_mass)
         self._noise_settings = NoiseSettings.checked(covariance, estimator, window, rank)
         if covariance == "matrix_free" and integrator == "symmetric":
             raise ValueError(
@@ -148,6 +185,12 @@ class CCAdL(MomentumKernel):
     def settings(self) -> dict[str, str | int | float]:
         found = super().settings | {"integrator": self._integrator}
         return found | ({} if self._view is None else {"covariance": self._noise.covariance})
+
+    @property
+    def _thermal_mass(self) -> float:
+        # the thermostat fluctuates by 1 / sqrt(mu d), which few parameters would feel
+        automatic = 10 * max(1.0, 100 / self._initialised.dimension)
+        return automatic if self._given_mass is None else self._given_mass
 
     @property
     def _noise(self) -> NoiseEstimate:

@@ -51,36 +51,62 @@ class SGHMC(MomentumKernel):
     """
     Stochastic gradient Hamiltonian Monte Carlo: Langevin dynamics with friction :math:`A`.
 
+    With ``integrator="aboba"``, the default, and :math:`c = e^{-A h}` a step is
+
+    .. math::
+
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p &\\leftarrow p - \\tfrac h2 \\nabla \\tilde U(\\theta) \\\\
+        p &\\leftarrow c p + \\sqrt{(1 - c^2) T - \\tfrac{h^2}{4} (1 + c)^2 \\hat V} \\, R,
+            \\qquad R \\sim N(0, I) \\\\
+        p &\\leftarrow p - \\tfrac h2 \\nabla \\tilde U(\\theta) \\\\
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p,
+
+    with one gradient. ``"baoab"`` and ``"obabo"`` have the same maps in the order of their
+    letters, written from one drift to the next, so that they too need one gradient a step.
+    ``"euler"`` is the step of the paper,
+
     .. math::
 
         \\theta &\\leftarrow \\theta + h p \\\\
         p &\\leftarrow p - h \\nabla \\tilde U(\\theta) - h A p
-            + \\sqrt{2 h (A T - \\hat B)} \\, R,
-            \\qquad \\hat B = h \\hat V / 2, \\quad R \\sim N(0, I).
+            + \\sqrt{2 h (A T - \\hat B)} \\, R, \\qquad \\hat B = h \\hat V / 2 .
 
-    :math:`\\hat V` is an estimate of the variance of the minibatch gradient, zero if none is
+    :math:`\\hat V` is an estimate of the covariance of the gradient's noise, zero if none is
     given. On a Gaussian posterior with precision :math:`\\lambda` and gradient noise of
-    variance :math:`v` in a direction, the variance of the draws is, for :math:`T = 1`,
+    variance :math:`v` in a direction, without :math:`\\hat V` and for :math:`T = 1`, the
+    variance of the draws is the posterior's times
 
-    .. math::
+    =========  ==============================================================================
+    aboba      :math:`1 + h^2 v / (4 \\tau)`, with :math:`\\tau = \\tanh(A h / 2)`
+    baoab      :math:`1 + h^2 v / (4 \\tau) / (1 - h^2 \\lambda / 4)`
+    obabo      :math:`(1 + h^2 v / (4 \\tau)) / (1 - h^2 \\lambda / 4)`
+    euler      :math:`(1 + h v / (2 A)) / (1 - h^2 \\lambda / (2 (2 - h A)))`
+    =========  ==============================================================================
 
-        \\frac{1 + (h^2 v / 2 - h \\hat B) / \\alpha}{1 - h^2 \\lambda / (2 (2 - \\alpha))},
-        \\qquad \\alpha = h A,
-
-    times the posterior's: without :math:`\\hat V` too wide by about :math:`h v / (2 A)`.
+    All are too wide by about :math:`h v / (2 A)`. With :math:`\\hat V = V`, ABOBA is exact, and
+    the others lose the terms in :math:`v` to leading order. The friction must cover the
+    noise: :math:`h^2 \\hat V / 4 \\le T \\tau`, for Euler's method
+    :math:`h \\hat V / 2 \\le A T`, in every direction.
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
         schedule.
     :param float friction: friction :math:`A`, per unit of time.
-    :param noise_variance: :math:`\\hat V`, a number, or for each latent site an array that
-        broadcasts to its unconstrained shape. :math:`A T` must not be less than
-        :math:`h \\hat V / 2`.
+    :param str integrator: ``"aboba"``, ``"baoab"``, ``"obabo"`` or ``"euler"``.
+    :param noise_variance: :math:`\\hat V`: a number; for each latent site an array that
+        broadcasts to its unconstrained shape; or ``"estimated"`` from the minibatches. In the
+        last case the kernel refuses to start where the friction does not cover the noise,
+        and where it does not later, no noise is added in that direction: the field
+        ``friction_used`` is then above 1, and ``to_arviz`` warns.
+    :param str covariance: how :math:`\\hat V` is held; see :class:`CCAdL`.
+    :param str estimator: how it is observed; see :class:`CCAdL`.
+    :param window: number of steps over which it is averaged; see :class:`CCAdL`.
+    :param int rank: leading directions held by ``covariance="low_rank"``.
     :param int resample_momentum: draw a new momentum every so many steps; never if None.
     :param float temperature: temperature :math:`T`.
-    :param str integrator: ``"euler"``, the steps above.
-    :param str subsampling: ``"without_replacement"``, ``"with_replacement"`` or ``"epochs"``
-        (the last not together with ``noise_variance``).
+    :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`. With
+        ``noise_variance``, ``"without_replacement"`` or ``"with_replacement"``.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
@@ -89,6 +115,8 @@ class SGHMC(MomentumKernel):
 
     1. *Stochastic Gradient Hamiltonian Monte Carlo*, Algorithm 2 and eq. (15),
        Tianqi Chen, Emily B. Fox and Carlos Guestrin (2014).
+    2. *Rational Construction of Stochastic Numerical Methods for Molecular Sampling*, the
+       splittings, Benedict Leimkuhler and Charles Matthews (2013).
 
     **Example:**
 

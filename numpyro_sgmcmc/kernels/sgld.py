@@ -43,10 +43,19 @@ class SGLD(SGMCMCKernel):
     the draws is :math:`(1 + h v / 2) / (1 - h \\lambda / 2)` times the posterior's, for
     :math:`T = 1` and :math:`h \\lambda < 2`: the noise of the minibatch is not corrected for.
 
+    ``modified=True`` adds less noise, by an estimate :math:`\\hat V` of what the minibatch
+    adds: :math:`\\sqrt{2 h T} (I - \\tfrac{h}{4 T} \\hat V) R`. The factor is then
+    :math:`(1 + h^2 v^2 / 16) / (1 - h \\lambda / 2)`.
+
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule.
+    :param bool modified: correct for the noise of the minibatch to first order.
+    :param str covariance: how :math:`\\hat V` is held; see :class:`CCAdL`.
+    :param str estimator: how it is observed; see :class:`CCAdL`.
+    :param window: number of steps over which it is averaged; see :class:`CCAdL`.
+    :param int rank: leading directions held by ``covariance="low_rank"``.
     :param float temperature: temperature :math:`T`.
-    :param str subsampling: ``"without_replacement"``, ``"with_replacement"`` or ``"epochs"``.
+    :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
@@ -55,6 +64,9 @@ class SGLD(SGMCMCKernel):
 
     1. *Bayesian Learning via Stochastic Gradient Langevin Dynamics*, eq. (4),
        Max Welling and Yee Whye Teh (2011).
+    2. *Exploration of the (Non-)Asymptotic Bias and Variance of Stochastic Gradient Langevin
+       Dynamics*, modified SGLD, Sebastian J. Vollmer, Konstantinos C. Zygalakis and
+       Yee Whye Teh (2016).
 
     **Example:**
 

@@ -46,28 +46,46 @@ class SGNHT(MomentumKernel):
     :math:`\\xi` adapts until the kinetic temperature is :math:`T`, and so takes up noise of
     the gradient that has the same variance in every direction.
 
+    With ``integrator="badodab"``, the default, a step is, from one kick to the next,
+
     .. math::
 
-        p &\\leftarrow p - h \\nabla \\tilde U(\\theta) - h \\xi p + \\sqrt{2 h A T} \\, R,
-            \\qquad R \\sim N(0, I) \\\\
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        \\xi &\\leftarrow \\xi + \\frac{h}{2 \\mu} \\left( \\frac{p^\\top p}{d} - T \\right) \\\\
+        p &\\leftarrow e^{-\\xi h} p + \\sqrt{2 A T h \\, \\phi(\\xi h)} \\, R, \\qquad
+            \\phi(x) = \\frac{1 - e^{-2 x}}{2 x}, \\quad R \\sim N(0, I) \\\\
+        \\xi &\\leftarrow \\xi + \\frac{h}{2 \\mu} \\left( \\frac{p^\\top p}{d} - T \\right) \\\\
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p &\\leftarrow p - h \\nabla \\tilde U(\\theta),
+
+    and with ``"euler"``, the step of the paper,
+
+    .. math::
+
+        p &\\leftarrow p - h \\nabla \\tilde U(\\theta) - h \\xi p + \\sqrt{2 h A T} \\, R \\\\
         \\theta &\\leftarrow \\theta + h p \\\\
         \\xi &\\leftarrow \\xi + \\frac{h}{\\mu} \\left( \\frac{p^\\top p}{d} - T \\right).
 
-    With gradient noise of one variance :math:`v` the variance of the draws is
-    :math:`1 - h \\xi / 2` times the posterior's for a large thermal mass, with
-    :math:`\\xi \\approx A + h v / 2`. Where :math:`v` differs between directions, only the
-    mean of the kinetic energies is right and the directions are not.
+    With gradient noise of one variance :math:`v` and a large thermal mass,
+    :math:`\\xi \\approx A + h v / 2`, and the variance of the draws is
+    :math:`1 - (h^2 v / 4) \\tanh(\\xi h / 2) / (1 - h^2 \\lambda / 4)` times the posterior's, of
+    third order in :math:`h`; by Euler's method :math:`1 - h \\xi / 2`. Where :math:`v` differs
+    between directions, only the mean of the kinetic energies is right and the directions are
+    not, at any step size. A thermostat for each coordinate or each site helps where the
+    difference is between these.
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
         schedule.
     :param float friction: :math:`A`, the strength of the added noise and the initial
         friction :math:`\\xi_0`, per unit of time.
+    :param str integrator: ``"badodab"`` or ``"euler"``.
+    :param str thermostats: ``"one"``, or one for each ``"site"`` or ``"coordinate"``, which
+        sees the kinetic energy of its own coordinates.
     :param float thermal_mass: :math:`\\mu`; larger is slower to adapt and fluctuates less. The
         papers have 1 in this convention (their :math:`\\mu = d`).
     :param float temperature: temperature :math:`T`.
-    :param str integrator: ``"euler"``, the steps above.
-    :param str subsampling: ``"without_replacement"``, ``"with_replacement"`` or ``"epochs"``.
+    :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
@@ -78,6 +96,8 @@ class SGNHT(MomentumKernel):
        supplement with :math:`u = h p`, :math:`\\eta = h^2`, :math:`\\alpha = h \\xi`,
        Nan Ding, Youhan Fang, Ryan Babbush, Changyou Chen, Robert D. Skeel and
        Hartmut Neven (2014).
+    2. *Adaptive Thermostats for Noisy Gradient Systems*, the BADODAB splitting,
+       Benedict Leimkuhler and Xiaocheng Shang (2016).
 
     **Example:**
 
