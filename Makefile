@@ -33,10 +33,13 @@ test-newest: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 -m 'not slow' tests/test_inference_data.py tests/test_minibatch.py \
 		tests/test_model_checks.py tests/test_gradients.py tests/test_kernels.py numpyro_sgmcmc
 
-# The tables of benchmarks/, from this machine.
+# The tables of benchmarks/, from this machine; with DATA=mnist.npz also the largest steps.
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/normal_gamma.py
+	$(BIN)/python benchmarks/noise_estimates.py
+	$(BIN)/python benchmarks/anisotropic_noise.py --picture docs/anisotropic_noise.png
+	$(if $(DATA),$(BIN)/python benchmarks/largest_step.py --data '$(DATA)' --picture docs/largest_step.png)
 
 # The documentation as HTML, in docs/_build/html; a warning is an error.
 docs: $(VENV)/.ready

@@ -8,7 +8,7 @@ The posterior of the mean of 1,000 correlated Gaussian observations, with miniba
 model has unit covariance in the likelihood where the data have not, as any misspecified
 model, so that the noise of the gradient is not in proportion to the precision of the posterior:
 its variance is 100 in one direction and 1 in the other. The posterior is a Gaussian with
-unit variances and correlation 0.9, known exactly.
+unit variances and correlation 0.3, known exactly.
 
 SGHMC has no estimate of the noise; SGNHT has one friction for all directions; CCAdL has the
 covariance. Covariances are relative to the exact posterior along the axes of the noise.
@@ -31,7 +31,7 @@ from numpyro_sgmcmc import SGHMC, SGNHT, CCAdL
 
 N, BATCH = 1_000, 10
 STEP_SIZE, FRICTION = 0.1, 1.0
-COVARIANCE = np.array([[1.0, 0.9], [0.9, 1.0]])
+COVARIANCE = np.array([[1.0, 0.3], [0.3, 1.0]])
 NOISE = np.diag([100.0, 1.0])
 METHODS = {
     "SGHMC": (SGHMC, {}),
@@ -82,7 +82,7 @@ def main():
     parser.add_argument("--picture", help="where to draw the densities")
     args = parser.parse_args()
     draws = {name: sample(*method, args.samples) for name, method in METHODS.items()}
-    print(f"h = {STEP_SIZE}, A = {FRICTION}, noise of variance 100 and 1; exact: 1, 1, 0.9\n")
+    print(f"h = {STEP_SIZE}, A = {FRICTION}, noise of variance 100 and 1; exact: 1, 1, 0.3\n")
     print("| method | variance 1 | variance 2 | correlation |\n| --- | ---: | ---: | ---: |")
     for name, theta in draws.items():
         a, b = theta[..., 0], theta[..., 1]
@@ -104,8 +104,10 @@ def draw(draws, path):
 
     angle = np.linspace(0, 2 * np.pi, 200)
     circle = np.linalg.cholesky(COVARIANCE) @ np.stack([np.cos(angle), np.sin(angle)])
-    figure, axes = plt.subplots(1, len(draws), sharex=True, sharey=True, figsize=(11, 3.2))
-    grid = np.linspace(-6, 6, 121)
+    figure, axes = plt.subplots(
+        1, len(draws), sharex=True, sharey=True, figsize=(11, 3.6), layout="constrained"
+    )
+    grid = np.linspace(-5, 5, 101)
     for axis, (name, theta) in zip(axes, draws.items(), strict=True):
         flat = theta.reshape(-1, 2)
         axis.hist2d(*flat.T, bins=(grid, grid), cmap="Blues")
@@ -113,10 +115,9 @@ def draw(draws, path):
             axis.plot(*(k * circle), color="black", linewidth=1, linestyle="--")
         axis.set_title(name, fontsize=10)
         axis.set_aspect("equal")
-        axis.set_xlabel("direction of the strong noise")
-    axes[0].set_ylabel("direction of the weak noise")
+        axis.set_xlabel("direction of strong noise")
+    axes[0].set_ylabel("direction of weak noise")
     figure.suptitle("draws, and one and two standard deviations of the exact posterior", fontsize=9)
-    figure.tight_layout()
     figure.savefig(path, dpi=100)
 
 

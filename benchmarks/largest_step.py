@@ -40,6 +40,14 @@ METHODS = {
     "SGNHT badodab": partial(SGNHT),
     "SGNHT euler": partial(SGNHT, integrator="euler"),
 }
+#: Where to start looking, close to the answer, to save time.
+START = {
+    "CCAdL nogin": 1.4142,
+    "CCAdL symmetric": 0.5,
+    "CCAdL euler": 0.125,
+    "SGNHT badodab": 0.125,
+    "SGNHT euler": 0.0625,
+}
 #: Multiples of the narrowest standard deviation, a factor of the square root of 2 apart.
 GRID = [round(2 ** (k / 2), 4) for k in range(-12, 3)]
 
@@ -119,7 +127,7 @@ def outside(ratio, error):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True, help="an .npz file with train_x and train_y")
-    parser.add_argument("--friction", type=float, nargs="+", default=[0.3, 1.0])
+    parser.add_argument("--friction", type=float, nargs="+", default=[1.0])
     parser.add_argument("--steps", type=int, default=2_000_000, help="steps at h = 1 and less")
     parser.add_argument("--picture", help="where to draw the deviations")
     args = parser.parse_args()
@@ -136,7 +144,7 @@ def main():
         for name, method in METHODS.items():
             curve, below, failed = curves.setdefault((friction, name), []), None, None
             # from where the first errors show, down to a usable step or up to the first unusable
-            k = GRID.index(1.0) if "nogin" in name else GRID.index(0.125)
+            k = GRID.index(START[name])
             while 0 <= k < len(GRID) and (below is None or failed is None):
                 h = GRID[k]
                 steps = int(args.steps * min(10, max(1, 0.5 / h)))

@@ -17,7 +17,7 @@ from numpyro.infer.initialization import init_to_value
 import pytest
 from scipy.special import expit
 
-from numpyro_sgmcmc import SGLD, CCAdL, full_data, to_arviz
+from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, full_data, to_arviz
 
 pytestmark = [
     pytest.mark.arviz,
@@ -184,6 +184,24 @@ def test_nonfinite_steps_are_reported():
         found = to_arviz(mcmc)
     assert np.all(np.isfinite(group(found, "posterior")["w"]))
     assert group(found, "sample_stats")["nonfinite_steps"].values[0, -1] == 5
+
+
+def test_noise_beyond_the_friction_is_reported():
+    """A friction that is enough at the start and not later, with a schedule of the step size."""
+    kernel = SGHMC(
+        model,
+        step_size=lambda i: jnp.where(i < 20, 1e-4, 2e-2),
+        friction=0.3,
+        noise_variance="estimated",
+        init_strategy=init_to_value(values={"w": np.ones(3), "level": np.zeros(2)}),
+    )
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=40, progress_bar=False)
+    mcmc.run(random.key(0), X, Y)
+    used = mcmc.get_extra_fields()["friction_used"]
+    assert np.all(used[:20] < 1) and np.all(used[25:] > 1)
+    assert "TIMES WHAT THE FRICTION" in kernel.get_diagnostics_str(mcmc.last_state)
+    with pytest.warns(UserWarning, match="more than the friction can dissipate in 50.0% of"):
+        to_arviz(mcmc)
 
 
 def test_thinned_run():

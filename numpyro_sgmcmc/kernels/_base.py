@@ -371,10 +371,14 @@ class SGMCMCKernel(MCMCKernel):
             if "momentum" in state.dynamics._fields:
                 text += f", kinetic temperature {float(state.kinetic_temperature):.2f}"
             text += f", minibatch potential {float(state.minibatch_potential):.4g}"
-            if undone := int(state.nonfinite_steps):
-                text += f", {undone} NON-FINITE STEPS UNDONE: reduce the step size"
+            text += self.warnings(state)
             self._diagnostics = (time.monotonic(), text)
         return text
+
+    def warnings(self, state: SGMCMCState) -> str:
+        """What the progress bar is to say of a state that cannot be trusted."""
+        undone = int(state.nonfinite_steps)
+        return f", {undone} NON-FINITE STEPS UNDONE: reduce the step size" if undone else ""
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -186,8 +186,8 @@ class SGHMC(MomentumKernel):
     def default_fields(self) -> tuple[str, ...]:
         return ("z", "nonfinite_steps", *(["friction_used"] if self._estimates else []))
 
-    def get_diagnostics_str(self, state: SGMCMCState) -> str:
-        text = super().get_diagnostics_str(state)
+    def warnings(self, state: SGMCMCState) -> str:
+        text = super().warnings(state)
         if self._estimates and (used := float(state.friction_used)) > 1:
             text += f", NOISE OF THE GRADIENT {used:.2g} TIMES WHAT THE FRICTION DISSIPATES"
         return text
