@@ -31,7 +31,8 @@ lint: $(VENV)/.ready
 # What the newest ArviZ and JAX could break: `make test-newest PYTHON=python3.12 VENV=.venv-newest`.
 test-newest: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 -m 'not slow' tests/test_inference_data.py tests/test_minibatch.py \
-		tests/test_model_checks.py tests/test_gradients.py tests/test_kernels.py numpyro_sgmcmc
+		tests/test_model_checks.py tests/test_gradients.py tests/test_covariance.py \
+		tests/test_kernels.py numpyro_sgmcmc
 
 # The tables of benchmarks/, from this machine; with DATA=mnist.npz also the largest steps.
 bench: $(VENV)/.ready
