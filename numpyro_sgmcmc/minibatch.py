@@ -32,6 +32,7 @@ from numpyro.infer.util import (
     constrain_fn,
     initialize_model,
     potential_energy,
+    unconstrain_fn,
 )
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
@@ -135,6 +136,15 @@ class _given_rows(_choose_rows):
                 " `mcmc.warmup` again, or use a new `MCMC` object, for data of another length."
             )
         return self.indices[plate.name]
+
+
+def with_rows(view: "MinibatchModel") -> Model:
+    """The model as a function whose first argument is the rows of the minibatch."""
+
+    def model(rows: Indices, *args: Any, **kwargs: Any) -> Any:
+        return _given_rows(view.model, view.plates, rows)(*args, **kwargs)
+
+    return model
 
 
 def as_arrays(tree: Any) -> Any:
@@ -247,6 +257,15 @@ class MinibatchModel(NamedTuple):
         with validation_enabled(False):
             values = constrain_fn(model, args, kwargs, z, return_deterministic=True)
         return {k: v for k, v in values.items() if k not in self.minibatch_dependent}
+
+    def unconstrain(self, values: Values, args: tuple, kwargs: dict) -> Values:
+        """
+        Unconstrained values of the latent sites of one draw; the inverse of
+        :meth:`constrain`.
+        """
+        model = self._at(self.first_rows(), random.key(0))
+        latents = {name: values[name] for name in self.latents}
+        return unconstrain_fn(model, args, kwargs, latents)
 
     def initial_values(
         self, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict

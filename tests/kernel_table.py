@@ -3,7 +3,7 @@
 
 """One table of all kernels, and a small model they all can sample: shared by the tests."""
 
-from functools import partial
+from functools import cache, partial
 import math
 
 from jax import random
@@ -16,6 +16,17 @@ from numpyro.infer.initialization import init_to_value
 from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL
 
 momentum = {"step_size": 3e-3, "friction": 30.0}
+
+
+@cache
+def tuning():
+    """Found once: with a dense metric and a control variate."""
+    return CCAdL(model, progress_bar=False).tune(random.key(0), X, Y)
+
+
+def tuned(model, **options):
+    return CCAdL(model, tuning=tuning(), **options)
+
 
 KERNELS = {
     "SGLD": partial(SGLD, step_size=1e-4),
@@ -42,6 +53,7 @@ KERNELS = {
         subsampling="with_replacement",
         **momentum,
     ),
+    "CCAdL tuned": tuned,
     "CCAdL matrix free": partial(CCAdL, covariance="matrix_free", **momentum),
     "PSGLD": partial(PSGLD, step_size=1e-3),
     "SGFS": partial(SGFS, step_size=1e-4, estimator="two_cotangents", covariance="diagonal"),

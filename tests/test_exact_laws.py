@@ -12,8 +12,10 @@ discretisation is known exactly (``exact_laws.py``).
 
 from functools import partial
 import math
+import warnings
 
 import exact_laws
+import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ import pytest
 from scipy.optimize import brentq
 
 from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL
+from numpyro_sgmcmc.diagnostics import stein_report
 from numpyro_sgmcmc.integrators import euler_kick
 from numpyro_sgmcmc.kernels._base import Momentum, MomentumKernel
 
@@ -42,8 +45,11 @@ class ExplicitEuler(MomentumKernel):
         observed = gradient(state.z)
         noise = random.normal(rng_key, p.shape, p.dtype)
         position = state.z + h * p
-        p = euler_kick(p, observed.gradient, self._friction * p, self._friction, h, noise)
-        return state._replace(z=position, dynamics=Momentum(p))
+        p = euler_kick(p, observed.gradient, state.friction * p, state.friction, h, noise)
+        return state._replace(z=position, dynamics=Momentum(p)), observed
+
+    def suggest(self, noise):
+        return 0.1, 1.0
 
 
 def gaussian_mean(x, precision_factor):
@@ -86,13 +92,17 @@ def z_score(series, expected):
     return (series.mean() - expected) / error, error / abs(expected)
 
 
-def squares(kernel, x, factor, num_samples=4_000):
-    """The squares of many independent coordinates, at each draw."""
+def sampled(kernel, x, factor, num_samples=4_000):
+    """The squares of many independent coordinates, at each draw, and the Stein matrix."""
     mcmc = MCMC(kernel, num_warmup=num_samples // 4, num_samples=num_samples, progress_bar=False)
     start = {"theta": jnp.zeros(x.shape[1])}
-    mcmc.run(random.key(1), x, factor, init_params=start)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "After .* samples: The draws do not have the law")
+        mcmc.run(random.key(1), x, factor, init_params=start)
+        jax.block_until_ready(mcmc.last_state)
     assert mcmc.last_state.nonfinite_steps == 0
-    return np.asarray(mcmc.get_samples(True)["theta"], float) ** 2
+    draws = np.asarray(mcmc.get_samples(True)["theta"], float)
+    return draws**2, stein_report(mcmc.last_state.stein)
 
 
 ONE = np.eye(1)
@@ -234,8 +244,9 @@ def measure(method, law, h, subsampling="without_replacement"):
     x, factor = data(one, NOISE * one, subsampling)
     between, samples = SWEEP if method.func is SMSUBU else (4, 4_000)
     kernel = method(gaussian_mean, step_size=h, steps_per_sample=between)
-    series = squares(kernel, x, factor, samples).mean(-1)
-    return z_score(series, law(ONE, NOISE * ONE, h).item())
+    found, stein = sampled(kernel, x, factor, samples)
+    expected = law(ONE, NOISE * ONE, h).item()
+    return *z_score(found.mean(-1), expected), (stein.temperature - expected) / stein.error
 
 
 @pytest.mark.slow
@@ -243,16 +254,18 @@ def measure(method, law, h, subsampling="without_replacement"):
 def test_stationary_variance(name, h):
     method, law, _ = METHODS[name]
     subsampling = "with_replacement" if "with replacement" in name else "without_replacement"
-    z, error = measure(method, law, h, subsampling)
+    z, error, stein = measure(method, law, h, subsampling)
     assert error < 0.01
     assert abs(z) < Z
+    # the configurational temperature of the draws is this ratio of variances, biased or not
+    assert abs(stein) < Z
 
 
 @pytest.mark.slow
 def test_negative_control():
     """Explicit Euler is found out by the test that the others pass."""
     method, law = partial(ExplicitEuler, friction=FRICTION), langevin("euler")
-    z, error = measure(method, law, 0.1)
+    z, error, _ = measure(method, law, 0.1)
     assert error < 0.01
     assert abs(z) > 10
 
@@ -275,9 +288,9 @@ def test_symmetric_integrators_need_the_estimate():
 
             return blind
 
-    z, error = measure(partial(Blind, **method.keywords), law, 0.5)
+    z, error, _ = measure(partial(Blind, **method.keywords), law, 0.5)
     assert error < 0.01 and abs(z) > 10
-    z, error = measure(method, thermostatted("symmetric", 1.0), 0.5)
+    z, error, _ = measure(method, thermostatted("symmetric", 1.0), 0.5)
     assert error < 0.01 and abs(z) > Z
 
 
@@ -399,7 +412,7 @@ def test_heterogeneous_noise(name):
     half = DIRECTIONS // 2
     x, factor = data(*(np.diag(np.repeat(np.diag(m), half)) for m in HETEROGENEOUS))
     kernel = method(gaussian_mean, step_size=0.2, steps_per_sample=4)
-    series = squares(kernel, x, factor)
+    series, _ = sampled(kernel, x, factor)
     expected = np.diag(law(*HETEROGENEOUS, 0.2))
     for part, variance in zip(np.split(series, 2, -1), expected, strict=True):
         z, error = z_score(part.mean(-1), variance)
@@ -525,7 +538,8 @@ def test_temperature(name):
         # the thermostat moves at a rate in proportion to the temperature
         options["thermal_mass"] = temperature * HEAVY
     kernel = method(gaussian_mean, step_size=step_sizes[-1], **options)
-    series = squares(kernel, x, factor, samples).mean(-1) / temperature
+    found, _ = sampled(kernel, x, factor, samples)
+    series = found.mean(-1) / temperature
     z, error = z_score(series, law(ONE, NOISE * ONE, step_sizes[-1]).item())
     assert error < 0.01 and abs(z) < Z
 

@@ -31,6 +31,8 @@ class TwoPlates:
     def values(self, position):
         return position
 
+    direction = pullback = values
+
     def __call__(self, position, rows, rng_key):
         return self.with_row_terms(position, rows, rng_key)[0]
 

@@ -240,7 +240,12 @@ def test_pickled_runs_go_on_in_a_new_process(tmp_path):
     for name, mcmc in runs.items():
         mcmc.post_warmup_state = mcmc.last_state
         mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
-        assert_same(continued[name], samples(mcmc))
+        expected = samples(mcmc)
+        # a deterministic site is no part of the chain: another process may round it differently
+        np.testing.assert_allclose(
+            continued[name].pop("precision"), expected.pop("precision"), rtol=1e-6
+        )
+        assert_same(continued[name], expected, err_msg=name)
 
 
 EVERY_KERNEL = """
@@ -270,6 +275,7 @@ def test_dtype_and_tracer_leaks(dtype):
 @each_kernel
 def test_state_fields(name):
     fields = ["i", "step_size", "minibatch_potential", "nonfinite_steps"]
+    fields += ["configurational_temperature"]
     averaged = {"SGLD modified": (2, 4), "SGHMC estimated": (4, 4), "CCAdL": (4, 4)}
     averaged |= {"CCAdL euler": (4, 4)}
     momentum = name.startswith(("SGH", "SGN", "CCA", "SMS"))

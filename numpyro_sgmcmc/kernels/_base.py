@@ -4,8 +4,11 @@
 """What every kernel shares: NumPyro's contract, met once."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 import math
+import os
 import time
 from typing import Any, NamedTuple, Self
 import warnings
@@ -14,11 +17,32 @@ import jax
 from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+import numpy as np
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
+from tqdm.auto import tqdm
 
-from numpyro_sgmcmc.gradients import Gradient, Potential, Rows, minibatch_gradient
+from numpyro_sgmcmc.diagnostics import (
+    SteinSums,
+    add_to_sums,
+    advice,
+    batch_is_full,
+    batches_are_full,
+    center_sums,
+    close_batch,
+    start_sums,
+    stein_report,
+)
+from numpyro_sgmcmc.gradients import (
+    Anchor,
+    Gradient,
+    Observation,
+    Potential,
+    Rows,
+    minibatch_gradient,
+)
+from numpyro_sgmcmc.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.minibatch import (
     MinibatchModel,
     Model,
@@ -28,12 +52,41 @@ from numpyro_sgmcmc.minibatch import (
     read_model,
 )
 from numpyro_sgmcmc.subsampling import INDEPENDENT, SCHEMES
+from numpyro_sgmcmc.warmup import (
+    DENSE_BY_DEFAULT,
+    PHASES,
+    PILOT_CHAINS,
+    Choices,
+    NoiseLevel,
+    Problem,
+    Tuning,
+    anchor_at,
+    find_tuning,
+    pilot_steps,
+)
 
 #: A positive number, or a function of the number of steps taken, such as an optax schedule.
 StepSize = float | Callable[[Array], Array | float]
 
 #: Formatting values that live on the device waits for them: not more often than this.
 _SECONDS_BETWEEN_DIAGNOSTICS = 0.5
+
+#: A run is judged several times before its end, and then not before so many samples.
+_ERRORS_BEFORE_THE_END, _FEWEST_SAMPLES = 4.0, 500
+
+
+class Tuned(NamedTuple):
+    """
+    What the tuning found, or what was given; the same for all chains.
+
+    - **step_size** - step size, unless a schedule gives it.
+    - **friction** - friction, or None for methods that have none.
+    - **metric** - the metric in whose coordinates the chain moves.
+    """
+
+    step_size: Array
+    friction: Array | None
+    metric: Metric
 
 
 class SGMCMCState(NamedTuple):
@@ -50,6 +103,12 @@ class SGMCMCState(NamedTuple):
       estimate of the potential that is not of use for comparing draws; 0 before the first.
     - **nonfinite_steps** - number of steps undone because they were not finite.
     - **warmup_steps** - number of steps of the warm-up, after which nothing adapts.
+    - **configurational_temperature** - the latest sample's share of the mean of the diagonal
+      of the Stein matrix (:mod:`numpyro_sgmcmc.diagnostics`): its mean over the draws is 1
+      if they are as wide as the posterior; 0 in the warm-up.
+    - **stein** - running sums for the Stein matrix.
+    - **anchor** - of the control variate, or None.
+    - **tuned** - step size, friction and metric.
     - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of it and ``i``.
     """
 
@@ -60,7 +119,16 @@ class SGMCMCState(NamedTuple):
     minibatch_potential: Array
     nonfinite_steps: Array
     warmup_steps: Array
+    configurational_temperature: Array
+    stein: SteinSums
+    anchor: Anchor | None
+    tuned: Tuned
     rng_key: Array
+
+    @property
+    def friction(self) -> Any:
+        """Friction :math:`A`, given or tuned."""
+        return self.tuned.friction
 
     @property
     def kinetic_temperature(self) -> Array:
@@ -89,15 +157,35 @@ class Momentum(NamedTuple):
     momentum: Array
 
 
+#: A step of a method: the new state and what the gradient oracle said.
+Step = tuple[SGMCMCState, Observation]
+
+
 class SGMCMCKernel(MCMCKernel):
     """
     Base class of the kernels of this package: a method adds its dynamics,
     :meth:`init_dynamics` and :meth:`step`, as pure functions.
 
+    What is left out is tuned before the chains start, the same for all of them; see
+    :mod:`numpyro_sgmcmc.warmup`.
+
     :param model: a model with NumPyro primitives. The plates that have a
         ``subsample_size`` say what a minibatch is; without any, every step uses all data.
     :param step_size: step size :math:`h`, a positive number or a function of the number
-        of steps taken (warm-up included), such as an ``optax`` schedule.
+        of steps taken (warm-up included), such as an ``optax`` schedule; None is tuned. It is
+        in units of the metric: with a tuned one, of a posterior standard deviation.
+    :param metric: the covariance of the posterior of the unconstrained parameters, as far as
+        it is known, in whose coordinates the sampler moves: an array of variances, shape
+        ``(d,)``, or a matrix, ``(d, d)``; a fitted autoguide and its parameters,
+        ``(guide, params)``; ``"diagonal"`` or ``"dense"`` to have it tuned; ``"identity"``. None
+        is tuned if the step size or the friction is, a matrix up to 500 parameters, and else
+        the identity.
+    :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for twice the cost,
+        after a pass over all data (:class:`~numpyro_sgmcmc.gradients.ControlVariate`); or
+        ``"auto"``, a control variate if something is tuned and it at least halves the noise.
+    :param float refresh_every: move the anchor of the control variate to the current position
+        every so many passes over the data; it stays at the centre if None.
+    :param Tuning tuning: the result of :meth:`tune`, instead of tuning anew.
     :param float temperature: the target is :math:`\\propto \\exp(-U / T)`; 1 is the posterior.
     :param str subsampling: how the rows of a minibatch are drawn: ``"without_replacement"``
         within a minibatch and independently of other minibatches, ``"with_replacement"``,
@@ -106,6 +194,7 @@ class SGMCMCKernel(MCMCKernel):
     :param int steps_per_sample: number of steps between two samples that NumPyro's
         ``MCMC`` sees. ``num_warmup``, ``num_samples`` and ``thinning`` count samples.
     :param init_strategy: a per-site initialization function of NumPyro.
+    :param bool progress_bar: whether to show the phases of the tuning.
     :raises ValueError: if an argument has no meaning, here or when ``MCMC`` initialises the
         chain with a model or with data that minibatches cannot serve.
     """
@@ -118,12 +207,17 @@ class SGMCMCKernel(MCMCKernel):
     def __init__(
         self,
         model: Model,
-        step_size: StepSize,
+        step_size: StepSize | None = None,
         *,
+        metric: Any = None,
+        gradient: str = "auto",
+        refresh_every: float | None = None,
+        tuning: Tuning | None = None,
         temperature: float = 1.0,
         subsampling: str = "without_replacement",
         steps_per_sample: int = 1,
         init_strategy: Callable = init_to_uniform,
+        progress_bar: bool = True,
     ) -> None:
         if not callable(model):
             raise ValueError(
@@ -131,27 +225,47 @@ class SGMCMCKernel(MCMCKernel):
                 f" {model!r}."
             )
         self._model = model
-        self._step_size = step_size if callable(step_size) else positive("step_size", step_size)
+        given = callable(step_size) or step_size is None
+        self._step_size = step_size if given else positive("step_size", step_size)
+        self._friction: float | None = None
+        self._metric = _checked_metric(metric)
+        self._gradient_kind = one_of("gradient", gradient, ("auto", "minibatch", "control_variate"))
+        self._refresh_every = (
+            None if refresh_every is None else positive("refresh_every", refresh_every)
+        )
+        if refresh_every is not None and gradient != "control_variate":
+            raise ValueError(
+                "`refresh_every` moves the anchor of a control variate: it needs"
+                f" gradient='control_variate', but gradient={gradient!r}."
+            )
+        if tuning is not None and not isinstance(tuning, Tuning):
+            raise ValueError(f"`tuning` must be the result of `kernel.tune(...)`; got {tuning!r}.")
+        self._given_tuning = tuning
         self._temperature = positive("temperature", temperature)
         self._subsampling = one_of("subsampling", subsampling, SCHEMES)
         self._steps_per_sample = whole("steps_per_sample", steps_per_sample)
         self._init_strategy = init_strategy
+        self._progress_bar = progress_bar
         # Static facts of the model and the data, found in `init`, the same for every chain.
         self._view: MinibatchModel | None = None
+        # The latest tuning, with what tells its data from others.
+        self._tuned: tuple[Any, Tuning] | None = None
         self._diagnostics = (-math.inf, "")
+        self._has_warned = False
 
     @abstractmethod
-    def init_dynamics(self, rng_key: Array, position: Array) -> Any:
+    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Any:
         """
         What the method keeps besides the position.
 
         :param rng_key: a single random key.
         :param position: initial position, shape ``(d,)``.
+        :param friction: friction, given or tuned; None for methods that have none.
         :return: a ``NamedTuple`` of arrays.
         """
 
     @abstractmethod
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         """
         One step of the method.
 
@@ -159,8 +273,26 @@ class SGMCMCKernel(MCMCKernel):
             its ``step_size`` the step size of this step.
         :param gradient: oracle of the gradient, on a new minibatch at each step.
         :param rng_key: a single random key.
-        :return: the state with new ``z``, ``dynamics`` and ``minibatch_potential``.
+        :return: the state with new ``z`` and ``dynamics``, and the observation of the gradient.
         """
+
+    @abstractmethod
+    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        """
+        Step size and friction for coordinates in which the curvature is 1.
+
+        :param noise: the noise of the gradient in these coordinates.
+        :return: a step size, and a friction or None.
+        """
+
+    @property
+    def gradient_at_end(self) -> bool:
+        """
+        Whether the position that goes with the gradient in the Stein matrix is that of the
+        end of the step. It is that of the start for methods that take the gradient there, and
+        for those that take it between two half drifts.
+        """
+        return False
 
     def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
         """The oracle for :meth:`step`; methods that need more than a gradient override it."""
@@ -168,13 +300,12 @@ class SGMCMCKernel(MCMCKernel):
 
     def draw_rows(self, rng_key: Array, step: Array) -> dict[str, Array]:
         """The rows of a minibatch, drawn independently for each plate."""
-        draw = SCHEMES[self._subsampling]
-        return {
-            plate.name: draw(random.fold_in(rng_key, k), step, plate.size, plate.subsample_size)
-            for k, plate in enumerate(self._initialised.plates)
-        }
+        return self._problem((), {}).rows(rng_key, step)
 
-    def check_model(self, view: MinibatchModel, step_size: float) -> None:
+    def _problem(self, args: tuple, kwargs: dict) -> Problem:
+        return Problem(self._initialised, args, kwargs, self._subsampling)
+
+    def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
         """Called once in ``init``: raises if the method cannot run on this model."""
 
     def check_warmup(self, num_warmup: int) -> None:
@@ -185,7 +316,7 @@ class SGMCMCKernel(MCMCKernel):
 
     @property
     def default_fields(self) -> tuple[str, ...]:
-        return ("z", "nonfinite_steps")
+        return ("z", "nonfinite_steps", "configurational_temperature")
 
     @property
     def model(self) -> Model:
@@ -204,8 +335,14 @@ class SGMCMCKernel(MCMCKernel):
             "subsampling": self._subsampling,
             "steps_per_sample": self._steps_per_sample,
         }
-        if not callable(self._step_size):
-            found["step_size"] = self._step_size
+        if (tuning := self.tuning) is not None:
+            found["step_size"] = tuning.step_size
+            found["metric"] = type(tuning.metric).__name__.removesuffix("Metric").lower()
+            found["gradient"] = "minibatch" if tuning.anchor is None else "control_variate"
+            if tuning.passes:
+                found["tuning_passes"] = sum(tuning.passes.values())
+        if callable(self._step_size):
+            found.pop("step_size", None)
         for plate in self._view.plates if self._view is not None else ():
             found[f"batch_size_{plate.name}"] = plate.subsample_size
         return found
@@ -220,47 +357,211 @@ class SGMCMCKernel(MCMCKernel):
     ) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
         self._view = view = read_model(self._model, self._init_strategy, args, kwargs)
+        self._has_warned = False
+        self._check(view)
+        self.check_warmup(num_warmup)
+        tuning = self._tuning_for(args, kwargs)
+        with jax.ensure_compile_time_eval():
+            step_size = float(self._step_size_at(jnp.asarray(0), tuning.step_size))
+        if not (math.isfinite(step_size) and step_size > 0):
+            raise ValueError(
+                f"The step size schedule gives {step_size} at step 0; it must be positive."
+            )
+        self.check_model(view, step_size, tuning.friction)
         batched = not is_prng_key(rng_key)
         split = (
             jax.vmap(lambda key: random.split(key, 3)) if batched else lambda k: random.split(k, 3)
         )
         keys = jnp.moveaxis(split(rng_key), int(batched), 0)
-        if init_params is None:
-            z = view.initial_values(keys[0], self._init_strategy, args, kwargs)
-        else:
+        if init_params is not None:
             z = as_arrays(init_params)
             view.check_initial_values(z, rng_key.shape[0] if batched else None, args, kwargs)
-        with jax.ensure_compile_time_eval():
-            step_size = float(self._step_size_at(jnp.asarray(0)))
-        if not (math.isfinite(step_size) and step_size > 0):
-            raise ValueError(
-                f"The step size schedule gives {step_size} at step 0; it must be positive."
-            )
-        self._check(view, step_size)
-        self.check_warmup(num_warmup)
-
-        def start(rng_key: Array, z: Values, dynamics_key: Array) -> SGMCMCState:
-            position, _ = ravel_pytree(z)
-            count = jnp.zeros((), jnp.int32)
-            return SGMCMCState(
-                i=count,
-                z=z,
-                dynamics=self.init_dynamics(dynamics_key, position),
-                step_size=jnp.asarray(step_size, position.dtype),
-                minibatch_potential=jnp.zeros((), position.dtype),
-                nonfinite_steps=count,
-                warmup_steps=count + num_warmup * self._steps_per_sample,
-                rng_key=rng_key,
-            )
-
+        elif tuning.start is not None:
+            draw = partial(self._draw_start, tuning=tuning, args=args, kwargs=kwargs)
+            z = (jax.vmap(draw) if batched else draw)(keys[0])
+        else:
+            z = view.initial_values(keys[0], self._init_strategy, args, kwargs)
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
-        state = (jax.vmap(start) if batched else start)(keys[1], z, keys[2])
+        start = partial(self._start, tuning=tuning, num_warmup=num_warmup)
+        axes = self._axes(0, None)
+        state = (jax.vmap(start, out_axes=axes) if batched else start)(keys[1], z, keys[2])
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
             self.check_start(state, args, kwargs)
         return state
 
-    def _check(self, view: MinibatchModel, step_size: float) -> None:
+    def _start(
+        self, rng_key: Array, z: Values, dynamics_key: Array, *, tuning: Tuning, num_warmup: int
+    ) -> SGMCMCState:
+        """The state of one chain before its first step."""
+        flat, _ = ravel_pytree(z)
+        tuned = Tuned(
+            jnp.asarray(tuning.step_size, flat.dtype),
+            None if tuning.friction is None else jnp.asarray(tuning.friction, flat.dtype),
+            tuning.metric,
+        )
+        position = tuned.metric.coordinates(flat)
+        step_size = self._step_size_at(jnp.asarray(0), tuned.step_size)
+        count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), flat.dtype)
+        return SGMCMCState(
+            i=count,
+            z=z,
+            dynamics=self.init_dynamics(dynamics_key, position, tuned.friction),
+            step_size=jnp.asarray(step_size, flat.dtype),
+            minibatch_potential=zero,
+            nonfinite_steps=count,
+            warmup_steps=count + num_warmup * self._steps_per_sample,
+            configurational_temperature=zero,
+            stein=start_sums(position, self._site_of()),
+            anchor=tuning.anchor,
+            tuned=tuned,
+            rng_key=rng_key,
+        )
+
+    def _draw_start(self, rng_key: Array, *, tuning: Tuning, args: tuple, kwargs: dict) -> Values:
+        """A draw of the Gaussian that the tuning found, or its centre where that cannot start."""
+        view, problem, gaussian = self._initialised, self._problem(args, kwargs), tuning.start
+        assert gaussian is not None
+        normal = random.normal(rng_key, gaussian.center.shape, gaussian.center.dtype)
+        drawn = problem.unravel(gaussian.values(math.sqrt(self._temperature) * normal))
+        center = problem.unravel(gaussian.center)
+        energy = view.potential(drawn, view.first_rows(), random.key(0), args, kwargs)
+        return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(energy), x, y), drawn, center)
+
+    @staticmethod
+    def _axes(chains: int | None, tuned: int | None) -> Any:
+        """Axes of a state for `vmap`: all chains have the same tuning."""
+        axes: dict[str, Any] = dict.fromkeys(SGMCMCState._fields, chains)
+        return SGMCMCState(**(axes | {"tuned": tuned}))
+
+    def _site_of(self) -> np.ndarray:
+        """For each entry of the flat position the number of its site."""
+        latents = self._initialised.latents
+        sizes = [math.prod(latents[name].shape) for name in sorted(latents)]
+        return np.repeat(np.arange(len(sizes)), sizes)
+
+    def tune(self, rng_key: Array, *args: Any, **kwargs: Any) -> Tuning:
+        """
+        Finds centre, metric, control variate, step size and friction; see
+        :mod:`numpyro_sgmcmc.warmup`. ``MCMC`` does this by itself when something is to be
+        tuned, with ``jax.random.key(0)``: whatever the key of the run and the chain method,
+        the values are the same.
+
+        :param rng_key: a random key.
+        :param args: arguments of the model.
+        :param kwargs: keyword arguments of the model.
+        :return: the tuning, for ``tuning=`` of a kernel of the same class, and to look at.
+        """
+        args, kwargs = as_arrays((args, kwargs))
+        self._view = read_model(self._model, self._init_strategy, args, kwargs)
+        self._check(self._view)
+        return self._find_tuning(rng_key, args, kwargs)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether nothing is left to be tuned."""
+        return (
+            self._step_size is not None
+            and not isinstance(self._metric, str)
+            and self._gradient_kind != "control_variate"
+        )
+
+    def _tuning_for(self, args: tuple, kwargs: dict) -> Tuning:
+        """The tuning that was given, that was found before for the same data, or a new one."""
+        number = None if callable(self._step_size) else self._step_size
+        if self._given_tuning is not None:
+            given = self._given_tuning
+            tuning = given._replace(
+                step_size=number or given.step_size, friction=self._friction or given.friction
+            )
+        elif self._is_complete:
+            metric = self._given_metric(args, kwargs)
+            return self._keep(
+                None, Tuning(number or math.nan, self._friction, metric or IdentityMetric())
+            )
+        else:
+            with jax.ensure_compile_time_eval():
+                fingerprint = _fingerprint(type(self).__name__, args, kwargs)
+                if self._tuned is not None and self._tuned[0] == fingerprint:
+                    return self._tuned[1]
+                tuning = self._find_tuning(random.key(0), args, kwargs)
+            return self._keep(fingerprint, tuning)
+        return self._keep(None, tuning)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What the latest run was tuned to, or None before it."""
+        return None if self._tuned is None else self._tuned[1]
+
+    @property
+    def _level(self) -> NoiseLevel | None:
+        """The noise of the gradient in the coordinates of the metric, where it was measured."""
+        return None if self.tuning is None else self.tuning.noise
+
+    def _keep(self, fingerprint: Any, tuning: Tuning) -> Tuning:
+        self._tuned = (fingerprint, tuning)
+        return tuning
+
+    def _find_tuning(self, rng_key: Array, args: tuple, kwargs: dict) -> Tuning:
+        """Runs the phases of the tuning behind a progress bar."""
+        number = None if callable(self._step_size) else self._step_size
+        metric = self._metric if isinstance(self._metric, str) else self._given_metric(args, kwargs)
+        if metric is None and number is not None and self._friction_is_known:
+            metric = IdentityMetric()
+        choices = Choices(number, self._friction, metric, self._gradient_kind, self._init_strategy)
+        problem = self._problem(args, kwargs)
+        with tuning_bar(self._progress_bar) as report:
+            return find_tuning(
+                problem, rng_key, choices, self.suggest, partial(self._pilot, problem), report
+            )
+
+    @property
+    def _friction_is_known(self) -> bool:
+        return True
+
+    def _given_metric(self, args: tuple, kwargs: dict) -> Any:
+        """
+        :raises ValueError: if the metric does not fit the model.
+        """
+        given, view = self._metric, self._initialised
+        if given is None or isinstance(given, str | IdentityMetric):
+            return given
+        size, dtype = view.dimension, next(iter(view.latents.values())).dtype
+        if isinstance(given, tuple):
+            guide, params = given
+            return _metric_of_guide(guide, params, view, args, kwargs, dtype)
+        if given.shape not in ((size,), (size, size)):
+            raise ValueError(
+                f"`metric` has shape {given.shape}, but the model has {size} unconstrained"
+                f" parameters: use variances, shape ({size},), or a covariance, ({size}, {size})."
+            )
+        return from_covariance(given, np.zeros(size), dtype)
+
+    def _pilot(self, problem: Problem, tuning: Tuning) -> Callable[[float, Array], SteinSums]:
+        """Short chains, all at once, half of whose steps are warm-up."""
+        self._keep(None, tuning)
+        assert tuning.noise is not None
+        samples = -(-pilot_steps(tuning.noise) // self._steps_per_sample)
+
+        def run(problem: Problem, step_size: Any, tuning: Tuning, rng_key: Array) -> SteinSums:
+            args, kwargs = problem.args, problem.kwargs
+            draw = partial(self._draw_start, tuning=tuning, args=args, kwargs=kwargs)
+            keys = random.split(rng_key, (3, PILOT_CHAINS))
+            start = partial(
+                self._start, tuning=tuning._replace(step_size=step_size), num_warmup=samples // 2
+            )
+            axes = self._axes(0, None)
+            state = jax.vmap(start, out_axes=axes)(keys[0], jax.vmap(draw)(keys[1]), keys[2])
+            last, _ = lax.scan(
+                lambda state, _: (self._sample(state, args, kwargs), None), state, length=samples
+            )
+            return last.stein
+
+        compiled = problem.compiled(run)
+        arrays = tuning._replace(passes={"": 0.0}, noise=None, plain_noise=None, report=None)
+        return lambda step_size, rng_key: compiled(step_size, arrays, rng_key)
+
+    def _check(self, view: MinibatchModel) -> None:
         name = type(self).__name__
         if self.corrects_noise and self._subsampling not in INDEPENDENT:
             raise ValueError(
@@ -282,7 +583,6 @@ class SGMCMCKernel(MCMCKernel):
             )
         if view.dimension == 0:
             raise ValueError("The model has no latent sites: there is nothing to sample.")
-        self.check_model(view, step_size)
 
     @property
     def _sample_fn(self) -> MinibatchModel | None:
@@ -291,43 +591,94 @@ class SGMCMCKernel(MCMCKernel):
 
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
+        before, state = state, self._sample(state, args, kwargs)
 
-        def advance(chain: SGMCMCState) -> SGMCMCState:
-            return self._advance(chain, args, kwargs)
+        def judge(sums: SteinSums) -> None:
+            jax.debug.callback(self._judge, sums)
 
-        return (jax.vmap(advance) if jnp.ndim(state.i) else advance)(state)
+        # at 64, 128, ... samples; the same number in all chains
+        due = batches_are_full(
+            _of_first_chain(before.stein)._replace(samples=_first(state.stein.samples))
+        )
+        lax.cond(due & (_first(state.stein.samples) > 0), judge, lambda sums: None, state.stein)
+        return state
+
+    def _sample(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
+        """One sample of one chain or, along a leading axis, of several."""
+        axes = self._axes(0, 0 if jnp.ndim(state.tuned.step_size) else None)
+
+        def of_all(function: Callable) -> Callable:
+            return jax.vmap(function, (axes,), axes) if jnp.ndim(state.i) else function
+
+        if self._refresh_every is not None:
+            share = self._problem(args, kwargs).minibatch_share * self._steps_per_sample
+            every = max(1, round(self._refresh_every / share))
+            due = (_first(state.i) // self._steps_per_sample) % every == 0
+            refresh = of_all(partial(self._refreshed, args=args, kwargs=kwargs))
+            state = lax.cond(due & (_first(state.i) > 0), refresh, lambda s: s, state)
+        state = of_all(partial(self._advance, args=args, kwargs=kwargs))(state)
+
+        def close(state: SGMCMCState) -> SGMCMCState:
+            return state._replace(stein=close_batch(state.stein))
+
+        return lax.cond(
+            batch_is_full(_of_first_chain(state.stein)), of_all(close), lambda s: s, state
+        )
+
+    def _refreshed(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
+        """With the anchor at the current position."""
+        potential = self._problem(args, kwargs).potential(IdentityMetric())
+        return state._replace(anchor=anchor_at(potential, self._initialised, state.z))
 
     def _advance(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
         """``steps_per_sample`` steps of one chain, on the position as one flat vector."""
-        position, potential = self.flattened(state.z, args, kwargs)
+        position, potential = self.flattened(state, args, kwargs)
+        flat, unravel = ravel_pytree(state.z)
 
         def body(_: int, state: SGMCMCState) -> SGMCMCState:
             return self._guarded_step(state, potential)
 
-        state = state._replace(z=position)
+        state = state._replace(
+            z=position,
+            configurational_temperature=jnp.zeros_like(state.configurational_temperature),
+        )
         if self._steps_per_sample == 1:
             state = body(0, state)
         else:
             state = lax.fori_loop(0, self._steps_per_sample, body, state)
-        return state._replace(z=potential.values(state.z))
+        counted = state.i > state.warmup_steps
+        stein = state.stein._replace(samples=state.stein.samples + counted)
+        z = unravel(state.tuned.metric.moved(flat, position, state.z))
+        return state._replace(z=z, stein=stein)
 
     def _guarded_step(self, state: SGMCMCState, potential: Potential) -> SGMCMCState:
         """One step, undone and counted if it is not finite."""
         rows_key, step_key = random.split(state.rng_key)
         noise_key, model_key = random.split(random.fold_in(step_key, state.i))
         rows = self.draw_rows(rows_key, state.i)
-        step_size = jnp.asarray(self._step_size_at(state.i), state.step_size.dtype)
-        new = self.step(
+        step_size = self._step_size_at(state.i, state.tuned.step_size)
+        step_size = jnp.asarray(step_size, state.step_size.dtype)
+        new, observed = self.step(
             state._replace(step_size=step_size),
             self.gradient(potential, rows, model_key),
             noise_key,
         )
         # The sum is not finite if any entry is not; squares could overflow before.
         finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
-        moved = (new.z, new.dynamics, new.minibatch_potential)
+        moved = (new.z, new.dynamics, observed.potential)
         stayed = (state.z, _turned(state.dynamics), state.minibatch_potential)
         z, dynamics, minibatch_potential = jax.tree.map(
             lambda after, before: jnp.where(finite, after, before), moved, stayed
+        )
+        warmup = state.warmup_steps
+        settled = (state.i >= warmup // 2) & (state.i < warmup)
+        stein, share = add_to_sums(
+            center_sums(state.stein, state.z, settled),
+            new.z if self.gradient_at_end else state.z,
+            observed.gradient,
+            finite & (state.i >= warmup),
+            self._temperature,
+            self._site_of(),
         )
         return state._replace(
             i=state.i + 1,
@@ -336,15 +687,20 @@ class SGMCMCKernel(MCMCKernel):
             step_size=step_size,
             minibatch_potential=minibatch_potential,
             nonfinite_steps=state.nonfinite_steps + ~finite,
+            configurational_temperature=state.configurational_temperature
+            + share / self._steps_per_sample,
+            stein=stein,
         )
 
-    def _step_size_at(self, i: Array) -> Any:
-        return self._step_size(i) if callable(self._step_size) else self._step_size
+    def _step_size_at(self, i: Array, tuned: Any) -> Any:
+        return self._step_size(i) if callable(self._step_size) else tuned
 
-    def flattened(self, z: Values, args: tuple, kwargs: dict) -> tuple[Array, Potential]:
-        """Values of one chain as one vector, and the potential there."""
-        position, unravel = ravel_pytree(z)
-        return position, _BoundPotential(self._initialised, unravel, args, kwargs)
+    def flattened(self, state: SGMCMCState, args: tuple, kwargs: dict) -> tuple[Array, Potential]:
+        """The position of one chain as one vector, and the potential there."""
+        metric = state.tuned.metric
+        flat, _ = ravel_pytree(state.z)
+        potential = self._problem(args, kwargs).potential(metric, state.anchor)
+        return metric.coordinates(flat), potential
 
     @property
     def _initialised(self) -> MinibatchModel:
@@ -368,8 +724,9 @@ class SGMCMCKernel(MCMCKernel):
         written, text = self._diagnostics
         if time.monotonic() - written > _SECONDS_BETWEEN_DIAGNOSTICS:
             text = f"step size {float(state.step_size):.2e}"
-            if "momentum" in state.dynamics._fields:
-                text += f", kinetic temperature {float(state.kinetic_temperature):.2f}"
+            found = stein_report(state.stein)
+            if found is not None:
+                text += f", {found.summary()}"
             text += f", minibatch potential {float(state.minibatch_potential):.4g}"
             text += self.warnings(state)
             self._diagnostics = (time.monotonic(), text)
@@ -378,30 +735,26 @@ class SGMCMCKernel(MCMCKernel):
     def warnings(self, state: SGMCMCState) -> str:
         """What the progress bar is to say of a state that cannot be trusted."""
         undone = int(state.nonfinite_steps)
-        return f", {undone} NON-FINITE STEPS UNDONE: reduce the step size" if undone else ""
+        text = f", {undone} NON-FINITE STEPS UNDONE: reduce the step size" if undone else ""
+        found = stein_report(state.stein)
+        if found is not None and found.problem(_ERRORS_BEFORE_THE_END):
+            text += ", NOT THE LAW OF THE POSTERIOR"
+        return text
+
+    def _judge(self, sums: SteinSums) -> None:
+        """Warns, once a run, of draws that have another law than the posterior."""
+        found = stein_report(sums)
+        if found is None or found.samples < _FEWEST_SAMPLES or self._has_warned:
+            return
+        if problem := found.problem(_ERRORS_BEFORE_THE_END):
+            self._has_warned = True
+            warnings.warn(f"After {found.samples} samples: {advice(problem)}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_view"] = None  # of data that are not in the pickle; `init` makes it anew
         state["_diagnostics"] = (-math.inf, "")
         return state
-
-
-class _BoundPotential(NamedTuple):
-    """The minibatch potential of the unconstrained values of the sites."""
-
-    view: MinibatchModel
-    values: Callable[[Array], Values]
-    args: tuple
-    kwargs: dict
-
-    def __call__(self, values: Values, rows: Rows, rng_key: Array, /) -> Array:
-        return self.view.potential(values, rows, rng_key, self.args, self.kwargs)
-
-    def with_row_terms(
-        self, values: Values, rows: Rows, rng_key: Array, /
-    ) -> tuple[Array, dict[str, Array]]:
-        return self.view.potential_and_row_terms(values, rows, rng_key, self.args, self.kwargs)
 
 
 def _turned(dynamics: Any) -> Any:
@@ -421,9 +774,23 @@ class MomentumKernel(SGMCMCKernel):
     :param options: the other arguments of :class:`SGMCMCKernel`.
     """
 
-    def __init__(self, model: Model, step_size: StepSize, friction: float, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Model,
+        step_size: StepSize | None = None,
+        friction: float | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(model, step_size, **options)
-        self._friction = positive("friction", friction)
+        self._friction = None if friction is None else positive("friction", friction)
+
+    @property
+    def _is_complete(self) -> bool:
+        return super()._is_complete and self._friction_is_known
+
+    @property
+    def _friction_is_known(self) -> bool:
+        return self._friction is not None
 
     @classmethod
     def from_learning_rate(
@@ -449,15 +816,98 @@ class MomentumKernel(SGMCMCKernel):
 
     @property
     def settings(self) -> dict[str, str | int | float]:
-        return super().settings | {"friction": self._friction}
+        friction = self._friction if self.tuning is None else self.tuning.friction
+        return super().settings | ({} if friction is None else {"friction": friction})
 
     def fresh_momentum(self, rng_key: Array, position: Array) -> Array:
         """A draw of :math:`p \\sim N(0, T I)`."""
         scale = math.sqrt(self._temperature)
         return scale * random.normal(rng_key, position.shape, position.dtype)
 
-    def init_dynamics(self, rng_key: Array, position: Array) -> Any:
+    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Any:
         return Momentum(self.fresh_momentum(rng_key, position))
+
+
+def _first(x: Array) -> Array:
+    """The value in the first chain, of a number that is the same in all of them."""
+    return x.ravel()[0]
+
+
+def _of_first_chain(sums: SteinSums) -> SteinSums:
+    return sums._replace(samples=_first(sums.samples), length=_first(sums.length))
+
+
+def _checked_metric(metric: Any) -> Any:
+    """
+    :raises ValueError: if it is not of a kind that can be a metric.
+    """
+    if metric is None or isinstance(metric, tuple):
+        return metric
+    if isinstance(metric, str):
+        one_of("metric", metric, ("identity", "diagonal", "dense"))
+        return IdentityMetric() if metric == "identity" else metric
+    found = np.asarray(metric)
+    if found.dtype.kind not in "iuf" or found.ndim not in (1, 2):
+        raise ValueError(
+            "`metric` must be an array of variances or a covariance matrix, a pair (guide, params),"
+            f" 'diagonal', 'dense' or 'identity'; got {metric!r}."
+        )
+    return found
+
+
+def _metric_of_guide(
+    guide: Any, params: Any, view: MinibatchModel, args: tuple, kwargs: dict, dtype: Any
+) -> Metric:
+    """The metric with the mean and the covariance of draws of a fitted guide."""
+    count = 1_000 + 20 * view.dimension
+    draws = guide.sample_posterior(random.key(0), params, sample_shape=(count,))
+    draws = {name: draws[name] for name in view.latents}
+    flat = jax.vmap(lambda values: ravel_pytree(view.unconstrain(values, args, kwargs))[0])(draws)
+    z = np.asarray(flat, np.float64)
+    covariance = np.var(z, axis=0)
+    if view.dimension <= DENSE_BY_DEFAULT:
+        covariance = np.cov(z.T).reshape(view.dimension, view.dimension)
+    return from_covariance(covariance, z.mean(axis=0), dtype)
+
+
+def _fingerprint(name: str, args: tuple, kwargs: dict) -> Any:
+    """
+    Tells data from other data, without holding them.
+
+    :raises ValueError: if the data are traced.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    found: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, jax.core.Tracer):
+            raise ValueError(
+                f"{name} cannot tune itself inside `jit` or `vmap` of its data. Call `tune` before,"
+                " and pass `tuning=`."
+            )
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.number):
+            sums = (
+                float(jnp.sum(leaf, dtype=float)),
+                float(jnp.sum(jnp.square(leaf), dtype=float)),
+            )
+            found.append((leaf.shape, str(leaf.dtype), *sums))
+        else:
+            found.append(repr(leaf))
+    return (str(tree), *found)
+
+
+@contextmanager
+def tuning_bar(shown: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar of the phases, which disappears when they are done."""
+    # as NumPyro's own
+    hidden = not shown or "CI" in os.environ or "PYTEST_XDIST_WORKER" in os.environ
+    with tqdm(total=len(PHASES), desc="tuning", leave=False, disable=hidden) as bar:
+
+        def report(phase: str) -> None:
+            bar.set_description(f"tuning: {phase}")
+            bar.n = PHASES.index(phase)
+            bar.refresh()
+
+        yield report
 
 
 def positive(name: str, value: Any) -> float:

@@ -29,6 +29,7 @@ from numpyro_sgmcmc.gradients import (
 from numpyro_sgmcmc.kernels._base import SGMCMCKernel, one_of, whole
 from numpyro_sgmcmc.minibatch import MinibatchModel
 from numpyro_sgmcmc.subsampling import finite_population_factor
+from numpyro_sgmcmc.warmup import NoiseLevel
 
 COVARIANCES = ("diagonal", "full", "low_rank", "matrix_free")
 
@@ -39,6 +40,10 @@ FULL_BY_DEFAULT = 100
 #: for itself and so many for each direction that it holds: its own error then widens or
 #: narrows the draws by less than about one per cent.
 _FEWEST_STEPS, _FEWEST_DIRECTIONS, _DIRECTIONS_FOR_EACH = 50, 900, 100
+
+
+#: Noise of this variance, in units of the curvature, is too small for its directions to matter.
+_LITTLE_NOISE = 0.05
 
 
 class NoiseSettings(NamedTuple):
@@ -65,8 +70,13 @@ class NoiseSettings(NamedTuple):
             whole("rank", rank),
         )
 
-    def on(self, view: MinibatchModel, subsampling: str) -> "NoiseEstimate":
-        """The estimate for a model: whatever was left open is decided by its size."""
+    def on(
+        self, view: MinibatchModel, subsampling: str, level: NoiseLevel | None
+    ) -> "NoiseEstimate":
+        """
+        The estimate for a model: whatever was left open is decided by its size and, in the
+        coordinates of a tuned metric, by the level of the noise.
+        """
         dimension = view.dimension
         factors = {
             plate.name: finite_population_factor(subsampling, plate.size, plate.subsample_size)
@@ -74,7 +84,8 @@ class NoiseSettings(NamedTuple):
         }
         covariance = self.covariance
         if covariance is None:
-            covariance = "full" if dimension <= FULL_BY_DEFAULT else "diagonal"
+            little = level is not None and level.largest < _LITTLE_NOISE
+            covariance = "full" if dimension <= FULL_BY_DEFAULT and not little else "diagonal"
         if covariance == "full" and dimension > MAX_FULL_DIMENSION:
             raise ValueError(
                 f"covariance='full' is for at most {MAX_FULL_DIMENSION:,} parameters, but the model"

@@ -21,12 +21,14 @@ from numpyro_sgmcmc.integrators import (
 from numpyro_sgmcmc.kernels._base import (
     MomentumKernel,
     SGMCMCState,
+    Step,
     StepSize,
     one_of,
     positive,
 )
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
+from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel, whitened_step
 
 
 class CovarianceControlled(NamedTuple):
@@ -159,8 +161,8 @@ class CCAdL(MomentumKernel):
     def __init__(
         self,
         model: Model,
-        step_size: StepSize,
-        friction: float,
+        step_size: StepSize | None = None,
+        friction: float | None = None,
         *,
         integrator: str = "nogin",
         thermal_mass: float | None = None,
@@ -194,24 +196,37 @@ class CCAdL(MomentumKernel):
 
     @property
     def _noise(self) -> NoiseEstimate:
-        return self._noise_settings.on(self._initialised, self._subsampling)
+        return self._noise_settings.on(self._initialised, self._subsampling, self._level)
 
-    def check_model(self, view: MinibatchModel, step_size: float) -> None:
-        self._noise_settings.on(view, self._subsampling)
+    def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
+        self._noise_settings.on(view, self._subsampling, self._level)
 
-    def init_dynamics(self, rng_key: Array, position: Array) -> CovarianceControlled:
-        xi = jnp.asarray(self._friction, position.dtype)
+    @property
+    def gradient_at_end(self) -> bool:
+        return self._integrator != "nogin"
+
+    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        if self._integrator == "euler":
+            # (h xi + h^2 v / 2) / 2 is the relative error of the variance
+            friction = 0.5
+            root = math.sqrt(friction**2 + 8 * ACCEPTED_BIAS * noise.largest / 2)
+            return 4 * ACCEPTED_BIAS / (friction + root), friction
+        # the noise is dissipated exactly where it is Gaussian and its covariance constant
+        return whitened_step(noise), 0.5
+
+    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> CovarianceControlled:
+        xi = jnp.asarray(friction, position.dtype)
         momentum = self.fresh_momentum(rng_key, position)
         return CovarianceControlled(momentum, xi, *self._noise.start(position))
 
     def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
         return self._noise.oracle(self, potential, rows, rng_key)
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         method = {"euler": self._euler, "symmetric": self._symmetric, "nogin": self._nogin}
         return method[self._integrator](state, gradient, rng_key)
 
-    def _euler(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def _euler(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, temperature, noise = state.step_size, self._temperature, self._noise
         p, xi, average, count = state.dynamics
         position = drift(state.z, p, h)
@@ -219,12 +234,12 @@ class CCAdL(MomentumKernel):
         control = noise.held.product(noise.current(average, observed), p)
         damping = h / (2 * temperature) * control + xi * p
         normal = random.normal(rng_key, p.shape, p.dtype)
-        p = euler_kick(p, observed.gradient, damping, self._friction * temperature, h, normal)
+        p = euler_kick(p, observed.gradient, damping, state.friction * temperature, h, normal)
         xi = thermostat(xi, jnp.mean(p**2), h, temperature, self._thermal_mass)
         dynamics = CovarianceControlled(p, xi, *noise.update(average, count, observed))
-        return state._replace(z=position, dynamics=dynamics, minibatch_potential=observed.potential)
+        return state._replace(z=position, dynamics=dynamics), observed
 
-    def _symmetric(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def _symmetric(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, temperature, noise = state.step_size, self._temperature, self._noise
         p, xi, average, count = state.dynamics
 
@@ -235,16 +250,16 @@ class CCAdL(MomentumKernel):
         p = control(p)
         xi = thermostat(xi, jnp.mean(p**2), h / 2, temperature, self._thermal_mass)
         normal = random.normal(rng_key, p.shape, p.dtype)
-        p = ornstein_uhlenbeck(p, xi, self._friction * temperature, h, normal)
+        p = ornstein_uhlenbeck(p, xi, state.friction * temperature, h, normal)
         xi = thermostat(xi, jnp.mean(p**2), h / 2, temperature, self._thermal_mass)
         p = control(p)
         position = drift(position, p, h / 2)
         observed = gradient(position)
         p = kick(p, observed.gradient, h)
         dynamics = CovarianceControlled(p, xi, *noise.update(average, count, observed))
-        return state._replace(z=position, dynamics=dynamics, minibatch_potential=observed.potential)
+        return state._replace(z=position, dynamics=dynamics), observed
 
-    def _nogin(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def _nogin(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, temperature, noise = state.step_size, self._temperature, self._noise
         p, xi, average, count = state.dynamics
         noise_key, probe_key = random.split(rng_key)
@@ -257,7 +272,7 @@ class CCAdL(MomentumKernel):
             probe = random.normal(probe_key, p.shape, p.dtype)
             added = h**2 / 4 * noise.held.trace(covariance, probe) / p.shape[0]
             xi = thermostat(xi, jnp.mean(p**2) - added, h, temperature, self._thermal_mass)
-        scale = jnp.sqrt(temperature * jnp.tanh(self._friction * h / 2))
+        scale = jnp.sqrt(temperature * jnp.tanh(state.friction * h / 2))
 
         def inverse(x: Array) -> Array:
             def function(v: Array) -> Array:
@@ -270,4 +285,4 @@ class CCAdL(MomentumKernel):
         p = kick(p, observed.gradient, h / 2)
         position = drift(position, p, h / 2)
         dynamics = CovarianceControlled(p, xi, *noise.update(average, count, observed))
-        return state._replace(z=position, dynamics=dynamics, minibatch_potential=observed.potential)
+        return state._replace(z=position, dynamics=dynamics), observed

@@ -3,6 +3,7 @@
 
 """Stochastic gradient Langevin dynamics with the RMSprop preconditioner."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +15,13 @@ from numpyro_sgmcmc.integrators import langevin
 from numpyro_sgmcmc.kernels._base import (
     SGMCMCKernel,
     SGMCMCState,
+    Step,
     StepSize,
     positive,
     whole,
 )
 from numpyro_sgmcmc.minibatch import Model
+from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel
 
 
 class Preconditioned(NamedTuple):
@@ -108,7 +111,7 @@ class PSGLD(SGMCMCKernel):
     def __init__(
         self,
         model: Model,
-        step_size: StepSize,
+        step_size: StepSize | None = None,
         *,
         damping: float = 1e-3,
         window: int = 100,
@@ -138,10 +141,15 @@ class PSGLD(SGMCMCKernel):
                 " or frozen=False."
             )
 
-    def init_dynamics(self, rng_key: Array, position: Array) -> Preconditioned:
+    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        # G is one over the root of the mean square of the gradient, curvature and noise
+        scale = math.sqrt(noise.curvature + noise.mean)
+        return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature) * scale, None
+
+    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Preconditioned:
         return Preconditioned(jnp.zeros_like(position), jnp.zeros((), jnp.int32))
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, (before, count) = state.step_size, state.dynamics
         adapts = (state.i < state.warmup_steps) | (not self._frozen)
         count = count + adapts
@@ -158,11 +166,7 @@ class PSGLD(SGMCMCKernel):
         noise = random.normal(rng_key, state.z.shape, state.z.dtype)
         # elementwise, Langevin dynamics with step size h G
         position = langevin(state.z, force, h * scale, self._temperature, noise)
-        return state._replace(
-            z=position,
-            dynamics=Preconditioned(mean_square, count),
-            minibatch_potential=observed.potential,
-        )
+        return state._replace(z=position, dynamics=Preconditioned(mean_square, count)), observed
 
 
 def _hessian_diagonal(gradient: Any, position: Array) -> Array:

@@ -9,9 +9,10 @@ from jax import Array, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients import Gradient, Potential, Rows
-from numpyro_sgmcmc.kernels._base import SGMCMCKernel, SGMCMCState, StepSize
+from numpyro_sgmcmc.kernels._base import SGMCMCKernel, SGMCMCState, Step, StepSize
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
+from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel
 
 
 class Scored(NamedTuple):
@@ -91,7 +92,7 @@ class SGFS(SGMCMCKernel):
     def __init__(
         self,
         model: Model,
-        step_size: StepSize,
+        step_size: StepSize | None = None,
         *,
         covariance: str | None = None,
         estimator: str = "sub_batches",
@@ -108,7 +109,7 @@ class SGFS(SGMCMCKernel):
 
     def _with_information(self, view: MinibatchModel) -> NoiseEstimate:
         """The estimate of N I + V / T: that of V, with n / N added to the factors."""
-        noise = self._noise_settings.on(view, self._subsampling)
+        noise = self._noise_settings.on(view, self._subsampling, self._level)
         factors = {
             plate.name: plate.subsample_size / plate.size
             + noise.factors[plate.name] / self._temperature
@@ -116,16 +117,20 @@ class SGFS(SGMCMCKernel):
         }
         return noise._replace(factors=factors)
 
-    def check_model(self, view: MinibatchModel, step_size: float) -> None:
+    def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
         self._with_information(view)
 
-    def init_dynamics(self, rng_key: Array, position: Array) -> Scored:
+    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        # as for SGLD with the noise corrected: the Fisher information is one of the curvatures
+        return 2 * ACCEPTED_BIAS / noise.curvature, None
+
+    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Scored:
         return Scored(*self._noise.start(position))
 
     def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
         return self._noise.oracle(self, potential, rows, rng_key)
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, noise, (average, count) = state.step_size, self._noise, state.dynamics
         observed = gradient(state.z)
         information = noise.current(average, observed)
@@ -133,7 +138,5 @@ class SGFS(SGMCMCKernel):
         force = observed.gradient + jnp.sqrt(2 * self._temperature / h) * normal
         position = state.z - noise.held.apply(information, lambda m: 2 / (m + 2 / h), force)
         return state._replace(
-            z=position,
-            dynamics=Scored(*noise.update(average, count, observed)),
-            minibatch_potential=observed.potential,
-        )
+            z=position, dynamics=Scored(*noise.update(average, count, observed))
+        ), observed

@@ -20,12 +20,14 @@ from numpyro_sgmcmc.kernels._base import (
     Momentum,
     MomentumKernel,
     SGMCMCState,
+    Step,
     StepSize,
     one_of,
     whole,
 )
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
+from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel, whitened_step
 
 #: The part of a step's drift that comes before its kicks.
 _DRIFT_BEFORE = {"aboba": 0.5, "obabo": 1.0}
@@ -142,8 +144,8 @@ class SGHMC(MomentumKernel):
     def __init__(
         self,
         model: Model,
-        step_size: StepSize,
-        friction: float,
+        step_size: StepSize | None = None,
+        friction: float | None = None,
         *,
         integrator: str = "aboba",
         noise_variance: float | dict[str, Any] | str = 0.0,
@@ -184,7 +186,7 @@ class SGHMC(MomentumKernel):
 
     @property
     def default_fields(self) -> tuple[str, ...]:
-        return ("z", "nonfinite_steps", *(["friction_used"] if self._estimates else []))
+        return (*super().default_fields, *(["friction_used"] if self._estimates else []))
 
     def warnings(self, state: SGMCMCState) -> str:
         text = super().warnings(state)
@@ -198,63 +200,71 @@ class SGHMC(MomentumKernel):
 
     @property
     def _noise(self) -> NoiseEstimate:
-        return self._noise_settings.on(self._initialised, self._subsampling)
+        return self._noise_settings.on(self._initialised, self._subsampling, self._level)
 
-    def check_model(self, view: MinibatchModel, step_size: float) -> None:
+    def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
         if self._estimates:
-            self._noise_settings.on(view, self._subsampling)
+            self._noise_settings.on(view, self._subsampling, self._level)
             return
         variance = float(np.max(self._flat_noise_variance(view)))
-        self._check_friction(variance, step_size, "`noise_variance` of {:.4g}")
+        self._check_friction(
+            variance, step_size, friction or math.nan, "`noise_variance` of {:.4g}"
+        )
 
     def check_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> None:
         if self._estimates:
+            axes = self._axes(0, 0 if jnp.ndim(state.friction) else None)
             one = partial(self._noise_at_start, args=args, kwargs=kwargs)
-            largest = float(jnp.max(jax.jit(jax.vmap(one) if jnp.ndim(state.i) else one)(state)))
+            largest = float(
+                jnp.max(jax.jit(jax.vmap(one, (axes,)) if jnp.ndim(state.i) else one)(state))
+            )
             what = "The noise of the gradient at the initial values, of variance {:.4g},"
-            self._check_friction(largest, float(jnp.max(state.step_size)), what)
+            friction = float(jnp.max(state.friction))
+            self._check_friction(largest, float(jnp.max(state.step_size)), friction, what)
 
-    def _check_friction(self, variance: float, step_size: float, what: str) -> None:
+    def _check_friction(
+        self, variance: float, step_size: float, friction: float, what: str
+    ) -> None:
         """
         :raises ValueError: if the friction dissipates less than noise of this variance adds.
         """
-        kept, taken = self._balance(step_size)
+        kept, taken = self._balance(step_size, friction)
         if variance * taken <= kept * (1 + 1e-9):  # so that the remedy itself is accepted
             return
         h, temperature = step_size, self._temperature
 
         def excess(h: float) -> float:
-            kept, taken = self._balance(h)
+            kept, taken = self._balance(h, friction)
             return float(variance * taken - kept)
 
         smaller = brentq(excess, 1e-8 * h, h)
         if self._integrator == "euler":
-            friction = h * variance / (2 * temperature)
+            needed = h * variance / (2 * temperature)
         else:
             part = h**2 * variance / (4 * temperature)
-            friction = 2 / h * np.arctanh(part) if part < 1 else np.inf
+            needed = 2 / h * np.arctanh(part) if part < 1 else np.inf
         elsewhere = ", `init_strategy` to start nearer to the posterior" if self._estimates else ""
-        more = f"a friction of at least {friction:.4g}, or " if friction < np.inf else ""
+        more = f"a friction of at least {needed:.4g}, or " if needed < np.inf else ""
         raise ValueError(
-            f"{what.format(variance)} is more than friction={self._friction:.4g} can dissipate at"
+            f"{what.format(variance)} is more than friction={friction:.4g} can dissipate at"
             f" step_size={h:.4g}, which is {kept / taken:.4g}. Use {more}a step size of at most"
             f" {smaller:.4g}{elsewhere}, or CCAdL, which has no such limit."
         )
 
-    def _balance(self, h: Any) -> tuple[Any, Any]:
+    def _balance(self, h: Any, friction: Any) -> tuple[Any, Any]:
         """
         The variance of the noise to add is the first of these numbers less the second times
         the variance of the gradient's noise.
         """
         if self._integrator == "euler":
-            return 2 * h * self._friction * self._temperature, h**2
+            return 2 * h * friction * self._temperature, h**2
         xp = jnp if isinstance(h, Array) else np
-        kept = -self._temperature * xp.expm1(-2 * self._friction * h)
-        return kept, h**2 / 4 * (1 + xp.exp(-self._friction * h)) ** 2
+        kept = -self._temperature * xp.expm1(-2 * friction * h)
+        return kept, h**2 / 4 * (1 + xp.exp(-friction * h)) ** 2
 
     def _noise_at_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> Array:
         """The largest variance of the gradient's noise of one chain at its initial values."""
-        position, potential = self.flattened(state.z, args, kwargs)
+        position, potential = self.flattened(state, args, kwargs)
         noise = self._noise
         steps = 1_000 if noise.window == math.inf else int(noise.window)
 
@@ -295,7 +305,24 @@ class SGHMC(MomentumKernel):
             [np.broadcast_to(given[k], view.latents[k].shape).ravel() for k in sorted(given)]
         )
 
-    def init_dynamics(self, rng_key: Array, position: Array) -> Momentum | MomentumWithNoise:
+    @property
+    def gradient_at_end(self) -> bool:
+        return self._integrator != "aboba"
+
+    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        friction = 1.0
+        if self._estimates:
+            # the friction must cover the noise with room to spare
+            covered = friction / max(noise.largest, 1e-30)
+            return min(0.5 * whitened_step(noise), 0.5 * covered), friction
+        # h v / (2 A) is the relative error of the variance
+        return min(
+            0.5 * whitened_step(noise), 2 * ACCEPTED_BIAS * friction / noise.largest
+        ), friction
+
+    def init_dynamics(
+        self, rng_key: Array, position: Array, friction: Any
+    ) -> Momentum | MomentumWithNoise:
         momentum = self.fresh_momentum(rng_key, position)
         if not self._estimates:
             return Momentum(momentum)
@@ -307,7 +334,7 @@ class SGHMC(MomentumKernel):
             return super().gradient(potential, rows, rng_key)
         return self._noise.oracle(self, potential, rows, rng_key)
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         p = state.dynamics.momentum
         if self._resample_momentum is not None:
             rng_key, momentum_key = random.split(rng_key)
@@ -323,40 +350,34 @@ class SGHMC(MomentumKernel):
             state = state._replace(
                 dynamics=dynamics._replace(noise_covariance=average, observations=count)
             )
-        return state._replace(minibatch_potential=observed.potential)
+        return state, observed
 
-    def _euler(
-        self, state: SGMCMCState, gradient: Gradient, normal: Array
-    ) -> tuple[SGMCMCState, Observation]:
+    def _euler(self, state: SGMCMCState, gradient: Gradient, normal: Array) -> Step:
         h, p = state.step_size, state.dynamics.momentum
         position = drift(state.z, p, h)
         observed = gradient(position)
         added, used = self._added_noise(state, observed, normal)
-        p = kick(p, observed.gradient + self._friction * p, h) + added
+        p = kick(p, observed.gradient + state.friction * p, h) + added
         return self._moved(state, position, p, used), observed
 
-    def _baoab(
-        self, state: SGMCMCState, gradient: Gradient, normal: Array
-    ) -> tuple[SGMCMCState, Observation]:
+    def _baoab(self, state: SGMCMCState, gradient: Gradient, normal: Array) -> Step:
         h, p = state.step_size, state.dynamics.momentum
         position = drift(state.z, p, h / 2)
         added, used = self._added_noise(state, None, normal)
-        p = jnp.exp(-self._friction * h) * p + added
+        p = jnp.exp(-state.friction * h) * p + added
         position = drift(position, p, h / 2)
         observed = gradient(position)
         p = kick(p, observed.gradient, h)
         return self._moved(state, position, p, used), observed
 
-    def _kicks_around(
-        self, state: SGMCMCState, gradient: Gradient, normal: Array
-    ) -> tuple[SGMCMCState, Observation]:
+    def _kicks_around(self, state: SGMCMCState, gradient: Gradient, normal: Array) -> Step:
         h, p = state.step_size, state.dynamics.momentum
         before = _DRIFT_BEFORE[self._integrator]
         position = drift(state.z, p, before * h)
         observed = gradient(position)
         p = kick(p, observed.gradient, h / 2)
         added, used = self._added_noise(state, observed, normal)
-        p = jnp.exp(-self._friction * h) * p + added
+        p = jnp.exp(-state.friction * h) * p + added
         p = kick(p, observed.gradient, h / 2)
         position = drift(position, p, (1 - before) * h)
         return self._moved(state, position, p, used), observed
@@ -365,7 +386,7 @@ class SGHMC(MomentumKernel):
         self, state: SGMCMCState, observed: Observation | None, normal: Array
     ) -> tuple[Array, Array]:
         """The noise to add, and the part of it that the noise of the gradient stands in for."""
-        kept, taken = self._balance(state.step_size)
+        kept, taken = self._balance(state.step_size, state.friction)
         held: Covariance = Diagonal()
         covariance = jnp.asarray(self._flat_noise_variance(self._initialised), normal.dtype)
         if self._estimates:

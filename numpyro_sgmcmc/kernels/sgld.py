@@ -3,15 +3,17 @@
 
 """Stochastic gradient Langevin dynamics."""
 
+import math
 from typing import Any, NamedTuple
 
 from jax import Array, random
 
 from numpyro_sgmcmc.gradients import Gradient, Potential, Rows
 from numpyro_sgmcmc.integrators import langevin
-from numpyro_sgmcmc.kernels._base import SGMCMCKernel, SGMCMCState, StepSize
+from numpyro_sgmcmc.kernels._base import SGMCMCKernel, SGMCMCState, Step, StepSize
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
+from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel
 
 
 class Overdamped(NamedTuple):
@@ -92,7 +94,7 @@ class SGLD(SGMCMCKernel):
     def __init__(
         self,
         model: Model,
-        step_size: StepSize,
+        step_size: StepSize | None = None,
         *,
         modified: bool = False,
         covariance: str | None = None,
@@ -111,13 +113,21 @@ class SGLD(SGMCMCKernel):
 
     @property
     def _noise(self) -> NoiseEstimate:
-        return self._noise_settings.on(self._initialised, self._subsampling)
+        return self._noise_settings.on(self._initialised, self._subsampling, self._level)
 
-    def check_model(self, view: MinibatchModel, step_size: float) -> None:
+    def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
         if self.corrects_noise:
-            self._noise_settings.on(view, self._subsampling)
+            self._noise_settings.on(view, self._subsampling, self._level)
 
-    def init_dynamics(self, rng_key: Array, position: Array) -> Overdamped | OverdampedWithNoise:
+    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        # h (v + lambda) / 2 is the relative error of the variance, less v if it is corrected
+        variance = 0.0 if self.corrects_noise else noise.largest
+        largest = 2 / max(noise.largest, 1e-30) if self.corrects_noise else math.inf
+        return min(2 * ACCEPTED_BIAS / (variance + noise.curvature), 0.25 * largest), None
+
+    def init_dynamics(
+        self, rng_key: Array, position: Array, friction: Any
+    ) -> Overdamped | OverdampedWithNoise:
         if not self.corrects_noise:
             return Overdamped()
         return OverdampedWithNoise(*self._noise.start(position))
@@ -127,7 +137,7 @@ class SGLD(SGMCMCKernel):
             return super().gradient(potential, rows, rng_key)
         return self._noise.oracle(self, potential, rows, rng_key)
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, temperature, dynamics = state.step_size, self._temperature, state.dynamics
         observed = gradient(state.z)
         normal = random.normal(rng_key, state.z.shape, state.z.dtype)
@@ -138,4 +148,4 @@ class SGLD(SGMCMCKernel):
                 *self._noise.update(dynamics.noise_covariance, dynamics.observations, observed)
             )
         position = langevin(state.z, observed.gradient, h, temperature, normal)
-        return state._replace(z=position, dynamics=dynamics, minibatch_potential=observed.potential)
+        return state._replace(z=position, dynamics=dynamics), observed

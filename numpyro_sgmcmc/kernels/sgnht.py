@@ -22,11 +22,13 @@ from numpyro_sgmcmc.integrators import (
 from numpyro_sgmcmc.kernels._base import (
     MomentumKernel,
     SGMCMCState,
+    Step,
     StepSize,
     one_of,
     positive,
 )
 from numpyro_sgmcmc.minibatch import Model
+from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel, whitened_step
 
 
 class Thermostatted(NamedTuple):
@@ -123,8 +125,8 @@ class SGNHT(MomentumKernel):
     def __init__(
         self,
         model: Model,
-        step_size: StepSize,
-        friction: float,
+        step_size: StepSize | None = None,
+        friction: float | None = None,
         *,
         integrator: str = "badodab",
         thermostats: str = "one",
@@ -144,58 +146,60 @@ class SGNHT(MomentumKernel):
         }
         return super().settings | own
 
-    def init_dynamics(self, rng_key: Array, position: Array) -> Thermostatted:
+    @property
+    def gradient_at_end(self) -> bool:
+        return self._integrator == "badodab"
+
+    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        friction = 0.5
+        if self._integrator == "badodab":
+            return 0.5 * whitened_step(noise), friction
+        # h (A + h v / 2) / 2 is the relative error of the variance
+        root = math.sqrt(friction**2 + 4 * ACCEPTED_BIAS * noise.largest)
+        return 4 * ACCEPTED_BIAS / (friction + root), friction
+
+    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Thermostatted:
         sites = len(self._initialised.latents)
         shape = {"one": (), "site": (sites,), "coordinate": position.shape}[self._thermostats]
         momentum = self.fresh_momentum(rng_key, position)
-        return Thermostatted(momentum, jnp.full(shape, self._friction, position.dtype))
+        return Thermostatted(momentum, jnp.full(shape, friction, position.dtype))
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         method = {"euler": self._euler, "badodab": self._badodab}
         return method[self._integrator](state, gradient, rng_key)
 
-    def _euler(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def _euler(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, (p, xi) = state.step_size, state.dynamics
         observed = gradient(state.z)
         noise = random.normal(rng_key, p.shape, p.dtype)
-        damping, diffusion = self._for_coordinates(xi) * p, self._friction * self._temperature
+        damping, diffusion = self._for_coordinates(xi) * p, state.friction * self._temperature
         p = euler_kick(p, observed.gradient, damping, diffusion, h, noise)
         position = drift(state.z, p, h)
         return state._replace(
-            z=position,
-            dynamics=Thermostatted(p, self._adapted(xi, p, h)),
-            minibatch_potential=observed.potential,
-        )
+            z=position, dynamics=Thermostatted(p, self._adapted(xi, p, h))
+        ), observed
 
-    def _badodab(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def _badodab(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, (p, xi) = state.step_size, state.dynamics
         position = drift(state.z, p, h / 2)
         xi = self._adapted(xi, p, h / 2)
         noise = random.normal(rng_key, p.shape, p.dtype)
-        damping, diffusion = self._for_coordinates(xi), self._friction * self._temperature
+        damping, diffusion = self._for_coordinates(xi), state.friction * self._temperature
         p = ornstein_uhlenbeck(p, damping, diffusion, h, noise)
         xi = self._adapted(xi, p, h / 2)
         position = drift(position, p, h / 2)
         observed = gradient(position)
         p = kick(p, observed.gradient, h)
-        return state._replace(
-            z=position, dynamics=Thermostatted(p, xi), minibatch_potential=observed.potential
-        )
+        return state._replace(z=position, dynamics=Thermostatted(p, xi)), observed
 
     def _adapted(self, xi: Array, p: Array, step_size: Array) -> Array:
         energy = p**2
         if self._thermostats == "one":
             energy = jnp.mean(energy)
         elif self._thermostats == "site":
-            sites = self._sites()
+            sites = self._site_of()
             energy = jax.ops.segment_sum(energy, sites, len(xi)) / np.bincount(sites)
         return thermostat(xi, energy, step_size, self._temperature, self._thermal_mass)
 
     def _for_coordinates(self, xi: Array) -> Array:
-        return xi[self._sites()] if self._thermostats == "site" else xi
-
-    def _sites(self) -> np.ndarray:
-        """For each entry of the flat position the number of its site."""
-        latents = self._initialised.latents
-        sizes = [math.prod(latents[name].shape) for name in sorted(latents)]
-        return np.repeat(np.arange(len(sizes)), sizes)
+        return xi[self._site_of()] if self._thermostats == "site" else xi

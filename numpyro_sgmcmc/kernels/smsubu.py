@@ -9,8 +9,9 @@ from jax import Array, random
 
 from numpyro_sgmcmc.gradients import Gradient
 from numpyro_sgmcmc.integrators import free_flight, kick
-from numpyro_sgmcmc.kernels._base import Momentum, MomentumKernel, SGMCMCState, StepSize
+from numpyro_sgmcmc.kernels._base import Momentum, MomentumKernel, SGMCMCState, Step, StepSize
 from numpyro_sgmcmc.minibatch import Model
+from numpyro_sgmcmc.warmup import NoiseLevel, whitened_step
 
 
 class SMSUBU(MomentumKernel):
@@ -74,22 +75,24 @@ class SMSUBU(MomentumKernel):
     def __init__(
         self,
         model: Model,
-        step_size: StepSize,
-        friction: float,
+        step_size: StepSize | None = None,
+        friction: float | None = None,
         *,
         subsampling: str = "symmetric_sweeps",
         **options: Any,
     ) -> None:
         super().__init__(model, step_size, friction, subsampling=subsampling, **options)
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> SGMCMCState:
+    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        # the noise cancels if a sweep is short
+        return 0.5 * whitened_step(noise), 1.0
+
+    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, p = state.step_size, state.dynamics.momentum
         noise = random.normal(rng_key, (2, 2, *p.shape), p.dtype)
-        friction, temperature = self._friction, self._temperature
+        friction, temperature = state.friction, self._temperature
         position, p = free_flight(state.z, p, friction, temperature, h / 2, noise[0])
         observed = gradient(position)
         p = kick(p, observed.gradient, h)
         position, p = free_flight(position, p, friction, temperature, h / 2, noise[1])
-        return state._replace(
-            z=position, dynamics=Momentum(p), minibatch_potential=observed.potential
-        )
+        return state._replace(z=position, dynamics=Momentum(p)), observed

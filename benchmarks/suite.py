@@ -1,0 +1,132 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Twelve models on real data by ``CCAdL(model)`` with nothing else set, against long runs of NUTS.
+
+    python benchmarks/suite.py --data FOLDER --cache FOLDER [--only WORD]
+
+The folder of data holds mnist.npz, a9a.npz, covtype.npz, letter.npz, casp.npz and
+movielens_1m.npz; the runs of NUTS are kept in the cache, since they take an hour.
+"""
+
+import argparse
+from pathlib import Path
+import time
+import warnings
+
+import jax
+from jax import random
+from models import cases
+import numpy as np
+from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+from numpyro.infer import MCMC, NUTS
+
+from numpyro_sgmcmc import CCAdL, full_data
+from numpyro_sgmcmc.diagnostics import stein_report
+
+WARMUP, DRAWS, CHAINS = 1_000, 2_000, 4
+
+
+def compared(case, samples):
+    """All numbers that are compared, shape (chains, draws, numbers)."""
+    if case.compared is not None:
+        samples = jax.vmap(case.compared)(samples)
+    leaves = [np.asarray(x) for x in jax.tree.leaves(samples)]
+    flat = [x.reshape(*x.shape[:2], -1) for x in leaves]
+    return np.concatenate(flat, axis=-1).astype(np.float64)
+
+
+def moments(case, mcmc):
+    draws = compared(case, mcmc.get_samples(group_by_chain=True))
+    # sites with a constraint, such as a Cholesky factor, have constant entries
+    varies = draws.std(axis=(0, 1)) > 1e-6
+    draws = draws[..., varies]
+    ess = effective_sample_size(draws)
+    mean, sd = draws.mean(axis=(0, 1)), draws.std(axis=(0, 1))
+    rhat = split_gelman_rubin(draws)
+    return {"mean": mean, "sd": sd, "ess": ess, "rhat": rhat}
+
+
+def reference(name, case, cache):
+    path = cache / f"{name.replace(' ', '_').replace(',', '')}.npz"
+    if not path.exists():
+        start = time.perf_counter()
+        mcmc = MCMC(
+            NUTS(full_data(case.model)),
+            num_warmup=500,
+            num_samples=1_500,
+            num_chains=2,
+            chain_method="sequential",
+            progress_bar=False,
+        )
+        mcmc.run(random.key(1), *case.args)
+        found = moments(case, mcmc)
+        np.savez(path, seconds=time.perf_counter() - start, **found)
+    return dict(np.load(path))
+
+
+def one(name, case, cache):
+    nuts = reference(name, case, cache)
+    jax.clear_caches()
+    mcmc = MCMC(
+        CCAdL(case.model, progress_bar=False),
+        num_warmup=WARMUP,
+        num_samples=DRAWS,
+        num_chains=CHAINS,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mcmc.run(random.key(0), *case.args)
+        jax.block_until_ready(mcmc.get_samples())
+    seconds = time.perf_counter() - start
+    found = moments(case, mcmc)
+    report = stein_report(mcmc.last_state.stein)
+    tuning = mcmc.sampler.tuning
+    rows = mcmc.sampler._view.plates[0]
+    passes = (WARMUP + DRAWS) * CHAINS * rows.subsample_size / rows.size
+    passes *= 1 if tuning.anchor is None else 2
+    error = np.abs(found["mean"] - nuts["mean"]) / nuts["sd"]
+    ratio = found["sd"] / nuts["sd"]
+    # both runs have an error of their own
+    floor = np.sqrt(1 / nuts["ess"] + 1 / found["ess"])
+    worst = ratio[np.argmax(np.abs(np.log(ratio)))]
+    print(
+        f"{name:26s} d={len(ratio):4d} h={tuning.step_size:5.3f} v={tuning.noise.mean:7.3g}"
+        f" {'cv   ' if tuning.anchor is not None else 'plain'}"
+        f" mean {error.max():6.3f} ({np.median(floor):.3f}) sd {worst:6.3f}"
+        f" ess {found['ess'].min():6.0f} ({nuts['ess'].min():5.0f} NUTS, rhat {nuts['rhat'].max():.3f})"
+        f" {seconds:5.1f} s ({float(nuts['seconds']):6.1f} NUTS)"
+        f" passes {sum(tuning.passes.values()):6.0f} + {passes:5.0f}"
+        f" T {report.temperature:.3f} [{report.diagonal.min():.2f}, {report.diagonal.max():.2f}]"
+        f" {'WARNS: ' + (report.problem() or '') if report.problem() or caught else 'silent'}",
+        flush=True,
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--reference-only", action="store_true")
+    options = parser.parse_args()
+    options.cache.mkdir(parents=True, exist_ok=True)
+    for name, load in cases(options.data).items():
+        if options.only in name:
+            case = load()
+            if options.reference_only:
+                nuts = reference(name, case, options.cache)
+                print(
+                    name, float(nuts["seconds"]), nuts["ess"].min(), nuts["rhat"].max(), flush=True
+                )
+                jax.clear_caches()
+            else:
+                one(name, case, options.cache)
+
+
+if __name__ == "__main__":
+    main()

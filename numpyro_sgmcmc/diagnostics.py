@@ -1,0 +1,267 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+What effective sample sizes and R-hat cannot see: whether the draws have the right law.
+
+For a density :math:`\\propto e^{-U / T}`, whatever its shape, and every constant :math:`c`
+
+.. math:: S = \\frac1T \\, \\mathrm{E} \\left[ (\\phi - c) \\nabla U(\\phi)^\\top \\right] = I,
+
+so that the *Stein matrix* of the draws, estimated with the minibatch gradients that the
+sampler has computed anyway, can be compared with the identity. For a Gaussian posterior its
+eigenvalues are the ratios of the variances of the draws to the right ones. The mean of its
+diagonal is the *configurational temperature* (in units of :math:`T`): 1 where the draws are
+as wide as they should be on average over the coordinates, 1.2 where they are 20 % too wide
+in variance. Noise of the gradient makes the estimate noisier and not biased.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+#: The Stein matrix is kept whole up to this many parameters,
+MATRIX_DIMENSION = 100
+#: and its diagonal for each coordinate up to this many, for each latent site above.
+COORDINATES = 1_000
+
+#: Batches for the standard errors: at least half of them are always full.
+_BATCHES = 64
+
+#: A verdict needs this many samples and this many batches.
+_FEWEST_SAMPLES, _FEWEST_BATCHES = 200, 20
+
+#: Relative errors of a variance that nobody needs to hear of: of the mean over the
+#: coordinates, and of a single one, 5 % of its standard deviation.
+_TOLERANCE, _TOLERANCE_OF_ONE = 0.05, 0.1
+
+
+class SteinSums(NamedTuple):
+    """
+    Running sums of a chain after its warm-up, for :math:`S`.
+
+    - **center** - :math:`c`, shape (d,): the mean of the second half of the warm-up.
+    - **weight** - number of positions in that mean.
+    - **steps** - number of steps in the sums that follow.
+    - **samples** - number of samples in them.
+    - **matrix** - sum of :math:`(\\phi - c) g^\\top / T`, shape (d, d), up to 100 parameters;
+      above, shape (0, 0).
+    - **sizes** - number of coordinates in each of the k entries that follow: one for each
+      coordinate, or for each latent site; shape (k,).
+    - **current** - sum of the diagonal over the current batch, shape (k,).
+    - **batches** - the same for past batches of equal length, shape (64, k).
+    - **length** - number of samples in each batch.
+    """
+
+    center: Array
+    weight: Array
+    steps: Array
+    samples: Array
+    matrix: Array
+    sizes: Array
+    current: Array
+    batches: Array
+    length: Array
+
+
+def start_sums(position: Array, site_of: np.ndarray) -> SteinSums:
+    """
+    :param position: the initial position of one chain, shape ``(d,)``.
+    :param site_of: for each coordinate the number of its site.
+    """
+    size, dtype = position.shape[0], position.dtype
+    sizes = np.ones(size) if size <= COORDINATES else np.bincount(site_of)
+    groups = len(sizes)
+    edge = size if size <= MATRIX_DIMENSION else 0
+    none = jnp.zeros((), jnp.int32)
+    return SteinSums(
+        center=position,
+        weight=none,
+        steps=none,
+        samples=none,
+        matrix=jnp.zeros((edge, edge), dtype),
+        sizes=jnp.asarray(sizes, dtype),
+        current=jnp.zeros(groups, dtype),
+        batches=jnp.zeros((_BATCHES, groups), dtype),
+        length=none + 1,
+    )
+
+
+def center_sums(sums: SteinSums, position: Array, counts: Array) -> SteinSums:
+    """Takes a position of the warm-up into the mean :math:`c`, if ``counts``."""
+    weight = sums.weight + counts
+    step = counts / jnp.maximum(weight, 1).astype(position.dtype)
+    return sums._replace(center=sums.center + step * (position - sums.center), weight=weight)
+
+
+def add_to_sums(
+    sums: SteinSums,
+    position: Array,
+    gradient: Array,
+    counts: Array,
+    temperature: float,
+    site_of: np.ndarray,
+) -> tuple[SteinSums, Array]:
+    """
+    Adds one step.
+
+    :param position: position :math:`\\phi` that belongs to the gradient, shape ``(d,)``.
+    :param gradient: minibatch gradient, shape ``(d,)``.
+    :param counts: whether the step counts.
+    :param float temperature: :math:`T`.
+    :param site_of: for each coordinate the number of its site.
+    :return: the sums, and this step's share of the configurational temperature.
+    """
+    away = position - sums.center
+    scaled = jnp.where(counts, gradient, 0.0) / temperature
+    products = jnp.where(counts, away, 0.0) * scaled
+    mean = jnp.mean(products)
+    matrix = sums.matrix
+    if matrix.size:
+        matrix = matrix + jnp.where(counts, away, 0.0)[:, None] * scaled
+    if sums.current.shape != products.shape:
+        products = jax.ops.segment_sum(products, site_of, sums.current.shape[0])
+    return sums._replace(
+        steps=sums.steps + counts, matrix=matrix, current=sums.current + products
+    ), mean
+
+
+def batch_is_full(sums: SteinSums) -> Array:
+    """Whether :func:`close_batch` is due."""
+    return (sums.samples > 0) & (sums.samples % sums.length == 0)
+
+
+def batches_are_full(sums: SteinSums) -> Array:
+    """Whether :func:`close_batch` is to make one batch of every two."""
+    return sums.samples == _BATCHES * sums.length
+
+
+def close_batch(sums: SteinSums) -> SteinSums:
+    """Puts the current batch among the past ones; of 64 of them it makes 32."""
+    k = sums.samples // sums.length - 1
+    batches = sums.batches.at[k].set(sums.current)
+    pairs = batches.reshape(_BATCHES // 2, 2, -1).sum(axis=1)
+    merged = jnp.concatenate([pairs, jnp.zeros_like(pairs)])
+    full = batches_are_full(sums)
+    return sums._replace(
+        current=jnp.zeros_like(sums.current),
+        batches=jnp.where(full, merged, batches),
+        length=jnp.where(full, 2 * sums.length, sums.length),
+    )
+
+
+class SteinReport(NamedTuple):
+    """
+    The Stein matrix of a run, over all chains.
+
+    - **temperature** - configurational temperature, the mean of the diagonal.
+    - **error** - its standard error, by batch means.
+    - **diagonal** - the diagonal: for each coordinate of the sampler, or for each latent
+      site if there are more than 1,000.
+    - **diagonal_error** - its standard errors.
+    - **eigenvalues** - the smallest and the largest eigenvalue of the symmetric part, or NaN
+      for more than 100 parameters. The noise of the matrix itself spreads them: see
+      ``eigenvalue_spread``.
+    - **eigenvalue_spread** - how far they would be from 1 for correct draws, roughly.
+    - **samples** - number of samples, of all chains.
+    """
+
+    temperature: float
+    error: float
+    diagonal: np.ndarray
+    diagonal_error: np.ndarray
+    eigenvalues: tuple[float, float]
+    eigenvalue_spread: float
+    samples: int
+
+    def problem(self, errors: float = 3.0) -> str | None:
+        """
+        What is wrong, or None: the temperature off by more than ``errors`` standard errors
+        and 5 %, or a coordinate or an eigenvalue by more than 10 % and what chance would
+        give the most extreme of so many.
+        """
+        if not math.isfinite(self.error):
+            return None
+        found = []
+        if abs(self.temperature - 1) > max(errors * self.error, _TOLERANCE):
+            found.append(
+                f"the configurational temperature is {self.temperature:.3g} +- {self.error:.2g}"
+            )
+        count = len(self.diagonal)
+        quantile = stats.t.isf(stats.norm.sf(errors) / count, _FEWEST_BATCHES - 1)
+        excess = np.abs(self.diagonal - 1) / np.maximum(
+            quantile * self.diagonal_error, _TOLERANCE_OF_ONE
+        )
+        worst = int(np.argmax(excess))
+        if excess[worst] > 1:
+            found.append(
+                f"{int(np.sum(excess > 1))} of {count} entries of the diagonal are off, the worst"
+                f" {self.diagonal[worst]:.3g} +- {self.diagonal_error[worst]:.2g}"
+            )
+        extreme = max(self.eigenvalues, key=lambda value: abs(value - 1))
+        if abs(extreme - 1) > max(
+            1.5 * self.eigenvalue_spread + errors * float(np.median(self.diagonal_error)),
+            _TOLERANCE_OF_ONE,
+        ):
+            found.append(f"an eigenvalue is {extreme:.3g}")
+        return "; ".join(found) or None
+
+    def summary(self) -> str:
+        """In a few words, for a progress bar."""
+        error = f" +- {self.error:.2f}" if math.isfinite(self.error) else ""
+        return f"configurational temperature {self.temperature:.2f}{error}"
+
+
+def stein_report(running: SteinSums) -> SteinReport | None:
+    """
+    :param running: the sums of a chain, or of several along a leading axis.
+    :return: the report, or None before the first sample.
+    """
+    sums: Any = jax.tree.map(np.asarray, jax.device_get(running))
+    if sums.steps.ndim == 0:
+        sums = jax.tree.map(lambda x: x[None], sums)
+    steps, samples = sums.steps.sum(), int(sums.samples.sum())
+    if steps == 0:
+        return None
+    sizes = sums.sizes[0]
+    totals = sums.batches.sum(axis=1, dtype=np.float64) + sums.current
+    diagonal = totals.sum(axis=0) / (steps * sizes)
+    complete = int(sums.samples[0] // sums.length[0])
+    # steps that were not finite are in no sum; there are few, or the run says so
+    per_batch = sums.length[0] * steps / samples
+    means = sums.batches[:, :complete].reshape(-1, diagonal.size) / (per_batch * sizes)
+    enough = samples >= _FEWEST_SAMPLES and len(means) >= _FEWEST_BATCHES
+    root = math.sqrt(max(len(means), 1))
+    error = np.average(means, axis=1, weights=sizes).std(ddof=1) / root if enough else math.inf
+    errors = means.std(axis=0, ddof=1) / root if enough else np.full(diagonal.shape, math.inf)
+    eigenvalues, spread = (math.nan, math.nan), math.nan
+    if size := sums.matrix.shape[-1]:
+        matrix = sums.matrix.sum(axis=0, dtype=np.float64) / steps
+        values = np.linalg.eigvalsh((matrix + matrix.T) / 2)
+        eigenvalues = (float(values[0]), float(values[-1]))
+        # the edge of the spectrum of a symmetric matrix of independent entries
+        spread = math.sqrt(2 * (size - 1)) * float(np.median(errors))
+    return SteinReport(
+        float(np.average(diagonal, weights=sizes)),
+        float(error),
+        diagonal,
+        errors,
+        eigenvalues,
+        spread,
+        samples,
+    )
+
+
+def advice(problem: str) -> str:
+    """What to say of a run whose Stein matrix is not the identity."""
+    return (
+        f"The draws do not have the law of the posterior: {problem} (all are 1 for correct draws,"
+        " and larger where the draws are too wide). R-hat and effective sample sizes do not show"
+        " this. Halve the step size; if the numbers stay, use larger minibatches or a longer"
+        " warm-up, or reparametrise the model."
+    )
