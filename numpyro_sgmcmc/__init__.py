@@ -12,6 +12,7 @@ from numpyro_sgmcmc.kernels import SGHMC as SGHMC
 from numpyro_sgmcmc.kernels import SGLD as SGLD
 from numpyro_sgmcmc.kernels import SGNHT as SGNHT
 from numpyro_sgmcmc.kernels import SMSUBU as SMSUBU
+from numpyro_sgmcmc.kernels import ApproximateScaleAdaptedSGHMC as ApproximateScaleAdaptedSGHMC
 from numpyro_sgmcmc.kernels import CCAdL as CCAdL
 from numpyro_sgmcmc.kernels import SGMCMCKernel as SGMCMCKernel
 from numpyro_sgmcmc.minibatch import full_data as full_data

@@ -194,9 +194,9 @@ class SteinReport(NamedTuple):
             )
         count = len(self.diagonal)
         quantile = stats.t.isf(stats.norm.sf(errors) / count, _FEWEST_BATCHES - 1)
-        excess = np.abs(self.diagonal - 1) / np.maximum(
-            quantile * self.diagonal_error, _TOLERANCE_OF_ONE
-        )
+        # a mean of few products that happens to be small has a standard error that is too small
+        error = self.diagonal_error / np.clip(self.diagonal, 0.1, 1.0)
+        excess = np.abs(self.diagonal - 1) / np.maximum(quantile * error, _TOLERANCE_OF_ONE)
         worst = int(np.argmax(excess))
         if excess[worst] > 1:
             found.append(
@@ -234,11 +234,14 @@ def stein_report(running: SteinSums) -> SteinReport | None:
     complete = int(sums.samples[0] // sums.length[0])
     # steps that were not finite are in no sum; there are few, or the run says so
     per_batch = sums.length[0] * steps / samples
-    means = sums.batches[:, :complete].reshape(-1, diagonal.size) / (per_batch * sizes)
-    enough = samples >= _FEWEST_SAMPLES and len(means) >= _FEWEST_BATCHES
-    root = math.sqrt(max(len(means), 1))
-    error = np.average(means, axis=1, weights=sizes).std(ddof=1) / root if enough else math.inf
-    errors = means.std(axis=0, ddof=1) / root if enough else np.full(diagonal.shape, math.inf)
+    batches = sums.batches[:, :complete] / (per_batch * sizes)
+    overall = np.average(batches, axis=2, weights=sizes)[:, :, None]
+    enough = samples >= _FEWEST_SAMPLES and batches.shape[0] * complete >= _FEWEST_BATCHES
+    if enough:
+        error = float(_batch_error(overall)[0])
+        errors = _batch_error(batches)
+    else:
+        error, errors = math.inf, np.full(diagonal.shape, math.inf)
     eigenvalues, spread = (math.nan, math.nan), math.nan
     if size := sums.matrix.shape[-1]:
         matrix = sums.matrix.sum(axis=0, dtype=np.float64) / steps
@@ -255,6 +258,20 @@ def stein_report(running: SteinSums) -> SteinReport | None:
         spread,
         samples,
     )
+
+
+def _batch_error(batches: np.ndarray) -> np.ndarray:
+    """
+    Standard errors of means of a series from means of its batches, shape (chains, batches, k),
+    for batches that may be shorter than the series remembers: as if their means were a
+    first-order autoregression.
+    """
+    away = batches - batches.mean(axis=(0, 1))
+    variance = np.mean(away**2, axis=(0, 1))
+    lagged = np.mean(away[:, 1:] * away[:, :-1], axis=(0, 1))
+    memory = np.clip(lagged / np.maximum(variance, 1e-30), 0.0, 0.9)
+    count = batches.shape[0] * batches.shape[1]
+    return np.sqrt(variance / (count - 1) * (1 + memory) / (1 - memory))
 
 
 def advice(problem: str) -> str:

@@ -17,6 +17,7 @@ from numpyro.handlers import seed, substitute, trace, uncondition
 from numpyro.infer import MCMC, Predictive
 from numpyro.infer.util import log_likelihood as pointwise_log_likelihood
 
+from numpyro_sgmcmc.diagnostics import SteinReport, SteinSums, advice, stein_report
 from numpyro_sgmcmc.minibatch import as_arrays
 
 #: Values of the size of (chains, draws, N) beyond this need `max_values`: 2 GB in float32.
@@ -93,6 +94,9 @@ def to_arviz(
     model, draws = mcmc.sampler.model, mcmc.get_samples(group_by_chain=True)
     _warn_if_nonfinite(mcmc)
     _warn_if_friction_is_exceeded(mcmc)
+    stein = _stein_report(mcmc)
+    if stein is not None and (problem := stein.problem()) is not None:
+        warnings.warn(advice(problem), stacklevel=2)
     sites = _full_sites(model, draws, args, kwargs)
     observed = {
         name: site
@@ -131,7 +135,7 @@ def to_arviz(
         _check_size("log_likelihood", mcmc, rows, max_values)
         terms = pointwise_log_likelihood(model, draws, *args, batch_ndims=2, **kwargs)
         _add_group(arviz, data, "log_likelihood", jax.device_get(terms), coords, all_dims)
-    data.attrs.update(_attributes(mcmc, sampling_time) | dict(attrs or {}))
+    data.attrs.update(_attributes(mcmc, stein, sampling_time) | dict(attrs or {}))
     return data
 
 
@@ -214,7 +218,14 @@ def _add_group(
         data.update(arviz.from_dict({name: values}, coords=coords, dims=dims))
 
 
-def _attributes(mcmc: MCMC, sampling_time: float | None) -> dict[str, str | int | float]:
+def _stein_report(mcmc: MCMC) -> SteinReport | None:
+    sums = getattr(mcmc.last_state, "stein", None)
+    return stein_report(sums) if isinstance(sums, SteinSums) else None
+
+
+def _attributes(
+    mcmc: MCMC, stein: SteinReport | None, sampling_time: float | None
+) -> dict[str, str | int | float]:
     found = dict(getattr(mcmc.sampler, "settings", {}))
     found |= {
         "inference_library": "numpyro_sgmcmc",
@@ -224,6 +235,15 @@ def _attributes(mcmc: MCMC, sampling_time: float | None) -> dict[str, str | int 
         "tuning_steps": mcmc.num_warmup,
         "thinning": mcmc.thinning,
     }
+    if stein is not None:
+        found |= {
+            "configurational_temperature": stein.temperature,
+            "configurational_temperature_error": stein.error,
+            "stein_diagonal_smallest": float(stein.diagonal.min()),
+            "stein_diagonal_largest": float(stein.diagonal.max()),
+            "stein_eigenvalue_smallest": stein.eigenvalues[0],
+            "stein_eigenvalue_largest": stein.eigenvalues[1],
+        }
     if sampling_time is not None:
         found["sampling_time"] = float(sampling_time)
     return found

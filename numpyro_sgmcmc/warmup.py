@@ -91,11 +91,11 @@ ACCEPTED_BIAS = 0.02
 
 def whitened_step(noise: NoiseLevel) -> float:
     """
-    The step size of a symmetric integrator: 1 where the gradient has little noise; smaller
-    by the standard deviation of the noise where it has more than the curvature, and so that
-    :math:`h^2 \\lambda \\le 1`.
+    The step size of a symmetric integrator: a half where the gradient has little noise, since
+    a posterior is not quite Gaussian; no more than one over the standard deviation of the
+    noise, and so that :math:`h^2 \\lambda \\le 1`.
     """
-    return 1 / math.sqrt(max(1.0, noise.curvature, noise.largest))
+    return 1 / math.sqrt(max(4.0, noise.curvature, noise.largest))
 
 
 class Tuning(NamedTuple):
@@ -262,7 +262,7 @@ def find_center(problem: Problem, rng_key: Array, init_strategy: Callable) -> Ga
             return posterior.loc, posterior.scale, losses[-_CENTER_STEPS // 10 :].mean()
 
         # with the same rows, so that the losses can be compared
-        centers, scales, losses = jax.vmap(one)(random.split(start_key, _CENTER_STARTS))
+        centers, scales, losses = lax.map(one, random.split(start_key, _CENTER_STARTS))
         best = jnp.nanargmin(jnp.where(jnp.isfinite(losses), losses, jnp.nan))
         return centers[best], scales[best], losses[best]
 

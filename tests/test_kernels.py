@@ -292,7 +292,8 @@ def test_state_fields(name):
             shapes = {"momentum": (4,), "score_covariance": (4,)}
             shapes["thermostat"] = (2,) if name == "SGNHT" else ()
             assert found[field].shape == (chains, 6, *shapes.get(field, ())), field
-            assert np.all(np.isfinite(found[field])), field
+            judged = name not in ("SGLD epochs", "SMSUBU") or field != "configurational_temperature"
+            assert np.all(np.isfinite(found[field]) == judged), field
         assert found["i"][0].tolist() == [4, 5, 6, 7, 8, 9]
     if "kinetic_temperature" in fields:
         np.testing.assert_allclose(

@@ -7,6 +7,9 @@ from numpyro_sgmcmc.kernels._base import SGMCMCKernel as SGMCMCKernel
 from numpyro_sgmcmc.kernels._base import SGMCMCState as SGMCMCState
 from numpyro_sgmcmc.kernels.ccadl import CCAdL as CCAdL
 from numpyro_sgmcmc.kernels.psgld import PSGLD as PSGLD
+from numpyro_sgmcmc.kernels.scale_adapted import (
+    ApproximateScaleAdaptedSGHMC as ApproximateScaleAdaptedSGHMC,
+)
 from numpyro_sgmcmc.kernels.sgfs import SGFS as SGFS
 from numpyro_sgmcmc.kernels.sghmc import SGHMC as SGHMC
 from numpyro_sgmcmc.kernels.sgld import SGLD as SGLD

@@ -5,7 +5,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 import math
 import os
@@ -105,7 +105,8 @@ class SGMCMCState(NamedTuple):
     - **warmup_steps** - number of steps of the warm-up, after which nothing adapts.
     - **configurational_temperature** - the latest sample's share of the mean of the diagonal
       of the Stein matrix (:mod:`numpyro_sgmcmc.diagnostics`): its mean over the draws is 1
-      if they are as wide as the posterior; 0 in the warm-up.
+      if they are as wide as the posterior; 0 in the warm-up, and NaN where minibatches are
+      not independent, which this cannot judge.
     - **stein** - running sums for the Stein matrix.
     - **anchor** - of the control variate, or None.
     - **tuned** - step size, friction and metric.
@@ -360,7 +361,10 @@ class SGMCMCKernel(MCMCKernel):
         self._has_warned = False
         self._check(view)
         self.check_warmup(num_warmup)
-        tuning = self._tuning_for(args, kwargs)
+        # chains that are traced all at once are not to trace the tuning too
+        traced = isinstance(rng_key, jax.core.Tracer)
+        with jax.ensure_compile_time_eval() if traced else nullcontext():
+            tuning = self._tuning_for(args, kwargs)
         with jax.ensure_compile_time_eval():
             step_size = float(self._step_size_at(jnp.asarray(0), tuning.step_size))
         if not (math.isfinite(step_size) and step_size > 0):
@@ -377,15 +381,18 @@ class SGMCMCKernel(MCMCKernel):
             z = as_arrays(init_params)
             view.check_initial_values(z, rng_key.shape[0] if batched else None, args, kwargs)
         elif tuning.start is not None:
-            draw = partial(self._draw_start, tuning=tuning, args=args, kwargs=kwargs)
-            z = (jax.vmap(draw) if batched else draw)(keys[0])
+            # in one program: one operation after the other each would be one
+            drawn = self._problem(args, kwargs).compiled(
+                lambda problem, keys: self._draw_starts(problem, tuning, keys)
+            )
+            z = drawn(keys[0])
         else:
             z = view.initial_values(keys[0], self._init_strategy, args, kwargs)
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
         start = partial(self._start, tuning=tuning, num_warmup=num_warmup)
         axes = self._axes(0, None)
-        state = (jax.vmap(start, out_axes=axes) if batched else start)(keys[1], z, keys[2])
+        state = jax.jit(jax.vmap(start, out_axes=axes) if batched else start)(keys[1], z, keys[2])
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
             self.check_start(state, args, kwargs)
         return state
@@ -418,15 +425,23 @@ class SGMCMCKernel(MCMCKernel):
             rng_key=rng_key,
         )
 
-    def _draw_start(self, rng_key: Array, *, tuning: Tuning, args: tuple, kwargs: dict) -> Values:
-        """A draw of the Gaussian that the tuning found, or its centre where that cannot start."""
-        view, problem, gaussian = self._initialised, self._problem(args, kwargs), tuning.start
+    def _draw_starts(self, problem: Problem, tuning: Tuning, rng_key: Array) -> Values:
+        """
+        A draw of the Gaussian that the tuning found, or its centre where that cannot start,
+        for a key or for each of a batch of keys.
+        """
+        gaussian, view = tuning.start, problem.view
         assert gaussian is not None
-        normal = random.normal(rng_key, gaussian.center.shape, gaussian.center.dtype)
-        drawn = problem.unravel(gaussian.values(math.sqrt(self._temperature) * normal))
-        center = problem.unravel(gaussian.center)
-        energy = view.potential(drawn, view.first_rows(), random.key(0), args, kwargs)
-        return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(energy), x, y), drawn, center)
+
+        def draw(rng_key: Array) -> Values:
+            normal = random.normal(rng_key, gaussian.center.shape, gaussian.center.dtype)
+            drawn = problem.unravel(gaussian.values(math.sqrt(self._temperature) * normal))
+            rows, key = view.first_rows(), random.key(0)
+            energy = view.potential(drawn, rows, key, problem.args, problem.kwargs)
+            center = problem.unravel(gaussian.center)
+            return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(energy), x, y), drawn, center)
+
+        return draw(rng_key) if is_prng_key(rng_key) else jax.vmap(draw)(rng_key)
 
     @staticmethod
     def _axes(chains: int | None, tuned: int | None) -> Any:
@@ -480,11 +495,10 @@ class SGMCMCKernel(MCMCKernel):
                 None, Tuning(number or math.nan, self._friction, metric or IdentityMetric())
             )
         else:
-            with jax.ensure_compile_time_eval():
-                fingerprint = _fingerprint(type(self).__name__, args, kwargs)
-                if self._tuned is not None and self._tuned[0] == fingerprint:
-                    return self._tuned[1]
-                tuning = self._find_tuning(random.key(0), args, kwargs)
+            fingerprint = _fingerprint(type(self).__name__, args, kwargs)
+            if self._tuned is not None and self._tuned[0] == fingerprint:
+                return self._tuned[1]
+            tuning = self._find_tuning(random.key(0), args, kwargs)
             return self._keep(fingerprint, tuning)
         return self._keep(None, tuning)
 
@@ -545,17 +559,22 @@ class SGMCMCKernel(MCMCKernel):
 
         def run(problem: Problem, step_size: Any, tuning: Tuning, rng_key: Array) -> SteinSums:
             args, kwargs = problem.args, problem.kwargs
-            draw = partial(self._draw_start, tuning=tuning, args=args, kwargs=kwargs)
             keys = random.split(rng_key, (3, PILOT_CHAINS))
+            z = self._draw_starts(problem, tuning, keys[1])
             start = partial(
                 self._start, tuning=tuning._replace(step_size=step_size), num_warmup=samples // 2
             )
-            axes = self._axes(0, None)
-            state = jax.vmap(start, out_axes=axes)(keys[0], jax.vmap(draw)(keys[1]), keys[2])
-            last, _ = lax.scan(
-                lambda state, _: (self._sample(state, args, kwargs), None), state, length=samples
-            )
-            return last.stein
+
+            def one(start_of: tuple[Array, Values, Array]) -> SteinSums:
+                last, _ = lax.scan(
+                    lambda state, _: (self._sample(state, args, kwargs), None),
+                    start(*start_of),
+                    length=samples,
+                )
+                return last.stein
+
+            # one after the other: a program for all at once takes twice as long to compile
+            return lax.map(one, (keys[0], z, keys[2]))
 
         compiled = problem.compiled(run)
         arrays = tuning._replace(passes={"": 0.0}, noise=None, plain_noise=None, report=None)
@@ -672,11 +691,13 @@ class SGMCMCKernel(MCMCKernel):
         )
         warmup = state.warmup_steps
         settled = (state.i >= warmup // 2) & (state.i < warmup)
+        # the noise of minibatches that are not independent is correlated with the position
+        judged = self._subsampling in INDEPENDENT
         stein, share = add_to_sums(
             center_sums(state.stein, state.z, settled),
             new.z if self.gradient_at_end else state.z,
             observed.gradient,
-            finite & (state.i >= warmup),
+            finite & (state.i >= warmup) & judged,
             self._temperature,
             self._site_of(),
         )
@@ -688,7 +709,7 @@ class SGMCMCKernel(MCMCKernel):
             minibatch_potential=minibatch_potential,
             nonfinite_steps=state.nonfinite_steps + ~finite,
             configurational_temperature=state.configurational_temperature
-            + share / self._steps_per_sample,
+            + (share / self._steps_per_sample if judged else math.nan),
             stein=stein,
         )
 

@@ -211,8 +211,10 @@ class CCAdL(MomentumKernel):
             friction = 0.5
             root = math.sqrt(friction**2 + 8 * ACCEPTED_BIAS * noise.largest / 2)
             return 4 * ACCEPTED_BIAS / (friction + root), friction
-        # the noise is dissipated exactly where it is Gaussian and its covariance constant
-        return whitened_step(noise), 0.5
+        # V is known with an error and for the average position: what is left of the noise
+        # widens a direction by up to h v / (2 A)
+        step_size = whitened_step(noise)
+        return step_size, min(max(0.7, 2.5 * step_size * noise.largest), 2.5)
 
     def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> CovarianceControlled:
         xi = jnp.asarray(friction, position.dtype)

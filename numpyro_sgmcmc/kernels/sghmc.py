@@ -314,11 +314,9 @@ class SGHMC(MomentumKernel):
         if self._estimates:
             # the friction must cover the noise with room to spare
             covered = friction / max(noise.largest, 1e-30)
-            return min(0.5 * whitened_step(noise), 0.5 * covered), friction
+            return min(whitened_step(noise), 0.5 * covered), friction
         # h v / (2 A) is the relative error of the variance
-        return min(
-            0.5 * whitened_step(noise), 2 * ACCEPTED_BIAS * friction / noise.largest
-        ), friction
+        return min(whitened_step(noise), 2 * ACCEPTED_BIAS * friction / noise.largest), friction
 
     def init_dynamics(
         self, rng_key: Array, position: Array, friction: Any

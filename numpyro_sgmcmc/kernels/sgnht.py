@@ -153,7 +153,7 @@ class SGNHT(MomentumKernel):
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         friction = 0.5
         if self._integrator == "badodab":
-            return 0.5 * whitened_step(noise), friction
+            return whitened_step(noise), friction
         # h (A + h v / 2) / 2 is the relative error of the variance
         root = math.sqrt(friction**2 + 4 * ACCEPTED_BIAS * noise.largest)
         return 4 * ACCEPTED_BIAS / (friction + root), friction

@@ -85,7 +85,7 @@ class SMSUBU(MomentumKernel):
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         # the noise cancels if a sweep is short
-        return 0.5 * whitened_step(noise), 1.0
+        return whitened_step(noise), 1.0
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, p = state.step_size, state.dynamics.momentum

@@ -1,0 +1,448 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Kernels that tune themselves: what they find, that they find it again, and what they sample."""
+
+import warnings
+
+import jax
+from jax import random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro.diagnostics import effective_sample_size
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+from numpyro.infer.initialization import init_to_uniform, init_to_value
+import optax
+import pytest
+
+from numpyro_sgmcmc import (
+    PSGLD,
+    SGFS,
+    SGHMC,
+    SGLD,
+    SGNHT,
+    SMSUBU,
+    ApproximateScaleAdaptedSGHMC,
+    CCAdL,
+    full_data,
+    gradients,
+)
+from numpyro_sgmcmc.diagnostics import stein_report
+from numpyro_sgmcmc.gradients import Anchor, ControlVariate, full_data_gradient
+from numpyro_sgmcmc.metric import DenseMetric, IdentityMetric
+from numpyro_sgmcmc.minibatch import read_model
+from numpyro_sgmcmc.warmup import Problem, Tuning
+
+RNG = np.random.default_rng(0)
+N, D = 3_000, 4
+MIXED = RNG.standard_normal((N, D - 1)) @ RNG.standard_normal((D - 1, D - 1))
+X = np.column_stack([np.ones(N), MIXED]) * np.array([1.0, 1.0, 0.1, 10.0])
+LOGITS = X @ np.array([0.5, -0.5, 1.0, 0.05])
+Y = jnp.asarray(RNG.random(N) < 1 / (1 + np.exp(-LOGITS)), jnp.float32)
+X = jnp.asarray(X, jnp.float32)
+
+
+def logistic(x, y, batch_size=100):
+    w = numpyro.sample("w", dist.Normal(0, 5).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("rows", x.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
+
+
+def run(kernel, *args, num_warmup=300, num_samples=1_000, chains=4, key=1, **options):
+    options = {"chain_method": "vectorized"} | options
+    mcmc = MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=chains,
+        progress_bar=False,
+        **options,
+    )
+    mcmc.run(random.key(key), *args)
+    jax.block_until_ready(mcmc.last_state)
+    return mcmc
+
+
+@pytest.fixture(scope="module")
+def nuts():
+    mcmc = run(NUTS(full_data(logistic)), X, Y, num_samples=2_000)
+    return np.asarray(mcmc.get_samples(True)["w"], float)
+
+
+@pytest.fixture(scope="module")
+def tuning():
+    return CCAdL(logistic, progress_bar=False).tune(random.key(0), X, Y)
+
+
+def assert_same_posterior(found, expected, bias=0.05):
+    """Means and standard deviations, up to their Monte-Carlo errors and a relative bias."""
+    found = np.asarray(found, float)
+    errors = np.sqrt(1 / effective_sample_size(found) + 1 / effective_sample_size(expected))
+    sd = expected.std((0, 1))
+    means = np.abs(found.mean((0, 1)) - expected.mean((0, 1))) / sd
+    np.testing.assert_array_less(means, 2 * bias + 3.5 * errors)
+    np.testing.assert_array_less(np.abs(found.std((0, 1)) / sd - 1), bias + 3.5 * errors / 2**0.5)
+
+
+def equal(one, other):
+    one, other = jax.tree.leaves(one), jax.tree.leaves(other)
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_is_found(tuning, nuts):
+    assert isinstance(tuning.metric, DenseMetric) and tuning.anchor is not None
+    assert tuning.step_size == 0.5 and tuning.halvings == 0 and tuning.problem is None
+    assert tuning.noise.mean < tuning.plain_noise.mean / 10
+    covariance = np.cov(nuts.reshape(-1, D).T)
+    np.testing.assert_array_less(
+        np.abs(tuning.metric.center - nuts.mean((0, 1))), 0.2 * np.sqrt(np.diag(covariance))
+    )
+    factor = np.asarray(tuning.metric.factor, float)
+    relative = np.linalg.eigvals(np.linalg.solve(covariance, factor @ factor.T)).real
+    assert np.all((relative > 0.6) & (relative < 1.6))
+    assert set(tuning.passes) == {"centre", "metric", "anchor", "noise", "pilot"}
+    assert "control variate" in str(tuning) and "passes over the data" in str(tuning)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [CCAdL, SGHMC, SGNHT, SGLD, PSGLD, SGFS, SMSUBU])
+def test_nothing_but_the_model(kernel, nuts):
+    """The same posterior as NUTS, with no argument but the model."""
+    samples = 3_000 if kernel in (CCAdL, SGNHT) else 12_000
+    mcmc = run(kernel(logistic, progress_bar=False), X, Y, num_samples=samples)
+    assert_same_posterior(mcmc.get_samples(True)["w"], nuts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("integrator", ["symmetric", "euler"])
+def test_other_integrators(integrator, nuts):
+    kernel = CCAdL(logistic, integrator=integrator, progress_bar=False)
+    assert_same_posterior(run(kernel, X, Y, num_samples=8_000).get_samples(True)["w"], nuts)
+
+
+@pytest.mark.slow
+def test_same_values_for_every_chain_method():
+    """The values do not depend on chain method, key of the run or process of the chains."""
+    found = []
+    for k, method in enumerate(["sequential", "vectorized", "parallel", jax.vmap]):
+        kernel = CCAdL(logistic, progress_bar=False)
+        mcmc = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=2, key=k, chain_method=method)
+        tuned = mcmc.last_state.tuned
+        if method != "vectorized":
+            tuned = jax.tree.map(lambda x: x[0], tuned)
+        found.append((tuned, kernel.tuning._replace(report=None)))
+    assert all(equal(found[0], other) for other in found[1:])
+    again = CCAdL(logistic, progress_bar=False).tune(random.key(0), X, Y)
+    assert equal(found[0][1], again._replace(report=None))
+    other = CCAdL(logistic, progress_bar=False).tune(random.key(1), X, Y)
+    assert not equal(again.metric, other.metric)
+
+
+def test_tuned_once_for_the_same_data(tuning):
+    kernel = CCAdL(logistic, tuning=tuning)
+    run(kernel, X, Y, num_warmup=2, num_samples=2)
+    assert kernel.tuning == tuning
+    kernel = SGLD(logistic, gradient="control_variate", step_size=1e-4, progress_bar=False)
+    first = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=1)
+    found = kernel.tuning
+    run(kernel, X, Y, num_warmup=2, num_samples=2, chains=1)
+    assert kernel.tuning is found
+    first.run(random.key(0), X[:2_900], Y[:2_900])
+    assert kernel.tuning is not found
+
+
+def test_chains_start_from_different_places(tuning):
+    mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_warmup=1, num_samples=1, chains=50)
+    first = mcmc.get_samples(True)["w"][:, 0]
+    z = jax.vmap(tuning.metric.coordinates)(first)
+    assert 0.7 < float(z.std()) < 1.3
+
+
+def test_given_values_are_kept(tuning):
+    kernel = CCAdL(logistic, step_size=0.25, friction=2.0, tuning=tuning)
+    state = run(kernel, X, Y, num_warmup=2, num_samples=2).last_state
+    assert state.tuned.step_size == 0.25 and state.tuned.friction == 2.0
+    assert kernel.settings["step_size"] == 0.25 and kernel.settings["metric"] == "dense"
+    assert kernel.settings["gradient"] == "control_variate"
+
+
+class Model:
+    """The potential of a model with its data."""
+
+    def __init__(self, model, *args):
+        self.view = read_model(model, init_to_uniform, args, {})
+        self.problem = Problem(self.view, args, {})
+        self.potential = self.problem.potential(IdentityMetric())
+        size = self.view.dimension
+        self.point, self.other = (
+            self.problem.unravel(0.3 * random.normal(random.key(k), (size,))) for k in (1, 2)
+        )
+
+    def gradient(self, potential, values, rows):
+        """The gradient on some rows of the only plate, as a vector."""
+        slope = jax.grad(potential)(values, {"rows": rows}, random.key(0))
+        return ravel_pytree(slope)[0]
+
+
+def nested(x):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("columns", x.shape[1], subsample_size=2) as j:
+        with numpyro.plate("rows", x.shape[0], subsample_size=10) as i:
+            numpyro.sample("x", dist.StudentT(3.0, mean * (1 + j), 1.0), obs=x[i][:, j])
+
+
+@pytest.mark.parametrize("chunk", [10**6, 1_000, 700, 7])
+def test_one_pass_over_the_data(chunk, monkeypatch):
+    """In chunks that divide the rows and that do not, it is the potential of all data."""
+    monkeypatch.setattr(gradients, "_CHUNK", chunk)
+    for model, args in ((logistic, (X, Y)), (nested, (X[:50],))):
+        found = Model(model, *args)
+        value, gradient = jax.jit(
+            lambda z: full_data_gradient(found.potential, found.view.plates, z, random.key(0))
+        )(found.point)
+        rows = {plate.name: jnp.arange(plate.size) for plate in found.view.plates}
+        expected = jax.value_and_grad(found.potential)(found.point, rows, random.key(0))
+        np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected[1]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-2)
+
+
+def controlled(found):
+    anchor = Anchor(
+        found.other,
+        *full_data_gradient(found.potential, found.view.plates, found.other, random.key(0)),
+    )
+    return ControlVariate(found.potential, anchor)
+
+
+def test_control_variate_is_unbiased():
+    """Over a partition of the data its mean is the potential of all data, with its gradient."""
+    found = Model(logistic, X, Y)
+    potential = controlled(found)
+    batches = jnp.arange(N).reshape(-1, 100)
+    values, slopes = jax.vmap(
+        lambda rows: jax.value_and_grad(potential)(found.point, {"rows": rows}, random.key(0))
+    )(batches)
+    whole = jax.value_and_grad(found.potential)(found.point, {"rows": jnp.arange(N)}, random.key(0))
+    np.testing.assert_allclose(values.mean(), whole[0], rtol=1e-5)
+    np.testing.assert_allclose(slopes["w"].mean(0), whole[1]["w"], rtol=1e-3, atol=0.05)
+    energy, terms = potential.with_row_terms(found.point, {"rows": batches[0]}, random.key(0))
+    assert energy == pytest.approx(float(values[0]), rel=1e-5)
+    # what the rows contribute is all that depends on them
+    assert energy + terms["rows"].sum() == pytest.approx(
+        float(values[1])
+        + float(
+            potential.with_row_terms(found.point, {"rows": batches[1]}, random.key(0))[1][
+                "rows"
+            ].sum()
+        ),
+        rel=1e-4,
+    )
+
+
+def test_no_noise_at_the_anchor_or_for_gaussians():
+    found = Model(logistic, X, Y)
+    potential = controlled(found)
+    batches = jnp.arange(N).reshape(-1, 100)
+    slopes = jax.vmap(lambda rows: found.gradient(potential, found.other, rows))(batches)
+    np.testing.assert_allclose(slopes, slopes[:1].repeat(30, 0), rtol=1e-3, atol=0.5)
+
+    def mean(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+    found = Model(mean, X[:, 1])
+    spread, plain = (
+        jax.vmap(lambda rows, u=u: found.gradient(u, found.point, rows))(batches).std()
+        for u in (controlled(found), found.potential)
+    )
+    assert spread < 1e-4 * plain
+
+
+@pytest.mark.parametrize("gradient", ["minibatch", "control_variate"])
+def test_law_with_a_control_variate(gradient):
+    """SGLD of a Gaussian mean: without noise exactly 1 / (1 - h lambda / 2) times the variance."""
+
+    def mean(y):
+        prior = dist.ImproperUniform(dist.constraints.real_vector, (), (y.shape[1],))
+        mu = numpyro.sample("mu", prior)
+        with numpyro.plate("rows", len(y), subsample_size=50) as i:
+            numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+    y = random.normal(random.key(0), (500, 200))
+    found = Model(mean, y)
+    anchor = controlled(found).anchor if gradient == "control_variate" else None
+    h = 0.2 / 500
+    tuning = Tuning(h, None, IdentityMetric(), anchor=anchor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc = run(SGLD(mean, tuning=tuning), y, num_samples=4_000, chains=1)
+    squares = (np.asarray(mcmc.get_samples(True)["mu"], float) - np.asarray(y.mean(0))) ** 2 * 500
+    series = squares.mean(-1)
+    error = series.std() / effective_sample_size(series) ** 0.5
+    law = 1 / (1 - 0.1)
+    if gradient == "control_variate":
+        assert error < 0.01 and abs(series.mean() - law) < 3.5 * error
+    else:  # the negative control: the noise of these minibatches
+        assert series.mean() - law > 10 * error
+
+
+def test_law_in_a_metric():
+    """In the coordinates of the metric the law is that of unit precision."""
+
+    def mean(y):
+        prior = dist.ImproperUniform(dist.constraints.real_vector, (), (y.shape[1],))
+        mu = numpyro.sample("mu", prior)
+        numpyro.factor("y", -0.5 * jnp.sum((mu / SCALES) ** 2) * jnp.ones(()) + 0 * y.sum())
+
+    SCALES = jnp.asarray(np.repeat([0.01, 1.0, 30.0], 100), jnp.float32)
+    y = jnp.zeros((2, 300))
+    for metric in (SCALES**2, np.diag(SCALES**2)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mcmc = run(SGLD(mean, step_size=0.2, metric=metric), y, num_samples=4_000, chains=1)
+        squares = np.asarray(mcmc.get_samples(True)["mu"] / SCALES, float) ** 2
+        for part in np.split(squares, 3, axis=-1):
+            series = part.mean(-1)
+            error = series.std() / effective_sample_size(series) ** 0.5
+            assert error < 0.02 and abs(series.mean() - 1 / 0.9) < 3.5 * error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain_method", ["vectorized", "sequential"])
+def test_the_anchor_moves_on_request(chain_method, tuning):
+    options = {"tuning": tuning, "gradient": "control_variate"}
+    state = run(
+        CCAdL(logistic, **options), X, Y, num_samples=30, chain_method=chain_method
+    ).last_state
+    center = tuning.anchor.values["w"]
+    assert np.array_equal(state.anchor.values["w"], jnp.stack([center] * 4))
+    kernel = CCAdL(logistic, refresh_every=0.5, **options)  # 15 steps of 100 of 3,000 rows
+    mcmc = MCMC(
+        kernel,
+        num_warmup=0,
+        num_samples=31,
+        num_chains=4,
+        chain_method=chain_method,
+        progress_bar=False,
+    )
+    mcmc.run(random.key(1), X, Y)
+    anchor, draws = mcmc.last_state.anchor, mcmc.get_samples(True)["w"]
+    # before the 31st step, so at the 30th draw
+    np.testing.assert_allclose(anchor.values["w"], draws[:, 29], rtol=1e-5)
+    found = Model(logistic, X, Y)
+    one = jax.tree.map(lambda x: x[2], anchor)
+    rows = {"rows": jnp.arange(N)}
+    energy, slope = jax.value_and_grad(found.potential)(one.values, rows, random.key(0))
+    assert one.potential == pytest.approx(float(energy), rel=1e-5)
+    np.testing.assert_allclose(one.gradient["w"], slope["w"], rtol=1e-3, atol=0.5)
+
+
+@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoMultivariateNormal])
+def test_metric_of_a_fitted_guide(guide):
+    guide = guide(full_data(logistic))
+    svi = SVI(full_data(logistic), guide, optax.adam(0.01), Trace_ELBO())
+    params = svi.run(random.key(0), 300, X, Y, progress_bar=False).params
+    kernel = SGLD(logistic, step_size=1e-3, metric=(guide, params))
+    run(kernel, X, Y, num_warmup=2, num_samples=2)
+    metric = kernel.tuning.metric
+    posterior = guide.get_posterior(params)
+    np.testing.assert_allclose(
+        np.diag(metric.factor @ metric.factor.T), posterior.variance, rtol=0.25
+    )
+    np.testing.assert_allclose(
+        (metric.center - posterior.mean) / posterior.variance**0.5, 0, atol=0.15
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": np.ones(3)}, r"`metric` has shape \(3,\), but the model has 4 unconstrained"),
+        ({"metric": "full"}, "`metric` must be one of 'identity', 'diagonal', 'dense'"),
+        ({"metric": np.array(["a"])}, "`metric` must be an array of variances"),
+        ({"gradient": "full"}, "`gradient` must be one of 'auto', 'minibatch', 'control_variate'"),
+        ({"refresh_every": 1.0}, "needs gradient='control_variate', but gradient='auto'"),
+        ({"tuning": {"step_size": 1.0}}, r"`tuning` must be the result of `kernel.tune\(...\)`"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        run(SGLD(logistic, step_size=1e-4, **options), X, Y, num_warmup=2, num_samples=2)
+
+
+def test_traced_data_cannot_be_tuned_to():
+    kernel = CCAdL(logistic, progress_bar=False)
+    with pytest.raises(ValueError, match="cannot tune itself inside `jit`"):
+        jax.jit(lambda x: kernel.init(random.key(0), 1, None, (x, Y), {}).z)(X)
+
+
+def test_no_centre():
+    def bad(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.factor("y", jnp.sqrt(-jnp.abs(mu - 1.0)) * y[i])
+
+    with pytest.raises(ValueError, match="finite"):
+        CCAdL(bad, init_strategy=init_to_value(values={"mu": 1.0}), progress_bar=False).tune(
+            random.key(0), jnp.ones(50)
+        )
+
+
+@pytest.mark.slow
+def test_warns_of_bad_runs_and_only_of_them(tuning):
+    """Too large a step, a wrong metric, two modes: found out. Fifty good seeds: silence."""
+    mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_samples=2_000, chains=50)
+    sums = mcmc.last_state.stein
+    reports = [stein_report(jax.tree.map(lambda x, k=k: x[k], sums)) for k in range(50)]
+    assert [r.problem() for r in reports] == [None] * 50
+
+    with pytest.warns(UserWarning, match="do not have the law of the posterior"):
+        plain = tuning._replace(anchor=None, step_size=10 * tuning.step_size)
+        run(SGHMC(logistic, tuning=plain._replace(step_size=1.0)), X, Y, num_samples=2_000)
+    wrong = tuning.metric._replace(factor=jnp.eye(D), inverse=jnp.eye(D))
+    with pytest.warns(UserWarning, match="do not have the law of the posterior"):
+        run(CCAdL(logistic, tuning=tuning._replace(metric=wrong)), X, Y, num_samples=2_000)
+
+
+def test_scale_adapted_law():
+    """Frozen after the warm-up, it is Euler's SGHMC with a step size for each coordinate."""
+    scales = jnp.asarray(np.repeat([0.2, 5.0], 100), jnp.float32)
+
+    def gaussian(y):
+        prior = dist.ImproperUniform(dist.constraints.real_vector, (), (200,))
+        theta = numpyro.sample("theta", prior)
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.factor("y", -0.5 * jnp.sum(((theta - y[i]) / scales) ** 2, -1) / len(y))
+
+    y = random.normal(random.key(0), (100, 200)) * scales * 20
+    y = y - y.mean(0)
+    kernel = ApproximateScaleAdaptedSGHMC(gaussian, 0.4, 0.4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcmc = run(kernel, y, num_warmup=3_000, num_samples=12_000, chains=1)
+    state = jax.tree.map(lambda x: x[0] if x.ndim and x.shape[0] == 1 else x, mcmc.last_state)
+    s2 = np.asarray(state.dynamics.mean_square).reshape(-1) ** -0.5
+    precision = np.asarray(scales) ** -2
+    variance = np.asarray(y).var(0, ddof=1) * precision**2 / 10 * (1 - 10 / 100)
+    h, alpha = 0.4, 0.4
+    # Chen et al.'s law with eta = h^2 s^2 and precision lambda; noise of variance v
+    eta = h**2 * s2
+    law = (1 + eta * variance / (2 * alpha)) / (1 - eta * precision / (2 * (2 - alpha)))
+    draws = np.asarray(mcmc.get_samples(True)["theta"], float)
+    ratio = draws**2 * precision / law
+    for part in np.split(ratio, 2, axis=-1):
+        series = part.mean(-1)
+        error = series.std() / effective_sample_size(series) ** 0.5
+        assert error < 0.02 and abs(series.mean() - 1) < 3.5 * error
+    assert law.min() > 1.05
+
+
+def test_scale_adapted_needs_a_warmup():
+    with pytest.raises(ValueError, match="finds its scales in the warm-up"):
+        run(ApproximateScaleAdaptedSGHMC(logistic), X, Y, num_warmup=0)
