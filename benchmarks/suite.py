@@ -63,6 +63,7 @@ def reference(name, case, cache):
                 inverse_mass_matrix=metric.factor @ metric.factor.T,
                 adapt_mass_matrix=False,
                 dense_mass=True,
+                max_tree_depth=7,
             ),
             num_warmup=500,
             num_samples=5_000,

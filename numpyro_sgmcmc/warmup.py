@@ -55,7 +55,11 @@ from numpyro_sgmcmc.subsampling import SCHEMES, finite_population_factor
 #: The metric is a full matrix up to this many parameters, diagonal above.
 DENSE_BY_DEFAULT = 500
 
-_CENTER_STARTS, _CENTER_STEPS, _LEARNING_RATE = 4, 2_000, 0.05
+_CENTER_STARTS, _CENTER_STEPS, _LEARNING_RATE = 6, 2_000, 0.05
+
+#: A mode matters if its potential is less than this above that of the best, and is another one
+#: if there is this much more on the way.
+_FAR_ABOVE, _BARRIER = 10.0, 5.0
 
 #: Draws of the Gaussian, in pairs of opposite sign, and rows for each parameter of its Hessian.
 _DRAWS, _ROWS_FOR_EACH = 8, 40
@@ -112,6 +116,7 @@ class Tuning(NamedTuple):
     - **passes** - the cost in passes over the data, by phase: gradients of all rows.
     - **halvings** - how often the pilot halved the step size.
     - **report** - the Stein matrix of the last pilot.
+    - **multimodal** - whether the searches for the centre ended in different modes.
     """
 
     step_size: float
@@ -124,11 +129,14 @@ class Tuning(NamedTuple):
     passes: dict[str, float] = {}
     halvings: int = 0
     report: SteinReport | None = None
+    multimodal: bool = False
 
     @property
     def problem(self) -> str | None:
-        """What was wrong with the last pilot, or None."""
-        return None if self.report is None else self.report.problem()
+        """What was wrong with the last pilot or the search for the centre, or None."""
+        found = ["the posterior has several modes"] if self.multimodal else []
+        pilot = None if self.report is None else self.report.problem()
+        return "; ".join(found + ([pilot] if pilot else [])) or None
 
     def __str__(self) -> str:
         lines = [f"step size {self.step_size:.3g}"]
@@ -145,7 +153,9 @@ class Tuning(NamedTuple):
             phases = ", ".join(f"{name} {cost:.3g}" for name, cost in self.passes.items())
             lines.append(f"{sum(self.passes.values()):.3g} passes over the data: {phases}")
         if self.report is not None:
-            lines.append(f"pilot: {self.problem or self.report.summary()}")
+            lines.append(f"pilot: {self.report.problem() or self.report.summary()}")
+        if self.multimodal:
+            lines.append("several modes, of which the chains see one")
         return "\n".join(lines)
 
 
@@ -217,11 +227,13 @@ class Gaussian(NamedTuple):
     - **metric** - centre :math:`c` and factor :math:`L`.
     - **curvature** - the largest eigenvalue of the Hessian in its coordinates.
     - **passes** - the cost in passes over the data.
+    - **multimodal** - whether searches from different starts ended in different modes.
     """
 
     metric: DiagonalMetric | DenseMetric
     curvature: float
     passes: float
+    multimodal: bool = False
 
 
 def find_center(problem: Problem, rng_key: Array, init_strategy: Callable) -> Gaussian:
@@ -235,14 +247,14 @@ def find_center(problem: Problem, rng_key: Array, init_strategy: Callable) -> Ga
             - \\sum_j \\log s_j,
 
     by 2,000 steps of Adam on minibatches, with a learning rate that falls from 0.05 to 0: the
-    best of four searches from different starts, since some models have poor local optima.
+    best of six searches from different starts, since some models have poor local optima.
 
     :param problem: the model with its data.
     :param rng_key: a random key.
     :param init_strategy: where the search starts, a per-site initialization function."""
     schedule = optax.cosine_decay_schedule(_LEARNING_RATE, _CENTER_STEPS)
 
-    def run(problem: Problem, rng_key: Array) -> tuple[Array, Array, Array]:
+    def run(problem: Problem, rng_key: Array) -> tuple[Array, ...]:
         start_key, rows_key = random.split(rng_key)
 
         def one(init_key: Array) -> tuple[Array, Array, Array]:
@@ -264,9 +276,10 @@ def find_center(problem: Problem, rng_key: Array, init_strategy: Callable) -> Ga
         # with the same rows, so that the losses can be compared
         centers, scales, losses = lax.map(one, random.split(start_key, _CENTER_STARTS))
         best = jnp.nanargmin(jnp.where(jnp.isfinite(losses), losses, jnp.nan))
-        return centers[best], scales[best], losses[best]
+        energies = _energies_between(problem, centers, best)
+        return centers[best], scales[best], losses[best], energies
 
-    center, scale, loss = problem.compiled(run)(rng_key)
+    center, scale, loss, energies = problem.compiled(run)(rng_key)
     if not (np.all(np.isfinite(center)) and np.isfinite(loss)):
         raise ValueError(
             "Tuning found no centre: variational inference with an AutoDiagonalNormal guide did not"
@@ -274,8 +287,28 @@ def find_center(problem: Problem, rng_key: Array, init_strategy: Callable) -> Ga
             " `init_strategy=init_to_value(...)`, standardise the data, or give `step_size` and"
             " `friction` yourself."
         )
-    passes = _CENTER_STARTS * _CENTER_STEPS * problem.minibatch_share
-    return Gaussian(DiagonalMetric(center, scale), math.nan, passes)
+    passes = _CENTER_STARTS * (_CENTER_STEPS * problem.minibatch_share + 5)
+    several = _are_modes(np.asarray(energies))
+    return Gaussian(DiagonalMetric(center, scale), math.nan, passes, several)
+
+
+def _energies_between(problem: Problem, centers: Array, best: Array) -> Array:
+    """The potential of all data on the way from the best centre to each of the others."""
+    potential, view = problem.potential(IdentityMetric()), problem.view
+
+    def at(point: Array) -> Array:
+        return full_data_gradient(potential, view.plates, problem.unravel(point), random.key(0))[0]
+
+    way = jnp.linspace(0, 1, 5)[:, None, None]
+    points = centers[best] + way * (centers - centers[best])
+    return lax.map(at, points.reshape(-1, points.shape[-1])).reshape(5, -1)
+
+
+def _are_modes(energies: np.ndarray) -> bool:
+    """Whether one of the other centres is as good as the best one, with a barrier between."""
+    higher = energies[-1] - energies[0]
+    barrier = energies[1:-1].max(axis=0) - np.maximum(energies[0], energies[-1])
+    return bool(np.any((higher < _FAR_ABOVE) & (barrier > _BARRIER)))
 
 
 def find_metric(problem: Problem, rng_key: Array, start: Gaussian) -> Gaussian:
@@ -514,7 +547,7 @@ def find_tuning(
     passes: dict[str, float] = {}
     report("centre")
     gaussian = find_center(problem, center_key, choices.init_strategy)
-    passes["centre"] = gaussian.passes
+    passes["centre"], multimodal = gaussian.passes, gaussian.multimodal
     if problem.view.dimension <= DENSE_BY_DEFAULT or choices.metric == "dense":
         report("metric")
         gaussian = find_metric(problem, metric_key, gaussian)
@@ -543,6 +576,7 @@ def find_tuning(
         noise,
         plain,
         passes,
+        multimodal=multimodal,
     )
     if choices.step_size is not None:
         return tuning
@@ -559,7 +593,7 @@ def find_tuning(
             * (1 if anchor is None else 2)
         )
         tuning = tuning._replace(halvings=halvings, report=found)
-        if tuning.problem is None or halvings == _HALVINGS:
+        if found is None or found.problem() is None or halvings == _HALVINGS:
             return tuning
         tuning = tuning._replace(step_size=tuning.step_size / 2)
     return tuning

@@ -96,6 +96,7 @@ def equal(one, other):
 def test_what_is_found(tuning, nuts):
     assert isinstance(tuning.metric, DenseMetric) and tuning.anchor is not None
     assert tuning.step_size == 0.5 and tuning.halvings == 0 and tuning.problem is None
+    assert not tuning.multimodal
     assert tuning.noise.mean < tuning.plain_noise.mean / 10
     covariance = np.cov(nuts.reshape(-1, D).T)
     np.testing.assert_array_less(
@@ -408,6 +409,20 @@ def test_warns_of_bad_runs_and_only_of_them(tuning):
     wrong = tuning.metric._replace(factor=jnp.eye(D), inverse=jnp.eye(D))
     with pytest.warns(UserWarning, match="do not have the law of the posterior"):
         run(CCAdL(logistic, tuning=tuning._replace(metric=wrong)), X, Y, num_samples=2_000)
+
+
+def test_warns_of_several_modes():
+    def squared(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        with numpyro.plate("rows", len(y), subsample_size=50) as i:
+            numpyro.sample("y", dist.Normal(mu**2, 1), obs=y[i])
+
+    y = 1 + random.normal(random.key(0), (1_000,))
+    with pytest.warns(UserWarning, match="several modes"):
+        # of six searches at least one has to end in the other mode: 31 of 32 keys
+        tuning = CCAdL(squared, progress_bar=False).tune(random.key(1), y)
+    assert tuning.multimodal and "modes" in tuning.problem and "modes" in str(tuning)
+    assert abs(abs(tuning.metric.center[0]) - 1) < 0.1
 
 
 def test_scale_adapted_law():

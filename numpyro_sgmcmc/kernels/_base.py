@@ -277,7 +277,6 @@ class SGMCMCKernel(MCMCKernel):
         :return: the state with new ``z`` and ``dynamics``, and the observation of the gradient.
         """
 
-    @abstractmethod
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         """
         Step size and friction for coordinates in which the curvature is 1.
@@ -285,6 +284,10 @@ class SGMCMCKernel(MCMCKernel):
         :param noise: the noise of the gradient in these coordinates.
         :return: a step size, and a friction or None.
         """
+        raise ValueError(
+            f"{type(self).__name__} does not say which step size it needs (it has no method"
+            " `suggest`): give `step_size`."
+        )
 
     @property
     def gradient_at_end(self) -> bool:
@@ -525,9 +528,19 @@ class SGMCMCKernel(MCMCKernel):
         choices = Choices(number, self._friction, metric, self._gradient_kind, self._init_strategy)
         problem = self._problem(args, kwargs)
         with tuning_bar(self._progress_bar) as report:
-            return find_tuning(
+            tuning = find_tuning(
                 problem, rng_key, choices, self.suggest, partial(self._pilot, problem), report
             )
+        if tuning.multimodal:
+            warnings.warn(
+                "The posterior has several modes (searches from different starts ended in"
+                " different ones, with a barrier between): the chains will see one of them. Break a"
+                " symmetry of the model, or take the draws for predictions only.",
+                stacklevel=2,
+            )
+        if tuning.report is not None and (problem_found := tuning.report.problem()):
+            warnings.warn(f"After tuning: {advice(problem_found)}", stacklevel=2)
+        return tuning
 
     @property
     def _friction_is_known(self) -> bool:

@@ -102,9 +102,9 @@ class CCAdL(MomentumKernel):
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`. At least one
         plate must have a ``subsample_size``.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
-        schedule.
+        schedule; None is tuned.
     :param float friction: :math:`A`, the strength of the added noise and the initial
-        thermostat :math:`\\xi_0`, per unit of time.
+        thermostat :math:`\\xi_0`, per unit of time; None is tuned.
     :param str integrator: ``"nogin"``, ``"symmetric"`` or ``"euler"``.
     :param float thermal_mass: :math:`\\mu`; larger is slower to adapt and fluctuates less. The
         paper has 1 in this convention (its :math:`\\mu = d`). None is 10, and more for fewer
@@ -125,6 +125,8 @@ class CCAdL(MomentumKernel):
     :param str subsampling: ``"without_replacement"`` or ``"with_replacement"``.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
+    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
+        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**

@@ -69,7 +69,7 @@ class PSGLD(SGMCMCKernel):
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior variance times a gradient,
-        or a schedule.
+        or a schedule; None is tuned.
     :param float damping: keeps :math:`G` finite where the gradients vanish, in units of the
         gradient.
     :param int window: number of steps over which squares are averaged.
@@ -79,6 +79,8 @@ class PSGLD(SGMCMCKernel):
     :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
+    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
+        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**

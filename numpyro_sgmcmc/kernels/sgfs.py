@@ -49,8 +49,8 @@ class SGFS(SGMCMCKernel):
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`. At least one
         plate must have a ``subsample_size``.
-    :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule;
-        in the paper's letters :math:`B = I` and :math:`\\epsilon = 2 h`.
+    :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule; None
+        is tuned. In the paper's letters :math:`B = I` and :math:`\\epsilon = 2 h`.
     :param str covariance: how :math:`\\hat M` is held; see :class:`CCAdL`.
     :param str estimator: how it is observed; see :class:`CCAdL`.
     :param window: number of steps over which it is averaged; see :class:`CCAdL`.
@@ -59,6 +59,8 @@ class SGFS(SGMCMCKernel):
     :param str subsampling: ``"without_replacement"`` or ``"with_replacement"``.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
+    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
+        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**

@@ -93,8 +93,8 @@ class SGHMC(MomentumKernel):
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
-        schedule.
-    :param float friction: friction :math:`A`, per unit of time.
+        schedule; None is tuned.
+    :param float friction: friction :math:`A`, per unit of time; None is tuned.
     :param str integrator: ``"aboba"``, ``"baoab"``, ``"obabo"`` or ``"euler"``.
     :param noise_variance: :math:`\\hat V`: a number; for each latent site an array that
         broadcasts to its unconstrained shape; or ``"estimated"`` from the minibatches. In the
@@ -111,6 +111,8 @@ class SGHMC(MomentumKernel):
         ``noise_variance``, ``"without_replacement"`` or ``"with_replacement"``.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
+    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
+        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**

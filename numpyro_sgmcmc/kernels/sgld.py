@@ -50,7 +50,8 @@ class SGLD(SGMCMCKernel):
     :math:`(1 + h^2 v^2 / 16) / (1 - h \\lambda / 2)`.
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
-    :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule.
+    :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule; None
+        is tuned.
     :param bool modified: correct for the noise of the minibatch to first order.
     :param str covariance: how :math:`\\hat V` is held; see :class:`CCAdL`.
     :param str estimator: how it is observed; see :class:`CCAdL`.
@@ -60,6 +61,8 @@ class SGLD(SGMCMCKernel):
     :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
+    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
+        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**

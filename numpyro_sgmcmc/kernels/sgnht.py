@@ -78,9 +78,9 @@ class SGNHT(MomentumKernel):
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
-        schedule.
+        schedule; None is tuned.
     :param float friction: :math:`A`, the strength of the added noise and the initial
-        friction :math:`\\xi_0`, per unit of time.
+        friction :math:`\\xi_0`, per unit of time; None is tuned.
     :param str integrator: ``"badodab"`` or ``"euler"``.
     :param str thermostats: ``"one"``, or one for each ``"site"`` or ``"coordinate"``, which
         sees the kinetic energy of its own coordinates.
@@ -90,6 +90,8 @@ class SGNHT(MomentumKernel):
     :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
+    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
+        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**

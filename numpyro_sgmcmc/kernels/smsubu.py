@@ -37,12 +37,14 @@ class SMSUBU(MomentumKernel):
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`. At least one
         plate must have a ``subsample_size``, and it must divide the size of the plate.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
-        schedule.
-    :param float friction: friction :math:`A`, per unit of time.
+        schedule; None is tuned.
+    :param float friction: friction :math:`A`, per unit of time; None is tuned.
     :param float temperature: temperature :math:`T`.
     :param str subsampling: how rows are drawn; the method has ``"symmetric_sweeps"``.
     :param int steps_per_sample: number of steps between two samples.
     :param init_strategy: a per-site initialization function of NumPyro.
+    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
+        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
