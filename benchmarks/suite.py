@@ -61,11 +61,10 @@ def reference(name, case, cache):
             NUTS(
                 full_data(case.model),
                 inverse_mass_matrix=metric.factor @ metric.factor.T,
-                adapt_mass_matrix=False,
                 dense_mass=True,
-                max_tree_depth=7,
+                max_tree_depth=8,
             ),
-            num_warmup=500,
+            num_warmup=1_000,
             num_samples=5_000,
             num_chains=2,
             chain_method="sequential",

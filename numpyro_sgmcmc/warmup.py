@@ -434,54 +434,43 @@ def _moved(best: tuple, length: float) -> tuple[np.ndarray, np.ndarray]:
     return moved, factor @ ((vectors * scale) @ vectors.T)
 
 
-def find_anchor(problem: Problem, center: Array) -> Anchor:
-    """
-    The potential of all data and its gradient at a point, by one pass over the data.
-
-    :param problem: the model with its data.
-    :param center: the point, a flat vector of unconstrained values.
-    """
-
-    def whole(problem: Problem, center: Array) -> Anchor:
-        values = problem.unravel(center)
-        return anchor_at(problem.potential(IdentityMetric()), problem.view, values)
-
-    return problem.compiled(whole)(center)
-
-
 def anchor_at(potential: Potential, view: MinibatchModel, values: Values) -> Anchor:
     """The anchor at some values, inside a compiled program."""
     return Anchor(values, *full_data_gradient(potential, view.plates, values, random.key(0)))
 
 
 def measure_noise(
-    problem: Problem, rng_key: Array, gaussian: Gaussian, metric: Metric, anchor: Anchor | None
-) -> tuple[NoiseLevel, NoiseLevel | None]:
+    problem: Problem, rng_key: Array, gaussian: Gaussian, metric: Metric, controlled: bool
+) -> tuple[NoiseLevel, NoiseLevel | None, Anchor | None]:
     """
     The variance of the gradient's noise in the coordinates of a metric, the mean over 64
-    draws of the Gaussian: of plain minibatches, and with a control variate.
+    draws of the Gaussian: of plain minibatches, and with a control variate whose anchor is the
+    centre, which takes a pass over all data.
 
     :param problem: the model with its data.
     :param rng_key: a random key.
     :param gaussian: an approximation of the posterior.
     :param metric: the metric of the sampler.
-    :param anchor: of the control variate, or None.
+    :param bool controlled: whether to look at a control variate.
+    :return: the noise of plain minibatches, and with the control variate, and its anchor.
     """
     factors = {
         plate.name: finite_population_factor(problem.subsampling, plate.size, plate.subsample_size)
         for plate in problem.view.plates
     }
 
-    def run(problem: Problem, anchor: Anchor | None, gaussian: Gaussian, metric: Metric) -> Any:
-        center = gaussian.metric.center
+    def run(problem: Problem, draws: DiagonalMetric | DenseMetric, metric: Metric) -> Any:
+        center, anchor = draws.center, None
         kinds = [problem.potential(metric)]
-        if anchor is not None:
+        if controlled:
+            plain = problem.potential(IdentityMetric())
+            anchor = anchor_at(plain, problem.view, problem.unravel(center))
             kinds.append(problem.potential(metric, anchor))
 
         def one(total: Any, key: Array) -> Any:
             point_key, rows_key, model_key = random.split(key, 3)
             normal = random.normal(point_key, center.shape, center.dtype)
-            point = metric.coordinates(gaussian.metric.values(normal))
+            point = metric.coordinates(draws.values(normal))
             rows = problem.rows(rows_key)
             seen = [
                 sub_batch_gradient(kind, rows, model_key, factors, Diagonal())(point).noise
@@ -491,13 +480,11 @@ def measure_noise(
 
         zeros = [jnp.zeros_like(center) for _ in kinds]
         total, _ = lax.scan(one, zeros, random.split(rng_key, _NOISE_DRAWS))
-        return [variances / _NOISE_DRAWS for variances in total]
+        return [variances / _NOISE_DRAWS for variances in total], anchor
 
-    found = [
-        NoiseLevel(float(variances.mean()), float(variances.max()), gaussian.curvature)
-        for variances in problem.compiled(run)(anchor, gaussian, metric)
-    ]
-    return found[0], found[1] if len(found) > 1 else None
+    variances, anchor = problem.compiled(run)(gaussian.metric, metric)
+    levels = [NoiseLevel(float(v.mean()), float(v.max()), gaussian.curvature) for v in variances]
+    return levels[0], levels[1] if controlled else None, anchor
 
 
 class Choices(NamedTuple):
@@ -554,12 +541,9 @@ def find_tuning(
         passes["metric"] = gaussian.passes
     metric = _chosen(choices.metric, gaussian.metric)
     report("noise")
-    anchor = None
-    if choices.gradient != "minibatch" and problem.view.plates:
-        anchor = find_anchor(problem, gaussian.metric.center)
-        passes["anchor"] = 1.0
-    plain, controlled = measure_noise(problem, noise_key, gaussian, metric, anchor)
-    passes["noise"] = _NOISE_DRAWS * problem.minibatch_share * (1 if anchor is None else 3)
+    controls = choices.gradient != "minibatch" and bool(problem.view.plates)
+    plain, controlled, anchor = measure_noise(problem, noise_key, gaussian, metric, controls)
+    passes["noise"] = controls + _NOISE_DRAWS * problem.minibatch_share * (3 if controls else 1)
     noise = plain
     if controlled is not None:
         if choices.gradient == "control_variate" or controlled.mean < plain.mean / 2:
