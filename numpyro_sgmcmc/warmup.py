@@ -483,8 +483,24 @@ def measure_noise(
         return [variances / _NOISE_DRAWS for variances in total], anchor
 
     variances, anchor = problem.compiled(run)(gaussian.metric, metric)
-    levels = [NoiseLevel(float(v.mean()), float(v.max()), gaussian.curvature) for v in variances]
+    curvature = gaussian.curvature * _stretch(gaussian.metric, metric)
+    levels = [NoiseLevel(float(v.mean()), float(v.max()), curvature) for v in variances]
     return levels[0], levels[1] if controlled else None, anchor
+
+
+def _stretch(gaussian: DiagonalMetric | DenseMetric, metric: Metric) -> float:
+    """The largest eigenvalue of the precision of the Gaussian in the coordinates of a metric."""
+    if metric is gaussian:
+        return 1.0
+    size, dtype = gaussian.center.shape[0], gaussian.center.dtype
+    if isinstance(gaussian, DiagonalMetric) and not isinstance(metric, DenseMetric):
+        return float(jnp.max(jnp.square(metric.direction(jnp.ones(size, dtype)) / gaussian.scale)))
+
+    def column(unit: Array) -> Array:
+        return gaussian.coordinates(gaussian.center + metric.direction(unit))
+
+    matrix = np.asarray(jax.vmap(column)(jnp.eye(size, dtype=dtype)), np.float64)
+    return float(np.linalg.norm(matrix, 2) ** 2)
 
 
 class Choices(NamedTuple):

@@ -126,6 +126,17 @@ def test_other_integrators(integrator, nuts):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("metric", ["diagonal", "given"])
+def test_other_metrics(metric, nuts):
+    """The step size fits the metric, where its coordinates are correlated or have other units."""
+    given = {"diagonal": "diagonal", "given": 100 * nuts.var((0, 1))}[metric]
+    kernel = CCAdL(logistic, metric=given, progress_bar=False)
+    found = run(kernel, X, Y, num_samples=8_000).get_samples(True)["w"]
+    assert_same_posterior(found, nuts)
+    assert kernel.tuning.noise.curvature > {"diagonal": 1.2, "given": 80}[metric]
+
+
+@pytest.mark.slow
 def test_same_values_for_every_chain_method():
     """The values do not depend on chain method, key of the run or process of the chains."""
     found = []
