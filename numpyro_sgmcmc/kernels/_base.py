@@ -4,11 +4,10 @@
 """What every kernel shares: NumPyro's contract, met once."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 import math
-import os
 import time
 from typing import Any, NamedTuple, Self
 import warnings
@@ -21,7 +20,6 @@ import numpy as np
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
-from tqdm.auto import tqdm
 
 from numpyro_sgmcmc.diagnostics import (
     SteinSums,
@@ -42,6 +40,15 @@ from numpyro_sgmcmc.gradients import (
     Rows,
     minibatch_gradient,
 )
+from numpyro_sgmcmc.kernels._arguments import (
+    checked_metric,
+    fingerprint_of,
+    metric_of_guide,
+    one_of,
+    positive,
+    tuning_bar,
+    whole,
+)
 from numpyro_sgmcmc.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.minibatch import (
     MinibatchModel,
@@ -53,8 +60,6 @@ from numpyro_sgmcmc.minibatch import (
 )
 from numpyro_sgmcmc.subsampling import INDEPENDENT, SCHEMES
 from numpyro_sgmcmc.warmup import (
-    DENSE_BY_DEFAULT,
-    PHASES,
     PILOT_CHAINS,
     Choices,
     NoiseLevel,
@@ -229,7 +234,7 @@ class SGMCMCKernel(MCMCKernel):
         given = callable(step_size) or step_size is None
         self._step_size = step_size if given else positive("step_size", step_size)
         self._friction: float | None = None
-        self._metric = _checked_metric(metric)
+        self._metric = checked_metric(metric)
         self._gradient_kind = one_of("gradient", gradient, ("auto", "minibatch", "control_variate"))
         self._refresh_every = (
             None if refresh_every is None else positive("refresh_every", refresh_every)
@@ -498,7 +503,7 @@ class SGMCMCKernel(MCMCKernel):
                 None, Tuning(number or math.nan, self._friction, metric or IdentityMetric())
             )
         else:
-            fingerprint = _fingerprint(type(self).__name__, args, kwargs)
+            fingerprint = fingerprint_of(type(self).__name__, args, kwargs)
             if self._tuned is not None and self._tuned[0] == fingerprint:
                 return self._tuned[1]
             tuning = self._find_tuning(random.key(0), args, kwargs)
@@ -556,7 +561,7 @@ class SGMCMCKernel(MCMCKernel):
         size, dtype = view.dimension, next(iter(view.latents.values())).dtype
         if isinstance(given, tuple):
             guide, params = given
-            return _metric_of_guide(guide, params, view, args, kwargs, dtype)
+            return metric_of_guide(guide, params, view, args, kwargs, dtype)
         if given.shape not in ((size,), (size, size)):
             raise ValueError(
                 f"`metric` has shape {given.shape}, but the model has {size} unconstrained"
@@ -869,107 +874,3 @@ def _first(x: Array) -> Array:
 
 def _of_first_chain(sums: SteinSums) -> SteinSums:
     return sums._replace(samples=_first(sums.samples), length=_first(sums.length))
-
-
-def _checked_metric(metric: Any) -> Any:
-    """
-    :raises ValueError: if it is not of a kind that can be a metric.
-    """
-    if metric is None or isinstance(metric, tuple):
-        return metric
-    if isinstance(metric, str):
-        one_of("metric", metric, ("identity", "diagonal", "dense"))
-        return IdentityMetric() if metric == "identity" else metric
-    found = np.asarray(metric)
-    if found.dtype.kind not in "iuf" or found.ndim not in (1, 2):
-        raise ValueError(
-            "`metric` must be an array of variances or a covariance matrix, a pair (guide, params),"
-            f" 'diagonal', 'dense' or 'identity'; got {metric!r}."
-        )
-    return found
-
-
-def _metric_of_guide(
-    guide: Any, params: Any, view: MinibatchModel, args: tuple, kwargs: dict, dtype: Any
-) -> Metric:
-    """The metric with the mean and the covariance of draws of a fitted guide."""
-    count = 1_000 + 20 * view.dimension
-    draws = guide.sample_posterior(random.key(0), params, sample_shape=(count,))
-    draws = {name: draws[name] for name in view.latents}
-    flat = jax.vmap(lambda values: ravel_pytree(view.unconstrain(values, args, kwargs))[0])(draws)
-    z = np.asarray(flat, np.float64)
-    covariance = np.var(z, axis=0)
-    if view.dimension <= DENSE_BY_DEFAULT:
-        covariance = np.cov(z.T).reshape(view.dimension, view.dimension)
-    return from_covariance(covariance, z.mean(axis=0), dtype)
-
-
-def _fingerprint(name: str, args: tuple, kwargs: dict) -> Any:
-    """
-    Tells data from other data, without holding them.
-
-    :raises ValueError: if the data are traced.
-    """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    found: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, jax.core.Tracer):
-            raise ValueError(
-                f"{name} cannot tune itself inside `jit` or `vmap` of its data. Call `tune` before,"
-                " and pass `tuning=`."
-            )
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.number):
-            sums = (
-                float(jnp.sum(leaf, dtype=float)),
-                float(jnp.sum(jnp.square(leaf), dtype=float)),
-            )
-            found.append((leaf.shape, str(leaf.dtype), *sums))
-        else:
-            found.append(repr(leaf))
-    return (str(tree), *found)
-
-
-@contextmanager
-def tuning_bar(shown: bool) -> Iterator[Callable[[str], None]]:
-    """A progress bar of the phases, which disappears when they are done."""
-    # as NumPyro's own
-    hidden = not shown or "CI" in os.environ or "PYTEST_XDIST_WORKER" in os.environ
-    with tqdm(total=len(PHASES), desc="tuning", leave=False, disable=hidden) as bar:
-
-        def report(phase: str) -> None:
-            bar.set_description(f"tuning: {phase}")
-            bar.n = PHASES.index(phase)
-            bar.refresh()
-
-        yield report
-
-
-def positive(name: str, value: Any) -> float:
-    """
-    :raises ValueError: if ``value`` is not a positive finite number.
-    """
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, bool | str) or not (math.isfinite(number) and number > 0):
-        raise ValueError(f"`{name}` must be a positive finite number; got {value!r}.")
-    return number
-
-
-def whole(name: str, value: Any) -> int:
-    """
-    :raises ValueError: if ``value`` is not a positive integer.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
-    return value
-
-
-def one_of(name: str, value: Any, options: Any) -> str:
-    """
-    :raises ValueError: if ``value`` is not among ``options``, which the message lists.
-    """
-    if value not in options:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, options))}; got {value!r}.")
-    return value

@@ -18,14 +18,8 @@ from numpyro_sgmcmc.integrators import (
     ornstein_uhlenbeck,
     thermostat,
 )
-from numpyro_sgmcmc.kernels._base import (
-    MomentumKernel,
-    SGMCMCState,
-    Step,
-    StepSize,
-    one_of,
-    positive,
-)
+from numpyro_sgmcmc.kernels._arguments import one_of, positive
+from numpyro_sgmcmc.kernels._base import MomentumKernel, SGMCMCState, Step, StepSize
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
 from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel, whitened_step

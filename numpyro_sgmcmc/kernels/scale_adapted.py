@@ -9,7 +9,8 @@ from jax import Array, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.kernels._base import MomentumKernel, SGMCMCState, Step, positive
+from numpyro_sgmcmc.kernels._arguments import positive
+from numpyro_sgmcmc.kernels._base import MomentumKernel, SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import Model
 from numpyro_sgmcmc.warmup import NoiseLevel
 

@@ -1,0 +1,125 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What the arguments of a kernel may be, and what a kernel shows while it tunes itself."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+import math
+import os
+from typing import Any
+
+import jax
+from jax import random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from numpyro_sgmcmc.metric import IdentityMetric, Metric, from_covariance
+from numpyro_sgmcmc.minibatch import MinibatchModel
+from numpyro_sgmcmc.warmup import DENSE_BY_DEFAULT, PHASES
+
+
+def positive(name: str, value: Any) -> float:
+    """
+    :raises ValueError: if ``value`` is not a positive finite number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool | str) or not (math.isfinite(number) and number > 0):
+        raise ValueError(f"`{name}` must be a positive finite number; got {value!r}.")
+    return number
+
+
+def whole(name: str, value: Any) -> int:
+    """
+    :raises ValueError: if ``value`` is not a positive integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+    return value
+
+
+def one_of(name: str, value: Any, options: Any) -> str:
+    """
+    :raises ValueError: if ``value`` is not among ``options``, which the message lists.
+    """
+    if value not in options:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, options))}; got {value!r}.")
+    return value
+
+
+def checked_metric(metric: Any) -> Any:
+    """
+    :raises ValueError: if it is not of a kind that can be a metric.
+    """
+    if metric is None or isinstance(metric, tuple):
+        return metric
+    if isinstance(metric, str):
+        one_of("metric", metric, ("identity", "diagonal", "dense"))
+        return IdentityMetric() if metric == "identity" else metric
+    found = np.asarray(metric)
+    if found.dtype.kind not in "iuf" or found.ndim not in (1, 2):
+        raise ValueError(
+            "`metric` must be an array of variances or a covariance matrix, a pair (guide, params),"
+            f" 'diagonal', 'dense' or 'identity'; got {metric!r}."
+        )
+    return found
+
+
+def metric_of_guide(
+    guide: Any, params: Any, view: MinibatchModel, args: tuple, kwargs: dict, dtype: Any
+) -> Metric:
+    """The metric with the mean and the covariance of draws of a fitted guide."""
+    count = 1_000 + 20 * view.dimension
+    draws = guide.sample_posterior(random.key(0), params, sample_shape=(count,))
+    draws = {name: draws[name] for name in view.latents}
+    flat = jax.vmap(lambda values: ravel_pytree(view.unconstrain(values, args, kwargs))[0])(draws)
+    z = np.asarray(flat, np.float64)
+    covariance = np.var(z, axis=0)
+    if view.dimension <= DENSE_BY_DEFAULT:
+        covariance = np.cov(z.T).reshape(view.dimension, view.dimension)
+    return from_covariance(covariance, z.mean(axis=0), dtype)
+
+
+def fingerprint_of(name: str, args: tuple, kwargs: dict) -> Any:
+    """
+    Tells data from other data, without holding them.
+
+    :raises ValueError: if the data are traced.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    found: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, jax.core.Tracer):
+            raise ValueError(
+                f"{name} cannot tune itself inside `jit` or `vmap` of its data. Call `tune` before,"
+                " and pass `tuning=`."
+            )
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.number):
+            sums = (
+                float(jnp.sum(leaf, dtype=float)),
+                float(jnp.sum(jnp.square(leaf), dtype=float)),
+            )
+            found.append((leaf.shape, str(leaf.dtype), *sums))
+        else:
+            found.append(repr(leaf))
+    return (str(tree), *found)
+
+
+@contextmanager
+def tuning_bar(shown: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar of the phases, which disappears when they are done."""
+    # as NumPyro's own
+    hidden = not shown or "CI" in os.environ or "PYTEST_XDIST_WORKER" in os.environ
+    with tqdm(total=len(PHASES), desc="tuning", leave=False, disable=hidden) as bar:
+
+        def report(phase: str) -> None:
+            bar.set_description(f"tuning: {phase}")
+            bar.n = PHASES.index(phase)
+            bar.refresh()
+
+        yield report
