@@ -119,9 +119,8 @@ def test_nothing_but_the_model(kernel, nuts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("integrator", ["symmetric", "euler"])
-def test_other_integrators(integrator, nuts):
-    kernel = CCAdL(logistic, integrator=integrator, progress_bar=False)
+def test_another_integrator(nuts):
+    kernel = CCAdL(logistic, integrator="euler", progress_bar=False)
     assert_same_posterior(run(kernel, X, Y, num_samples=8_000).get_samples(True)["w"], nuts)
 
 
@@ -137,10 +136,10 @@ def test_other_metrics(metric, nuts):
 
 
 @pytest.mark.slow
-def test_same_values_for_every_chain_method():
+def test_same_values_for_every_chain_method(tuning):
     """The values do not depend on chain method, key of the run or process of the chains."""
     found = []
-    for k, method in enumerate(["sequential", "vectorized", "parallel", jax.vmap]):
+    for k, method in enumerate(["sequential", "vectorized", "parallel"]):
         kernel = CCAdL(logistic, progress_bar=False)
         mcmc = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=2, key=k, chain_method=method)
         tuned = mcmc.last_state.tuned
@@ -148,10 +147,9 @@ def test_same_values_for_every_chain_method():
             tuned = jax.tree.map(lambda x: x[0], tuned)
         found.append((tuned, kernel.tuning._replace(report=None)))
     assert all(equal(found[0], other) for other in found[1:])
-    again = CCAdL(logistic, progress_bar=False).tune(random.key(0), X, Y)
-    assert equal(found[0][1], again._replace(report=None))
+    assert equal(found[0][1], tuning._replace(report=None))
     other = CCAdL(logistic, progress_bar=False).tune(random.key(1), X, Y)
-    assert not equal(again.metric, other.metric)
+    assert not equal(tuning.metric, other.metric)
 
 
 def test_tuned_once_for_the_same_data(tuning):

@@ -642,30 +642,36 @@ class SGMCMCKernel(MCMCKernel):
 
     def _sample(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
         """One sample of one chain or, along a leading axis, of several."""
+        chains = jnp.ndim(state.i) > 0
         axes = self._axes(0, 0 if jnp.ndim(state.tuned.step_size) else None)
-
-        def of_all(function: Callable) -> Callable:
-            return jax.vmap(function, (axes,), axes) if jnp.ndim(state.i) else function
-
         if self._refresh_every is not None:
             share = self._problem(args, kwargs).minibatch_share * self._steps_per_sample
             every = max(1, round(self._refresh_every / share))
             due = (_first(state.i) // self._steps_per_sample) % every == 0
-            refresh = of_all(partial(self._refreshed, args=args, kwargs=kwargs))
-            state = lax.cond(due & (_first(state.i) > 0), refresh, lambda s: s, state)
-        state = of_all(partial(self._advance, args=args, kwargs=kwargs))(state)
-
-        def close(state: SGMCMCState) -> SGMCMCState:
-            return state._replace(stein=close_batch(state.stein))
-
-        return lax.cond(
-            batch_is_full(_of_first_chain(state.stein)), of_all(close), lambda s: s, state
+            refresh = partial(self._refreshed, args=args, kwargs=kwargs)
+            anchor = lax.cond(
+                due & (_first(state.i) > 0),
+                lambda z, _: (jax.vmap(refresh) if chains else refresh)(z),
+                lambda _, anchor: anchor,
+                state.z,
+                state.anchor,
+            )
+            state = state._replace(anchor=anchor)
+        advance = partial(self._advance, args=args, kwargs=kwargs)
+        state = (jax.vmap(advance, (axes,), axes) if chains else advance)(state)
+        # what goes through a condition is copied: no more than it needs
+        stein = lax.cond(
+            batch_is_full(_of_first_chain(state.stein)),
+            jax.vmap(close_batch) if chains else close_batch,
+            lambda sums: sums,
+            state.stein,
         )
+        return state._replace(stein=stein)
 
-    def _refreshed(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
-        """With the anchor at the current position."""
+    def _refreshed(self, z: Values, args: tuple, kwargs: dict) -> Anchor:
+        """The anchor at the current position."""
         potential = self._problem(args, kwargs).potential(IdentityMetric())
-        return state._replace(anchor=anchor_at(potential, self._initialised, state.z))
+        return anchor_at(potential, self._initialised, z)
 
     def _advance(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
         """``steps_per_sample`` steps of one chain, on the position as one flat vector."""
