@@ -240,12 +240,8 @@ def test_pickled_runs_go_on_in_a_new_process(tmp_path):
     for name, mcmc in runs.items():
         mcmc.post_warmup_state = mcmc.last_state
         mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
-        expected = samples(mcmc)
-        # a deterministic site is no part of the chain: another process may round it differently
-        np.testing.assert_allclose(
-            continued[name].pop("precision"), expected.pop("precision"), rtol=1e-6
-        )
-        assert_same(continued[name], expected, err_msg=name)
+        # another process may round the transforms to the supports differently
+        assert_same(continued[name], samples(mcmc), rtol=1e-6, err_msg=name)
 
 
 EVERY_KERNEL = """
