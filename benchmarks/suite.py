@@ -55,7 +55,12 @@ def reference(name, case, cache):
     path = cache / f"{name.replace(' ', '_').replace(',', '')}.npz"
     if not path.exists():
         # NUTS is exact with any mass matrix: with a good one the reference takes minutes
-        metric = CCAdL(case.model, progress_bar=False).tune(random.key(2), *case.args).metric
+        tuning = CCAdL(case.model, progress_bar=False).tune(random.key(2), *case.args)
+        metric = tuning.metric
+        # from twice as wide as the posterior, and not so far away that a chain is lost
+        starting = CCAdL(case.model, tuning=tuning, temperature=4.0)
+        keys = random.split(random.key(3), 2)
+        starts = starting.init(keys, 1, None, case.args, {}).z
         start = time.perf_counter()
         mcmc = MCMC(
             NUTS(
@@ -70,7 +75,7 @@ def reference(name, case, cache):
             chain_method="sequential",
             progress_bar=False,
         )
-        mcmc.run(random.key(1), *case.args)
+        mcmc.run(random.key(1), *case.args, init_params=starts)
         found = moments(case, mcmc)
         np.savez(path, seconds=time.perf_counter() - start, **found)
     return dict(np.load(path))

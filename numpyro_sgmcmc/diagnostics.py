@@ -136,9 +136,9 @@ def batch_is_full(sums: SteinSums) -> Array:
     return (sums.samples > 0) & (sums.samples % sums.length == 0)
 
 
-def batches_are_full(sums: SteinSums) -> Array:
-    """Whether :func:`close_batch` is to make one batch of every two."""
-    return sums.samples == _BATCHES * sums.length
+def has_paired_batches(sums: SteinSums) -> Array:
+    """Whether :func:`close_batch` has just made one batch of every two."""
+    return (sums.length > 1) & (sums.samples == _BATCHES // 2 * sums.length)
 
 
 def close_batch(sums: SteinSums) -> SteinSums:
@@ -147,7 +147,7 @@ def close_batch(sums: SteinSums) -> SteinSums:
     batches = sums.batches.at[k].set(sums.current)
     pairs = batches.reshape(_BATCHES // 2, 2, -1).sum(axis=1)
     merged = jnp.concatenate([pairs, jnp.zeros_like(pairs)])
-    full = batches_are_full(sums)
+    full = sums.samples == _BATCHES * sums.length
     return sums._replace(
         current=jnp.zeros_like(sums.current),
         batches=jnp.where(full, merged, batches),

@@ -15,82 +15,21 @@ where :math:`S^2` is the covariance of the :math:`g_i` with denominator :math:`N
 and the denominator is :math:`N`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import product
-import math
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
-from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.covariance import Covariance, column_sums
-from numpyro_sgmcmc.metric import Metric
-from numpyro_sgmcmc.minibatch import MinibatchModel, Plate, Values
+from numpyro_sgmcmc.potentials import Potential, Rows
 
 #: Fewer sub-batches make a noisier estimate, more make the gradient dearer.
 _FEWEST_SUB_BATCHES = 10
 
-#: A pass over all data takes so many rows at once.
-_CHUNK = 16_384
-
 #: Gradients of single rows are held for as many rows at once as make this many numbers.
 PER_EXAMPLE_NUMBERS = 2**24
-
-Rows = Mapping[str, Array]
-
-
-class Potential(Protocol):
-    """
-    The minibatch potential as a function of values, rows and random key. The values may be
-    any tree of arrays: a gradient with respect to a tree is faster than one through the
-    slices of a flat vector.
-    """
-
-    def values(self, position: Array, /) -> Any:
-        """The values at a position, which is one flat vector."""
-
-    def direction(self, vector: Array, /) -> Any:
-        """The derivative of the values in the direction of a vector."""
-
-    def pullback(self, gradient: Any, /) -> Array:
-        """The gradient with respect to the position, of that with respect to the values."""
-
-    def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
-        """The minibatch potential, a scalar."""
-
-    def with_row_terms(
-        self, values: Any, rows: Rows, rng_key: Array, /
-    ) -> tuple[Array, dict[str, Array]]:
-        """The same, and for each plate what its rows add to the log density, shape ``(n,)``."""
-
-
-class ModelPotential(NamedTuple):
-    """The minibatch potential of a model, as a function of the coordinates of a metric."""
-
-    view: MinibatchModel
-    unravel: Callable[[Array], Values]
-    metric: Metric
-    args: tuple
-    kwargs: dict
-
-    def values(self, position: Array, /) -> Values:
-        return self.unravel(self.metric.values(position))
-
-    def direction(self, vector: Array, /) -> Values:
-        return self.unravel(self.metric.direction(vector))
-
-    def pullback(self, gradient: Values, /) -> Array:
-        return self.metric.pullback(ravel_pytree(gradient)[0])
-
-    def __call__(self, values: Values, rows: Rows, rng_key: Array, /) -> Array:
-        return self.view.potential(values, rows, rng_key, self.args, self.kwargs)
-
-    def with_row_terms(
-        self, values: Values, rows: Rows, rng_key: Array, /
-    ) -> tuple[Array, dict[str, Array]]:
-        return self.view.potential_and_row_terms(values, rows, rng_key, self.args, self.kwargs)
 
 
 class Observation(NamedTuple):
@@ -107,137 +46,6 @@ class Observation(NamedTuple):
 
 #: A gradient oracle: position, shape (d,), to observation.
 Gradient = Callable[[Array], Observation]
-
-
-class Anchor(NamedTuple):
-    """
-    A point at which the potential of all data is known, for :class:`ControlVariate`.
-
-    - **values** - unconstrained values :math:`\\hat\\theta` of the latent sites.
-    - **potential** - :math:`U(\\hat\\theta)`, a scalar.
-    - **gradient** - :math:`\\nabla U(\\hat\\theta)`, a tree like ``values``.
-    """
-
-    values: Any
-    potential: Array
-    gradient: Any
-
-
-class ControlVariate(NamedTuple):
-    """
-    A minibatch potential with less noise: what the minibatch says near the anchor
-    :math:`\\hat\\theta`, to first order, is replaced by what all data say,
-
-    .. math::
-
-        \\tilde U_{cv}(\\theta; S) = \\tilde U(\\theta; S)
-            - \\left[ \\tilde U(\\hat\\theta; S)
-                + \\nabla \\tilde U(\\hat\\theta; S)^\\top (\\theta - \\hat\\theta) \\right]
-            + \\left[ U(\\hat\\theta)
-                + \\nabla U(\\hat\\theta)^\\top (\\theta - \\hat\\theta) \\right] .
-
-    Its gradient is the control variate estimate
-    :math:`\\nabla U(\\hat\\theta) + \\nabla \\tilde U(\\theta; S) - \\nabla \\tilde
-    U(\\hat\\theta; S)` of Baker et al. (2019), unbiased for any anchor. Its noise has a
-    standard deviation in proportion to :math:`\\| \\theta - \\hat\\theta \\|` and no noise
-    at all where the log-likelihood is quadratic. It is itself a potential: whatever estimates
-    the noise of a gradient estimates the noise of this one.
-
-    **References:**
-
-    1. *Control variates for stochastic gradient MCMC*, Jack Baker, Paul Fearnhead,
-       Emily B. Fox and Christopher Nemeth (2019).
-    """
-
-    base: Potential
-    anchor: Anchor
-
-    def values(self, position: Array, /) -> Any:
-        return self.base.values(position)
-
-    def direction(self, vector: Array, /) -> Any:
-        return self.base.direction(vector)
-
-    def pullback(self, gradient: Any, /) -> Array:
-        return self.base.pullback(gradient)
-
-    def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
-        at = self.base(values, rows, rng_key)
-        return at - self._expansion(lambda x: self.base(x, rows, rng_key), values)
-
-    def with_row_terms(
-        self, values: Any, rows: Rows, rng_key: Array, /
-    ) -> tuple[Array, dict[str, Array]]:
-        def both(x: Any) -> tuple[Array, dict[str, Array]]:
-            return self.base.with_row_terms(x, rows, rng_key)
-
-        energy, terms = both(values)
-        (at, terms_at), (slope, terms_slope) = jax.jvp(
-            both, (self.anchor.values,), (self._from_anchor(values),)
-        )
-        terms = {name: terms[name] - terms_at[name] - terms_slope[name] for name in terms}
-        return energy - at - slope + self._known(values), terms
-
-    def _expansion(self, potential: Callable[[Any], Array], values: Any) -> Array:
-        """The expansion of a minibatch less that of all data."""
-        at, slope = jax.jvp(potential, (self.anchor.values,), (self._from_anchor(values),))
-        return at + slope - self._known(values)
-
-    def _from_anchor(self, values: Any) -> Any:
-        return jax.tree.map(jnp.subtract, values, self.anchor.values)
-
-    def _known(self, values: Any) -> Array:
-        """The expansion of all data."""
-        products = jax.tree.map(
-            lambda g, x: jnp.sum(g * x), self.anchor.gradient, self._from_anchor(values)
-        )
-        return self.anchor.potential + sum(jax.tree.leaves(products))
-
-
-def full_data_gradient(
-    potential: Potential, plates: Sequence[Plate], values: Any, rng_key: Array
-) -> tuple[Array, Any]:
-    """
-    The potential of all data and its gradient by one pass over the data in chunks,
-
-    .. math:: U(\\theta) = \\sum_k \\frac{n_k}{N} \\tilde U(\\theta; S_k),
-
-    over a partition of the rows into chunks :math:`S_k` of :math:`n_k` rows, for several
-    plates over all pairs of their chunks.
-
-    :param potential: the minibatch potential, of any number of rows.
-    :param plates: the subsampled plates.
-    :param values: values of the latent sites.
-    :param rng_key: key for a potential that is itself random.
-    :return: a scalar, and a tree like ``values``.
-    """
-    total = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), values))
-    # of each plate the rows that make whole chunks, and the rest
-    for parts in product(*(_parts(plate.size) for plate in plates)):
-        counts = [count for _, count, _ in parts]
-        weight = math.prod(
-            length / plate.size for plate, (_, _, length) in zip(plates, parts, strict=True)
-        )
-
-        def added(running: Any, k: Array, parts: Any = parts, weight: float = weight) -> Any:
-            rows = {}
-            for plate, (start, count, length) in zip(plates, parts, strict=True):
-                k, chunk = k // count, k % count
-                rows[plate.name] = start + chunk * length + jnp.arange(length)
-            found = jax.value_and_grad(potential)(values, rows, rng_key)
-            return jax.tree.map(lambda t, x: (t + weight * x).astype(t.dtype), running, found), None
-
-        total, _ = lax.scan(added, total, jnp.arange(math.prod(counts)))
-    return total
-
-
-def _parts(size: int) -> list[tuple[int, int, int]]:
-    """First row, number of chunks and rows of each: of the whole chunks and of the rest."""
-    count = -(-size // _CHUNK)
-    length = size // count
-    whole = [(0, size // length, length)]
-    done = size // length * length
-    return whole if done == size else [*whole, (done, 1, size - done)]
 
 
 def minibatch_gradient(potential: Potential, rows: Rows, rng_key: Array) -> Gradient:

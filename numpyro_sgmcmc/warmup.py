@@ -6,17 +6,18 @@ From a model and its data to a centre, a metric, a control variate and a step si
 
 Tuning is done once, before the chains start, and is the same for all of them:
 
-1. **Centre** (:func:`find_center`): stochastic variational inference with NumPyro's
-   ``AutoDiagonalNormal`` guide on minibatches. The variational mean exists also where the
-   mode does not, as in hierarchical models.
-2. **Metric** (:func:`find_metric`): the Gaussian :math:`q = N(c, L L^\\top)` that minimises
-   :math:`\\mathrm{E}_q[U] - \\log |\\det L|`, by Newton steps on all data.
+1. **Centre** (:func:`~numpyro_sgmcmc.approximation.find_center`): stochastic variational
+   inference with NumPyro's ``AutoDiagonalNormal`` guide on minibatches. The variational mean
+   exists also where the mode does not, as in hierarchical models.
+2. **Metric** (:func:`~numpyro_sgmcmc.approximation.find_metric`): the Gaussian
+   :math:`q = N(c, L L^\\top)` that minimises :math:`\\mathrm{E}_q[U] - \\log |\\det L|`, by
+   Newton steps on all data. Above 500 parameters the Gaussian of step 1 is used.
 3. **Noise** (:func:`measure_noise`): the variance of the gradient's noise in the
-   coordinates of the metric at draws of :math:`q`, with and without a control variate.
+   coordinates of the metric at draws of :math:`q`, with and without a control variate, and
+   the largest eigenvalue of the Hessian (:func:`~numpyro_sgmcmc.approximation.find_curvature`).
 4. **Step size and friction**: what the method says these numbers ask for.
-5. **Pilot** (:func:`run_pilot`): short chains, whose Stein matrix
-   (:mod:`numpyro_sgmcmc.diagnostics`) must be the identity; if it is not, the step size is
-   halved and the pilot repeated.
+5. **Pilot**: short chains, whose Stein matrix (:mod:`numpyro_sgmcmc.diagnostics`) must be the
+   identity; if it is not, the step size is halved and the pilot repeated.
 """
 
 from collections.abc import Callable
@@ -25,45 +26,24 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
-from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-import numpy as np
-from numpyro.infer import SVI, Trace_ELBO
-from numpyro.infer.autoguide import AutoDiagonalNormal
-import optax
 
+from numpyro_sgmcmc.approximation import (
+    POWER_STEPS,
+    Gaussian,
+    find_center,
+    find_curvature,
+    find_metric,
+)
 from numpyro_sgmcmc.covariance import Diagonal
 from numpyro_sgmcmc.diagnostics import SteinReport, SteinSums, stein_report
-from numpyro_sgmcmc.gradients import (
-    Anchor,
-    ControlVariate,
-    ModelPotential,
-    Potential,
-    full_data_gradient,
-    sub_batch_gradient,
-)
-from numpyro_sgmcmc.metric import (
-    DenseMetric,
-    DiagonalMetric,
-    IdentityMetric,
-    Metric,
-    from_covariance,
-)
-from numpyro_sgmcmc.minibatch import MinibatchModel, Values, as_arrays, with_rows
-from numpyro_sgmcmc.subsampling import SCHEMES, finite_population_factor
+from numpyro_sgmcmc.gradients import sub_batch_gradient
+from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric, Metric
+from numpyro_sgmcmc.potentials import Anchor, Problem
+from numpyro_sgmcmc.subsampling import finite_population_factor
 
 #: The metric is a full matrix up to this many parameters, diagonal above.
 DENSE_BY_DEFAULT = 500
-
-_CENTER_STARTS, _CENTER_STEPS, _LEARNING_RATE = 6, 2_000, 0.05
-
-#: A mode matters if its potential is less than this above that of the best, and is another one
-#: if there is this much more on the way.
-_FAR_ABOVE, _BARRIER = 10.0, 5.0
-
-#: Draws of the Gaussian, in pairs of opposite sign, and rows for each parameter of its Hessian.
-_DRAWS, _ROWS_FOR_EACH = 8, 40
-_NEWTON_STEPS = 20
 
 _NOISE_DRAWS = 64
 
@@ -102,6 +82,15 @@ def whitened_step(noise: NoiseLevel) -> float:
     return 1 / math.sqrt(max(4.0, noise.curvature, noise.largest))
 
 
+def euler_step(noise: NoiseLevel, friction: float) -> float:
+    """
+    The step size of Euler's method with a thermostat: where the relative error of the
+    variances, :math:`h (A + h v / 2) / 2`, is the accepted one.
+    """
+    root = math.sqrt(friction**2 + 4 * ACCEPTED_BIAS * noise.largest)
+    return min(whitened_step(noise), 4 * ACCEPTED_BIAS / (friction + root))
+
+
 class Tuning(NamedTuple):
     """
     What was found for a model and its data; ``kernel(model, tuning=...)`` uses it again.
@@ -117,6 +106,7 @@ class Tuning(NamedTuple):
     - **halvings** - how often the pilot halved the step size.
     - **report** - the Stein matrix of the last pilot.
     - **multimodal** - whether the searches for the centre ended in different modes.
+    - **data** - tells the data of the anchor from others.
     """
 
     step_size: float
@@ -130,6 +120,7 @@ class Tuning(NamedTuple):
     halvings: int = 0
     report: SteinReport | None = None
     multimodal: bool = False
+    data: str | None = None
 
     @property
     def problem(self) -> str | None:
@@ -159,286 +150,6 @@ class Tuning(NamedTuple):
         return "\n".join(lines)
 
 
-class Problem(NamedTuple):
-    """A model with its data, and how rows are drawn."""
-
-    view: MinibatchModel
-    args: tuple
-    kwargs: dict
-    subsampling: str = "without_replacement"
-
-    @classmethod
-    def of(cls, view: MinibatchModel, args: tuple, kwargs: dict, subsampling: str) -> "Problem":
-        args, kwargs = as_arrays((args, kwargs))
-        return cls(view, args, kwargs, subsampling)
-
-    def unravel(self, flat: Array) -> Values:
-        """A flat vector as values of the latent sites."""
-        zeros = {k: jnp.zeros(x.shape, x.dtype) for k, x in self.view.latents.items()}
-        return ravel_pytree(zeros)[1](flat)
-
-    def potential(self, metric: Metric, anchor: Anchor | None = None) -> Potential:
-        """The minibatch potential in the coordinates of a metric."""
-        plain = ModelPotential(self.view, self.unravel, metric, self.args, self.kwargs)
-        return plain if anchor is None else ControlVariate(plain, anchor)
-
-    def rows(self, rng_key: Array, step: Any = 0, scheme: str | None = None) -> dict[str, Array]:
-        """The rows of a minibatch, drawn independently for each plate."""
-        draw = SCHEMES[scheme or self.subsampling]
-        return {
-            plate.name: draw(
-                random.fold_in(rng_key, k), jnp.asarray(step), plate.size, plate.subsample_size
-            )
-            for k, plate in enumerate(self.view.plates)
-        }
-
-    @property
-    def minibatch_share(self) -> float:
-        """Rows in a minibatch, as a part of all rows: the cost of a step in passes."""
-        plates = self.view.plates
-        return max((plate.subsample_size / plate.size for plate in plates), default=1.0)
-
-    def compiled(self, function: Callable) -> Callable:
-        """
-        ``function(problem, *arguments)`` under ``jit``, with the data as arguments of the
-        program and not as constants in it.
-        """
-        leaves, tree = jax.tree.flatten((self.args, self.kwargs))
-        is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
-
-        @jax.jit
-        def run(data: list[Array], *arguments: Any) -> Any:
-            remaining = iter(data)
-            merged = [
-                next(remaining) if data_here else leaf
-                for leaf, data_here in zip(leaves, is_data, strict=True)
-            ]
-            args, kwargs = jax.tree.unflatten(tree, merged)
-            return function(self._replace(args=args, kwargs=kwargs), *arguments)
-
-        data = [leaf for leaf, data_here in zip(leaves, is_data, strict=True) if data_here]
-        return lambda *arguments: run(data, *arguments)
-
-
-class Gaussian(NamedTuple):
-    """
-    An approximation of the posterior of the unconstrained parameters.
-
-    - **metric** - centre :math:`c` and factor :math:`L`.
-    - **curvature** - the largest eigenvalue of the Hessian in its coordinates.
-    - **passes** - the cost in passes over the data.
-    - **multimodal** - whether searches from different starts ended in different modes.
-    """
-
-    metric: DiagonalMetric | DenseMetric
-    curvature: float
-    passes: float
-    multimodal: bool = False
-
-
-def find_center(problem: Problem, rng_key: Array, init_strategy: Callable) -> Gaussian:
-    """
-    The Gaussian with independent coordinates that is closest to the posterior in the sense
-    of variational inference,
-
-    .. math::
-
-        \\min_{c, s} \\; \\mathrm{E}_{\\theta \\sim N(c, s^2)} [U(\\theta)]
-            - \\sum_j \\log s_j,
-
-    by 2,000 steps of Adam on minibatches, with a learning rate that falls from 0.05 to 0: the
-    best of six searches from different starts, since some models have poor local optima.
-
-    :param problem: the model with its data.
-    :param rng_key: a random key.
-    :param init_strategy: where the search starts, a per-site initialization function."""
-    schedule = optax.cosine_decay_schedule(_LEARNING_RATE, _CENTER_STEPS)
-
-    def run(problem: Problem, rng_key: Array) -> tuple[Array, ...]:
-        start_key, rows_key = random.split(rng_key)
-
-        def one(init_key: Array) -> tuple[Array, Array, Array]:
-            # all in one program: of itself, `svi.init` compiles many small ones
-            guide = AutoDiagonalNormal(
-                with_rows(problem.view), init_loc_fn=init_strategy, init_scale=0.01
-            )
-            svi = SVI(with_rows(problem.view), guide, optax.adam(schedule), Trace_ELBO())
-
-            def step(state: Any, i: Array) -> tuple[Any, Array]:
-                rows = problem.rows(rows_key, i)
-                return svi.update(state, rows, *problem.args, **problem.kwargs)
-
-            state = svi.init(init_key, problem.rows(rows_key), *problem.args, **problem.kwargs)
-            state, losses = lax.scan(step, state, jnp.arange(_CENTER_STEPS))
-            posterior = guide.get_posterior(svi.get_params(state))
-            return posterior.loc, posterior.scale, losses[-_CENTER_STEPS // 10 :].mean()
-
-        # with the same rows, so that the losses can be compared
-        centers, scales, losses = lax.map(one, random.split(start_key, _CENTER_STARTS))
-        best = jnp.nanargmin(jnp.where(jnp.isfinite(losses), losses, jnp.nan))
-        energies = _energies_between(problem, centers, best)
-        return centers[best], scales[best], losses[best], energies
-
-    center, scale, loss, energies = problem.compiled(run)(rng_key)
-    if not (np.all(np.isfinite(center)) and np.isfinite(loss)):
-        raise ValueError(
-            "Tuning found no centre: variational inference with an AutoDiagonalNormal guide did not"
-            " converge (the loss is not finite). Start it near the posterior with"
-            " `init_strategy=init_to_value(...)`, standardise the data, or give `step_size` and"
-            " `friction` yourself."
-        )
-    passes = _CENTER_STARTS * (_CENTER_STEPS * problem.minibatch_share + 5)
-    several = _are_modes(np.asarray(energies))
-    return Gaussian(DiagonalMetric(center, scale), math.nan, passes, several)
-
-
-def _energies_between(problem: Problem, centers: Array, best: Array) -> Array:
-    """The potential of all data on the way from the best centre to each of the others."""
-    potential, view = problem.potential(IdentityMetric()), problem.view
-
-    def at(point: Array) -> Array:
-        return full_data_gradient(potential, view.plates, problem.unravel(point), random.key(0))[0]
-
-    way = jnp.linspace(0, 1, 5)[:, None, None]
-    points = centers[best] + way * (centers - centers[best])
-    return lax.map(at, points.reshape(-1, points.shape[-1])).reshape(5, -1)
-
-
-def _are_modes(energies: np.ndarray) -> bool:
-    """Whether one of the other centres is as good as the best one, with a barrier between."""
-    higher = energies[-1] - energies[0]
-    barrier = energies[1:-1].max(axis=0) - np.maximum(energies[0], energies[-1])
-    return bool(np.any((higher < _FAR_ABOVE) & (barrier > _BARRIER)))
-
-
-def find_metric(problem: Problem, rng_key: Array, start: Gaussian) -> Gaussian:
-    """
-    The Gaussian closest to the posterior, :math:`q = N(c, L L^\\top)` with a full matrix.
-    With fixed normal draws :math:`\\zeta_s` in pairs of opposite sign,
-
-    .. math::
-
-        f(c, L) = \\frac1S \\sum_s U(c + L \\zeta_s) - \\log |\\det L|
-
-    is minimised by Newton steps in the coordinates of the current :math:`L`: with the mean
-    gradient :math:`g` and the mean Hessian :math:`H = V \\operatorname{diag}(e) V^\\top` there,
-
-    .. math::
-
-        c \\leftarrow c - t \\, L V \\operatorname{diag}(1 / |e|) V^\\top g, \\qquad
-        L \\leftarrow L V \\operatorname{diag}(|e|^{-t / 2}) V^\\top,
-
-    shorter (:math:`t < 1`) where :math:`f` would rise. Potential and gradient are of all
-    data, the Hessian of 40 rows for each parameter.
-
-    :param problem: the model with its data.
-    :param rng_key: a random key.
-    :param start: where the search starts, of independent coordinates.
-    """
-    assert isinstance(start.metric, DiagonalMetric)
-    view = problem.view
-    dimension, dtype = view.dimension, start.metric.center.dtype
-    draw_key, rows_key, model_key = random.split(rng_key, 3)
-    half = random.normal(draw_key, (_DRAWS // 2, dimension), dtype)
-    draws = jnp.concatenate([half, -half])
-    share = problem.minibatch_share
-    smallest = min((plate.subsample_size for plate in view.plates), default=1)
-    minibatches = max(_DRAWS, math.ceil(_ROWS_FOR_EACH * dimension / smallest))
-    if not view.plates:
-        minibatches = _DRAWS
-
-    def evaluate(problem: Problem, center: Array, factor: Array) -> tuple[Array, Array, Array]:
-        potential = problem.potential(IdentityMetric())
-        points = center + draws @ factor.T
-
-        def whole(point: Array) -> tuple[Array, Array]:
-            value, gradient = full_data_gradient(
-                potential, view.plates, problem.unravel(point), model_key
-            )
-            return value, ravel_pytree(gradient)[0]
-
-        values, gradients = jax.vmap(whole)(points)
-
-        def columns(total: Array, k: Array) -> tuple[Array, None]:
-            rows = problem.rows(rows_key, k, "epochs")
-
-            def gradient(point: Array) -> Array:
-                return jax.grad(
-                    lambda x: potential(problem.unravel(x), rows, random.fold_in(model_key, k))
-                )(point)
-
-            _, product = jax.linearize(gradient, points[k % _DRAWS])
-            return total + jax.vmap(product, 1, 1)(factor), None
-
-        total, _ = lax.scan(columns, jnp.zeros_like(factor), jnp.arange(minibatches))
-        return values.mean(), gradients.mean(0) @ factor, factor.T @ total / minibatches
-
-    evaluated = problem.compiled(evaluate)
-    center = np.asarray(start.metric.center, np.float64)
-    factor = np.diag(np.asarray(start.metric.scale, np.float64))
-    best, passes, length = None, 0.0, 1.0
-    trial = (center, factor)
-    for _ in range(_NEWTON_STEPS):
-        found = evaluated(*(jnp.asarray(x, dtype) for x in trial))
-        value, gradient, hessian = (np.asarray(x, np.float64) for x in found)
-        # a Hessian-vector product counts as two gradients
-        passes += _DRAWS + 2 * dimension * minibatches * share
-        finite = (
-            np.isfinite(value) and np.all(np.isfinite(gradient)) and np.all(np.isfinite(hessian))
-        )
-        objective = float(value) - float(np.linalg.slogdet(trial[1])[1]) if finite else math.inf
-        # the potential of many rows is a sum with an error of its own
-        slack = 0.1 + 4 * jnp.finfo(dtype).eps * abs(float(value)) if finite else 0.0
-        if finite and (best is None or objective <= best[0] + slack):
-            e, vectors = np.linalg.eigh((hessian + hessian.T) / 2)
-            best = (objective, *trial, gradient, e, vectors)
-            step = _newton_step(gradient, e, vectors)
-            if (
-                length == 1.0
-                and np.max(np.abs(step)) < 0.1
-                and np.max(np.abs(np.log(np.abs(e)))) < 0.7
-            ):
-                break
-            length = min(1.0, 2 * length)
-        elif best is None:  # the draws reach too far
-            factor = factor / 4
-            trial = (center, factor)
-            continue
-        else:
-            length /= 4
-        trial = _moved(best, length)
-    if best is None:
-        raise ValueError(
-            "Tuning found no metric: the potential is not finite near the centre that variational"
-            " inference found. Give `metric=` a covariance, or reparametrise the model."
-        )
-    # the last Newton step is not evaluated: it is shorter than a tenth of a standard deviation
-    center, factor = _moved(best, length)
-    metric = from_covariance(factor @ factor.T, center, dtype)
-    curvature = float(np.max(np.abs(best[4]))) if length < 1 else 1.0
-    return Gaussian(metric, curvature, passes)
-
-
-def _newton_step(gradient: np.ndarray, e: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-    """In the current coordinates, and no longer than a sphere that holds the Gaussian."""
-    step = -vectors @ ((vectors.T @ gradient) / np.clip(np.abs(e), 0.04, None))
-    longest = 3 * math.sqrt(len(step)) + 3
-    return step * min(1.0, longest / max(float(np.linalg.norm(step)), 1e-30))
-
-
-def _moved(best: tuple, length: float) -> tuple[np.ndarray, np.ndarray]:
-    """The centre and the factor after a part of the Newton step."""
-    _, center, factor, gradient, e, vectors = best
-    scale = np.clip(np.abs(e), 0.04, None) ** (-length / 2)
-    moved = center + length * factor @ _newton_step(gradient, e, vectors)
-    return moved, factor @ ((vectors * scale) @ vectors.T)
-
-
-def anchor_at(potential: Potential, view: MinibatchModel, values: Values) -> Anchor:
-    """The anchor at some values, inside a compiled program."""
-    return Anchor(values, *full_data_gradient(potential, view.plates, values, random.key(0)))
-
-
 def measure_noise(
     problem: Problem, rng_key: Array, gaussian: Gaussian, metric: Metric, controlled: bool
 ) -> tuple[NoiseLevel, NoiseLevel | None, Anchor | None]:
@@ -459,12 +170,13 @@ def measure_noise(
         for plate in problem.view.plates
     }
 
+    draws_key, curvature_key = random.split(rng_key)
+
     def run(problem: Problem, draws: DiagonalMetric | DenseMetric, metric: Metric) -> Any:
         center, anchor = draws.center, None
         kinds = [problem.potential(metric)]
         if controlled:
-            plain = problem.potential(IdentityMetric())
-            anchor = anchor_at(plain, problem.view, problem.unravel(center))
+            anchor = problem.anchor(problem.unravel(center))
             kinds.append(problem.potential(metric, anchor))
 
         def one(total: Any, key: Array) -> Any:
@@ -479,28 +191,13 @@ def measure_noise(
             return jax.tree.map(jnp.add, total, seen), None
 
         zeros = [jnp.zeros_like(center) for _ in kinds]
-        total, _ = lax.scan(one, zeros, random.split(rng_key, _NOISE_DRAWS))
+        total, _ = lax.scan(one, zeros, random.split(draws_key, _NOISE_DRAWS))
         return [variances / _NOISE_DRAWS for variances in total], anchor
 
     variances, anchor = problem.compiled(run)(gaussian.metric, metric)
-    curvature = gaussian.curvature * _stretch(gaussian.metric, metric)
+    curvature = find_curvature(problem, curvature_key, gaussian, metric)
     levels = [NoiseLevel(float(v.mean()), float(v.max()), curvature) for v in variances]
     return levels[0], levels[1] if controlled else None, anchor
-
-
-def _stretch(gaussian: DiagonalMetric | DenseMetric, metric: Metric) -> float:
-    """The largest eigenvalue of the precision of the Gaussian in the coordinates of a metric."""
-    if metric is gaussian:
-        return 1.0
-    size, dtype = gaussian.center.shape[0], gaussian.center.dtype
-    if isinstance(gaussian, DiagonalMetric) and not isinstance(metric, DenseMetric):
-        return float(jnp.max(jnp.square(metric.direction(jnp.ones(size, dtype)) / gaussian.scale)))
-
-    def column(unit: Array) -> Array:
-        return gaussian.coordinates(gaussian.center + metric.direction(unit))
-
-    matrix = np.asarray(jax.vmap(column)(jnp.eye(size, dtype=dtype)), np.float64)
-    return float(np.linalg.norm(matrix, 2) ** 2)
 
 
 class Choices(NamedTuple):
@@ -524,7 +221,8 @@ class Choices(NamedTuple):
 #: From the noise of the gradient to step size and friction (None if the method has none).
 Suggestion = Callable[[NoiseLevel], tuple[float, float | None]]
 
-#: From a tuning to a function that runs short chains with a step size and a key.
+#: From a tuning, without a report, to a function that runs short chains with a step size and
+#: a key.
 Pilot = Callable[[Tuning], Callable[[float, Array], SteinSums]]
 
 
@@ -532,7 +230,7 @@ def find_tuning(
     problem: Problem,
     rng_key: Array,
     choices: Choices,
-    suggest: Suggestion,
+    suggest: Suggestion | None,
     pilot: Pilot,
     report: Callable[[str], None] = lambda phase: None,
 ) -> Tuning:
@@ -542,7 +240,8 @@ def find_tuning(
     :param problem: the model with its data.
     :param rng_key: a random key.
     :param choices: what is to be found.
-    :param suggest: the method's step size and friction for a level of noise.
+    :param suggest: the method's step size and friction for a level of noise; None if both are
+        given.
     :param pilot: how to run the method.
     :param report: is told the name of each phase when it begins.
     """
@@ -560,16 +259,22 @@ def find_tuning(
     controls = choices.gradient != "minibatch" and bool(problem.view.plates)
     plain, controlled, anchor = measure_noise(problem, noise_key, gaussian, metric, controls)
     passes["noise"] = controls + _NOISE_DRAWS * problem.minibatch_share * (3 if controls else 1)
+    if gaussian.curvature is None:
+        passes["noise"] += 2 * POWER_STEPS
     noise = plain
     if controlled is not None:
         if choices.gradient == "control_variate" or controlled.mean < plain.mean / 2:
             noise = controlled
         else:
             anchor = None
-    step_size, friction = suggest(noise)
+    step_size, friction = choices.step_size, choices.friction
+    if suggest is not None:
+        suggested = suggest(noise)
+        step_size, friction = step_size or suggested[0], friction or suggested[1]
+    assert step_size is not None
     tuning = Tuning(
-        choices.step_size or step_size,
-        choices.friction or friction,
+        step_size,
+        friction,
         metric,
         gaussian.metric,
         anchor,
@@ -582,19 +287,13 @@ def find_tuning(
         return tuning
     report("pilot")
     run = pilot(tuning)
-    length = pilot_steps(noise)
+    steps = PILOT_CHAINS * pilot_steps(noise) * (1 if anchor is None else 2)
     for halvings in range(_HALVINGS + 1):
         found = stein_report(run(tuning.step_size, random.fold_in(pilot_key, halvings)))
-        passes["pilot"] = (
-            (halvings + 1)
-            * PILOT_CHAINS
-            * length
-            * problem.minibatch_share
-            * (1 if anchor is None else 2)
-        )
+        passes["pilot"] = (halvings + 1) * steps * problem.minibatch_share
         tuning = tuning._replace(halvings=halvings, report=found)
         if found is None or found.problem() is None or halvings == _HALVINGS:
-            return tuning
+            break
         tuning = tuning._replace(step_size=tuning.step_size / 2)
     return tuning
 

@@ -27,7 +27,8 @@ from scipy.optimize import brentq
 from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL
 from numpyro_sgmcmc.diagnostics import stein_report
 from numpyro_sgmcmc.integrators import euler_kick
-from numpyro_sgmcmc.kernels._base import Momentum, MomentumKernel
+from numpyro_sgmcmc.kernels._base import MomentumKernel
+from numpyro_sgmcmc.kernels._state import Momentum
 
 # Many of these samplers are biased, and say so.
 pytestmark = pytest.mark.filterwarnings("ignore:After .* samples. The draws do not have the law")

@@ -3,6 +3,7 @@
 
 """Kernels that tune themselves: what they find, that they find it again, and what they sample."""
 
+from functools import partial
 import warnings
 
 import jax
@@ -29,13 +30,14 @@ from numpyro_sgmcmc import (
     ApproximateScaleAdaptedSGHMC,
     CCAdL,
     full_data,
-    gradients,
+    potentials,
 )
+from numpyro_sgmcmc.approximation import Gaussian, find_metric
 from numpyro_sgmcmc.diagnostics import stein_report
-from numpyro_sgmcmc.gradients import Anchor, ControlVariate, full_data_gradient
-from numpyro_sgmcmc.metric import DenseMetric, IdentityMetric
+from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.minibatch import read_model
-from numpyro_sgmcmc.warmup import Problem, Tuning
+from numpyro_sgmcmc.potentials import Anchor, ControlVariate, Problem, full_data_gradient
+from numpyro_sgmcmc.warmup import NoiseLevel, Tuning
 
 RNG = np.random.default_rng(0)
 N, D = 3_000, 4
@@ -165,6 +167,28 @@ def test_tuned_once_for_the_same_data(tuning):
     assert kernel.tuning is not found
 
 
+def test_other_data_of_the_same_sums(tuning):
+    """Responses in another order: a new anchor, a new tuning, and no old run goes on."""
+    other = Y[::-1]
+    kernel = SGLD(logistic, gradient="control_variate", step_size=1e-4, progress_bar=False)
+    mcmc = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=1)
+    found = kernel.tuning
+    run(kernel, X, other, num_warmup=2, num_samples=2, chains=1)
+    assert kernel.tuning is not found
+    kernel = CCAdL(logistic, tuning=tuning)
+    mcmc = run(kernel, X, other, num_warmup=2, num_samples=2)
+    anchor = mcmc.last_state.anchor
+    assert np.array_equal(anchor.values["w"][0], tuning.anchor.values["w"])
+    potential = Model(logistic, X, other).potential
+    slope = jax.grad(potential)(tuning.anchor.values, {"rows": jnp.arange(N)}, random.key(0))
+    np.testing.assert_allclose(anchor.gradient["w"][0], slope["w"], rtol=1e-3, atol=0.5)
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(random.key(0), X, other)
+    for data in ((X, Y), (X[:2_900], other[:2_900])):
+        with pytest.raises(ValueError, match="cannot go on with these"):
+            mcmc.run(random.key(0), *data)
+
+
 def test_chains_start_from_different_places(tuning):
     mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_warmup=1, num_samples=1, chains=50)
     first = mcmc.get_samples(True)["w"][:, 0]
@@ -208,7 +232,7 @@ def nested(x):
 @pytest.mark.parametrize("chunk", [10**6, 1_000, 700, 7])
 def test_one_pass_over_the_data(chunk, monkeypatch):
     """In chunks that divide the rows and that do not, it is the potential of all data."""
-    monkeypatch.setattr(gradients, "_CHUNK", chunk)
+    monkeypatch.setattr(potentials, "_CHUNK", chunk)
     for model, args in ((logistic, (X, Y)), (nested, (X[:50],))):
         found = Model(model, *args)
         value, gradient = jax.jit(
@@ -308,7 +332,7 @@ def test_law_in_a_metric():
     def mean(y):
         prior = dist.ImproperUniform(dist.constraints.real_vector, (), (y.shape[1],))
         mu = numpyro.sample("mu", prior)
-        numpyro.factor("y", -0.5 * jnp.sum((mu / SCALES) ** 2) * jnp.ones(()) + 0 * y.sum())
+        numpyro.factor("y", -0.5 * jnp.sum((mu / SCALES) ** 2))
 
     SCALES = jnp.asarray(np.repeat([0.01, 1.0, 30.0], 100), jnp.float32)
     y = jnp.zeros((2, 300))
@@ -384,6 +408,112 @@ def test_metric_of_a_fitted_guide(guide):
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         run(SGLD(logistic, step_size=1e-4, **options), X, Y, num_warmup=2, num_samples=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({}, {"metric": "diagonal"}, "`tuning` has a metric already"),
+        ({}, {"gradient": "minibatch"}, "was found for gradient='control_variate'"),
+        ({"anchor": None}, {"gradient": "control_variate"}, "was found for gradient='minibatch'"),
+        ({"friction": None}, {}, "has no friction, which CCAdL needs"),
+    ],
+)
+def test_what_contradicts_a_tuning(change, options, message, tuning):
+    with pytest.raises(ValueError, match=message):
+        run(CCAdL(logistic, tuning=tuning._replace(**change), **options), X, Y)
+
+
+def test_tuning_of_another_model(tuning):
+    with pytest.raises(
+        ValueError, match="found for 4 unconstrained parameters, but this model has 3"
+    ):
+        run(CCAdL(logistic, tuning=tuning), X[:, :3], Y)
+
+
+METHODS = [
+    CCAdL,
+    partial(CCAdL, integrator="euler"),
+    SGHMC,
+    partial(SGHMC, noise_variance="estimated"),
+    SGNHT,
+    partial(SGNHT, integrator="euler"),
+    SGLD,
+    partial(SGLD, modified=True),
+    PSGLD,
+    SGFS,
+    SMSUBU,
+]
+
+
+@pytest.mark.parametrize("kernel", METHODS)
+def test_step_sizes_fall_with_noise_and_curvature(kernel):
+    kernel = kernel(logistic)
+    levels = [NoiseLevel(v, v, c) for c in (1.0, 100.0) for v in (0.0, 0.01, 1.0, 100.0)]
+    steps, frictions = np.array([kernel.suggest(level) for level in levels], float).T
+    assert np.all((steps > 0) & (steps <= 0.5)) and not np.any(frictions <= 0)
+    assert np.all(np.diff(steps.reshape(2, 4)) <= 0) and np.all(steps[:4] >= steps[4:])
+
+
+@pytest.mark.parametrize("kernel", [CCAdL, SGHMC, SGLD])
+def test_no_noise_at_all(kernel):
+    """All rows in every minibatch or, for methods that allow it, no minibatches."""
+
+    def mean(y, batch_size):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size):
+            batch = numpyro.subsample(y, event_dim=0)
+            numpyro.sample("y", dist.Normal(mu, 1), obs=batch)
+
+    y = random.normal(random.key(0), (200,))
+    for batch_size in [200] if kernel is CCAdL else [200, None]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="No plate of the model")
+            mcmc = run(
+                kernel(mean, progress_bar=False), y, batch_size, num_warmup=20, num_samples=20
+            )
+        assert mcmc.sampler.tuning.noise.largest == 0
+        assert np.all(np.isfinite(mcmc.get_samples()["mu"]))
+
+
+@pytest.mark.slow
+def test_too_many_parameters_for_a_matrix():
+    """A diagonal metric; the curvature that is left is that of a chain of correlations."""
+    size, coupling = 600, 0.4
+    scales = jnp.asarray(np.geomspace(0.1, 10, size), jnp.float32)
+
+    def chain(y):
+        prior = dist.ImproperUniform(dist.constraints.real_vector, (), (size,))
+        theta = numpyro.sample("theta", prior)
+        with numpyro.plate("rows", len(y), subsample_size=20) as i:
+            away = (theta - y[i]) / scales
+            squares = jnp.sum(away**2, -1) + 2 * coupling * jnp.sum(away[:, 1:] * away[:, :-1], -1)
+            numpyro.factor("y", -0.5 * squares / len(y))
+
+    y = 2 * scales * random.normal(random.key(0), (200, size))
+    kernel = CCAdL(chain, progress_bar=False)
+    mcmc = run(kernel, y, num_warmup=500, num_samples=2_000, chains=2)
+    tuning = kernel.tuning
+    assert isinstance(tuning.metric, DiagonalMetric)
+    np.testing.assert_allclose(tuning.metric.scale / scales, 1, atol=0.25)
+    largest = np.linalg.eigvalsh(np.eye(size) + coupling * (np.eye(size, k=1) + np.eye(size, k=-1)))
+    assert tuning.noise.curvature == pytest.approx(largest[-1], rel=0.3)
+    assert tuning.problem is None and "noise" in tuning.passes and "metric" not in tuning.passes
+    assert stein_report(mcmc.last_state.stein).problem() is None
+
+
+def test_metric_where_the_potential_curves_downward():
+    """From the top between two wells the Gaussian spreads over both of them."""
+
+    def wells(y):
+        x = numpyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
+        numpyro.factor("y", x**2 / 2 - x**4 / 400)
+
+    problem = Model(wells, jnp.zeros(1)).problem
+    start = Gaussian(DiagonalMetric(jnp.zeros(1), jnp.ones(1)), 0.0)
+    found = find_metric(problem, random.key(0), start)
+    # E[U''] = -1 + 12 s^2 / 400 is 1 / s^2 at s = 5.9; eight draws have a variance of their own
+    assert 4 < float(found.metric.factor[0, 0]) < 9
 
 
 def test_traced_data_cannot_be_tuned_to():

@@ -4,7 +4,7 @@
 """The sampling methods, one in each file."""
 
 from numpyro_sgmcmc.kernels._base import SGMCMCKernel as SGMCMCKernel
-from numpyro_sgmcmc.kernels._base import SGMCMCState as SGMCMCState
+from numpyro_sgmcmc.kernels._state import SGMCMCState as SGMCMCState
 from numpyro_sgmcmc.kernels.ccadl import CCAdL as CCAdL
 from numpyro_sgmcmc.kernels.psgld import PSGLD as PSGLD
 from numpyro_sgmcmc.kernels.scale_adapted import (

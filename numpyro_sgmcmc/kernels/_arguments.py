@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+import hashlib
 import math
 import os
 from typing import Any
@@ -18,7 +19,7 @@ from tqdm.auto import tqdm
 
 from numpyro_sgmcmc.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.minibatch import MinibatchModel
-from numpyro_sgmcmc.warmup import DENSE_BY_DEFAULT, PHASES
+from numpyro_sgmcmc.warmup import DENSE_BY_DEFAULT, PHASES, Tuning
 
 
 def positive(name: str, value: Any) -> float:
@@ -70,6 +71,24 @@ def checked_metric(metric: Any) -> Any:
     return found
 
 
+def checked_tuning(tuning: Any, metric: Any, gradient: str) -> Tuning | None:
+    """
+    :raises ValueError: if it is not one, or if another argument contradicts it.
+    """
+    if tuning is None:
+        return None
+    if not isinstance(tuning, Tuning):
+        raise ValueError(f"`tuning` must be the result of `kernel.tune(...)`; got {tuning!r}.")
+    if metric is not None:
+        raise ValueError("`tuning` has a metric already: give `metric` to the kernel that tunes.")
+    found = "minibatch" if tuning.anchor is None else "control_variate"
+    if gradient not in ("auto", found):
+        raise ValueError(
+            f"`tuning` was found for gradient='{found}': tune a kernel with gradient='{gradient}'."
+        )
+    return tuning
+
+
 def metric_of_guide(
     guide: Any, params: Any, view: MinibatchModel, args: tuple, kwargs: dict, dtype: Any
 ) -> Metric:
@@ -85,29 +104,21 @@ def metric_of_guide(
     return from_covariance(covariance, z.mean(axis=0), dtype)
 
 
-def fingerprint_of(name: str, args: tuple, kwargs: dict) -> Any:
-    """
-    Tells data from other data, without holding them.
-
-    :raises ValueError: if the data are traced.
-    """
+def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
+    """Tells data from other data, without holding them; None of data that are traced."""
     leaves, tree = jax.tree.flatten((args, kwargs))
-    found: list[Any] = []
+    found = hashlib.blake2b(str(tree).encode())
     for leaf in leaves:
         if isinstance(leaf, jax.core.Tracer):
-            raise ValueError(
-                f"{name} cannot tune itself inside `jit` or `vmap` of its data. Call `tune` before,"
-                " and pass `tuning=`."
-            )
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.number):
-            sums = (
-                float(jnp.sum(leaf, dtype=float)),
-                float(jnp.sum(jnp.square(leaf), dtype=float)),
-            )
-            found.append((leaf.shape, str(leaf.dtype), *sums))
+            return None
+        if isinstance(leaf, jax.Array):
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            array = np.ascontiguousarray(random.key_data(leaf) if is_key else leaf)
+            found.update(f"{leaf.dtype}{leaf.shape}".encode())
+            found.update(array.reshape(-1).view(np.uint8).data)
         else:
-            found.append(repr(leaf))
-    return (str(tree), *found)
+            found.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
+    return found.hexdigest()
 
 
 @contextmanager

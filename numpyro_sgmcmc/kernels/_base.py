@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 import math
 import time
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 import warnings
 
 import jax
@@ -18,7 +18,6 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer.initialization import init_to_uniform
-from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.diagnostics import (
@@ -26,30 +25,23 @@ from numpyro_sgmcmc.diagnostics import (
     add_to_sums,
     advice,
     batch_is_full,
-    batches_are_full,
     center_sums,
     close_batch,
+    has_paired_batches,
     start_sums,
     stein_report,
 )
-from numpyro_sgmcmc.gradients import (
-    Anchor,
-    Gradient,
-    Observation,
-    Potential,
-    Rows,
-    minibatch_gradient,
-)
+from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient
 from numpyro_sgmcmc.kernels._arguments import (
     checked_metric,
+    checked_tuning,
     fingerprint_of,
-    metric_of_guide,
     one_of,
     positive,
-    tuning_bar,
     whole,
 )
-from numpyro_sgmcmc.metric import IdentityMetric, Metric, from_covariance
+from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step, Tuned
+from numpyro_sgmcmc.kernels._tuning import SelfTuning, StepSize
 from numpyro_sgmcmc.minibatch import (
     MinibatchModel,
     Model,
@@ -58,20 +50,9 @@ from numpyro_sgmcmc.minibatch import (
     full_data,
     read_model,
 )
+from numpyro_sgmcmc.potentials import Anchor, Potential, Problem, Rows
 from numpyro_sgmcmc.subsampling import INDEPENDENT, SCHEMES
-from numpyro_sgmcmc.warmup import (
-    PILOT_CHAINS,
-    Choices,
-    NoiseLevel,
-    Problem,
-    Tuning,
-    anchor_at,
-    find_tuning,
-    pilot_steps,
-)
-
-#: A positive number, or a function of the number of steps taken, such as an optax schedule.
-StepSize = float | Callable[[Array], Array | float]
+from numpyro_sgmcmc.warmup import Tuning
 
 #: Formatting values that live on the device waits for them: not more often than this.
 _SECONDS_BETWEEN_DIAGNOSTICS = 0.5
@@ -80,94 +61,7 @@ _SECONDS_BETWEEN_DIAGNOSTICS = 0.5
 _ERRORS_BEFORE_THE_END, _FEWEST_SAMPLES = 4.0, 500
 
 
-class Tuned(NamedTuple):
-    """
-    What the tuning found, or what was given; the same for all chains.
-
-    - **step_size** - step size, unless a schedule gives it.
-    - **friction** - friction, or None for methods that have none.
-    - **metric** - the metric in whose coordinates the chain moves.
-    """
-
-    step_size: Array
-    friction: Array | None
-    metric: Metric
-
-
-class SGMCMCState(NamedTuple):
-    """
-    State of a chain. Each field, and each field of ``dynamics`` by its own name, can be
-    collected with ``mcmc.run(..., extra_fields=("step_size", "thermostat"))``, and so can
-    ``kinetic_temperature`` for methods with momentum.
-
-    - **i** - number of steps taken, warm-up included.
-    - **z** - unconstrained values of the latent sites.
-    - **dynamics** - what the method keeps besides the position, for instance the momentum.
-    - **step_size** - step size of the latest step.
-    - **minibatch_potential** - the minibatch potential at the latest gradient, a noisy
-      estimate of the potential that is not of use for comparing draws; 0 before the first.
-    - **nonfinite_steps** - number of steps undone because they were not finite.
-    - **warmup_steps** - number of steps of the warm-up, after which nothing adapts.
-    - **configurational_temperature** - the latest sample's share of the mean of the diagonal
-      of the Stein matrix (:mod:`numpyro_sgmcmc.diagnostics`): its mean over the draws is 1
-      if they are as wide as the posterior; 0 in the warm-up, and NaN where minibatches are
-      not independent, which this cannot judge.
-    - **stein** - running sums for the Stein matrix.
-    - **anchor** - of the control variate, or None.
-    - **tuned** - step size, friction and metric.
-    - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of it and ``i``.
-    """
-
-    i: Array
-    z: Any
-    dynamics: Any
-    step_size: Array
-    minibatch_potential: Array
-    nonfinite_steps: Array
-    warmup_steps: Array
-    configurational_temperature: Array
-    stein: SteinSums
-    anchor: Anchor | None
-    tuned: Tuned
-    rng_key: Array
-
-    @property
-    def friction(self) -> Any:
-        """Friction :math:`A`, given or tuned."""
-        return self.tuned.friction
-
-    @property
-    def kinetic_temperature(self) -> Array:
-        """:math:`p^\\top p / d` at the end of the step, for methods with momentum."""
-        return jnp.mean(self.momentum**2, axis=-1)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dynamics, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        # NumPyro looks a field up by name where no attribute has it: say what there is.
-        if isinstance(key, str):
-            fields = [*self._fields, *self.dynamics._fields]
-            fields += ["kinetic_temperature"] if "momentum" in fields else []
-            raise ValueError(f"The state has no field '{key}'; it has {', '.join(fields)}.")
-        return tuple.__getitem__(self, key)
-
-
-class Momentum(NamedTuple):
-    """
-    - **momentum** - momentum of every coordinate, shape (d,).
-    """
-
-    momentum: Array
-
-
-#: A step of a method: the new state and what the gradient oracle said.
-Step = tuple[SGMCMCState, Observation]
-
-
-class SGMCMCKernel(MCMCKernel):
+class SGMCMCKernel(SelfTuning):
     """
     Base class of the kernels of this package: a method adds its dynamics,
     :meth:`init_dynamics` and :meth:`step`, as pure functions.
@@ -186,12 +80,13 @@ class SGMCMCKernel(MCMCKernel):
         ``(guide, params)``; ``"diagonal"`` or ``"dense"`` to have it tuned; ``"identity"``. None
         is tuned if the step size or the friction is, a matrix up to 500 parameters, and else
         the identity.
-    :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for twice the cost,
-        after a pass over all data (:class:`~numpyro_sgmcmc.gradients.ControlVariate`); or
+    :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step,
+        after a pass over all data (:class:`~numpyro_sgmcmc.potentials.ControlVariate`); or
         ``"auto"``, a control variate if something is tuned and it at least halves the noise.
     :param float refresh_every: move the anchor of the control variate to the current position
         every so many passes over the data; it stays at the centre if None.
-    :param Tuning tuning: the result of :meth:`tune`, instead of tuning anew.
+    :param Tuning tuning: the result of :meth:`tune`, instead of tuning anew: its metric, and
+        its control variate, whose anchor is made anew where the data are others.
     :param float temperature: the target is :math:`\\propto \\exp(-U / T)`; 1 is the posterior.
     :param str subsampling: how the rows of a minibatch are drawn: ``"without_replacement"``
         within a minibatch and independently of other minibatches, ``"with_replacement"``,
@@ -244,9 +139,7 @@ class SGMCMCKernel(MCMCKernel):
                 "`refresh_every` moves the anchor of a control variate: it needs"
                 f" gradient='control_variate', but gradient={gradient!r}."
             )
-        if tuning is not None and not isinstance(tuning, Tuning):
-            raise ValueError(f"`tuning` must be the result of `kernel.tune(...)`; got {tuning!r}.")
-        self._given_tuning = tuning
+        self._given_tuning = checked_tuning(tuning, metric, gradient)
         self._temperature = positive("temperature", temperature)
         self._subsampling = one_of("subsampling", subsampling, SCHEMES)
         self._steps_per_sample = whole("steps_per_sample", steps_per_sample)
@@ -254,8 +147,8 @@ class SGMCMCKernel(MCMCKernel):
         self._progress_bar = progress_bar
         # Static facts of the model and the data, found in `init`, the same for every chain.
         self._view: MinibatchModel | None = None
-        # The latest tuning, with what tells its data from others.
-        self._tuned: tuple[Any, Tuning] | None = None
+        self._shapes: Any = None
+        self._tuning: Tuning | None = None
         self._diagnostics = (-math.inf, "")
         self._has_warned = False
 
@@ -281,18 +174,6 @@ class SGMCMCKernel(MCMCKernel):
         :param rng_key: a single random key.
         :return: the state with new ``z`` and ``dynamics``, and the observation of the gradient.
         """
-
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        """
-        Step size and friction for coordinates in which the curvature is 1.
-
-        :param noise: the noise of the gradient in these coordinates.
-        :return: a step size, and a friction or None.
-        """
-        raise ValueError(
-            f"{type(self).__name__} does not say which step size it needs (it has no method"
-            " `suggest`): give `step_size`."
-        )
 
     @property
     def gradient_at_end(self) -> bool:
@@ -345,13 +226,12 @@ class SGMCMCKernel(MCMCKernel):
             "steps_per_sample": self._steps_per_sample,
         }
         if (tuning := self.tuning) is not None:
-            found["step_size"] = tuning.step_size
+            if not callable(self._step_size):
+                found["step_size"] = tuning.step_size
             found["metric"] = type(tuning.metric).__name__.removesuffix("Metric").lower()
             found["gradient"] = "minibatch" if tuning.anchor is None else "control_variate"
             if tuning.passes:
                 found["tuning_passes"] = sum(tuning.passes.values())
-        if callable(self._step_size):
-            found.pop("step_size", None)
         for plate in self._view.plates if self._view is not None else ():
             found[f"batch_size_{plate.name}"] = plate.subsample_size
         return found
@@ -365,21 +245,14 @@ class SGMCMCKernel(MCMCKernel):
         model_kwargs: dict,
     ) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
-        self._view = view = read_model(self._model, self._init_strategy, args, kwargs)
+        view = self._read(args, kwargs)
         self._has_warned = False
-        self._check(view)
         self.check_warmup(num_warmup)
         # chains that are traced all at once are not to trace the tuning too
         traced = isinstance(rng_key, jax.core.Tracer)
         with jax.ensure_compile_time_eval() if traced else nullcontext():
             tuning = self._tuning_for(args, kwargs)
-        with jax.ensure_compile_time_eval():
-            step_size = float(self._step_size_at(jnp.asarray(0), tuning.step_size))
-        if not (math.isfinite(step_size) and step_size > 0):
-            raise ValueError(
-                f"The step size schedule gives {step_size} at step 0; it must be positive."
-            )
-        self.check_model(view, step_size, tuning.friction)
+        self.check_model(view, self._given_step_size or tuning.step_size, tuning.friction)
         batched = not is_prng_key(rng_key)
         split = (
             jax.vmap(lambda key: random.split(key, 3)) if batched else lambda k: random.split(k, 3)
@@ -390,15 +263,17 @@ class SGMCMCKernel(MCMCKernel):
             view.check_initial_values(z, rng_key.shape[0] if batched else None, args, kwargs)
         elif tuning.start is not None:
             # in one program: one operation after the other each would be one
-            drawn = self._problem(args, kwargs).compiled(
-                lambda problem, keys: self._draw_starts(problem, tuning, keys)
-            )
-            z = drawn(keys[0])
+            z = self._problem(args, kwargs).compiled(self._draw_starts)(tuning.start, keys[0])
         else:
             z = view.initial_values(keys[0], self._init_strategy, args, kwargs)
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
-        start = partial(self._start, tuning=tuning, num_warmup=num_warmup)
+        start = partial(
+            self._start,
+            tuned=Tuned.of(tuning, ravel_pytree(z)[0].dtype),
+            anchor=tuning.anchor,
+            num_warmup=num_warmup,
+        )
         axes = self._axes(0, None)
         state = jax.jit(jax.vmap(start, out_axes=axes) if batched else start)(keys[1], z, keys[2])
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
@@ -406,15 +281,16 @@ class SGMCMCKernel(MCMCKernel):
         return state
 
     def _start(
-        self, rng_key: Array, z: Values, dynamics_key: Array, *, tuning: Tuning, num_warmup: int
+        self,
+        rng_key: Array,
+        z: Values,
+        dynamics_key: Array,
+        *,
+        tuned: Tuned,
+        anchor: Anchor | None,
+        num_warmup: Any,
     ) -> SGMCMCState:
-        """The state of one chain before its first step."""
         flat, _ = ravel_pytree(z)
-        tuned = Tuned(
-            jnp.asarray(tuning.step_size, flat.dtype),
-            None if tuning.friction is None else jnp.asarray(tuning.friction, flat.dtype),
-            tuning.metric,
-        )
         position = tuned.metric.coordinates(flat)
         step_size = self._step_size_at(jnp.asarray(0), tuned.step_size)
         count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), flat.dtype)
@@ -428,28 +304,10 @@ class SGMCMCKernel(MCMCKernel):
             warmup_steps=count + num_warmup * self._steps_per_sample,
             configurational_temperature=zero,
             stein=start_sums(position, self._site_of()),
-            anchor=tuning.anchor,
+            anchor=anchor,
             tuned=tuned,
             rng_key=rng_key,
         )
-
-    def _draw_starts(self, problem: Problem, tuning: Tuning, rng_key: Array) -> Values:
-        """
-        A draw of the Gaussian that the tuning found, or its centre where that cannot start,
-        for a key or for each of a batch of keys.
-        """
-        gaussian, view = tuning.start, problem.view
-        assert gaussian is not None
-
-        def draw(rng_key: Array) -> Values:
-            normal = random.normal(rng_key, gaussian.center.shape, gaussian.center.dtype)
-            drawn = problem.unravel(gaussian.values(math.sqrt(self._temperature) * normal))
-            rows, key = view.first_rows(), random.key(0)
-            energy = view.potential(drawn, rows, key, problem.args, problem.kwargs)
-            center = problem.unravel(gaussian.center)
-            return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(energy), x, y), drawn, center)
-
-        return draw(rng_key) if is_prng_key(rng_key) else jax.vmap(draw)(rng_key)
 
     @staticmethod
     def _axes(chains: int | None, tuned: int | None) -> Any:
@@ -463,142 +321,9 @@ class SGMCMCKernel(MCMCKernel):
         sizes = [math.prod(latents[name].shape) for name in sorted(latents)]
         return np.repeat(np.arange(len(sizes)), sizes)
 
-    def tune(self, rng_key: Array, *args: Any, **kwargs: Any) -> Tuning:
-        """
-        Finds centre, metric, control variate, step size and friction; see
-        :mod:`numpyro_sgmcmc.warmup`. ``MCMC`` does this by itself when something is to be
-        tuned, with ``jax.random.key(0)``: whatever the key of the run and the chain method,
-        the values are the same.
-
-        :param rng_key: a random key.
-        :param args: arguments of the model.
-        :param kwargs: keyword arguments of the model.
-        :return: the tuning, for ``tuning=`` of a kernel of the same class, and to look at.
-        """
-        args, kwargs = as_arrays((args, kwargs))
-        self._view = read_model(self._model, self._init_strategy, args, kwargs)
-        self._check(self._view)
-        return self._find_tuning(rng_key, args, kwargs)
-
-    @property
-    def _is_complete(self) -> bool:
-        """Whether nothing is left to be tuned."""
-        return (
-            self._step_size is not None
-            and not isinstance(self._metric, str)
-            and self._gradient_kind != "control_variate"
-        )
-
-    def _tuning_for(self, args: tuple, kwargs: dict) -> Tuning:
-        """The tuning that was given, that was found before for the same data, or a new one."""
-        number = None if callable(self._step_size) else self._step_size
-        if self._given_tuning is not None:
-            given = self._given_tuning
-            tuning = given._replace(
-                step_size=number or given.step_size, friction=self._friction or given.friction
-            )
-        elif self._is_complete:
-            metric = self._given_metric(args, kwargs)
-            return self._keep(
-                None, Tuning(number or math.nan, self._friction, metric or IdentityMetric())
-            )
-        else:
-            fingerprint = fingerprint_of(type(self).__name__, args, kwargs)
-            if self._tuned is not None and self._tuned[0] == fingerprint:
-                return self._tuned[1]
-            tuning = self._find_tuning(random.key(0), args, kwargs)
-            return self._keep(fingerprint, tuning)
-        return self._keep(None, tuning)
-
-    @property
-    def tuning(self) -> Tuning | None:
-        """What the latest run was tuned to, or None before it."""
-        return None if self._tuned is None else self._tuned[1]
-
-    @property
-    def _level(self) -> NoiseLevel | None:
-        """The noise of the gradient in the coordinates of the metric, where it was measured."""
-        return None if self.tuning is None else self.tuning.noise
-
-    def _keep(self, fingerprint: Any, tuning: Tuning) -> Tuning:
-        self._tuned = (fingerprint, tuning)
-        return tuning
-
-    def _find_tuning(self, rng_key: Array, args: tuple, kwargs: dict) -> Tuning:
-        """Runs the phases of the tuning behind a progress bar."""
-        number = None if callable(self._step_size) else self._step_size
-        metric = self._metric if isinstance(self._metric, str) else self._given_metric(args, kwargs)
-        if metric is None and number is not None and self._friction_is_known:
-            metric = IdentityMetric()
-        choices = Choices(number, self._friction, metric, self._gradient_kind, self._init_strategy)
-        problem = self._problem(args, kwargs)
-        with tuning_bar(self._progress_bar) as report:
-            tuning = find_tuning(
-                problem, rng_key, choices, self.suggest, partial(self._pilot, problem), report
-            )
-        if tuning.multimodal:
-            warnings.warn(
-                "The posterior has several modes (searches from different starts ended in"
-                " different ones, with a barrier between): the chains will see one of them. Break a"
-                " symmetry of the model, or take the draws for predictions only.",
-                stacklevel=2,
-            )
-        if tuning.report is not None and (problem_found := tuning.report.problem()):
-            warnings.warn(f"After tuning: {advice(problem_found)}", stacklevel=2)
-        return tuning
-
-    @property
-    def _friction_is_known(self) -> bool:
-        return True
-
-    def _given_metric(self, args: tuple, kwargs: dict) -> Any:
-        """
-        :raises ValueError: if the metric does not fit the model.
-        """
-        given, view = self._metric, self._initialised
-        if given is None or isinstance(given, str | IdentityMetric):
-            return given
-        size, dtype = view.dimension, next(iter(view.latents.values())).dtype
-        if isinstance(given, tuple):
-            guide, params = given
-            return metric_of_guide(guide, params, view, args, kwargs, dtype)
-        if given.shape not in ((size,), (size, size)):
-            raise ValueError(
-                f"`metric` has shape {given.shape}, but the model has {size} unconstrained"
-                f" parameters: use variances, shape ({size},), or a covariance, ({size}, {size})."
-            )
-        return from_covariance(given, np.zeros(size), dtype)
-
-    def _pilot(self, problem: Problem, tuning: Tuning) -> Callable[[float, Array], SteinSums]:
-        """Short chains, all at once, half of whose steps are warm-up."""
-        self._keep(None, tuning)
-        assert tuning.noise is not None
-        samples = -(-pilot_steps(tuning.noise) // self._steps_per_sample)
-
-        def run(problem: Problem, step_size: Any, tuning: Tuning, rng_key: Array) -> SteinSums:
-            args, kwargs = problem.args, problem.kwargs
-            keys = random.split(rng_key, (3, PILOT_CHAINS))
-            z = self._draw_starts(problem, tuning, keys[1])
-            start = partial(
-                self._start, tuning=tuning._replace(step_size=step_size), num_warmup=samples // 2
-            )
-
-            def one(start_of: tuple[Array, Values, Array]) -> SteinSums:
-                last, _ = lax.scan(
-                    lambda state, _: (self._sample(state, args, kwargs), None),
-                    start(*start_of),
-                    length=samples,
-                )
-                return last.stein
-
-            # one after the other: a program for all at once takes twice as long to compile
-            return lax.map(one, (keys[0], z, keys[2]))
-
-        compiled = problem.compiled(run)
-        arrays = tuning._replace(passes={"": 0.0}, noise=None, plain_noise=None, report=None)
-        return lambda step_size, rng_key: compiled(step_size, arrays, rng_key)
-
-    def _check(self, view: MinibatchModel) -> None:
+    def _read(self, args: tuple, kwargs: dict) -> MinibatchModel:
+        self._view = view = read_model(self._model, self._init_strategy, args, kwargs)
+        self._shapes = _shapes_of((args, kwargs))
         name = type(self).__name__
         if self.corrects_noise and self._subsampling not in INDEPENDENT:
             raise ValueError(
@@ -620,6 +345,7 @@ class SGMCMCKernel(MCMCKernel):
             )
         if view.dimension == 0:
             raise ValueError("The model has no latent sites: there is nothing to sample.")
+        return view
 
     @property
     def _sample_fn(self) -> MinibatchModel | None:
@@ -628,16 +354,15 @@ class SGMCMCKernel(MCMCKernel):
 
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
-        before, state = state, self._sample(state, args, kwargs)
+        state = self._sample(state, args, kwargs)
+        # at 64, 128, ... samples; the same number in all chains
+        due = has_paired_batches(_of_first_chain(state.stein))
 
         def judge(sums: SteinSums) -> None:
-            jax.debug.callback(self._judge, sums)
+            # under `vmap` both branches run
+            jax.debug.callback(self._judge, due, sums)
 
-        # at 64, 128, ... samples; the same number in all chains
-        due = batches_are_full(
-            _of_first_chain(before.stein)._replace(samples=_first(state.stein.samples))
-        )
-        lax.cond(due & (_first(state.stein.samples) > 0), judge, lambda sums: None, state.stein)
+        lax.cond(due, judge, lambda sums: None, state.stein)
         return state
 
     def _sample(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
@@ -648,7 +373,7 @@ class SGMCMCKernel(MCMCKernel):
             share = self._problem(args, kwargs).minibatch_share * self._steps_per_sample
             every = max(1, round(self._refresh_every / share))
             due = (_first(state.i) // self._steps_per_sample) % every == 0
-            refresh = partial(self._refreshed, args=args, kwargs=kwargs)
+            refresh = self._problem(args, kwargs).anchor
             anchor = lax.cond(
                 due & (_first(state.i) > 0),
                 lambda z, _: (jax.vmap(refresh) if chains else refresh)(z),
@@ -667,11 +392,6 @@ class SGMCMCKernel(MCMCKernel):
             state.stein,
         )
         return state._replace(stein=stein)
-
-    def _refreshed(self, z: Values, args: tuple, kwargs: dict) -> Anchor:
-        """The anchor at the current position."""
-        potential = self._problem(args, kwargs).potential(IdentityMetric())
-        return anchor_at(potential, self._initialised, z)
 
     def _advance(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
         """``steps_per_sample`` steps of one chain, on the position as one flat vector."""
@@ -756,6 +476,7 @@ class SGMCMCKernel(MCMCKernel):
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
         view = self._initialised
         args, kwargs = as_arrays((model_args, model_kwargs))
+        self._check_same_data(args, kwargs)
         if view.minibatch_dependent:
             names = ", ".join(f"'{name}'" for name in sorted(view.minibatch_dependent))
             warnings.warn(
@@ -764,6 +485,22 @@ class SGMCMCKernel(MCMCKernel):
                 stacklevel=2,
             )
         return lambda z: view.constrain(z, args, kwargs)
+
+    def _check_same_data(self, args: tuple, kwargs: dict) -> None:
+        """
+        :raises ValueError: if a run goes on with other data than it began with, which nothing
+            else would notice: the rows to draw from and the anchor are those of the old data.
+        """
+        same = _shapes_of((args, kwargs)) == self._shapes
+        if same and self._tuning is not None and self._tuning.anchor is not None:
+            data = fingerprint_of(args, kwargs)
+            same = data is None or data == self._tuning.data
+        if not same:
+            raise ValueError(
+                "This run was initialised with other data, and cannot go on with these: set"
+                " `mcmc.post_warmup_state = None`, or use a new `MCMC`. With `tuning=kernel.tuning`"
+                " a new kernel need not tune itself again."
+            )
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
         written, text = self._diagnostics
@@ -774,22 +511,22 @@ class SGMCMCKernel(MCMCKernel):
                 text += f", {found.summary()}"
             text += f", minibatch potential {float(state.minibatch_potential):.4g}"
             text += self.warnings(state)
+            if found is not None and found.problem(_ERRORS_BEFORE_THE_END):
+                text += ", NOT THE LAW OF THE POSTERIOR"
             self._diagnostics = (time.monotonic(), text)
         return text
 
     def warnings(self, state: SGMCMCState) -> str:
         """What the progress bar is to say of a state that cannot be trusted."""
         undone = int(state.nonfinite_steps)
-        text = f", {undone} NON-FINITE STEPS UNDONE: reduce the step size" if undone else ""
-        found = stein_report(state.stein)
-        if found is not None and found.problem(_ERRORS_BEFORE_THE_END):
-            text += ", NOT THE LAW OF THE POSTERIOR"
-        return text
+        return f", {undone} NON-FINITE STEPS UNDONE: reduce the step size" if undone else ""
 
-    def _judge(self, sums: SteinSums) -> None:
+    def _judge(self, due: Array, sums: SteinSums) -> None:
         """Warns, once a run, of draws that have another law than the posterior."""
+        if self._has_warned or not np.all(due):
+            return
         found = stein_report(sums)
-        if found is None or found.samples < _FEWEST_SAMPLES or self._has_warned:
+        if found is None or found.samples < _FEWEST_SAMPLES:
             return
         if problem := found.problem(_ERRORS_BEFORE_THE_END):
             self._has_warned = True
@@ -819,6 +556,8 @@ class MomentumKernel(SGMCMCKernel):
     :param options: the other arguments of :class:`SGMCMCKernel`.
     """
 
+    has_friction = True
+
     def __init__(
         self,
         model: Model,
@@ -828,14 +567,6 @@ class MomentumKernel(SGMCMCKernel):
     ) -> None:
         super().__init__(model, step_size, **options)
         self._friction = None if friction is None else positive("friction", friction)
-
-    @property
-    def _is_complete(self) -> bool:
-        return super()._is_complete and self._friction_is_known
-
-    @property
-    def _friction_is_known(self) -> bool:
-        return self._friction is not None
 
     @classmethod
     def from_learning_rate(
@@ -871,6 +602,13 @@ class MomentumKernel(SGMCMCKernel):
 
     def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Any:
         return Momentum(self.fresh_momentum(rng_key, position))
+
+
+def _shapes_of(tree: Any) -> Any:
+    """Shapes of the arrays of a tree, and what else it holds."""
+    leaves, structure = jax.tree.flatten(tree)
+    found = [(x.shape, x.dtype) if hasattr(x, "shape") else type(x) for x in leaves]
+    return structure, found
 
 
 def _first(x: Array) -> Array:

@@ -21,14 +21,13 @@ from numpyro_sgmcmc.gradients import (
     ESTIMATORS,
     Gradient,
     Observation,
-    Potential,
-    Rows,
     estimate_rank,
     product_gradient,
 )
 from numpyro_sgmcmc.kernels._arguments import one_of, whole
 from numpyro_sgmcmc.kernels._base import SGMCMCKernel
 from numpyro_sgmcmc.minibatch import MinibatchModel
+from numpyro_sgmcmc.potentials import Potential, Rows
 from numpyro_sgmcmc.subsampling import finite_population_factor
 from numpyro_sgmcmc.warmup import NoiseLevel
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax import Array, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.gradients import Gradient, Potential, Rows
+from numpyro_sgmcmc.gradients import Gradient
 from numpyro_sgmcmc.integrators import (
     covariance_controlled,
     drift,
@@ -19,10 +19,13 @@ from numpyro_sgmcmc.integrators import (
     thermostat,
 )
 from numpyro_sgmcmc.kernels._arguments import one_of, positive
-from numpyro_sgmcmc.kernels._base import MomentumKernel, SGMCMCState, Step, StepSize
+from numpyro_sgmcmc.kernels._base import MomentumKernel
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
+from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
+from numpyro_sgmcmc.kernels._tuning import StepSize
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
-from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel, whitened_step
+from numpyro_sgmcmc.potentials import Potential, Rows
+from numpyro_sgmcmc.warmup import NoiseLevel, euler_step, whitened_step
 
 
 class CovarianceControlled(NamedTuple):
@@ -203,10 +206,8 @@ class CCAdL(MomentumKernel):
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         if self._integrator == "euler":
-            # (h xi + h^2 v / 2) / 2 is the relative error of the variance
             friction = 0.5
-            root = math.sqrt(friction**2 + 8 * ACCEPTED_BIAS * noise.largest / 2)
-            return 4 * ACCEPTED_BIAS / (friction + root), friction
+            return euler_step(noise, friction), friction
         # V is known with an error and for the average position: what is left of the noise
         # widens a direction by up to h v / (2 A)
         step_size = whitened_step(noise)

@@ -3,6 +3,7 @@
 
 """Scale-adapted stochastic gradient Hamiltonian Monte Carlo, for neural networks."""
 
+import math
 from typing import Any, NamedTuple
 
 from jax import Array, random
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients import Gradient
 from numpyro_sgmcmc.kernels._arguments import positive
-from numpyro_sgmcmc.kernels._base import MomentumKernel, SGMCMCState, Step
+from numpyro_sgmcmc.kernels._base import SGMCMCKernel
+from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
+from numpyro_sgmcmc.kernels._tuning import StepSize
 from numpyro_sgmcmc.minibatch import Model
-from numpyro_sgmcmc.warmup import NoiseLevel
 
 #: Gradients smaller than the root of this, of parameters that do nothing, count as this.
 _SMALLEST = 1e-8
@@ -32,7 +34,7 @@ class ScaleAdapted(NamedTuple):
     mean_square: Array
 
 
-class ApproximateScaleAdaptedSGHMC(MomentumKernel):
+class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
     """
     SGHMC whose scales are learned in the warm-up from the size of the gradients: a preset for
     neural networks, with step sizes that need no tuning. **Approximate**: nothing is known of
@@ -100,16 +102,12 @@ class ApproximateScaleAdaptedSGHMC(MomentumKernel):
     def __init__(
         self,
         model: Model,
-        step_size: Any = 0.01,
+        step_size: StepSize = 0.01,
         momentum_decay: float = 0.05,
         **options: Any,
     ) -> None:
-        super().__init__(model, step_size, friction=None, **options)
+        super().__init__(model, step_size, **options)
         self._momentum_decay = positive("momentum_decay", momentum_decay)
-
-    @property
-    def _friction_is_known(self) -> bool:
-        return True
 
     @property
     def settings(self) -> dict[str, str | int | float]:
@@ -122,12 +120,10 @@ class ApproximateScaleAdaptedSGHMC(MomentumKernel):
                 " Use a warm-up of some thousand steps."
             )
 
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        return 0.01, None
-
     def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> ScaleAdapted:
         one = jnp.ones_like(position)
-        momentum = self.fresh_momentum(rng_key, position)
+        momentum = random.normal(rng_key, position.shape, position.dtype)
+        momentum = math.sqrt(self._temperature) * momentum
         return ScaleAdapted(momentum, one, jnp.zeros_like(position), one)
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:

@@ -14,12 +14,15 @@ import numpy as np
 from scipy.optimize import brentq
 
 from numpyro_sgmcmc.covariance import Covariance, Diagonal
-from numpyro_sgmcmc.gradients import Gradient, Observation, Potential, Rows
+from numpyro_sgmcmc.gradients import Gradient, Observation
 from numpyro_sgmcmc.integrators import drift, kick
 from numpyro_sgmcmc.kernels._arguments import one_of, whole
-from numpyro_sgmcmc.kernels._base import Momentum, MomentumKernel, SGMCMCState, Step, StepSize
+from numpyro_sgmcmc.kernels._base import MomentumKernel
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
+from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step
+from numpyro_sgmcmc.kernels._tuning import StepSize
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
+from numpyro_sgmcmc.potentials import Potential, Rows
 from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel, whitened_step
 
 #: The part of a step's drift that comes before its kicks.
@@ -201,10 +204,9 @@ class SGHMC(MomentumKernel):
         if self._estimates:
             self._noise_settings.on(view, self._subsampling, self._level)
             return
+        assert friction is not None
         variance = float(np.max(self._flat_noise_variance(view)))
-        self._check_friction(
-            variance, step_size, friction or math.nan, "`noise_variance` of {:.4g}"
-        )
+        self._check_friction(variance, step_size, friction, "`noise_variance` of {:.4g}")
 
     def check_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> None:
         if self._estimates:
@@ -306,12 +308,10 @@ class SGHMC(MomentumKernel):
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         friction = 1.0
-        if self._estimates:
-            # the friction must cover the noise with room to spare
-            covered = friction / max(noise.largest, 1e-30)
-            return min(whitened_step(noise), 0.5 * covered), friction
-        # h v / (2 A) is the relative error of the variance
-        return min(whitened_step(noise), 2 * ACCEPTED_BIAS * friction / noise.largest), friction
+        # h v / (2 A) is the relative error of the variance, or what the friction has to cover
+        accepted = 0.25 if self._estimates else ACCEPTED_BIAS
+        largest = 2 * accepted * friction / max(noise.largest, 1e-30)
+        return min(whitened_step(noise), largest), friction
 
     def init_dynamics(
         self, rng_key: Array, position: Array, friction: Any

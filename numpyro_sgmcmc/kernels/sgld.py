@@ -3,16 +3,18 @@
 
 """Stochastic gradient Langevin dynamics."""
 
-import math
 from typing import Any, NamedTuple
 
 from jax import Array, random
 
-from numpyro_sgmcmc.gradients import Gradient, Potential, Rows
+from numpyro_sgmcmc.gradients import Gradient
 from numpyro_sgmcmc.integrators import langevin
-from numpyro_sgmcmc.kernels._base import SGMCMCKernel, SGMCMCState, Step, StepSize
+from numpyro_sgmcmc.kernels._base import SGMCMCKernel
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
+from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
+from numpyro_sgmcmc.kernels._tuning import StepSize
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
+from numpyro_sgmcmc.potentials import Potential, Rows
 from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel
 
 
@@ -124,9 +126,10 @@ class SGLD(SGMCMCKernel):
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         # h (v + lambda) / 2 is the relative error of the variance, less v if it is corrected
-        variance = 0.0 if self.corrects_noise else noise.largest
-        largest = 2 / max(noise.largest, 1e-30) if self.corrects_noise else math.inf
-        return min(2 * ACCEPTED_BIAS / (variance + noise.curvature), 0.25 * largest), None
+        if not self.corrects_noise:
+            return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature), None
+        largest = 0.5 / max(noise.largest, 1e-30)
+        return min(2 * ACCEPTED_BIAS / noise.curvature, largest), None
 
     def init_dynamics(
         self, rng_key: Array, position: Array, friction: Any

@@ -3,7 +3,6 @@
 
 """Stochastic gradient Nosé-Hoover thermostat."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +19,11 @@ from numpyro_sgmcmc.integrators import (
     thermostat,
 )
 from numpyro_sgmcmc.kernels._arguments import one_of, positive
-from numpyro_sgmcmc.kernels._base import MomentumKernel, SGMCMCState, Step, StepSize
+from numpyro_sgmcmc.kernels._base import MomentumKernel
+from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
+from numpyro_sgmcmc.kernels._tuning import StepSize
 from numpyro_sgmcmc.minibatch import Model
-from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel, whitened_step
+from numpyro_sgmcmc.warmup import NoiseLevel, euler_step, whitened_step
 
 
 class Thermostatted(NamedTuple):
@@ -150,9 +151,7 @@ class SGNHT(MomentumKernel):
         friction = 0.5
         if self._integrator == "badodab":
             return whitened_step(noise), friction
-        # h (A + h v / 2) / 2 is the relative error of the variance
-        root = math.sqrt(friction**2 + 4 * ACCEPTED_BIAS * noise.largest)
-        return 4 * ACCEPTED_BIAS / (friction + root), friction
+        return euler_step(noise, friction), friction
 
     def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Thermostatted:
         sites = len(self._initialised.latents)

@@ -1,0 +1,304 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""How a kernel comes to what its arguments leave out."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+import math
+from typing import Any
+import warnings
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.util import is_prng_key
+
+from numpyro_sgmcmc.diagnostics import SteinSums, advice
+from numpyro_sgmcmc.kernels._arguments import fingerprint_of, metric_of_guide, tuning_bar
+from numpyro_sgmcmc.kernels._state import SGMCMCState, Tuned
+from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric, from_covariance
+from numpyro_sgmcmc.minibatch import MinibatchModel, Values, as_arrays
+from numpyro_sgmcmc.potentials import Anchor, Problem
+from numpyro_sgmcmc.warmup import (
+    PILOT_CHAINS,
+    Choices,
+    NoiseLevel,
+    Tuning,
+    find_tuning,
+    pilot_steps,
+)
+
+#: A positive number, or a function of the number of steps taken, such as an optax schedule.
+StepSize = float | Callable[[Array], Array | float]
+
+
+class SelfTuning(MCMCKernel):
+    """The part of a kernel that tunes it; see :mod:`numpyro_sgmcmc.warmup`."""
+
+    #: Whether the method has a friction, given or tuned.
+    has_friction: bool = False
+
+    # the arguments of the kernel
+    _step_size: StepSize | None
+    _friction: float | None
+    _metric: Any
+    _gradient_kind: str
+    _given_tuning: Tuning | None
+    _temperature: float
+    _steps_per_sample: int
+    _init_strategy: Callable
+    _progress_bar: bool
+
+    #: The latest tuning.
+    _tuning: Tuning | None
+
+    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        """
+        Step size and friction for coordinates in which the curvature is 1.
+
+        :param noise: the noise of the gradient in these coordinates.
+        :return: a step size, and a friction or None.
+        """
+        raise ValueError(
+            f"{type(self).__name__} does not say which step size it needs (it has no method"
+            " `suggest`): give `step_size`."
+        )
+
+    @abstractmethod
+    def _read(self, args: tuple, kwargs: dict) -> MinibatchModel:
+        """Reads the model, and keeps what it has read."""
+
+    @abstractmethod
+    def _problem(self, args: tuple, kwargs: dict) -> Problem:
+        """The model with these data."""
+
+    @abstractmethod
+    def _start(
+        self,
+        rng_key: Array,
+        z: Values,
+        dynamics_key: Array,
+        *,
+        tuned: Tuned,
+        anchor: Anchor | None,
+        num_warmup: Any,
+    ) -> SGMCMCState:
+        """The state of one chain before its first step."""
+
+    @abstractmethod
+    def _sample(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
+        """One sample."""
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What the latest run was tuned to, or None before it."""
+        return self._tuning
+
+    def tune(self, rng_key: Array, *args: Any, **kwargs: Any) -> Tuning:
+        """
+        Finds centre, metric, control variate, step size and friction; see
+        :mod:`numpyro_sgmcmc.warmup`. ``MCMC`` does this by itself when something is to be
+        tuned, with ``jax.random.key(0)``: whatever the key of the run and the chain method,
+        the values are the same.
+
+        :param rng_key: a random key.
+        :param args: arguments of the model.
+        :param kwargs: keyword arguments of the model.
+        :return: the tuning, for ``tuning=`` of a kernel of the same class, and to look at.
+        :raises ValueError: if no centre or no metric is found, with what to do.
+
+        **Example:**
+
+        .. doctest::
+
+            >>> import jax
+            >>> import numpyro, numpyro.distributions as dist
+            >>> from numpyro_sgmcmc import CCAdL
+
+            >>> def model(y):
+            ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+            ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+            >>> y = 3 + jax.random.normal(jax.random.key(0), (10_000,))
+            >>> tuning = CCAdL(model, progress_bar=False).tune(jax.random.key(1), y)
+            >>> print(str(tuning).splitlines()[0])
+            step size 0.5, friction 0.7, dense metric
+            >>> kernel = CCAdL(model, tuning=tuning)
+        """
+        args, kwargs = as_arrays((args, kwargs))
+        self._read(args, kwargs)
+        return self._find_tuning(rng_key, args, kwargs)
+
+    @property
+    def _level(self) -> NoiseLevel | None:
+        """The noise of the gradient in the coordinates of the metric, where it was measured."""
+        return None if self._tuning is None else self._tuning.noise
+
+    @property
+    def _given_step_size(self) -> float | None:
+        """The step size of the first step, if it is given."""
+        if not callable(self._step_size):
+            return self._step_size
+        with jax.ensure_compile_time_eval():
+            step_size = float(self._step_size(jnp.asarray(0)))
+        if not (math.isfinite(step_size) and step_size > 0):
+            raise ValueError(
+                f"The step size schedule gives {step_size} at step 0; it must be positive."
+            )
+        return step_size
+
+    @property
+    def _rates_are_given(self) -> bool:
+        """Whether step size and friction are given."""
+        return self._step_size is not None and not (self.has_friction and self._friction is None)
+
+    def _tuning_for(self, args: tuple, kwargs: dict) -> Tuning:
+        """The tuning that was given, that was found before for the same data, or a new one."""
+        if self._given_tuning is not None:
+            self._tuning = self._adopted(self._given_tuning, args, kwargs)
+        elif (
+            self._rates_are_given
+            and not isinstance(self._metric, str)
+            and self._gradient_kind != "control_variate"
+        ):
+            step_size = self._given_step_size
+            assert step_size is not None
+            metric = self._given_metric(args, kwargs) or IdentityMetric()
+            self._tuning = Tuning(step_size, self._friction, metric)
+        else:
+            data = fingerprint_of(args, kwargs)
+            if data is None:
+                raise ValueError(
+                    f"{type(self).__name__} cannot tune itself inside `jit` or `vmap` of its data."
+                    " Call `tune` before, and pass `tuning=`."
+                )
+            if self._tuning is None or self._tuning.data != data:
+                self._tuning = self._find_tuning(random.key(0), args, kwargs)
+        return self._tuning
+
+    def _adopted(self, given: Tuning, args: tuple, kwargs: dict) -> Tuning:
+        """
+        :raises ValueError: if the tuning is of another model or method.
+        """
+        size, metric = self._problem(args, kwargs).view.dimension, given.metric
+        if not isinstance(metric, IdentityMetric) and len(metric.center) != size:
+            raise ValueError(
+                f"`tuning` was found for {len(metric.center)} unconstrained parameters, but this"
+                f" model has {size}."
+            )
+        given = given._replace(
+            step_size=self._given_step_size or given.step_size,
+            friction=self._friction or given.friction,
+        )
+        if self.has_friction and given.friction is None:
+            raise ValueError(
+                f"`tuning` has no friction, which {type(self).__name__} needs: call its own `tune`,"
+                " or give `friction`."
+            )
+        if given.anchor is None:
+            return given
+        data = fingerprint_of(args, kwargs)
+        if data is None or data != given.data:
+            # any centre serves, with what these data say there
+            anchor = self._problem(args, kwargs).compiled(Problem.anchor)(given.anchor.values)
+            given = given._replace(anchor=anchor, data=data)
+        return given
+
+    def _find_tuning(self, rng_key: Array, args: tuple, kwargs: dict) -> Tuning:
+        """Runs the phases of the tuning behind a progress bar."""
+        metric = self._metric if isinstance(self._metric, str) else self._given_metric(args, kwargs)
+        if metric is None and self._rates_are_given:
+            metric = IdentityMetric()
+        choices = Choices(
+            self._given_step_size, self._friction, metric, self._gradient_kind, self._init_strategy
+        )
+        problem = self._problem(args, kwargs)
+        suggest = None if self._rates_are_given else self.suggest
+        with tuning_bar(self._progress_bar) as report:
+            tuning = find_tuning(
+                problem, rng_key, choices, suggest, partial(self._pilot, problem), report
+            )
+        if tuning.multimodal:
+            warnings.warn(
+                "The posterior has several modes (searches from different starts ended in"
+                " different ones, with a barrier between): the chains will see one of them. Break a"
+                " symmetry of the model, or take the draws for predictions only.",
+                stacklevel=2,
+            )
+        if tuning.report is not None and (problem_found := tuning.report.problem()):
+            warnings.warn(f"After tuning: {advice(problem_found)}", stacklevel=2)
+        return tuning._replace(data=fingerprint_of(args, kwargs))
+
+    def _given_metric(self, args: tuple, kwargs: dict) -> Any:
+        """
+        :raises ValueError: if the metric does not fit the model.
+        """
+        given, view = self._metric, self._problem(args, kwargs).view
+        if given is None or isinstance(given, str | IdentityMetric):
+            return given
+        size, dtype = view.dimension, next(iter(view.latents.values())).dtype
+        if isinstance(given, tuple):
+            guide, params = given
+            return metric_of_guide(guide, params, view, args, kwargs, dtype)
+        if given.shape not in ((size,), (size, size)):
+            raise ValueError(
+                f"`metric` has shape {given.shape}, but the model has {size} unconstrained"
+                f" parameters: use variances, shape ({size},), or a covariance, ({size}, {size})."
+            )
+        return from_covariance(given, np.zeros(size), dtype)
+
+    def _pilot(self, problem: Problem, tuning: Tuning) -> Callable[[float, Array], SteinSums]:
+        """Short chains, half of whose steps are warm-up."""
+        assert tuning.noise is not None and tuning.start is not None
+        self._tuning = tuning
+        samples = -(-pilot_steps(tuning.noise) // self._steps_per_sample)
+
+        def run(
+            problem: Problem, gaussian: Any, anchor: Anchor | None, tuned: Tuned, rng_key: Array
+        ) -> SteinSums:
+            keys = random.split(rng_key, (3, PILOT_CHAINS))
+            z = self._draw_starts(problem, gaussian, keys[1])
+            start = partial(self._start, tuned=tuned, anchor=anchor, num_warmup=samples // 2)
+
+            def one(start_of: tuple[Array, Values, Array]) -> SteinSums:
+                last, _ = lax.scan(
+                    lambda state, _: (self._sample(state, problem.args, problem.kwargs), None),
+                    start(*start_of),
+                    length=samples,
+                )
+                return last.stein
+
+            # one after the other: a program for all at once takes twice as long to compile
+            return lax.map(one, (keys[0], z, keys[2]))
+
+        compiled, dtype = problem.compiled(run), tuning.start.center.dtype
+
+        def pilot(step_size: float, rng_key: Array) -> SteinSums:
+            tuned = Tuned.of(tuning._replace(step_size=step_size), dtype)
+            return compiled(tuning.start, tuning.anchor, tuned, rng_key)
+
+        return pilot
+
+    def _draw_starts(
+        self, problem: Problem, gaussian: DiagonalMetric | DenseMetric, rng_key: Array
+    ) -> Values:
+        """
+        A draw of the Gaussian that the tuning found, or its centre where that cannot start,
+        for a key or for each of a batch of keys.
+        """
+        view = problem.view
+
+        def draw(rng_key: Array) -> Values:
+            normal = random.normal(rng_key, gaussian.center.shape, gaussian.center.dtype)
+            drawn = problem.unravel(gaussian.values(math.sqrt(self._temperature) * normal))
+            rows, key = view.first_rows(), random.key(0)
+            energy = view.potential(drawn, rows, key, problem.args, problem.kwargs)
+            center = problem.unravel(gaussian.center)
+            return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(energy), x, y), drawn, center)
+
+        return draw(rng_key) if is_prng_key(rng_key) else jax.vmap(draw)(rng_key)

@@ -1,0 +1,286 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+The minibatch potential as a sampler sees it: a function of the coordinates of a metric, with
+or without a control variate, on the rows of a minibatch or, in chunks, on all data.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.metric import IdentityMetric, Metric
+from numpyro_sgmcmc.minibatch import MinibatchModel, Plate, Values
+from numpyro_sgmcmc.subsampling import SCHEMES
+
+#: A pass over all data takes so many rows at once.
+_CHUNK = 16_384
+
+Rows = Mapping[str, Array]
+
+
+class Potential(Protocol):
+    """
+    The minibatch potential as a function of values, rows and random key. The values may be
+    any tree of arrays: a gradient with respect to a tree is faster than one through the
+    slices of a flat vector.
+    """
+
+    def values(self, position: Array, /) -> Any:
+        """The values at a position, which is one flat vector."""
+
+    def direction(self, vector: Array, /) -> Any:
+        """The derivative of the values in the direction of a vector."""
+
+    def pullback(self, gradient: Any, /) -> Array:
+        """The gradient with respect to the position, of that with respect to the values."""
+
+    def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
+        """The minibatch potential, a scalar."""
+
+    def with_row_terms(
+        self, values: Any, rows: Rows, rng_key: Array, /
+    ) -> tuple[Array, dict[str, Array]]:
+        """The same, and for each plate what its rows add to the log density, shape ``(n,)``."""
+
+
+class ModelPotential(NamedTuple):
+    """The minibatch potential of a model, as a function of the coordinates of a metric."""
+
+    view: MinibatchModel
+    unravel: Callable[[Array], Values]
+    metric: Metric
+    args: tuple
+    kwargs: dict
+
+    def values(self, position: Array, /) -> Values:
+        return self.unravel(self.metric.values(position))
+
+    def direction(self, vector: Array, /) -> Values:
+        return self.unravel(self.metric.direction(vector))
+
+    def pullback(self, gradient: Values, /) -> Array:
+        return self.metric.pullback(ravel_pytree(gradient)[0])
+
+    def __call__(self, values: Values, rows: Rows, rng_key: Array, /) -> Array:
+        return self.view.potential(values, rows, rng_key, self.args, self.kwargs)
+
+    def with_row_terms(
+        self, values: Values, rows: Rows, rng_key: Array, /
+    ) -> tuple[Array, dict[str, Array]]:
+        return self.view.potential_and_row_terms(values, rows, rng_key, self.args, self.kwargs)
+
+
+class Anchor(NamedTuple):
+    """
+    A point at which the potential of all data is known, for :class:`ControlVariate`.
+
+    - **values** - unconstrained values :math:`\\hat\\theta` of the latent sites.
+    - **potential** - :math:`U(\\hat\\theta)`, a scalar.
+    - **gradient** - :math:`\\nabla U(\\hat\\theta)`, a tree like ``values``.
+    """
+
+    values: Any
+    potential: Array
+    gradient: Any
+
+
+class ControlVariate(NamedTuple):
+    """
+    A minibatch potential with less noise: what the minibatch says near the anchor
+    :math:`\\hat\\theta`, to first order, is replaced by what all data say,
+
+    .. math::
+
+        \\tilde U_{cv}(\\theta; S) = \\tilde U(\\theta; S)
+            - \\left[ \\tilde U(\\hat\\theta; S)
+                + \\nabla \\tilde U(\\hat\\theta; S)^\\top (\\theta - \\hat\\theta) \\right]
+            + \\left[ U(\\hat\\theta)
+                + \\nabla U(\\hat\\theta)^\\top (\\theta - \\hat\\theta) \\right] .
+
+    Its gradient is the control variate estimate
+    :math:`\\nabla U(\\hat\\theta) + \\nabla \\tilde U(\\theta; S) - \\nabla \\tilde
+    U(\\hat\\theta; S)` of Baker et al. (2019), unbiased for any anchor. Its noise has a
+    standard deviation in proportion to :math:`\\| \\theta - \\hat\\theta \\|` and no noise
+    at all where the log-likelihood is quadratic. It is itself a potential: whatever estimates
+    the noise of a gradient estimates the noise of this one.
+
+    **References:**
+
+    1. *Control variates for stochastic gradient MCMC*, Jack Baker, Paul Fearnhead,
+       Emily B. Fox and Christopher Nemeth (2019).
+    """
+
+    base: Potential
+    anchor: Anchor
+
+    def values(self, position: Array, /) -> Any:
+        return self.base.values(position)
+
+    def direction(self, vector: Array, /) -> Any:
+        return self.base.direction(vector)
+
+    def pullback(self, gradient: Any, /) -> Array:
+        return self.base.pullback(gradient)
+
+    def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
+        at = self.base(values, rows, rng_key)
+        return at - self._expansion(lambda x: self.base(x, rows, rng_key), values)
+
+    def with_row_terms(
+        self, values: Any, rows: Rows, rng_key: Array, /
+    ) -> tuple[Array, dict[str, Array]]:
+        def both(x: Any) -> tuple[Array, dict[str, Array]]:
+            return self.base.with_row_terms(x, rows, rng_key)
+
+        energy, terms = both(values)
+        (at, terms_at), (slope, terms_slope) = jax.jvp(
+            both, (self.anchor.values,), (self._from_anchor(values),)
+        )
+        terms = {name: terms[name] - terms_at[name] - terms_slope[name] for name in terms}
+        return energy - at - slope + self._known(values), terms
+
+    def _expansion(self, potential: Callable[[Any], Array], values: Any) -> Array:
+        """The expansion of a minibatch less that of all data."""
+        at, slope = jax.jvp(potential, (self.anchor.values,), (self._from_anchor(values),))
+        return at + slope - self._known(values)
+
+    def _from_anchor(self, values: Any) -> Any:
+        return jax.tree.map(jnp.subtract, values, self.anchor.values)
+
+    def _known(self, values: Any) -> Array:
+        """The expansion of all data."""
+        products = jax.tree.map(
+            lambda g, x: jnp.sum(g * x), self.anchor.gradient, self._from_anchor(values)
+        )
+        return self.anchor.potential + sum(jax.tree.leaves(products))
+
+
+def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> Any:
+    """
+    The mean of a function of the rows over a partition of all rows into chunks
+    :math:`S_k` of :math:`n_k` rows, for several plates over all pairs of their chunks,
+
+    .. math:: \\bar f = \\sum_k \\frac{n_k}{N} f(S_k) .
+
+    Of the minibatch potential, and of what is linear in it, this is the value on all data.
+
+    :param function: rows of each plate, of any number, to a tree of arrays.
+    :param plates: the subsampled plates.
+    :return: a tree like what the function gives.
+    """
+    total = None
+    # of each plate the rows that make whole chunks, and the rest
+    for parts in product(*(_parts(plate.size) for plate in plates)):
+        count = math.prod(count for _, count, _ in parts)
+        weight = math.prod(
+            length / plate.size for plate, (_, _, length) in zip(plates, parts, strict=True)
+        )
+
+        def weighted(k: Array, parts: Any = parts, weight: float = weight) -> Any:
+            rows = {}
+            for plate, (start, chunks, length) in zip(plates, parts, strict=True):
+                k, chunk = k // chunks, k % chunks
+                rows[plate.name] = start + chunk * length + jnp.arange(length)
+            return jax.tree.map(lambda x: weight * x, function(rows))
+
+        def added(total: Any, k: Array, weighted: Any = weighted) -> Any:
+            return jax.tree.map(jnp.add, total, weighted(k)), None
+
+        if total is None:
+            shapes = jax.eval_shape(weighted, jnp.asarray(0))
+            total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        total, _ = lax.scan(added, total, jnp.arange(count))
+    return total
+
+
+def full_data_gradient(
+    potential: Potential, plates: Sequence[Plate], values: Any, rng_key: Array
+) -> tuple[Array, Any]:
+    """
+    The potential of all data and its gradient, by one pass over the data in chunks.
+
+    :param potential: the minibatch potential, of any number of rows.
+    :param plates: the subsampled plates.
+    :param values: values of the latent sites.
+    :param rng_key: key for a potential that is itself random.
+    :return: a scalar, and a tree like ``values``.
+    """
+    return over_all_data(lambda rows: jax.value_and_grad(potential)(values, rows, rng_key), plates)
+
+
+def _parts(size: int) -> list[tuple[int, int, int]]:
+    """First row, number of chunks and rows of each: of the whole chunks and of the rest."""
+    count = -(-size // _CHUNK)
+    length = size // count
+    whole = [(0, size // length, length)]
+    done = size // length * length
+    return whole if done == size else [*whole, (done, 1, size - done)]
+
+
+class Problem(NamedTuple):
+    """A model with its data, and how rows are drawn."""
+
+    view: MinibatchModel
+    args: tuple
+    kwargs: dict
+    subsampling: str = "without_replacement"
+
+    def unravel(self, flat: Array) -> Values:
+        """A flat vector as values of the latent sites."""
+        zeros = {k: jnp.zeros(x.shape, x.dtype) for k, x in self.view.latents.items()}
+        return ravel_pytree(zeros)[1](flat)
+
+    def potential(self, metric: Metric, anchor: Anchor | None = None) -> Potential:
+        """The minibatch potential in the coordinates of a metric."""
+        plain = ModelPotential(self.view, self.unravel, metric, self.args, self.kwargs)
+        return plain if anchor is None else ControlVariate(plain, anchor)
+
+    def anchor(self, values: Values) -> Anchor:
+        """The anchor at some values, by one pass over all data."""
+        potential, key = self.potential(IdentityMetric()), random.key(0)
+        return Anchor(values, *full_data_gradient(potential, self.view.plates, values, key))
+
+    def rows(self, rng_key: Array, step: Any = 0, scheme: str | None = None) -> dict[str, Array]:
+        """The rows of a minibatch, drawn independently for each plate."""
+        draw = SCHEMES[scheme or self.subsampling]
+        return {
+            plate.name: draw(
+                random.fold_in(rng_key, k), jnp.asarray(step), plate.size, plate.subsample_size
+            )
+            for k, plate in enumerate(self.view.plates)
+        }
+
+    @property
+    def minibatch_share(self) -> float:
+        """Rows in a minibatch, as a part of all rows: the cost of a step in passes."""
+        plates = self.view.plates
+        return max((plate.subsample_size / plate.size for plate in plates), default=1.0)
+
+    def compiled(self, function: Callable) -> Callable:
+        """
+        ``function(problem, *arguments)`` under ``jit``, with the data as arguments of the
+        program and not as constants in it.
+        """
+        leaves, tree = jax.tree.flatten((self.args, self.kwargs))
+        is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
+
+        @jax.jit
+        def run(data: list[Array], *arguments: Any) -> Any:
+            remaining = iter(data)
+            merged = [
+                next(remaining) if data_here else leaf
+                for leaf, data_here in zip(leaves, is_data, strict=True)
+            ]
+            args, kwargs = jax.tree.unflatten(tree, merged)
+            return function(self._replace(args=args, kwargs=kwargs), *arguments)
+
+        data = [leaf for leaf, data_here in zip(leaves, is_data, strict=True) if data_here]
+        return lambda *arguments: run(data, *arguments)
