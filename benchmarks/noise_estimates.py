@@ -22,10 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from numpyro.infer.initialization import init_to_uniform
 
-from numpyro_sgmcmc import SGLD
 from numpyro_sgmcmc.covariance import Diagonal, Full, LowRank
 from numpyro_sgmcmc.gradients import ESTIMATORS, minibatch_gradient, product_gradient
+from numpyro_sgmcmc.metric import IdentityMetric
+from numpyro_sgmcmc.minibatch import read_model
+from numpyro_sgmcmc.potentials import Problem
 
 N, BATCH = 12_214, 500
 
@@ -50,24 +53,20 @@ def network(x, y):
 
 def runs(model, x, y, steps):
     """Functions that take ``steps`` gradients with each estimate of the covariance."""
-    kernel = SGLD(model, step_size=1e-6)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state = kernel.init(random.key(0), 0, None, (x, y), {})
-    position, potential = kernel.flattened(state.z, (x, y), {})
-    values = potential.values
-    factors, d = {"rows": 1 - BATCH / N}, position.shape[0]
+    problem = Problem(read_model(model, init_to_uniform, (x, y), {}), (x, y), {})
+    d = problem.view.dimension
+    position, factors = 0.1 * random.normal(random.key(0), (d,)), {"rows": 1 - BATCH / N}
     held = {"diagonal": Diagonal(), "low rank": LowRank(20)} | (
         {"full": Full(d)} if d <= 100 else {}
     )
 
     def repeated(oracle, zeros):
         def run(position, x, y):
-            _, potential = kernel.flattened(values(position), (x, y), {})
+            potential = problem._replace(args=(x, y)).potential(IdentityMetric())
 
             def body(k, carry):
                 position, total = carry
-                observed = oracle(potential, kernel.draw_rows(random.key(1), k), k)(position)
+                observed = oracle(potential, problem.rows(random.key(1), k), k)(position)
                 total = jax.tree.map(jnp.add, total, observed.noise)
                 return position - 1e-9 * observed.gradient, total
 
@@ -79,7 +78,7 @@ def runs(model, x, y, steps):
     found = {"gradient": repeated(lambda p, rows, k: minibatch_gradient(p, rows, key), None)}
 
     def with_product(potential, rows, k):
-        others = kernel.draw_rows(random.key(3), k)
+        others = problem.rows(random.key(3), k)
         oracle = product_gradient(potential, rows, key, factors, others)
 
         def observe(position):

@@ -174,8 +174,6 @@ def main():
     parser.add_argument("--data", help="a .csv or .npz file of features and a label")
     parser.add_argument("--label", help="name of the label's column in a CSV")
     parser.add_argument("--batch-size", type=int, default=100)
-    parser.add_argument("--step-size", type=float, help="default: from the curvature of the data")
-    parser.add_argument("--friction", type=float, default=5.0)
     parser.add_argument("--skip-nuts", action="store_true")
     parser.add_argument("--pictures", type=Path, default=Path("pictures"))
     options = parser.parse_args()
@@ -193,11 +191,8 @@ def main():
         f" {len(held_out):,} rows held out"
     )
 
-    # The curvature of the potential is at most 1 + max eig(X'X) / 2 (Boehning, 1992).
-    curvature = 1 + np.linalg.eigvalsh(np.asarray(args[0].T @ args[0]))[-1] / 2
-    step_size = options.step_size or 0.5 / float(np.sqrt(curvature))
     bound = partial(model, classes=len(classes), batch_size=options.batch_size)
-    kernel = CCAdL(bound, step_size=step_size, friction=options.friction, steps_per_sample=80)
+    kernel = CCAdL(bound, steps_per_sample=20)
     runs = {"CCAdL": sample("CCAdL, minibatches", kernel, args, 300, 1_000)}
     if not options.skip_nuts:
         runs["NUTS"] = sample("NUTS, all data", NUTS(full_data(bound)), args, 300, 500)

@@ -92,8 +92,8 @@ class SGHMC(MomentumKernel):
         schedule; None is tuned.
     :param float friction: friction :math:`A`, per unit of time; None is tuned.
     :param str integrator: ``"aboba"``, ``"baoab"``, ``"obabo"`` or ``"euler"``.
-    :param noise_variance: :math:`\\hat V`: a number; for each latent site an array that
-        broadcasts to its unconstrained shape; or ``"estimated"`` from the minibatches. In the
+    :param noise_variance: :math:`\\hat V`, in the coordinates of the metric: a number; for each
+        latent site an array that broadcasts to its unconstrained shape; or ``"estimated"`` from the minibatches. In the
         last case the kernel refuses to start where the friction does not cover the noise,
         and where it does not later, no noise is added in that direction: the field
         ``friction_used`` is then above 1, and ``to_arviz`` warns.
