@@ -14,7 +14,6 @@ Run with ``python benchmarks/noise_estimates.py``; writes a Markdown table.
 
 import argparse
 import time
-import warnings
 
 import jax
 from jax import lax, random

@@ -280,9 +280,11 @@ class MinibatchModel(NamedTuple):
         :raises ValueError: if no values with a finite potential are found.
         """
         model = _first_rows(self.model)
+        single = is_prng_key(rng_key)
         try:
             info = initialize_model(
-                rng_key,
+                # of a batch NumPyro makes one program; of a key it compiles each operation
+                rng_key[None] if single else rng_key,
                 model,
                 init_strategy=init_strategy,
                 model_args=args,
@@ -291,11 +293,12 @@ class MinibatchModel(NamedTuple):
         except RuntimeError as error:
             if "valid initial parameters" not in str(error):
                 raise
-            key = rng_key if is_prng_key(rng_key) else rng_key[0]
+            key = rng_key if single else rng_key[0]
             start = substitute(seed(model, key), substitute_fn=init_strategy)
             sites = trace(start).get_trace(*args, **kwargs)
             raise ValueError(_no_finite_start(_nonfinite_sites(sites))) from error
-        return info.param_info.z
+        z = info.param_info.z
+        return jax.tree.map(lambda x: x[0], z) if single else z
 
     def check_initial_values(
         self, z: Values, chains: int | None, args: tuple, kwargs: dict

@@ -208,9 +208,9 @@ def read(model, args):
 
 def partition(seen):
     """Every minibatch of a shuffled partition of each plate; all combinations of several."""
-    batches = []
+    batches, rng = [], np.random.default_rng(1)
     for plate in seen.plates:
-        order = RNG.permutation(plate.size).reshape(-1, plate.subsample_size)
+        order = rng.permutation(plate.size).reshape(-1, plate.subsample_size)
         batches.append([(plate.name, jnp.asarray(rows)) for rows in order])
     return [dict(combination) for combination in product(*batches)]
 
@@ -234,7 +234,8 @@ def test_partition_averages_to_the_full_potential(model, args):
     assert relative_error(mean[0], full[0]) < 1e-5
     assert relative_error(mean[1], full[1]) < 1e-5
     if seen.plates:
-        assert relative_error(batches[0][1], full[1]) > 1e-3  # the batches do differ
+        # the batches do differ
+        assert max(relative_error(batch[1], full[1]) for batch in batches) > 1e-3
 
 
 @each_model

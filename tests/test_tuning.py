@@ -184,9 +184,8 @@ def test_other_data_of_the_same_sums(tuning):
     np.testing.assert_allclose(anchor.gradient["w"][0], slope["w"], rtol=1e-3, atol=0.5)
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(random.key(0), X, other)
-    for data in ((X, Y), (X[:2_900], other[:2_900])):
-        with pytest.raises(ValueError, match="cannot go on with these"):
-            mcmc.run(random.key(0), *data)
+    with pytest.raises(ValueError, match="the run cannot go on with"):
+        mcmc.run(random.key(0), X, Y)
 
 
 def test_chains_start_from_different_places(tuning):

@@ -147,7 +147,6 @@ class SGMCMCKernel(SelfTuning):
         self._progress_bar = progress_bar
         # Static facts of the model and the data, found in `init`, the same for every chain.
         self._view: MinibatchModel | None = None
-        self._shapes: Any = None
         self._tuning: Tuning | None = None
         self._diagnostics = (-math.inf, "")
         self._has_warned = False
@@ -323,7 +322,6 @@ class SGMCMCKernel(SelfTuning):
 
     def _read(self, args: tuple, kwargs: dict) -> MinibatchModel:
         self._view = view = read_model(self._model, self._init_strategy, args, kwargs)
-        self._shapes = _shapes_of((args, kwargs))
         name = type(self).__name__
         if self.corrects_noise and self._subsampling not in INDEPENDENT:
             raise ValueError(
@@ -488,18 +486,16 @@ class SGMCMCKernel(SelfTuning):
 
     def _check_same_data(self, args: tuple, kwargs: dict) -> None:
         """
-        :raises ValueError: if a run goes on with other data than it began with, which nothing
-            else would notice: the rows to draw from and the anchor are those of the old data.
+        :raises ValueError: if a run goes on with other data than those of its anchor.
         """
-        same = _shapes_of((args, kwargs)) == self._shapes
-        if same and self._tuning is not None and self._tuning.anchor is not None:
-            data = fingerprint_of(args, kwargs)
-            same = data is None or data == self._tuning.data
-        if not same:
+        if self._tuning is None or self._tuning.anchor is None:
+            return
+        data = fingerprint_of(args, kwargs)
+        if data is not None and data != self._tuning.data:
             raise ValueError(
-                "This run was initialised with other data, and cannot go on with these: set"
-                " `mcmc.post_warmup_state = None`, or use a new `MCMC`. With `tuning=kernel.tuning`"
-                " a new kernel need not tune itself again."
+                "The control variate of this run belongs to other data: the run cannot go on with"
+                " these. Set `mcmc.post_warmup_state = None`, or use a new `MCMC`; with"
+                " `tuning=kernel.tuning` a new kernel need not tune itself again."
             )
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
@@ -602,13 +598,6 @@ class MomentumKernel(SGMCMCKernel):
 
     def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Any:
         return Momentum(self.fresh_momentum(rng_key, position))
-
-
-def _shapes_of(tree: Any) -> Any:
-    """Shapes of the arrays of a tree, and what else it holds."""
-    leaves, structure = jax.tree.flatten(tree)
-    found = [(x.shape, x.dtype) if hasattr(x, "shape") else type(x) for x in leaves]
-    return structure, found
 
 
 def _first(x: Array) -> Array:

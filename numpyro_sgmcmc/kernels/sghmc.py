@@ -93,10 +93,10 @@ class SGHMC(MomentumKernel):
     :param float friction: friction :math:`A`, per unit of time; None is tuned.
     :param str integrator: ``"aboba"``, ``"baoab"``, ``"obabo"`` or ``"euler"``.
     :param noise_variance: :math:`\\hat V`, in the coordinates of the metric: a number; for each
-        latent site an array that broadcasts to its unconstrained shape; or ``"estimated"`` from the minibatches. In the
-        last case the kernel refuses to start where the friction does not cover the noise,
-        and where it does not later, no noise is added in that direction: the field
-        ``friction_used`` is then above 1, and ``to_arviz`` warns.
+        latent site an array that broadcasts to its unconstrained shape; or ``"estimated"``
+        from the minibatches. In the last case the kernel refuses to start where the friction
+        does not cover the noise, and where it does not later, no noise is added in that
+        direction: the field ``friction_used`` is then above 1, and ``to_arviz`` warns.
     :param str covariance: how :math:`\\hat V` is held; see :class:`CCAdL`.
     :param str estimator: how it is observed; see :class:`CCAdL`.
     :param window: number of steps over which it is averaged; see :class:`CCAdL`.
