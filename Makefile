@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DATA ?=
 
-.PHONY: demo test lint test-newest bench docs notebooks clean
+.PHONY: demo test test-thorough lint test-newest bench docs notebooks clean
 
 # Made again when the dependencies change.
 $(VENV)/.ready: pyproject.toml
@@ -20,7 +20,11 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/softmax_regression.py $(if $(DATA),--data '$(DATA)')
 
 test: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -n 2 --durations 10
+	$(BIN)/python -m pytest -n 2 --durations 10 -m 'not thorough'
+
+# The tests that take longest, which CI runs too.
+test-thorough: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --durations 10 -m thorough tests
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -30,7 +34,7 @@ lint: $(VENV)/.ready
 
 # What the newest ArviZ and JAX could break: `make test-newest PYTHON=python3.12 VENV=.venv-newest`.
 test-newest: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 -m 'not slow' tests/test_inference_data.py tests/test_minibatch.py \
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not thorough' tests/test_inference_data.py tests/test_minibatch.py \
 		tests/test_model_checks.py tests/test_gradients.py tests/test_covariance.py \
 		tests/test_kernels.py numpyro_sgmcmc
 

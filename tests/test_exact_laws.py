@@ -525,7 +525,7 @@ def test_stationary_covariance_of_noncommuting_noise(name):
         assert abs(means.mean() - expected) < Z * error
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["SGLD", "SGHMC euler", "SGHMC aboba estimated", "CCAdL nogin",
                                   "SGNHT badodab one", "CCAdL symmetric", "SMSUBU"])  # fmt: skip
 def test_temperature(name):
@@ -650,7 +650,7 @@ def weak_order(method, step_sizes, dimension=2_000, num_samples=6_000):
     return np.log(biases[1] / biases[0]) / np.log(step_sizes[1] / step_sizes[0]), np.hypot(*errors)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ORDERS)
 def test_weak_order(name):
     method, step_sizes, order = ORDERS[name]

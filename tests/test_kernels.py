@@ -24,7 +24,9 @@ import pytest
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
 
-each_kernel = pytest.mark.parametrize("name", KERNELS)
+# the others differ from one of these in a word
+LAWFUL = [name for name in KERNELS if name not in ("SGLD", "CCAdL", "SGHMC estimated")]
+each_kernel = pytest.mark.parametrize("name", LAWFUL)
 #: One of each kind, for what the base class does alike for all.
 few_kernels = pytest.mark.parametrize("name", ["SGLD epochs", "SGHMC estimated", "CCAdL", "PSGLD"])
 HERE = Path(__file__).parent
@@ -191,7 +193,7 @@ def test_warmup_then_run(name):
 
 @pytest.mark.parametrize(
     ("name", "chain_method"),
-    [(name, "vectorized") for name in KERNELS]
+    [(name, "vectorized") for name in LAWFUL]
     + [("SGHMC", None), ("CCAdL", None)]
     + [(name, "sequential") for name in ("SGLD epochs", "CCAdL euler")]
     + [(name, "parallel") for name in ("SGLD epochs", "CCAdL euler")],
@@ -230,7 +232,7 @@ pickle.dump(found, open(sys.argv[2], "wb"))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_pickled_runs_go_on_in_a_new_process(tmp_path):
     runs = {name: run(name) for name in KERNELS}
     pickled, found = tmp_path / "runs", tmp_path / "found"
@@ -256,7 +258,7 @@ for name in KERNELS:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_double_precision_and_tracer_leaks():
     python("-c", EVERY_KERNEL, "float64", JAX_ENABLE_X64="True", JAX_CHECK_TRACER_LEAKS="1")
 

@@ -112,7 +112,11 @@ def test_what_is_found(tuning, nuts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [CCAdL, SGHMC, SGNHT, SGLD, PSGLD, SGFS, SMSUBU])
+@pytest.mark.parametrize(
+    "kernel",
+    [CCAdL, SGLD]
+    + [pytest.param(k, marks=pytest.mark.thorough) for k in (SGHMC, SGNHT, PSGLD, SGFS, SMSUBU)],
+)
 def test_nothing_but_the_model(kernel, nuts):
     """The same posterior as NUTS, with no argument but the model."""
     samples = 3_000 if kernel in (CCAdL, SGNHT) else 12_000
@@ -120,7 +124,7 @@ def test_nothing_but_the_model(kernel, nuts):
     assert_same_posterior(mcmc.get_samples(True)["w"], nuts)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_another_integrator(nuts):
     kernel = CCAdL(logistic, integrator="euler", progress_bar=False)
     assert_same_posterior(run(kernel, X, Y, num_samples=8_000).get_samples(True)["w"], nuts)
@@ -346,7 +350,7 @@ def test_law_in_a_metric():
             assert error < 0.02 and abs(series.mean() - 1 / 0.9) < 3.5 * error
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("chain_method", ["vectorized", "sequential"])
 def test_the_anchor_moves_on_request(chain_method, tuning):
     options = {"tuning": tuning, "gradient": "control_variate"}
