@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.approximation import (
@@ -45,7 +46,8 @@ from numpyro_sgmcmc.subsampling import finite_population_factor
 #: The metric is a full matrix up to this many parameters, diagonal above.
 DENSE_BY_DEFAULT = 500
 
-_NOISE_DRAWS = 64
+#: Draws at which the noise is measured, and lines along which the gradient of all data is.
+_NOISE_DRAWS, _LINES = 64, 4
 
 #: The pilot: chains, steps of each (more where steps are short), and halvings.
 PILOT_CHAINS, _PILOT_STEPS, _HALVINGS = 8, 600, 5
@@ -62,24 +64,36 @@ class NoiseLevel(NamedTuple):
     - **mean** - mean of the variances of the gradient's noise over the coordinates.
     - **largest** - the largest of them.
     - **curvature** - the largest eigenvalue of the Hessian.
+    - **nonlinearity** - of the gradient of all data: how much, relative to itself, it deviates
+      from a linear function within the posterior; 0 for a Gaussian.
     """
 
     mean: float
     largest: float
     curvature: float
+    nonlinearity: float = math.inf
 
 
 #: The relative error of the variances that methods with a known first-order error accept.
 ACCEPTED_BIAS = 0.02
 
 
-def whitened_step(noise: NoiseLevel) -> float:
+def whitened_step(noise: NoiseLevel, longest: float = 0.5) -> float:
     """
-    The step size of a symmetric integrator: a half where the gradient has little noise, since
-    a posterior is not quite Gaussian; no more than one over the standard deviation of the
-    noise, and so that :math:`h^2 \\lambda \\le 1`.
+    The step size of a symmetric integrator,
+
+    .. math:: h^{-2} = \\max(h_0^{-2}, \\; \\min(4, 10 \\nu), \\; \\lambda, \\; v) ,
+
+    no more than one over the standard deviation of the noise :math:`v`, and so that
+    :math:`h^2 \\lambda \\le 1`; longer than a half only where the nonlinearity :math:`\\nu` is
+    small, since the error of methods that are exact for Gaussians is in proportion to
+    :math:`h^2 \\nu`.
+
+    :param noise: the noise of the gradient.
+    :param float longest: :math:`h_0`, a half for methods that are not exact for Gaussians.
     """
-    return 1 / math.sqrt(max(4.0, noise.curvature, noise.largest))
+    bends = min(4.0, 10 * noise.nonlinearity)
+    return 1 / math.sqrt(max(longest**-2, bends, noise.curvature, noise.largest))
 
 
 def euler_step(noise: NoiseLevel, friction: float) -> float:
@@ -156,7 +170,14 @@ def measure_noise(
     """
     The variance of the gradient's noise in the coordinates of a metric, the mean over 64
     draws of the Gaussian: of plain minibatches, and with a control variate whose anchor is the
-    centre, which takes a pass over all data.
+    centre. With it the nonlinearity of the gradient of all data, from its second differences
+    along draws :math:`\\zeta` of :math:`N(0, I)`,
+
+    .. math::
+
+        \\nu^2 = \\frac{\\mathrm{E} \\| g(\\zeta) - 2 g(\\zeta / 2) + g(0) \\|^2}
+            {\\mathrm{E} \\| g(\\zeta) - g(0) \\|^2}, \\qquad
+            g(\\zeta) = L^\\top \\nabla U(c + L \\zeta) .
 
     :param problem: the model with its data.
     :param rng_key: a random key.
@@ -170,13 +191,20 @@ def measure_noise(
         for plate in problem.view.plates
     }
 
-    draws_key, curvature_key = random.split(rng_key)
+    draws_key, line_key, curvature_key = random.split(rng_key, 3)
 
     def run(problem: Problem, draws: DiagonalMetric | DenseMetric, metric: Metric) -> Any:
-        center, anchor = draws.center, None
+        center = draws.center
+        ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)
+        points = jnp.concatenate([jnp.zeros_like(ends[:1]), ends / 2, ends])
+        anchors = lax.map(lambda x: problem.anchor(problem.unravel(draws.values(x))), points)
+        anchor = jax.tree.map(lambda x: x[0], anchors)
+        slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
+        first, middle, last = slopes[:1], slopes[1 : _LINES + 1], slopes[_LINES + 1 :]
+        second = last - 2 * middle + first
+        nonlinearity = jnp.linalg.norm(second) / jnp.linalg.norm(last - first)
         kinds = [problem.potential(metric)]
         if controlled:
-            anchor = problem.anchor(problem.unravel(center))
             kinds.append(problem.potential(metric, anchor))
 
         def one(total: Any, key: Array) -> Any:
@@ -192,12 +220,15 @@ def measure_noise(
 
         zeros = [jnp.zeros_like(center) for _ in kinds]
         total, _ = lax.scan(one, zeros, random.split(draws_key, _NOISE_DRAWS))
-        return [variances / _NOISE_DRAWS for variances in total], anchor
+        return [variances / _NOISE_DRAWS for variances in total], nonlinearity, anchor
 
-    variances, anchor = problem.compiled(run)(gaussian.metric, metric)
+    variances, bent, anchor = problem.compiled(run)(gaussian.metric, metric)
+    nonlinearity = float(bent) if jnp.isfinite(bent) else math.inf
     curvature = find_curvature(problem, curvature_key, gaussian, metric)
-    levels = [NoiseLevel(float(v.mean()), float(v.max()), curvature) for v in variances]
-    return levels[0], levels[1] if controlled else None, anchor
+    levels = [
+        NoiseLevel(float(v.mean()), float(v.max()), curvature, nonlinearity) for v in variances
+    ]
+    return (levels[0], levels[1], anchor) if controlled else (levels[0], None, None)
 
 
 class Choices(NamedTuple):
@@ -258,9 +289,9 @@ def find_tuning(
     report("noise")
     controls = choices.gradient != "minibatch" and bool(problem.view.plates)
     plain, controlled, anchor = measure_noise(problem, noise_key, gaussian, metric, controls)
-    passes["noise"] = controls + _NOISE_DRAWS * problem.minibatch_share * (3 if controls else 1)
-    if gaussian.curvature is None:
-        passes["noise"] += 2 * POWER_STEPS
+    minibatches = _NOISE_DRAWS * (3 if controls else 1)
+    multiplications = POWER_STEPS if gaussian.curvature is None else 0
+    passes["noise"] = 2 * _LINES + 1 + minibatches * problem.minibatch_share + 2 * multiplications
     noise = plain
     if controlled is not None:
         if choices.gradient == "control_variate" or controlled.mean < plain.mean / 2:

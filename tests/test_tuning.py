@@ -37,7 +37,7 @@ from numpyro_sgmcmc.diagnostics import stein_report
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.minibatch import read_model
 from numpyro_sgmcmc.potentials import Anchor, ControlVariate, Problem, full_data_gradient
-from numpyro_sgmcmc.warmup import NoiseLevel, Tuning
+from numpyro_sgmcmc.warmup import NoiseLevel, Tuning, measure_noise
 
 RNG = np.random.default_rng(0)
 N, D = 3_000, 4
@@ -97,7 +97,7 @@ def equal(one, other):
 
 def test_what_is_found(tuning, nuts):
     assert isinstance(tuning.metric, DenseMetric) and tuning.anchor is not None
-    assert tuning.step_size == 0.5 and tuning.halvings == 0 and tuning.problem is None
+    assert 0.5 <= tuning.step_size <= 1.0 and tuning.halvings == 0 and tuning.problem is None
     assert not tuning.multimodal
     assert tuning.noise.mean < tuning.plain_noise.mean / 10
     covariance = np.cov(nuts.reshape(-1, D).T)
@@ -456,6 +456,33 @@ def test_step_sizes_fall_with_noise_and_curvature(kernel):
     steps, frictions = np.array([kernel.suggest(level) for level in levels], float).T
     assert np.all((steps > 0) & (steps <= 0.5)) and not np.any(frictions <= 0)
     assert np.all(np.diff(steps.reshape(2, 4)) <= 0) and np.all(steps[:4] >= steps[4:])
+
+
+def test_longer_steps_for_gaussians():
+    """Only where the gradient is close to linear, and only for a method exact for Gaussians."""
+    level = NoiseLevel(0.0, 0.0, 1.0)
+    steps = [
+        CCAdL(logistic).suggest(level._replace(nonlinearity=nu))[0] for nu in (0.0, 0.1, 0.2, 1.0)
+    ]
+    np.testing.assert_allclose(steps, [1.0, 1.0, 0.5**0.5, 0.5])
+    for kernel in METHODS[1:]:
+        assert kernel(logistic).suggest(level._replace(nonlinearity=0.0))[0] <= 0.5
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_nonlinearity_of_the_gradient(epsilon):
+    """U = x^2 / 2 + epsilon x^4 / 4: second differences of epsilon x^3 by the moments of x."""
+
+    def quartic(y):
+        x = numpyro.sample("x", dist.ImproperUniform(dist.constraints.real_vector, (), (4_000,)))
+        numpyro.factor("y", -jnp.sum(x**2 / 2 + epsilon * x**4 / 4))
+
+    metric = DiagonalMetric(jnp.zeros(4_000), jnp.ones(4_000))
+    problem = Model(quartic, jnp.zeros(1)).problem
+    level, *_ = measure_noise(problem, random.key(0), Gaussian(metric, 0.0, 1.0), metric, False)
+    ratio = 0.75**2 * 15 * epsilon**2 / (1 + 6 * epsilon + 15 * epsilon**2)
+    assert level.nonlinearity == pytest.approx(ratio**0.5, rel=0.1, abs=1e-6)
+    assert level.mean == 0 and level.curvature == 1
 
 
 @pytest.mark.parametrize("kernel", [CCAdL, SGHMC, SGLD])

@@ -210,7 +210,7 @@ class CCAdL(MomentumKernel):
             return euler_step(noise, friction), friction
         # V is known with an error and for the average position: what is left of the noise
         # widens a direction by up to h v / (2 A)
-        step_size = whitened_step(noise)
+        step_size = whitened_step(noise, longest=1.0 if self._integrator == "nogin" else 0.5)
         return step_size, min(max(0.7, 2.5 * step_size * noise.largest), 2.5)
 
     def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> CovarianceControlled:
