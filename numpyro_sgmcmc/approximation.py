@@ -49,12 +49,14 @@ class Gaussian(NamedTuple):
     - **curvature** - the largest eigenvalue of the Hessian in its coordinates, or None where
       none was made.
     - **multimodal** - whether searches from different starts ended in different modes.
+    - **converged** - whether the search ended where it should.
     """
 
     metric: DiagonalMetric | DenseMetric
     passes: float
     curvature: float | None = None
     multimodal: bool = False
+    converged: bool = True
 
 
 def find_center(problem: Problem, rng_key: Array, init_strategy: Callable) -> Gaussian:
@@ -245,7 +247,8 @@ def find_metric(problem: Problem, rng_key: Array, start: Gaussian) -> Gaussian:
             " inference found. Give `metric=` a covariance, or reparametrise the model."
         )
     metric = from_covariance(best.factor @ best.factor.T, best.center, dtype)
-    return Gaussian(metric, _NEWTON_STEPS * cost, float(np.max(np.abs(best.e))))
+    curvature = float(np.max(np.abs(best.e)))
+    return Gaussian(metric, _NEWTON_STEPS * cost, curvature, converged=False)
 
 
 class _Fit(NamedTuple):

@@ -47,7 +47,7 @@ from numpyro_sgmcmc.subsampling import finite_population_factor
 DENSE_BY_DEFAULT = 500
 
 #: Draws at which the noise is measured, and lines along which the gradient of all data is.
-_NOISE_DRAWS, _LINES = 64, 4
+_NOISE_DRAWS, _LINES = 64, 8
 
 #: The pilot: chains, steps of each (more where steps are short), and halvings.
 PILOT_CHAINS, _PILOT_STEPS, _HALVINGS = 8, 600, 5
@@ -64,14 +64,14 @@ class NoiseLevel(NamedTuple):
     - **mean** - mean of the variances of the gradient's noise over the coordinates.
     - **largest** - the largest of them.
     - **curvature** - the largest eigenvalue of the Hessian.
-    - **nonlinearity** - of the gradient of all data: how much, relative to itself, it deviates
-      from a linear function within the posterior; 0 for a Gaussian.
+    - **nonlinearity** - how much, relative to itself, the gradient of all data deviates from a
+      linear function within the posterior, in the worst coordinate; 0 for a Gaussian.
     """
 
     mean: float
     largest: float
     curvature: float
-    nonlinearity: float = math.inf
+    nonlinearity: float = 0.2
 
 
 #: The relative error of the variances that methods with a known first-order error accept.
@@ -82,17 +82,16 @@ def whitened_step(noise: NoiseLevel, longest: float = 0.5) -> float:
     """
     The step size of a symmetric integrator,
 
-    .. math:: h^{-2} = \\max(h_0^{-2}, \\; \\min(4, 10 \\nu), \\; \\lambda, \\; v) ,
+    .. math:: h^{-2} = \\max(h_0^{-2}, \\; 20 \\nu, \\; \\lambda, \\; v) ,
 
-    no more than one over the standard deviation of the noise :math:`v`, and so that
-    :math:`h^2 \\lambda \\le 1`; longer than a half only where the nonlinearity :math:`\\nu` is
-    small, since the error of methods that are exact for Gaussians is in proportion to
-    :math:`h^2 \\nu`.
+    since the error of methods that are exact for Gaussians is in proportion to
+    :math:`h^2 \\nu`, with :math:`\\nu` the nonlinearity; no more than one over the standard
+    deviation of the noise :math:`v`, and so that :math:`h^2 \\lambda \\le 1`.
 
     :param noise: the noise of the gradient.
     :param float longest: :math:`h_0`, a half for methods that are not exact for Gaussians.
     """
-    bends = min(4.0, 10 * noise.nonlinearity)
+    bends = min(400.0, 20 * noise.nonlinearity)
     return 1 / math.sqrt(max(longest**-2, bends, noise.curvature, noise.largest))
 
 
@@ -103,6 +102,11 @@ def euler_step(noise: NoiseLevel, friction: float) -> float:
     """
     root = math.sqrt(friction**2 + 4 * ACCEPTED_BIAS * noise.largest)
     return min(whitened_step(noise), 4 * ACCEPTED_BIAS / (friction + root))
+
+
+#: Gradients that deviate more than this from linear ones belong to posteriors whose shape no
+#: metric fits, such as funnels, bananas and neural networks.
+_FAR_FROM_GAUSSIAN = 0.6
 
 
 class Tuning(NamedTuple):
@@ -120,6 +124,8 @@ class Tuning(NamedTuple):
     - **halvings** - how often the pilot halved the step size.
     - **report** - the Stein matrix of the last pilot.
     - **multimodal** - whether the searches for the centre ended in different modes.
+    - **converged** - whether the search for the metric has converged; where the posterior is
+      far from any Gaussian it does not.
     - **data** - tells the data of the anchor from others.
     """
 
@@ -134,12 +140,20 @@ class Tuning(NamedTuple):
     halvings: int = 0
     report: SteinReport | None = None
     multimodal: bool = False
+    converged: bool = True
     data: str | None = None
 
     @property
+    def is_far_from_gaussian(self) -> bool:
+        """Whether the metric is no more than a rough guess."""
+        bends = self.noise is not None and self.noise.nonlinearity > _FAR_FROM_GAUSSIAN
+        return bends or not self.converged
+
+    @property
     def problem(self) -> str | None:
-        """What was wrong with the last pilot or the search for the centre, or None."""
+        """What was wrong with the last pilot or the searches, or None."""
         found = ["the posterior has several modes"] if self.multimodal else []
+        found += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
         pilot = None if self.report is None else self.report.problem()
         return "; ".join(found + ([pilot] if pilot else [])) or None
 
@@ -159,6 +173,8 @@ class Tuning(NamedTuple):
             lines.append(f"{sum(self.passes.values()):.3g} passes over the data: {phases}")
         if self.report is not None:
             lines.append(f"pilot: {self.report.problem() or self.report.summary()}")
+        if self.is_far_from_gaussian:
+            lines.append("far from any Gaussian: slow directions may remain")
         if self.multimodal:
             lines.append("several modes, of which the chains see one")
         return "\n".join(lines)
@@ -175,8 +191,8 @@ def measure_noise(
 
     .. math::
 
-        \\nu^2 = \\frac{\\mathrm{E} \\| g(\\zeta) - 2 g(\\zeta / 2) + g(0) \\|^2}
-            {\\mathrm{E} \\| g(\\zeta) - g(0) \\|^2}, \\qquad
+        \\nu^2 = \\max_j \\frac{\\mathrm{E} (g_j(\\zeta) - 2 g_j(\\zeta / 2) + g_j(0))^2}
+            {\\mathrm{E} (g_j(\\zeta) - g_j(0))^2}, \\qquad
             g(\\zeta) = L^\\top \\nabla U(c + L \\zeta) .
 
     :param problem: the model with its data.
@@ -201,8 +217,8 @@ def measure_noise(
         anchor = jax.tree.map(lambda x: x[0], anchors)
         slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
         first, middle, last = slopes[:1], slopes[1 : _LINES + 1], slopes[_LINES + 1 :]
-        second = last - 2 * middle + first
-        nonlinearity = jnp.linalg.norm(second) / jnp.linalg.norm(last - first)
+        second = jnp.linalg.norm(last - 2 * middle + first, axis=0)
+        nonlinearity = jnp.max(second / jnp.linalg.norm(last - first, axis=0))
         kinds = [problem.potential(metric)]
         if controlled:
             kinds.append(problem.potential(metric, anchor))
@@ -313,6 +329,7 @@ def find_tuning(
         plain,
         passes,
         multimodal=multimodal,
+        converged=gaussian.converged,
     )
     if choices.step_size is not None:
         return tuning

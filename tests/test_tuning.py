@@ -462,26 +462,27 @@ def test_longer_steps_for_gaussians():
     """Only where the gradient is close to linear, and only for a method exact for Gaussians."""
     level = NoiseLevel(0.0, 0.0, 1.0)
     steps = [
-        CCAdL(logistic).suggest(level._replace(nonlinearity=nu))[0] for nu in (0.0, 0.1, 0.2, 1.0)
+        CCAdL(logistic).suggest(level._replace(nonlinearity=nu))[0] for nu in (0.0, 0.05, 0.2, 0.8)
     ]
-    np.testing.assert_allclose(steps, [1.0, 1.0, 0.5**0.5, 0.5])
+    np.testing.assert_allclose(steps, [1.0, 1.0, 0.5, 0.25])
     for kernel in METHODS[1:]:
         assert kernel(logistic).suggest(level._replace(nonlinearity=0.0))[0] <= 0.5
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1])
 def test_nonlinearity_of_the_gradient(epsilon):
-    """U = x^2 / 2 + epsilon x^4 / 4: second differences of epsilon x^3 by the moments of x."""
+    """U = x^2 / 2 + epsilon x^4 / 4 for the last of many coordinates, by the moments of x."""
 
     def quartic(y):
-        x = numpyro.sample("x", dist.ImproperUniform(dist.constraints.real_vector, (), (4_000,)))
-        numpyro.factor("y", -jnp.sum(x**2 / 2 + epsilon * x**4 / 4))
+        x = numpyro.sample("x", dist.ImproperUniform(dist.constraints.real_vector, (), (50,)))
+        numpyro.factor("y", -jnp.sum(x**2) / 2 - epsilon * x[-1] ** 4 / 4)
 
-    metric = DiagonalMetric(jnp.zeros(4_000), jnp.ones(4_000))
+    metric = DiagonalMetric(jnp.zeros(50), jnp.ones(50))
     problem = Model(quartic, jnp.zeros(1)).problem
     level, *_ = measure_noise(problem, random.key(0), Gaussian(metric, 0.0, 1.0), metric, False)
-    ratio = 0.75**2 * 15 * epsilon**2 / (1 + 6 * epsilon + 15 * epsilon**2)
-    assert level.nonlinearity == pytest.approx(ratio**0.5, rel=0.1, abs=1e-6)
+    expected = (0.75**2 * 15 * epsilon**2 / (1 + 6 * epsilon + 15 * epsilon**2)) ** 0.5
+    # eight draws: within a factor of 2
+    assert expected / 2 - 1e-6 <= level.nonlinearity <= 2 * expected + 1e-6
     assert level.mean == 0 and level.curvature == 1
 
 
@@ -543,7 +544,7 @@ def test_metric_where_the_potential_curves_downward():
     start = Gaussian(DiagonalMetric(jnp.zeros(1), jnp.ones(1)), 0.0)
     found = find_metric(problem, random.key(0), start)
     # E[U''] = -1 + 12 s^2 / 400 is 1 / s^2 at s = 5.9; eight draws have a variance of their own
-    assert 4 < float(found.metric.factor[0, 0]) < 9
+    assert 4 < float(found.metric.factor[0, 0]) < 9 and not found.converged
 
 
 def test_traced_data_cannot_be_tuned_to():
@@ -578,6 +579,18 @@ def test_warns_of_bad_runs_and_only_of_them(tuning):
     wrong = tuning.metric._replace(factor=jnp.eye(D), inverse=jnp.eye(D))
     with pytest.warns(UserWarning, match="do not have the law of the posterior"):
         run(CCAdL(logistic, tuning=tuning._replace(metric=wrong)), X, Y, num_samples=2_000)
+
+
+def test_warns_of_a_funnel():
+    def funnel(y):
+        x = numpyro.sample("x", dist.Normal(0, 3))
+        z = numpyro.sample("z", dist.Normal(0, jnp.exp(x / 2)).expand([9]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(z[0], 1e3), obs=y[i])
+
+    with pytest.warns(UserWarning, match="far from any Gaussian"):
+        tuning = CCAdL(funnel, progress_bar=False).tune(random.key(0), jnp.zeros(100))
+    assert "far from any Gaussian" in tuning.problem and "slow directions" in str(tuning)
 
 
 def test_warns_of_several_modes():

@@ -230,6 +230,13 @@ class SelfTuning(MCMCKernel):
                 " symmetry of the model, or take the draws for predictions only.",
                 stacklevel=2,
             )
+        if tuning.is_far_from_gaussian:
+            warnings.warn(
+                "The posterior is far from any Gaussian, and no metric fits it. Chains may be slow"
+                " in directions that a short run does not show: compare several long ones, and"
+                " reparametrise the model (a centred or a non-centred hierarchy) if they differ.",
+                stacklevel=2,
+            )
         if tuning.report is not None and (problem_found := tuning.report.problem()):
             warnings.warn(f"After tuning: {advice(problem_found)}", stacklevel=2)
         return tuning._replace(data=fingerprint_of(args, kwargs))
