@@ -192,7 +192,7 @@ def measure_noise(
     .. math::
 
         \\nu^2 = \\max_j \\frac{\\mathrm{E} (g_j(\\zeta) - 2 g_j(\\zeta / 2) + g_j(0))^2}
-            {\\mathrm{E} (g_j(\\zeta) - g_j(0))^2}, \\qquad
+            {\\mathrm{E} \\| g(\\zeta) - g(0) \\|^2 / d}, \\qquad
             g(\\zeta) = L^\\top \\nabla U(c + L \\zeta) .
 
     :param problem: the model with its data.
@@ -218,7 +218,8 @@ def measure_noise(
         slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
         first, middle, last = slopes[:1], slopes[1 : _LINES + 1], slopes[_LINES + 1 :]
         second = jnp.linalg.norm(last - 2 * middle + first, axis=0)
-        nonlinearity = jnp.max(second / jnp.linalg.norm(last - first, axis=0))
+        usual = jnp.linalg.norm(last - first) / math.sqrt(center.shape[0])
+        nonlinearity = jnp.max(second) / usual
         kinds = [problem.potential(metric)]
         if controlled:
             kinds.append(problem.potential(metric, anchor))

@@ -33,7 +33,7 @@ from numpyro_sgmcmc.warmup import NoiseLevel
 
 COVARIANCES = ("diagonal", "full", "low_rank", "matrix_free")
 
-#: The full matrix is the default up to this many parameters, the diagonal above.
+#: The full matrix is the default up to this many parameters.
 FULL_BY_DEFAULT = 100
 
 #: An average keeps at least this many steps, and of the observed directions at least so many
@@ -84,8 +84,13 @@ class NoiseSettings(NamedTuple):
         }
         covariance = self.covariance
         if covariance is None:
-            little = level is not None and level.largest < _LITTLE_NOISE
-            covariance = "full" if dimension <= FULL_BY_DEFAULT and not little else "diagonal"
+            if level is not None and level.largest < _LITTLE_NOISE:
+                covariance = "diagonal"
+            elif dimension <= FULL_BY_DEFAULT:
+                covariance = "full"
+            else:
+                # a tuned step is as long as the noise allows, in all of its directions
+                covariance = "diagonal" if level is None else "low_rank"
         if covariance == "full" and dimension > MAX_FULL_DIMENSION:
             raise ValueError(
                 f"covariance='full' is for at most {MAX_FULL_DIMENSION:,} parameters, but the model"

@@ -110,7 +110,8 @@ class CCAdL(MomentumKernel):
         parameters; ``"low_rank"``, the leading directions and the diagonal; or
         ``"matrix_free"``, products only, with :math:`V(\\theta)` at the current position from
         an independent minibatch and nothing averaged. None is ``"full"`` for up to 100
-        parameters and ``"diagonal"`` above; see below.
+        parameters; above, ``"diagonal"``, and ``"low_rank"`` if the tuning has measured more
+        than a little noise. See below.
     :param str estimator: how it is observed: ``"sub_batches"``, ``"two_cotangents"`` or
         ``"per_example"``; see :mod:`numpyro_sgmcmc.gradients`.
     :param window: number of steps over which it is averaged; ``math.inf`` for all steps
