@@ -146,8 +146,9 @@ class Tuning(NamedTuple):
     @property
     def is_far_from_gaussian(self) -> bool:
         """Whether the metric is no more than a rough guess."""
-        bends = self.noise is not None and self.noise.nonlinearity > _FAR_FROM_GAUSSIAN
-        return bends or not self.converged
+        if self.noise is None or not isinstance(self.start, DenseMetric):
+            return False  # a Gaussian of independent coordinates says little about others
+        return self.noise.nonlinearity > _FAR_FROM_GAUSSIAN or not self.converged
 
     @property
     def problem(self) -> str | None:
