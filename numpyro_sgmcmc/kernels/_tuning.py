@@ -127,7 +127,7 @@ class SelfTuning(MCMCKernel):
             >>> y = 3 + jax.random.normal(jax.random.key(0), (10_000,))
             >>> tuning = CCAdL(model, progress_bar=False).tune(jax.random.key(1), y)
             >>> print(str(tuning).splitlines()[0])
-            step size 0.5, friction 0.7, dense metric
+            step size 1, friction 0.7, dense metric
             >>> kernel = CCAdL(model, tuning=tuning)
         """
         args, kwargs = as_arrays((args, kwargs))
