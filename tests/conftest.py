@@ -14,15 +14,6 @@ os.environ["MPLBACKEND"] = "Agg"
 
 
 @pytest.fixture(autouse=True)
-def quick_programs(request):
-    """Most programs here run for less time than it takes to optimise them."""
-    import jax
-
-    quick = not any(map(request.node.get_closest_marker, ("slow", "thorough")))
-    jax.config.update("jax_disable_most_optimizations", quick)
-
-
-@pytest.fixture(autouse=True)
 def forget_programs(request):
     """Thousands of compiled programs in one process exhaust its memory maps: XLA then crashes."""
     yield
