@@ -24,8 +24,11 @@ import pytest
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
 
-# the others differ from one of these in a word
-LAWFUL = [name for name in KERNELS if name not in ("SGLD", "CCAdL", "SGHMC estimated")]
+# those that differ from another one in a word are left to `make test-thorough`
+ALIKE = ("SGLD", "CCAdL", "SGHMC estimated")
+LAWFUL = [
+    pytest.param(name, marks=pytest.mark.thorough if name in ALIKE else ()) for name in KERNELS
+]
 each_kernel = pytest.mark.parametrize("name", LAWFUL)
 #: One of each kind, for what the base class does alike for all.
 few_kernels = pytest.mark.parametrize("name", ["SGLD epochs", "SGHMC estimated", "CCAdL", "PSGLD"])
@@ -193,7 +196,7 @@ def test_warmup_then_run(name):
 
 @pytest.mark.parametrize(
     ("name", "chain_method"),
-    [(name, "vectorized") for name in LAWFUL]
+    [pytest.param(*law.values, "vectorized", marks=law.marks) for law in LAWFUL]
     + [("SGHMC", None), ("CCAdL", None)]
     + [(name, "sequential") for name in ("SGLD epochs", "CCAdL euler")]
     + [(name, "parallel") for name in ("SGLD epochs", "CCAdL euler")],
@@ -237,13 +240,18 @@ def test_pickled_runs_go_on_in_a_new_process(tmp_path):
     runs = {name: run(name) for name in KERNELS}
     pickled, found = tmp_path / "runs", tmp_path / "found"
     pickled.write_bytes(pickle.dumps((runs, (X, Y))))
-    python("-c", CONTINUE, pickled, found)
+    # compiled as in this process
+    python("-c", CONTINUE, pickled, found, JAX_DISABLE_MOST_OPTIMIZATIONS="True")
     continued = pickle.loads(found.read_bytes())
     for name, mcmc in runs.items():
         mcmc.post_warmup_state = mcmc.last_state
         mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
-        # another process may round the transforms to the supports differently
-        assert_same(continued[name], samples(mcmc), rtol=1e-6, err_msg=name)
+        expected = samples(mcmc)
+        # a deterministic site is no part of the chain: another process may round it differently
+        np.testing.assert_allclose(
+            continued[name].pop("precision"), expected.pop("precision"), rtol=1e-6
+        )
+        assert_same(continued[name], expected, err_msg=name)
 
 
 EVERY_KERNEL = """
@@ -259,8 +267,15 @@ for name in KERNELS:
 
 
 @pytest.mark.thorough
-def test_double_precision_and_tracer_leaks():
-    python("-c", EVERY_KERNEL, "float64", JAX_ENABLE_X64="True", JAX_CHECK_TRACER_LEAKS="1")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtype_and_tracer_leaks(dtype):
+    python(
+        "-c",
+        EVERY_KERNEL,
+        dtype,
+        JAX_ENABLE_X64=str(dtype == "float64"),
+        JAX_CHECK_TRACER_LEAKS="1",
+    )
 
 
 @each_kernel
@@ -286,8 +301,6 @@ def test_state_fields(name):
             judged = name not in ("SGLD epochs", "SMSUBU") or field != "configurational_temperature"
             assert np.all(np.isfinite(found[field]) == judged), field
         assert found["i"][0].tolist() == [4, 5, 6, 7, 8, 9]
-    for leaf in jax.tree.leaves((mcmc.get_samples(), mcmc.last_state)):
-        assert leaf.dtype == jnp.float32 or not jnp.issubdtype(leaf.dtype, jnp.floating)
     if "kinetic_temperature" in fields:
         np.testing.assert_allclose(
             found["kinetic_temperature"], (found["momentum"] ** 2).mean(-1), rtol=1e-5
