@@ -132,13 +132,20 @@ def add_to_sums(
 
 
 def batch_is_full(sums: SteinSums) -> Array:
-    """Whether :func:`close_batch` is due."""
-    return (sums.samples > 0) & (sums.samples % sums.length == 0)
+    """Whether :func:`close_batch` is due, for a chain or for several alike."""
+    samples, length = _counts(sums)
+    return (samples > 0) & (samples % length == 0)
 
 
 def has_paired_batches(sums: SteinSums) -> Array:
     """Whether :func:`close_batch` has just made one batch of every two."""
-    return (sums.length > 1) & (sums.samples == _BATCHES // 2 * sums.length)
+    samples, length = _counts(sums)
+    return (length > 1) & (samples == _BATCHES // 2 * length)
+
+
+def _counts(sums: SteinSums) -> tuple[Array, Array]:
+    """The number of samples, in all and in each batch: the same in all chains."""
+    return sums.samples.ravel()[0], sums.length.ravel()[0]
 
 
 def close_batch(sums: SteinSums) -> SteinSums:

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 import jax
-from jax import random
+from jax import Array, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,9 @@ from tqdm.auto import tqdm
 from numpyro_sgmcmc.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.minibatch import MinibatchModel
 from numpyro_sgmcmc.warmup import DENSE_BY_DEFAULT, PHASES, Tuning
+
+#: A positive number, or a function of the number of steps taken, such as an optax schedule.
+StepSize = float | Callable[[Array], Array | float]
 
 
 def positive(name: str, value: Any) -> float:

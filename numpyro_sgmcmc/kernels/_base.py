@@ -3,7 +3,6 @@
 
 """What every kernel shares: NumPyro's contract, met once."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -22,25 +21,15 @@ from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.diagnostics import (
     SteinSums,
-    add_to_sums,
     advice,
-    batch_is_full,
-    center_sums,
-    close_batch,
     has_paired_batches,
-    start_sums,
     stein_report,
 )
-from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient
 from numpyro_sgmcmc.kernels._arguments import (
-    checked_metric,
-    checked_tuning,
     fingerprint_of,
-    one_of,
     positive,
-    whole,
 )
-from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step, Tuned
+from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Tuned
 from numpyro_sgmcmc.kernels._tuning import SelfTuning, StepSize
 from numpyro_sgmcmc.minibatch import (
     MinibatchModel,
@@ -48,10 +37,7 @@ from numpyro_sgmcmc.minibatch import (
     Values,
     as_arrays,
     full_data,
-    read_model,
 )
-from numpyro_sgmcmc.potentials import Anchor, Potential, Problem, Rows
-from numpyro_sgmcmc.subsampling import INDEPENDENT, SCHEMES
 from numpyro_sgmcmc.warmup import Tuning
 
 #: Formatting values that live on the device waits for them: not more often than this.
@@ -100,9 +86,6 @@ class SGMCMCKernel(SelfTuning):
         chain with a model or with data that minibatches cannot serve.
     """
 
-    #: Methods that correct for the noise of independent minibatches cannot use epochs.
-    corrects_noise: bool = False
-
     sample_field = "z"
 
     def __init__(
@@ -120,79 +103,21 @@ class SGMCMCKernel(SelfTuning):
         init_strategy: Callable = init_to_uniform,
         progress_bar: bool = True,
     ) -> None:
-        if not callable(model):
-            raise ValueError(
-                f"{type(self).__name__} needs a model, a function with NumPyro primitives; got"
-                f" {model!r}."
-            )
-        self._model = model
-        given = callable(step_size) or step_size is None
-        self._step_size = step_size if given else positive("step_size", step_size)
-        self._friction: float | None = None
-        self._metric = checked_metric(metric)
-        self._gradient_kind = one_of("gradient", gradient, ("auto", "minibatch", "control_variate"))
-        self._refresh_every = (
-            None if refresh_every is None else positive("refresh_every", refresh_every)
+        super().__init__(
+            model,
+            step_size,
+            metric=metric,
+            gradient=gradient,
+            refresh_every=refresh_every,
+            tuning=tuning,
+            temperature=temperature,
+            subsampling=subsampling,
+            steps_per_sample=steps_per_sample,
+            init_strategy=init_strategy,
+            progress_bar=progress_bar,
         )
-        if refresh_every is not None and gradient != "control_variate":
-            raise ValueError(
-                "`refresh_every` moves the anchor of a control variate: it needs"
-                f" gradient='control_variate', but gradient={gradient!r}."
-            )
-        self._given_tuning = checked_tuning(tuning, metric, gradient)
-        self._temperature = positive("temperature", temperature)
-        self._subsampling = one_of("subsampling", subsampling, SCHEMES)
-        self._steps_per_sample = whole("steps_per_sample", steps_per_sample)
-        self._init_strategy = init_strategy
-        self._progress_bar = progress_bar
-        # Static facts of the model and the data, found in `init`, the same for every chain.
-        self._view: MinibatchModel | None = None
-        self._tuning: Tuning | None = None
         self._diagnostics = (-math.inf, "")
         self._has_warned = False
-
-    @abstractmethod
-    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Any:
-        """
-        What the method keeps besides the position.
-
-        :param rng_key: a single random key.
-        :param position: initial position, shape ``(d,)``.
-        :param friction: friction, given or tuned; None for methods that have none.
-        :return: a ``NamedTuple`` of arrays.
-        """
-
-    @abstractmethod
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        """
-        One step of the method.
-
-        :param state: the state; its ``z`` is the position, a vector of shape ``(d,)``, and
-            its ``step_size`` the step size of this step.
-        :param gradient: oracle of the gradient, on a new minibatch at each step.
-        :param rng_key: a single random key.
-        :return: the state with new ``z`` and ``dynamics``, and the observation of the gradient.
-        """
-
-    @property
-    def gradient_at_end(self) -> bool:
-        """
-        Whether the position that goes with the gradient in the Stein matrix is that of the
-        end of the step. It is that of the start for methods that take the gradient there, and
-        for those that take it between two half drifts.
-        """
-        return False
-
-    def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
-        """The oracle for :meth:`step`; methods that need more than a gradient override it."""
-        return minibatch_gradient(potential, rows, rng_key)
-
-    def draw_rows(self, rng_key: Array, step: Array) -> dict[str, Array]:
-        """The rows of a minibatch, drawn independently for each plate."""
-        return self._problem((), {}).rows(rng_key, step)
-
-    def _problem(self, args: tuple, kwargs: dict) -> Problem:
-        return Problem(self._initialised, args, kwargs, self._subsampling)
 
     def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
         """Called once in ``init``: raises if the method cannot run on this model."""
@@ -279,72 +204,6 @@ class SGMCMCKernel(SelfTuning):
             self.check_start(state, args, kwargs)
         return state
 
-    def _start(
-        self,
-        rng_key: Array,
-        z: Values,
-        dynamics_key: Array,
-        *,
-        tuned: Tuned,
-        anchor: Anchor | None,
-        num_warmup: Any,
-    ) -> SGMCMCState:
-        flat, _ = ravel_pytree(z)
-        position = tuned.metric.coordinates(flat)
-        step_size = self._step_size_at(jnp.asarray(0), tuned.step_size)
-        count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), flat.dtype)
-        return SGMCMCState(
-            i=count,
-            z=z,
-            dynamics=self.init_dynamics(dynamics_key, position, tuned.friction),
-            step_size=jnp.asarray(step_size, flat.dtype),
-            minibatch_potential=zero,
-            nonfinite_steps=count,
-            warmup_steps=count + num_warmup * self._steps_per_sample,
-            configurational_temperature=zero,
-            stein=start_sums(position, self._site_of()),
-            anchor=anchor,
-            tuned=tuned,
-            rng_key=rng_key,
-        )
-
-    @staticmethod
-    def _axes(chains: int | None, tuned: int | None) -> Any:
-        """Axes of a state for `vmap`: all chains have the same tuning."""
-        axes: dict[str, Any] = dict.fromkeys(SGMCMCState._fields, chains)
-        return SGMCMCState(**(axes | {"tuned": tuned}))
-
-    def _site_of(self) -> np.ndarray:
-        """For each entry of the flat position the number of its site."""
-        latents = self._initialised.latents
-        sizes = [math.prod(latents[name].shape) for name in sorted(latents)]
-        return np.repeat(np.arange(len(sizes)), sizes)
-
-    def _read(self, args: tuple, kwargs: dict) -> MinibatchModel:
-        self._view = view = read_model(self._model, self._init_strategy, args, kwargs)
-        name = type(self).__name__
-        if self.corrects_noise and self._subsampling not in INDEPENDENT:
-            raise ValueError(
-                f"{name} with subsampling='{self._subsampling}' would correct for noise that is not"
-                " there: minibatches of one pass over the data are anti-correlated. Use"
-                " subsampling='without_replacement'."
-            )
-        if not view.plates and (self.corrects_noise or self._subsampling not in INDEPENDENT):
-            raise ValueError(
-                f"{name} with subsampling='{self._subsampling}' needs minibatches, but no plate of"
-                " the model has a `subsample_size`: write `numpyro.plate(name, size,"
-                " subsample_size=...)` around the data, or use another kernel."
-            )
-        if not view.plates:
-            warnings.warn(
-                "No plate of the model has a `subsample_size`: every step uses the gradient on all"
-                " data.",
-                stacklevel=2,
-            )
-        if view.dimension == 0:
-            raise ValueError("The model has no latent sites: there is nothing to sample.")
-        return view
-
     @property
     def _sample_fn(self) -> MinibatchModel | None:
         # NumPyro asks for this name to see whether `init` has been called.
@@ -353,8 +212,7 @@ class SGMCMCKernel(SelfTuning):
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
         state = self._sample(state, args, kwargs)
-        # at 64, 128, ... samples; the same number in all chains
-        due = has_paired_batches(_of_first_chain(state.stein))
+        due = has_paired_batches(state.stein)  # at 64, 128, ... samples
 
         def judge(sums: SteinSums) -> None:
             # under `vmap` both branches run
@@ -362,114 +220,6 @@ class SGMCMCKernel(SelfTuning):
 
         lax.cond(due, judge, lambda sums: None, state.stein)
         return state
-
-    def _sample(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
-        """One sample of one chain or, along a leading axis, of several."""
-        chains = jnp.ndim(state.i) > 0
-        axes = self._axes(0, 0 if jnp.ndim(state.tuned.step_size) else None)
-        if self._refresh_every is not None:
-            share = self._problem(args, kwargs).minibatch_share * self._steps_per_sample
-            every = max(1, round(self._refresh_every / share))
-            due = (_first(state.i) // self._steps_per_sample) % every == 0
-            refresh = self._problem(args, kwargs).anchor
-            anchor = lax.cond(
-                due & (_first(state.i) > 0),
-                lambda z, _: (jax.vmap(refresh) if chains else refresh)(z),
-                lambda _, anchor: anchor,
-                state.z,
-                state.anchor,
-            )
-            state = state._replace(anchor=anchor)
-        advance = partial(self._advance, args=args, kwargs=kwargs)
-        state = (jax.vmap(advance, (axes,), axes) if chains else advance)(state)
-        # what goes through a condition is copied: no more than it needs
-        stein = lax.cond(
-            batch_is_full(_of_first_chain(state.stein)),
-            jax.vmap(close_batch) if chains else close_batch,
-            lambda sums: sums,
-            state.stein,
-        )
-        return state._replace(stein=stein)
-
-    def _advance(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
-        """``steps_per_sample`` steps of one chain, on the position as one flat vector."""
-        position, potential = self.flattened(state, args, kwargs)
-        flat, unravel = ravel_pytree(state.z)
-
-        def body(_: int, state: SGMCMCState) -> SGMCMCState:
-            return self._guarded_step(state, potential)
-
-        state = state._replace(
-            z=position,
-            configurational_temperature=jnp.zeros_like(state.configurational_temperature),
-        )
-        if self._steps_per_sample == 1:
-            state = body(0, state)
-        else:
-            state = lax.fori_loop(0, self._steps_per_sample, body, state)
-        counted = state.i > state.warmup_steps
-        stein = state.stein._replace(samples=state.stein.samples + counted)
-        z = unravel(state.tuned.metric.moved(flat, position, state.z))
-        return state._replace(z=z, stein=stein)
-
-    def _guarded_step(self, state: SGMCMCState, potential: Potential) -> SGMCMCState:
-        """One step, undone and counted if it is not finite."""
-        rows_key, step_key = random.split(state.rng_key)
-        noise_key, model_key = random.split(random.fold_in(step_key, state.i))
-        rows = self.draw_rows(rows_key, state.i)
-        step_size = self._step_size_at(state.i, state.tuned.step_size)
-        step_size = jnp.asarray(step_size, state.step_size.dtype)
-        new, observed = self.step(
-            state._replace(step_size=step_size),
-            self.gradient(potential, rows, model_key),
-            noise_key,
-        )
-        # The sum is not finite if any entry is not; squares could overflow before.
-        finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
-        moved = (new.z, new.dynamics, observed.potential)
-        stayed = (state.z, _turned(state.dynamics), state.minibatch_potential)
-        z, dynamics, minibatch_potential = jax.tree.map(
-            lambda after, before: jnp.where(finite, after, before), moved, stayed
-        )
-        warmup = state.warmup_steps
-        settled = (state.i >= warmup // 2) & (state.i < warmup)
-        # the noise of minibatches that are not independent is correlated with the position
-        judged = self._subsampling in INDEPENDENT
-        stein, share = add_to_sums(
-            center_sums(state.stein, state.z, settled),
-            new.z if self.gradient_at_end else state.z,
-            observed.gradient,
-            finite & (state.i >= warmup) & judged,
-            self._temperature,
-            self._site_of(),
-        )
-        return state._replace(
-            i=state.i + 1,
-            z=z,
-            dynamics=dynamics,
-            step_size=step_size,
-            minibatch_potential=minibatch_potential,
-            nonfinite_steps=state.nonfinite_steps + ~finite,
-            configurational_temperature=state.configurational_temperature
-            + (share / self._steps_per_sample if judged else math.nan),
-            stein=stein,
-        )
-
-    def _step_size_at(self, i: Array, tuned: Any) -> Any:
-        return self._step_size(i) if callable(self._step_size) else tuned
-
-    def flattened(self, state: SGMCMCState, args: tuple, kwargs: dict) -> tuple[Array, Potential]:
-        """The position of one chain as one vector, and the potential there."""
-        metric = state.tuned.metric
-        flat, _ = ravel_pytree(state.z)
-        potential = self._problem(args, kwargs).potential(metric, state.anchor)
-        return metric.coordinates(flat), potential
-
-    @property
-    def _initialised(self) -> MinibatchModel:
-        if self._view is None:
-            raise RuntimeError(f"Call `{type(self).__name__}.init` first.")
-        return self._view
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
         view = self._initialised
@@ -535,13 +285,6 @@ class SGMCMCKernel(SelfTuning):
         return state
 
 
-def _turned(dynamics: Any) -> Any:
-    """With the momentum reversed: else a step that is undone would lead to the same place."""
-    if "momentum" not in dynamics._fields:
-        return dynamics
-    return dynamics._replace(momentum=-dynamics.momentum)
-
-
 class MomentumKernel(SGMCMCKernel):
     """
     Base class of the methods with momentum :math:`p` and friction :math:`A`.
@@ -598,12 +341,3 @@ class MomentumKernel(SGMCMCKernel):
 
     def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Any:
         return Momentum(self.fresh_momentum(rng_key, position))
-
-
-def _first(x: Array) -> Array:
-    """The value in the first chain, of a number that is the same in all of them."""
-    return x.ravel()[0]
-
-
-def _of_first_chain(sums: SteinSums) -> SteinSums:
-    return sums._replace(samples=_first(sums.samples), length=_first(sums.length))

@@ -3,7 +3,6 @@
 
 """How a kernel comes to what its arguments leave out."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 import math
@@ -14,14 +13,22 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
-from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.diagnostics import SteinSums, advice
-from numpyro_sgmcmc.kernels._arguments import fingerprint_of, metric_of_guide, tuning_bar
-from numpyro_sgmcmc.kernels._state import SGMCMCState, Tuned
+from numpyro_sgmcmc.kernels._arguments import (
+    StepSize,
+    checked_metric,
+    checked_tuning,
+    fingerprint_of,
+    metric_of_guide,
+    one_of,
+    tuning_bar,
+)
+from numpyro_sgmcmc.kernels._chain import Chain
+from numpyro_sgmcmc.kernels._state import Tuned
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric, from_covariance
-from numpyro_sgmcmc.minibatch import MinibatchModel, Values, as_arrays
+from numpyro_sgmcmc.minibatch import Model, Values, as_arrays
 from numpyro_sgmcmc.potentials import Anchor, Problem
 from numpyro_sgmcmc.warmup import (
     PILOT_CHAINS,
@@ -32,29 +39,37 @@ from numpyro_sgmcmc.warmup import (
     pilot_steps,
 )
 
-#: A positive number, or a function of the number of steps taken, such as an optax schedule.
-StepSize = float | Callable[[Array], Array | float]
 
-
-class SelfTuning(MCMCKernel):
+class SelfTuning(Chain):
     """The part of a kernel that tunes it; see :mod:`numpyro_sgmcmc.warmup`."""
 
     #: Whether the method has a friction, given or tuned.
     has_friction: bool = False
 
-    # the arguments of the kernel
-    _step_size: StepSize | None
-    _friction: float | None
-    _metric: Any
-    _gradient_kind: str
-    _given_tuning: Tuning | None
-    _temperature: float
-    _steps_per_sample: int
-    _init_strategy: Callable
-    _progress_bar: bool
-
-    #: The latest tuning.
-    _tuning: Tuning | None
+    def __init__(
+        self,
+        model: Model,
+        step_size: StepSize | None,
+        *,
+        metric: Any,
+        gradient: str,
+        tuning: Tuning | None,
+        progress_bar: bool,
+        **chain: Any,
+    ) -> None:
+        super().__init__(model, step_size, **chain)
+        self._friction: float | None = None
+        self._metric = checked_metric(metric)
+        self._gradient_kind = one_of("gradient", gradient, ("auto", "minibatch", "control_variate"))
+        if self._refresh_every is not None and gradient != "control_variate":
+            raise ValueError(
+                "`refresh_every` moves the anchor of a control variate: it needs"
+                f" gradient='control_variate', but gradient={gradient!r}."
+            )
+        self._given_tuning = checked_tuning(tuning, metric, gradient)
+        self._progress_bar = progress_bar
+        #: The latest tuning.
+        self._tuning: Tuning | None = None
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         """
@@ -67,31 +82,6 @@ class SelfTuning(MCMCKernel):
             f"{type(self).__name__} does not say which step size it needs (it has no method"
             " `suggest`): give `step_size`."
         )
-
-    @abstractmethod
-    def _read(self, args: tuple, kwargs: dict) -> MinibatchModel:
-        """Reads the model, and keeps what it has read."""
-
-    @abstractmethod
-    def _problem(self, args: tuple, kwargs: dict) -> Problem:
-        """The model with these data."""
-
-    @abstractmethod
-    def _start(
-        self,
-        rng_key: Array,
-        z: Values,
-        dynamics_key: Array,
-        *,
-        tuned: Tuned,
-        anchor: Anchor | None,
-        num_warmup: Any,
-    ) -> SGMCMCState:
-        """The state of one chain before its first step."""
-
-    @abstractmethod
-    def _sample(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
-        """One sample."""
 
     @property
     def tuning(self) -> Tuning | None:
@@ -132,7 +122,7 @@ class SelfTuning(MCMCKernel):
         """
         args, kwargs = as_arrays((args, kwargs))
         self._read(args, kwargs)
-        return self._find_tuning(rng_key, args, kwargs)
+        return self._find_tuning(rng_key, args, kwargs, self._known_data(args, kwargs))
 
     @property
     def _level(self) -> NoiseLevel | None:
@@ -171,15 +161,22 @@ class SelfTuning(MCMCKernel):
             metric = self._given_metric(args, kwargs) or IdentityMetric()
             self._tuning = Tuning(step_size, self._friction, metric)
         else:
-            data = fingerprint_of(args, kwargs)
-            if data is None:
-                raise ValueError(
-                    f"{type(self).__name__} cannot tune itself inside `jit` or `vmap` of its data."
-                    " Call `tune` before, and pass `tuning=`."
-                )
+            data = self._known_data(args, kwargs)
             if self._tuning is None or self._tuning.data != data:
-                self._tuning = self._find_tuning(random.key(0), args, kwargs)
+                self._tuning = self._find_tuning(random.key(0), args, kwargs, data)
         return self._tuning
+
+    def _known_data(self, args: tuple, kwargs: dict) -> str:
+        """
+        :raises ValueError: if the values of the data are not known.
+        """
+        data = fingerprint_of(args, kwargs)
+        if data is None:
+            raise ValueError(
+                f"{type(self).__name__} cannot tune itself inside `jit` or `vmap` of its data."
+                " Call `tune` before, and pass `tuning=`."
+            )
+        return data
 
     def _adopted(self, given: Tuning, args: tuple, kwargs: dict) -> Tuning:
         """
@@ -209,7 +206,7 @@ class SelfTuning(MCMCKernel):
             given = given._replace(anchor=anchor, data=data)
         return given
 
-    def _find_tuning(self, rng_key: Array, args: tuple, kwargs: dict) -> Tuning:
+    def _find_tuning(self, rng_key: Array, args: tuple, kwargs: dict, data: str) -> Tuning:
         """Runs the phases of the tuning behind a progress bar."""
         metric = self._metric if isinstance(self._metric, str) else self._given_metric(args, kwargs)
         if metric is None and self._rates_are_given:
@@ -239,7 +236,7 @@ class SelfTuning(MCMCKernel):
             )
         if tuning.report is not None and (problem_found := tuning.report.problem()):
             warnings.warn(f"After tuning: {advice(problem_found)}", stacklevel=2)
-        return tuning._replace(data=fingerprint_of(args, kwargs))
+        return tuning._replace(data=data)
 
     def _given_metric(self, args: tuple, kwargs: dict) -> Any:
         """
@@ -262,7 +259,7 @@ class SelfTuning(MCMCKernel):
     def _pilot(self, problem: Problem, tuning: Tuning) -> Callable[[float, Array], SteinSums]:
         """Short chains, half of whose steps are warm-up."""
         assert tuning.noise is not None and tuning.start is not None
-        self._tuning = tuning
+        self._tuning = tuning  # how a method holds its noise depends on the level of it
         samples = -(-pilot_steps(tuning.noise) // self._steps_per_sample)
 
         def run(

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients import Gradient
 from numpyro_sgmcmc.integrators import langevin
-from numpyro_sgmcmc.kernels._arguments import positive, whole
+from numpyro_sgmcmc.kernels._arguments import StepSize, positive, whole
 from numpyro_sgmcmc.kernels._base import SGMCMCKernel
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
-from numpyro_sgmcmc.kernels._tuning import StepSize
 from numpyro_sgmcmc.minibatch import Model
 from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel
 

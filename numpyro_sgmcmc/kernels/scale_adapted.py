@@ -10,10 +10,9 @@ from jax import Array, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.kernels._arguments import positive
+from numpyro_sgmcmc.kernels._arguments import StepSize, positive
 from numpyro_sgmcmc.kernels._base import SGMCMCKernel
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
-from numpyro_sgmcmc.kernels._tuning import StepSize
 from numpyro_sgmcmc.minibatch import Model
 
 #: Gradients smaller than the root of this, of parameters that do nothing, count as this.

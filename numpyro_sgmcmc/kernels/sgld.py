@@ -9,10 +9,10 @@ from jax import Array, random
 
 from numpyro_sgmcmc.gradients import Gradient
 from numpyro_sgmcmc.integrators import langevin
+from numpyro_sgmcmc.kernels._arguments import StepSize
 from numpyro_sgmcmc.kernels._base import SGMCMCKernel
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
-from numpyro_sgmcmc.kernels._tuning import StepSize
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
 from numpyro_sgmcmc.potentials import Potential, Rows
 from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel

@@ -18,10 +18,9 @@ from numpyro_sgmcmc.integrators import (
     ornstein_uhlenbeck,
     thermostat,
 )
-from numpyro_sgmcmc.kernels._arguments import one_of, positive
+from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive
 from numpyro_sgmcmc.kernels._base import MomentumKernel
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
-from numpyro_sgmcmc.kernels._tuning import StepSize
 from numpyro_sgmcmc.minibatch import Model
 from numpyro_sgmcmc.warmup import NoiseLevel, euler_step, whitened_step
 

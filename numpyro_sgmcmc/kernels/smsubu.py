@@ -9,9 +9,9 @@ from jax import Array, random
 
 from numpyro_sgmcmc.gradients import Gradient
 from numpyro_sgmcmc.integrators import free_flight, kick
+from numpyro_sgmcmc.kernels._arguments import StepSize
 from numpyro_sgmcmc.kernels._base import MomentumKernel
 from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step
-from numpyro_sgmcmc.kernels._tuning import StepSize
 from numpyro_sgmcmc.minibatch import Model
 from numpyro_sgmcmc.warmup import NoiseLevel, whitened_step
 

@@ -1,0 +1,302 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""From one sample of a chain to the next."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+import math
+from typing import Any
+import warnings
+
+import jax
+from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer.mcmc import MCMCKernel
+
+from numpyro_sgmcmc.diagnostics import (
+    add_to_sums,
+    batch_is_full,
+    center_sums,
+    close_batch,
+    start_sums,
+)
+from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient
+from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive, whole
+from numpyro_sgmcmc.kernels._state import SGMCMCState, Step, Tuned
+from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, read_model
+from numpyro_sgmcmc.potentials import Anchor, Potential, Problem, Rows
+from numpyro_sgmcmc.subsampling import INDEPENDENT, SCHEMES
+
+
+class Chain(MCMCKernel):
+    """The part of a kernel that reads the model and moves a chain, or several, through it."""
+
+    #: Methods that correct for the noise of independent minibatches cannot use epochs.
+    corrects_noise: bool = False
+
+    def __init__(
+        self,
+        model: Model,
+        step_size: StepSize | None,
+        *,
+        temperature: float,
+        subsampling: str,
+        steps_per_sample: int,
+        refresh_every: float | None,
+        init_strategy: Callable,
+    ) -> None:
+        if not callable(model):
+            raise ValueError(
+                f"{type(self).__name__} needs a model, a function with NumPyro primitives; got"
+                f" {model!r}."
+            )
+        self._model = model
+        given = callable(step_size) or step_size is None
+        self._step_size = step_size if given else positive("step_size", step_size)
+        self._temperature = positive("temperature", temperature)
+        self._subsampling = one_of("subsampling", subsampling, SCHEMES)
+        self._steps_per_sample = whole("steps_per_sample", steps_per_sample)
+        self._refresh_every = (
+            None if refresh_every is None else positive("refresh_every", refresh_every)
+        )
+        self._init_strategy = init_strategy
+        #: Static facts of the model and the data, found in `init`, the same for every chain.
+        self._view: MinibatchModel | None = None
+
+    @abstractmethod
+    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Any:
+        """
+        What the method keeps besides the position.
+
+        :param rng_key: a single random key.
+        :param position: initial position, shape ``(d,)``.
+        :param friction: friction, given or tuned; None for methods that have none.
+        :return: a ``NamedTuple`` of arrays.
+        """
+
+    @abstractmethod
+    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+        """
+        One step of the method.
+
+        :param state: the state; its ``z`` is the position, a vector of shape ``(d,)``, and
+            its ``step_size`` the step size of this step.
+        :param gradient: oracle of the gradient, on a new minibatch at each step.
+        :param rng_key: a single random key.
+        :return: the state with new ``z`` and ``dynamics``, and the observation of the gradient.
+        """
+
+    @property
+    def gradient_at_end(self) -> bool:
+        """
+        Whether the position that goes with the gradient in the Stein matrix is that of the
+        end of the step. It is that of the start for methods that take the gradient there, and
+        for those that take it between two half drifts.
+        """
+        return False
+
+    def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
+        """The oracle for :meth:`step`; methods that need more than a gradient override it."""
+        return minibatch_gradient(potential, rows, rng_key)
+
+    def draw_rows(self, rng_key: Array, step: Array) -> dict[str, Array]:
+        """The rows of a minibatch, drawn independently for each plate."""
+        return self._problem((), {}).rows(rng_key, step)
+
+    def _read(self, args: tuple, kwargs: dict) -> MinibatchModel:
+        """
+        Reads the model, and keeps what it has read.
+
+        :raises ValueError: if the method cannot serve the model, or minibatches cannot.
+        """
+        self._view = view = read_model(self._model, self._init_strategy, args, kwargs)
+        name = type(self).__name__
+        if self.corrects_noise and self._subsampling not in INDEPENDENT:
+            raise ValueError(
+                f"{name} with subsampling='{self._subsampling}' would correct for noise that is not"
+                " there: minibatches of one pass over the data are anti-correlated. Use"
+                " subsampling='without_replacement'."
+            )
+        if not view.plates and (self.corrects_noise or self._subsampling not in INDEPENDENT):
+            raise ValueError(
+                f"{name} with subsampling='{self._subsampling}' needs minibatches, but no plate of"
+                " the model has a `subsample_size`: write `numpyro.plate(name, size,"
+                " subsample_size=...)` around the data, or use another kernel."
+            )
+        if not view.plates:
+            warnings.warn(
+                "No plate of the model has a `subsample_size`: every step uses the gradient on all"
+                " data.",
+                stacklevel=2,
+            )
+        if view.dimension == 0:
+            raise ValueError("The model has no latent sites: there is nothing to sample.")
+        return view
+
+    @property
+    def _initialised(self) -> MinibatchModel:
+        if self._view is None:
+            raise RuntimeError(f"Call `{type(self).__name__}.init` first.")
+        return self._view
+
+    def _problem(self, args: tuple, kwargs: dict) -> Problem:
+        """The model with these data."""
+        return Problem(self._initialised, args, kwargs, self._subsampling)
+
+    def _start(
+        self,
+        rng_key: Array,
+        z: Values,
+        dynamics_key: Array,
+        *,
+        tuned: Tuned,
+        anchor: Anchor | None,
+        num_warmup: Any,
+    ) -> SGMCMCState:
+        """The state of one chain before its first step."""
+        flat, _ = ravel_pytree(z)
+        position = tuned.metric.coordinates(flat)
+        step_size = self._step_size_at(jnp.asarray(0), tuned.step_size)
+        count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), flat.dtype)
+        return SGMCMCState(
+            i=count,
+            z=z,
+            dynamics=self.init_dynamics(dynamics_key, position, tuned.friction),
+            step_size=jnp.asarray(step_size, flat.dtype),
+            minibatch_potential=zero,
+            nonfinite_steps=count,
+            warmup_steps=count + num_warmup * self._steps_per_sample,
+            configurational_temperature=zero,
+            stein=start_sums(position, self._site_of()),
+            anchor=anchor,
+            tuned=tuned,
+            rng_key=rng_key,
+        )
+
+    @staticmethod
+    def _axes(chains: int | None, tuned: int | None) -> Any:
+        """Axes of a state for `vmap`: all chains have the same tuning."""
+        axes: dict[str, Any] = dict.fromkeys(SGMCMCState._fields, chains)
+        return SGMCMCState(**(axes | {"tuned": tuned}))
+
+    def _site_of(self) -> np.ndarray:
+        """For each entry of the flat position the number of its site."""
+        latents = self._initialised.latents
+        sizes = [math.prod(latents[name].shape) for name in sorted(latents)]
+        return np.repeat(np.arange(len(sizes)), sizes)
+
+    def _sample(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
+        """One sample of one chain or, along a leading axis, of several."""
+        chains = jnp.ndim(state.i) > 0
+        axes = self._axes(0, 0 if jnp.ndim(state.tuned.step_size) else None)
+        if self._refresh_every is not None:
+            state = self._refreshed(state, self._refresh_every, self._problem(args, kwargs))
+        advance = partial(self._advance, args=args, kwargs=kwargs)
+        state = (jax.vmap(advance, (axes,), axes) if chains else advance)(state)
+        # what goes through a condition is copied: no more than it needs
+        stein = lax.cond(
+            batch_is_full(state.stein),
+            jax.vmap(close_batch) if chains else close_batch,
+            lambda sums: sums,
+            state.stein,
+        )
+        return state._replace(stein=stein)
+
+    def _refreshed(self, state: SGMCMCState, passes: float, problem: Problem) -> SGMCMCState:
+        """The anchor moved to the position, if it is time to."""
+        move = jax.vmap(problem.anchor) if jnp.ndim(state.i) > 0 else problem.anchor
+        every = max(1, round(passes / (problem.minibatch_share * self._steps_per_sample)))
+        i = state.i.ravel()[0]  # the same in all chains
+        anchor = lax.cond(
+            ((i // self._steps_per_sample) % every == 0) & (i > 0),
+            lambda z, _: move(z),
+            lambda _, anchor: anchor,
+            state.z,
+            state.anchor,
+        )
+        return state._replace(anchor=anchor)
+
+    def _advance(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
+        """``steps_per_sample`` steps of one chain, on the position as one flat vector."""
+        position, potential = self.flattened(state, args, kwargs)
+        flat, unravel = ravel_pytree(state.z)
+
+        def body(_: int, state: SGMCMCState) -> SGMCMCState:
+            return self._guarded_step(state, potential)
+
+        state = state._replace(
+            z=position,
+            configurational_temperature=jnp.zeros_like(state.configurational_temperature),
+        )
+        if self._steps_per_sample == 1:
+            state = body(0, state)
+        else:
+            state = lax.fori_loop(0, self._steps_per_sample, body, state)
+        counted = state.i > state.warmup_steps
+        stein = state.stein._replace(samples=state.stein.samples + counted)
+        z = unravel(state.tuned.metric.moved(flat, position, state.z))
+        return state._replace(z=z, stein=stein)
+
+    def _guarded_step(self, state: SGMCMCState, potential: Potential) -> SGMCMCState:
+        """One step, undone and counted if it is not finite."""
+        rows_key, step_key = random.split(state.rng_key)
+        noise_key, model_key = random.split(random.fold_in(step_key, state.i))
+        rows = self.draw_rows(rows_key, state.i)
+        step_size = self._step_size_at(state.i, state.tuned.step_size)
+        step_size = jnp.asarray(step_size, state.step_size.dtype)
+        new, observed = self.step(
+            state._replace(step_size=step_size),
+            self.gradient(potential, rows, model_key),
+            noise_key,
+        )
+        # The sum is not finite if any entry is not; squares could overflow before.
+        finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
+        moved = (new.z, new.dynamics, observed.potential)
+        stayed = (state.z, _turned(state.dynamics), state.minibatch_potential)
+        z, dynamics, minibatch_potential = jax.tree.map(
+            lambda after, before: jnp.where(finite, after, before), moved, stayed
+        )
+        warmup = state.warmup_steps
+        settled = (state.i >= warmup // 2) & (state.i < warmup)
+        # the noise of minibatches that are not independent is correlated with the position
+        judged = self._subsampling in INDEPENDENT
+        stein, share = add_to_sums(
+            center_sums(state.stein, state.z, settled),
+            new.z if self.gradient_at_end else state.z,
+            observed.gradient,
+            finite & (state.i >= warmup) & judged,
+            self._temperature,
+            self._site_of(),
+        )
+        return state._replace(
+            i=state.i + 1,
+            z=z,
+            dynamics=dynamics,
+            step_size=step_size,
+            minibatch_potential=minibatch_potential,
+            nonfinite_steps=state.nonfinite_steps + ~finite,
+            configurational_temperature=state.configurational_temperature
+            + (share / self._steps_per_sample if judged else math.nan),
+            stein=stein,
+        )
+
+    def _step_size_at(self, i: Array, tuned: Any) -> Any:
+        return self._step_size(i) if callable(self._step_size) else tuned
+
+    def flattened(self, state: SGMCMCState, args: tuple, kwargs: dict) -> tuple[Array, Potential]:
+        """The position of one chain as one vector, and the potential there."""
+        metric = state.tuned.metric
+        flat, _ = ravel_pytree(state.z)
+        potential = self._problem(args, kwargs).potential(metric, state.anchor)
+        return metric.coordinates(flat), potential
+
+
+def _turned(dynamics: Any) -> Any:
+    """With the momentum reversed: else a step that is undone would lead to the same place."""
+    if "momentum" not in dynamics._fields:
+        return dynamics
+    return dynamics._replace(momentum=-dynamics.momentum)
