@@ -36,8 +36,7 @@ _FAR_ABOVE, _BARRIER = 10.0, 5.0
 _DRAWS, _ROWS_FOR_EACH = 8, 40
 _NEWTON_STEPS = 20
 
-#: A multiplication by the Hessian counts as two passes over the data.
-POWER_STEPS = 20
+_POWER_STEPS = 20
 
 
 class Gaussian(NamedTuple):
@@ -282,7 +281,9 @@ def _moved(fit: _Fit, length: float) -> tuple[np.ndarray, np.ndarray]:
     return center, fit.factor @ ((fit.vectors * scale) @ fit.vectors.T)
 
 
-def find_curvature(problem: Problem, rng_key: Array, gaussian: Gaussian, metric: Metric) -> float:
+def find_curvature(
+    problem: Problem, rng_key: Array, gaussian: Gaussian, metric: Metric
+) -> tuple[float, float]:
     """
     The largest eigenvalue of the Hessian in the coordinates of a metric: of that which made
     the Gaussian or, where none was made, of the Hessian of all data at the centre, by
@@ -294,10 +295,17 @@ def find_curvature(problem: Problem, rng_key: Array, gaussian: Gaussian, metric:
     :param rng_key: a random key.
     :param gaussian: an approximation of the posterior.
     :param metric: the metric.
+    :return: the eigenvalue, and the cost in passes over the data.
+
+    **References:**
+
+    1. *Estimating the Largest Eigenvalue by the Power and Lanczos Algorithms with a Random
+       Start*, Jacek Kuczynski and Henryk Wozniakowski (1992): it is too small by a part of at
+       most :math:`0.871 \\log d / 19` on average.
     """
     found = gaussian.metric
     if gaussian.curvature is not None:
-        return gaussian.curvature * (1.0 if metric is found else _stretch(found, metric))
+        return gaussian.curvature * (1.0 if metric is found else _stretch(found, metric)), 0.0
 
     def run(problem: Problem, center: Array, metric: Metric) -> Array:
         potential, point = problem.potential(metric), metric.coordinates(center)
@@ -313,9 +321,10 @@ def find_curvature(problem: Problem, rng_key: Array, gaussian: Gaussian, metric:
             return over_all_data(product, problem.view.plates)
 
         vector = random.normal(rng_key, point.shape, point.dtype)
-        return jnp.linalg.norm(lax.fori_loop(0, POWER_STEPS, multiplied, vector))
+        return jnp.linalg.norm(lax.fori_loop(0, _POWER_STEPS, multiplied, vector))
 
-    return float(problem.compiled(run)(found.center, metric))
+    # a multiplication by the Hessian counts as two gradients
+    return float(problem.compiled(run)(found.center, metric)), 2.0 * _POWER_STEPS
 
 
 def _stretch(gaussian: DiagonalMetric | DenseMetric, metric: Metric) -> float:

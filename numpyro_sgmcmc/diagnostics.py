@@ -14,6 +14,14 @@ eigenvalues are the ratios of the variances of the draws to the right ones. The 
 diagonal is the *configurational temperature* (in units of :math:`T`): 1 where the draws are
 as wide as they should be on average over the coordinates, 1.2 where they are 20 % too wide
 in variance. Noise of the gradient makes the estimate noisier and not biased.
+
+What it does not show. With momentum, each entry of the diagonal is the kinetic energy of that
+coordinate (the virial theorem), and a thermostat, in :class:`~numpyro_sgmcmc.SGNHT` and
+:class:`~numpyro_sgmcmc.CCAdL`, holds the mean of these: the trace is then 1 whatever the noise
+does, and only single coordinates and eigenvalues tell. Above 100 parameters there are no
+eigenvalues: draws too wide in one direction and too narrow in another, both between the
+coordinates, pass. And it knows only the places where the chains have been: not a mode that none
+has found, nor a tail into which none has gone yet.
 """
 
 import math
@@ -228,6 +236,33 @@ def stein_report(running: SteinSums) -> SteinReport | None:
     """
     :param running: the sums of a chain, or of several along a leading axis.
     :return: the report, or None before the first sample.
+
+    **Example:** the step size is half of the largest stable one, and the draws of SGLD are
+    1 / (1 - 0.5) times too wide in variance.
+
+    .. doctest::
+
+        >>> import jax
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGLD
+        >>> from numpyro_sgmcmc.diagnostics import stein_report
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10).expand([50]).to_event(1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+        >>> y = jax.random.normal(jax.random.key(0), (100, 50))
+        >>> mcmc = MCMC(
+        ...     SGLD(model, step_size=0.01), num_warmup=100, num_samples=400, progress_bar=False
+        ... )
+        >>> mcmc.run(jax.random.key(1), y)
+        >>> report = stein_report(mcmc.last_state.stein)
+        >>> print(f"{report.temperature:.1f} +- {report.error:.2f}")
+        2.0 +- 0.02
+        >>> "configurational temperature" in report.problem()
+        True
     """
     sums: Any = jax.tree.map(np.asarray, jax.device_get(running))
     if sums.steps.ndim == 0:
@@ -285,7 +320,8 @@ def advice(problem: str) -> str:
     """What to say of a run whose Stein matrix is not the identity."""
     return (
         f"The draws do not have the law of the posterior: {problem} (all are 1 for correct draws,"
-        " and larger where the draws are too wide). R-hat and effective sample sizes do not show"
-        " this. Halve the step size; if the numbers stay, use larger minibatches or a longer"
-        " warm-up, or reparametrise the model."
+        " larger where they are too wide and smaller where they are too narrow, or the run too"
+        " short). R-hat and effective sample sizes do not show this. Too wide: halve the step size"
+        " or use larger minibatches. Too narrow: use a longer warm-up and run, then a smaller step"
+        " size. If the numbers stay, reparametrise the model."
     )

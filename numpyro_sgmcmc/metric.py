@@ -111,6 +111,17 @@ def from_covariance(
     :param center: :math:`c`, shape ``(d,)``.
     :param dtype: of the result; the roots are taken in double precision.
     :raises ValueError: if the covariance is not positive definite.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import numpy as np
+        >>> from numpyro_sgmcmc.metric import from_covariance
+
+        >>> metric = from_covariance(np.array([4.0, 0.25]), np.array([1.0, 0.0]), np.float32)
+        >>> metric.values(np.ones(2, np.float32)).tolist()  # one standard deviation from 1 and 0
+        [3.0, 0.5]
     """
     covariance = np.asarray(covariance, np.float64)
     variances = covariance if covariance.ndim == 1 else np.diag(covariance)

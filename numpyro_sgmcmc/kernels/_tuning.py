@@ -26,7 +26,7 @@ from numpyro_sgmcmc.kernels._arguments import (
     tuning_bar,
 )
 from numpyro_sgmcmc.kernels._chain import Chain
-from numpyro_sgmcmc.kernels._state import Tuned
+from numpyro_sgmcmc.kernels._state import SGMCMCState, Tuned
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric, from_covariance
 from numpyro_sgmcmc.minibatch import Model, Values, as_arrays
 from numpyro_sgmcmc.potentials import Anchor, Problem
@@ -36,7 +36,6 @@ from numpyro_sgmcmc.warmup import (
     NoiseLevel,
     Tuning,
     find_tuning,
-    pilot_steps,
 )
 
 
@@ -256,35 +255,38 @@ class SelfTuning(Chain):
             )
         return from_covariance(given, np.zeros(size), dtype)
 
-    def _pilot(self, problem: Problem, tuning: Tuning) -> Callable[[float, Array], SteinSums]:
+    def _pilot(self, problem: Problem, tuning: Tuning) -> Callable[[float, int, Array], SteinSums]:
         """Short chains, half of whose steps are warm-up."""
-        assert tuning.noise is not None and tuning.start is not None
+        assert tuning.start is not None
         self._tuning = tuning  # how a method holds its noise depends on the level of it
-        samples = -(-pilot_steps(tuning.noise) // self._steps_per_sample)
 
         def run(
-            problem: Problem, gaussian: Any, anchor: Anchor | None, tuned: Tuned, rng_key: Array
+            problem: Problem,
+            gaussian: Any,
+            anchor: Anchor | None,
+            tuned: Tuned,
+            samples: Array,
+            rng_key: Array,
         ) -> SteinSums:
             keys = random.split(rng_key, (3, PILOT_CHAINS))
             z = self._draw_starts(problem, gaussian, keys[1])
             start = partial(self._start, tuned=tuned, anchor=anchor, num_warmup=samples // 2)
 
             def one(start_of: tuple[Array, Values, Array]) -> SteinSums:
-                last, _ = lax.scan(
-                    lambda state, _: (self._sample(state, problem.args, problem.kwargs), None),
-                    start(*start_of),
-                    length=samples,
-                )
-                return last.stein
+                def sampled(_: Any, state: SGMCMCState) -> SGMCMCState:
+                    return self._sample(state, problem.args, problem.kwargs)
+
+                return lax.fori_loop(0, samples, sampled, start(*start_of)).stein
 
             # one after the other: a program for all at once takes twice as long to compile
             return lax.map(one, (keys[0], z, keys[2]))
 
         compiled, dtype = problem.compiled(run), tuning.start.center.dtype
 
-        def pilot(step_size: float, rng_key: Array) -> SteinSums:
+        def pilot(step_size: float, steps: int, rng_key: Array) -> SteinSums:
             tuned = Tuned.of(tuning._replace(step_size=step_size), dtype)
-            return compiled(tuning.start, tuning.anchor, tuned, rng_key)
+            samples = jnp.asarray(-(-steps // self._steps_per_sample))
+            return compiled(tuning.start, tuning.anchor, tuned, samples, rng_key)
 
         return pilot
 
