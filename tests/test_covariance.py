@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.covariance import Diagonal, Full, LowRank, MatrixFree
+from numpyro_sgmcmc.covariance import FEW_LANCZOS_STEPS, Diagonal, Full, LowRank, MatrixFree
 from numpyro_sgmcmc.integrators import phi
 
 D = 12
@@ -70,6 +70,32 @@ def test_ill_conditioned_inverse():
     found = Full(200).apply(covariance, lambda v: 1 / (1 + 0.25 * v), right)
     expected = np.linalg.solve(np.eye(200) + 0.25 * np.asarray(covariance), np.asarray(right))
     assert np.linalg.norm(found - expected) < 3e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("spectrum", ["flat", "powers", "geometric", "three directions"])
+def test_few_steps_for_short_ones(spectrum):
+    """No entry of h^2 V / 4 above a quarter: an error of 1e-4 for spectra of any shape."""
+    values = {
+        "flat": np.linspace(0.5, 1.0, 100),
+        "powers": np.arange(1.0, 101.0) ** -2,
+        "geometric": np.geomspace(1e-2, 1.0, 100),
+        "three directions": np.repeat([1.0, 1e-3], [3, 97]),
+    }[spectrum]
+    vectors, _ = np.linalg.qr(RNG.standard_normal((100, 100)))
+    covariance = (vectors * values) @ vectors.T
+    covariance *= 0.25 / covariance.diagonal().max()
+    right = RNG.standard_normal(100)
+    expected = np.linalg.solve(np.eye(100) + covariance, right)
+
+    def error(held):
+        found = held.apply(
+            jnp.asarray(covariance, jnp.float32), lambda v: 1 / (1 + v), jnp.asarray(right)
+        )
+        return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+    assert error(Full(100, FEW_LANCZOS_STEPS)) < 1e-4
+    if spectrum != "three directions":
+        assert error(Full(100, 2)) > 1e-3  # the negative control
 
 
 @pytest.mark.parametrize("name", ["full", "low_rank", "matrix_free"])

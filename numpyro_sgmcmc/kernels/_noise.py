@@ -10,6 +10,7 @@ from jax import Array, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.covariance import (
+    LANCZOS_STEPS,
     MAX_FULL_DIMENSION,
     Covariance,
     Diagonal,
@@ -71,7 +72,11 @@ class NoiseSettings(NamedTuple):
         )
 
     def on(
-        self, view: MinibatchModel, subsampling: str, level: NoiseLevel | None
+        self,
+        view: MinibatchModel,
+        subsampling: str,
+        level: NoiseLevel | None,
+        lanczos_steps: int = LANCZOS_STEPS,
     ) -> "NoiseEstimate":
         """
         The estimate for a model: whatever was left open is decided by its size and, in the
@@ -98,8 +103,8 @@ class NoiseSettings(NamedTuple):
             )
         held: Covariance = {
             "diagonal": Diagonal,
-            "full": lambda: Full(dimension),
-            "low_rank": lambda: LowRank(min(self.rank, dimension)),
+            "full": lambda: Full(dimension, lanczos_steps),
+            "low_rank": lambda: LowRank(min(self.rank, dimension), lanczos_steps),
             "matrix_free": MatrixFree,
         }[covariance]()
         noisy = [plate for plate in view.plates if factors[plate.name] > 0]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jax import Array, random
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.covariance import FEW_LANCZOS_STEPS, LANCZOS_STEPS
 from numpyro_sgmcmc.gradients import Gradient
 from numpyro_sgmcmc.integrators import (
     covariance_controlled,
@@ -195,7 +196,12 @@ class CCAdL(MomentumKernel):
 
     @property
     def _noise(self) -> NoiseEstimate:
-        return self._noise_settings.on(self._initialised, self._subsampling, self._level)
+        tuning, steps = self._tuning, LANCZOS_STEPS
+        if tuning is not None and tuning.noise is not None:
+            # D is small where the step is as short as the noise asks for
+            is_short = tuning.step_size**2 * tuning.noise.largest <= 1.001 * self._temperature
+            steps = FEW_LANCZOS_STEPS if is_short else LANCZOS_STEPS
+        return self._noise_settings.on(self._initialised, self._subsampling, self._level, steps)
 
     def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
         self._noise_settings.on(view, self._subsampling, self._level)
