@@ -71,8 +71,9 @@ from numpyro_sgmcmc.subsampling import finite_population_factor
 #: The metric is a full matrix up to this many parameters, diagonal above.
 DENSE_BY_DEFAULT = 500
 
-#: Draws at which the noise is measured, and lines along which the gradient of all data is.
-_NOISE_DRAWS, _LINES = 64, 8
+#: Draws at which the noise is measured, and lines along which the gradient of all data is;
+#: some of them also on a scale on which a gradient is linear, but for its rounding errors.
+_NOISE_DRAWS, _LINES, _SHORT_LINES, _SHORT = 64, 8, 4, 0.01
 
 #: The pilot: chains, the fewest and the most steps of each, and halvings.
 PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
@@ -146,6 +147,9 @@ def euler_step(noise: NoiseLevel, friction: float) -> float:
 #: metric fits, such as funnels, bananas and neural networks.
 _FAR_FROM_GAUSSIAN = 0.6
 
+#: Rounding errors that a user should hear of, in posterior standard deviations.
+_MUCH_ROUNDING = 0.05
+
 
 class Tuning(NamedTuple):
     """
@@ -159,6 +163,8 @@ class Tuning(NamedTuple):
     - **noise** - the noise of the gradient that is used.
     - **plain_noise** - the noise of the gradient of plain minibatches.
     - **passes** - the cost in passes over the data, by phase: gradients of all rows.
+    - **rounding** - the rounding error of the gradient of all data, which shifts the draws by as
+      many posterior standard deviations at worst.
     - **halvings** - how often the pilot halved the step size.
     - **report** - the Stein matrix of the last pilot.
     - **multimodal** - whether the searches for the centre ended in different modes.
@@ -175,6 +181,7 @@ class Tuning(NamedTuple):
     noise: NoiseLevel | None = None
     plain_noise: NoiseLevel | None = None
     passes: dict[str, float] = {}
+    rounding: float = 0.0
     halvings: int = 0
     report: SteinReport | None = None
     multimodal: bool = False
@@ -189,10 +196,16 @@ class Tuning(NamedTuple):
         return self.noise.nonlinearity > _FAR_FROM_GAUSSIAN or not self.converged
 
     @property
+    def needs_double_precision(self) -> bool:
+        """Whether rounding errors of the gradient are large enough to be seen in the draws."""
+        return self.rounding > _MUCH_ROUNDING
+
+    @property
     def problem(self) -> str | None:
         """What was wrong with the last pilot or the searches, or None."""
         found = ["the posterior has several modes"] if self.multimodal else []
         found += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
+        found += ["the gradient is rounded off"] if self.needs_double_precision else []
         pilot = None if self.report is None else self.report.problem()
         return "; ".join(found + ([pilot] if pilot else [])) or None
 
@@ -216,6 +229,8 @@ class Tuning(NamedTuple):
             lines.append("far from any Gaussian: slow directions may remain")
         if self.multimodal:
             lines.append("several modes, of which the chains see one")
+        if self.needs_double_precision:
+            lines.append(f"rounding errors of {self.rounding:.2g} standard deviations")
         return "\n".join(lines)
 
 
@@ -224,12 +239,14 @@ class MeasuredNoise(NamedTuple):
     - **plain** - the noise of the gradient of plain minibatches.
     - **controlled** - with a control variate, or None if that was not asked for.
     - **anchor** - of the control variate, or None.
+    - **rounding** - :math:`\\rho`.
     - **passes** - the cost in passes over the data.
     """
 
     plain: NoiseLevel
     controlled: NoiseLevel | None
     anchor: Anchor | None
+    rounding: float
     passes: float
 
 
@@ -239,14 +256,17 @@ def measure_noise(
     """
     The variance of the gradient's noise in the coordinates of a metric, the mean over 64
     draws of the Gaussian: of plain minibatches, and with a control variate whose anchor is the
-    centre. With it the nonlinearity of the gradient of all data, from its second differences
-    along draws :math:`\\zeta` of :math:`N(0, I)`,
+    centre. With it the nonlinearity :math:`\\nu` of the gradient of all data and its rounding
+    error :math:`\\rho`, from second differences along draws :math:`\\zeta` of :math:`N(0, I)`,
 
     .. math::
 
-        \\nu^2 = \\max_j \\frac{\\mathrm{E} (g_j(\\zeta) - 2 g_j(\\zeta / 2) + g_j(0))^2}
-            {\\mathrm{E} \\| g(\\zeta) - g(0) \\|^2 / d}, \\qquad
-            g(\\zeta) = L^\\top \\nabla U(c + L \\zeta) .
+        s_j(\\zeta) &= g_j(\\zeta) - 2 g_j(\\zeta / 2) + g_j(0), \\qquad
+            g(\\zeta) = L^\\top \\nabla U(c + L \\zeta) \\\\
+        \\rho^2 &= \\max_j \\tfrac16 \\mathrm{E} \\, s_j(\\zeta / 100)^2 \\\\
+        \\nu^2 &= \\max_j \\frac{\\mathrm{E} \\, s_j(\\zeta)^2
+            - \\mathrm{E} \\, s_j(\\zeta / 100)^2}
+            {\\mathrm{E} \\| g(\\zeta) - g(0) \\|^2 / d} .
 
     :param problem: the model with its data.
     :param rng_key: a random key.
@@ -264,14 +284,19 @@ def measure_noise(
     def run(problem: Problem, draws: DiagonalMetric | DenseMetric, metric: Metric) -> Any:
         center = draws.center
         ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)
-        points = jnp.concatenate([jnp.zeros_like(ends[:1]), ends / 2, ends])
+        short = _SHORT * ends[:_SHORT_LINES]
+        lines = jnp.concatenate([ends, short])
+        points = jnp.concatenate([jnp.zeros_like(ends[:1]), lines / 2, lines])
         anchors = lax.map(lambda x: problem.anchor(problem.unravel(draws.values(x))), points)
         anchor = jax.tree.map(lambda x: x[0], anchors)
         slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
-        first, middle, last = slopes[:1], slopes[1 : _LINES + 1], slopes[_LINES + 1 :]
-        second = jnp.linalg.norm(last - 2 * middle + first, axis=0)
-        usual = jnp.linalg.norm(last - first) / math.sqrt(center.shape[0])
-        nonlinearity = jnp.max(second) / usual
+        first, middle, last = slopes[:1], slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
+        squares = (last - 2 * middle + first) ** 2
+        rounded = squares[_LINES:].mean(axis=0)
+        bent = jnp.maximum(squares[:_LINES].mean(axis=0) - rounded, 0.0)
+        usual = jnp.mean((last - first)[:_LINES] ** 2)
+        nonlinearity = jnp.sqrt(jnp.max(bent) / usual)
+        rounding = jnp.sqrt(jnp.max(rounded) / 6)
         kinds = [problem.potential(metric)]
         if controlled:
             kinds.append(problem.potential(metric, anchor))
@@ -289,20 +314,22 @@ def measure_noise(
 
         zeros = [jnp.zeros_like(center) for _ in kinds]
         total, _ = lax.scan(one, zeros, random.split(draws_key, _NOISE_DRAWS))
-        return [variances / _NOISE_DRAWS for variances in total], nonlinearity, anchor
+        variances = [variances / _NOISE_DRAWS for variances in total]
+        return variances, anchor, (nonlinearity, rounding)
 
-    variances, bent, anchor = problem.compiled(run)(gaussian.metric, metric)
-    nonlinearity = float(bent) if jnp.isfinite(bent) else math.inf
+    variances, anchor, errors = problem.compiled(run)(gaussian.metric, metric)
+    nonlinearity, rounding = (float(x) if jnp.isfinite(x) else math.inf for x in errors)
     curvature, cost = find_curvature(problem, curvature_key, gaussian, metric)
     levels = [
         NoiseLevel(float(v.mean()), float(v.max()), curvature, nonlinearity) for v in variances
     ]
     # with a control variate a gradient and its expansion at the anchor besides
     minibatches = _NOISE_DRAWS * (3 if controlled else 1)
-    passes = 2 * _LINES + 1 + minibatches * problem.minibatch_share + cost
+    points = 1 + 2 * (_LINES + _SHORT_LINES)
+    passes = points + minibatches * problem.minibatch_share + cost
     if controlled:
-        return MeasuredNoise(levels[0], levels[1], anchor, passes)
-    return MeasuredNoise(levels[0], None, None, passes)
+        return MeasuredNoise(levels[0], levels[1], anchor, rounding, passes)
+    return MeasuredNoise(levels[0], None, None, rounding, passes)
 
 
 class Choices(NamedTuple):
@@ -363,7 +390,7 @@ def find_tuning(
     report("noise")
     controls = choices.gradient != "minibatch" and bool(problem.view.plates)
     measured = measure_noise(problem, noise_key, gaussian, metric, controls)
-    plain, controlled, anchor, passes["noise"] = measured
+    plain, controlled, anchor, rounding, passes["noise"] = measured
     noise = plain
     if controlled is not None:
         if choices.gradient == "control_variate" or controlled.mean < plain.mean / 2:
@@ -384,6 +411,7 @@ def find_tuning(
         noise,
         plain,
         passes,
+        rounding,
         multimodal=multimodal,
         converged=gaussian.converged,
     )

@@ -491,6 +491,40 @@ def test_nonlinearity_of_the_gradient(bend):
     assert found.plain.mean == 0 and found.plain.curvature == 1
 
 
+def rounded(offset, size):
+    """A standard normal, whose gradient (x + c) - c has the spacing of the numbers around c."""
+
+    def model(y):
+        x = numpyro.sample("x", dist.ImproperUniform(dist.constraints.real_vector, (), (size,)))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            squares = 0.5 * jnp.sum((x + offset) ** 2) - offset * jnp.sum(x)
+            numpyro.factor("y", -squares / len(y) + 0 * y[i])
+
+    return model
+
+
+def test_rounding_errors_of_the_gradient():
+    offset, size = 2.0**20, 1_000
+    spacing = float(np.spacing(np.float32(offset)))
+    center = spacing * random.uniform(random.key(1), (size,))
+    metric = DiagonalMetric(center, jnp.ones(size))
+    problem = Model(rounded(offset, size), jnp.zeros(50)).problem
+    found = measure_noise(problem, random.key(0), Gaussian(metric, 0.0, 1.0), metric, False)
+    # it jumps by a spacing on one to four of four lines, in the coordinate where most do
+    assert spacing / 24**0.5 <= found.rounding <= 1.001 * spacing / 6**0.5
+
+
+@pytest.mark.parametrize("offset", [0.0, 2.0**22])
+def test_warns_of_rounding(offset):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kernel = CCAdL(rounded(offset, 100), progress_bar=False)
+        tuning = kernel.tune(random.key(0), jnp.ones(50))
+    warned = any("Use double precision" in str(w.message) for w in caught)
+    assert warned == tuning.needs_double_precision == (offset > 0)
+    assert ("rounded off" in (tuning.problem or "")) == ("rounding errors" in str(tuning)) == warned
+
+
 @pytest.mark.parametrize("kernel", [CCAdL, SGHMC, SGLD])
 def test_no_noise_at_all(kernel):
     """All rows in every minibatch or, for methods that allow it, no minibatches."""

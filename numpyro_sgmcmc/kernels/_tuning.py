@@ -233,6 +233,13 @@ class SelfTuning(Chain):
                 " reparametrise the model (a centred or a non-centred hierarchy) if they differ.",
                 stacklevel=2,
             )
+        if tuning.needs_double_precision:
+            warnings.warn(
+                f"Rounding errors of the gradient are as large as {tuning.rounding:.2g} posterior"
+                " standard deviations in the worst coordinate, and the draws may be off by as much."
+                " Use double precision: call `numpyro.enable_x64()` before anything else.",
+                stacklevel=2,
+            )
         if tuning.report is not None and (problem_found := tuning.report.problem()):
             warnings.warn(f"After tuning: {advice(problem_found)}", stacklevel=2)
         return tuning._replace(data=data)
