@@ -17,7 +17,8 @@ Tuning is done once, before the chains start, and is the same for all of them:
    the largest eigenvalue of the Hessian (:func:`~numpyro_sgmcmc.approximation.find_curvature`).
 4. **Step size and friction**: what the method says these numbers ask for.
 5. **Pilot**: short chains, whose Stein matrix (:mod:`numpyro_sgmcmc.diagnostics`) must be the
-   identity; if it is not, the step size is halved and the pilot repeated.
+   identity; if it is not, the step size is halved and the pilot repeated. If that does not
+   help, the step size was not what is wrong, and is kept.
 
 **Example:** phases 1 to 4, one by one.
 
@@ -422,16 +423,25 @@ def find_tuning(
     cost = PILOT_CHAINS * (1 if anchor is None else 2) * problem.minibatch_share
     width = 1.0 if metric is gaussian.metric else _width(gaussian.metric, metric)
     passes["pilot"] = 0.0
+    reports: list[SteinReport] = []
     for halvings in range(_HALVINGS + 1):
-        steps, is_long_enough = pilot_steps(noise, tuning.step_size / width)
-        found = stein_report(run(tuning.step_size, steps, random.fold_in(pilot_key, halvings)))
+        step_size = tuning.step_size / 2**halvings
+        steps, is_long_enough = pilot_steps(noise, step_size / width)
+        found = stein_report(run(step_size, steps, random.fold_in(pilot_key, halvings)))
         passes["pilot"] += steps * cost
-        tuning = tuning._replace(halvings=halvings, report=found)
-        is_fine = found is None or found.problem() is None
-        if is_fine or not is_long_enough or halvings == _HALVINGS:
+        if found is None or found.problem() is None:
+            return tuning._replace(step_size=step_size, halvings=halvings, report=found)
+        reports.append(found)
+        if not is_long_enough or (halvings >= 2 and _is_no_better(found, reports[0])):
             break
-        tuning = tuning._replace(step_size=tuning.step_size / 2)
-    return tuning
+    # whatever is wrong, it is not the step size
+    return tuning._replace(report=reports[0])
+
+
+def _is_no_better(found: SteinReport, first: SteinReport) -> bool:
+    """Whether steps of a quarter of the length or less have left a wrong temperature wrong."""
+    before, now = abs(first.temperature - 1), abs(found.temperature - 1)
+    return before > 3 * first.error and now > 0.75 * before
 
 
 def pilot_steps(noise: NoiseLevel, step_size: float) -> tuple[int, bool]:

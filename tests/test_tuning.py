@@ -33,11 +33,11 @@ from numpyro_sgmcmc import (
     potentials,
 )
 from numpyro_sgmcmc.approximation import Gaussian, find_metric
-from numpyro_sgmcmc.diagnostics import stein_report
+from numpyro_sgmcmc.diagnostics import start_sums, stein_report
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.minibatch import read_model
 from numpyro_sgmcmc.potentials import Anchor, ControlVariate, Problem, full_data_gradient
-from numpyro_sgmcmc.warmup import NoiseLevel, Tuning, measure_noise
+from numpyro_sgmcmc.warmup import Choices, NoiseLevel, Tuning, find_tuning, measure_noise
 
 RNG = np.random.default_rng(0)
 N, D = 3_000, 4
@@ -574,6 +574,41 @@ def test_too_many_parameters_for_a_matrix():
     assert 1 - bound <= tuning.noise.curvature / largest <= 1 + 1e-4
     assert tuning.problem is None and "noise" in tuning.passes and "metric" not in tuning.passes
     assert stein_report(mcmc.last_state.stein).problem() is None
+
+
+@pytest.mark.parametrize(
+    ("temperature", "expected"),
+    # three quarters less at each halving; too wide whatever the step size; all is well
+    [
+        (lambda h: 1 + 0.5 * h**2, [1, 0.5, 0.25]),
+        (lambda h: 1.2, [1, 0.5, 0.25]),
+        (lambda h: 1, [1]),
+    ],
+)
+def test_halvings_of_the_step_size(temperature, expected):
+    """As long as they help, and given up where they do not."""
+    problem, tried = Model(logistic, X, Y).problem, []
+
+    def pilot(tuning):
+        def run(step_size, steps, rng_key):
+            tried.append(step_size)
+            assert steps * step_size >= 40
+            sums = start_sums(jnp.zeros(D), np.zeros(D, int))
+            count = jnp.asarray(640, jnp.int32)
+            shares = 10 * temperature(step_size) * (1 + 0.01 * random.normal(rng_key, (64, D)))
+            matrix = jnp.diag(shares.sum(0))
+            return sums._replace(
+                steps=count, samples=count, length=count // 64, batches=shares, matrix=matrix
+            )
+
+        return run
+
+    choices = Choices(None, None, None, "minibatch", init_to_uniform)
+    found = find_tuning(problem, random.key(0), choices, lambda noise: (1.0, None), pilot)
+    assert tried == expected
+    assert found.step_size == (0.25 if temperature(0) == 1 and len(expected) > 1 else 1)
+    assert (found.problem is None) == (temperature(0) == 1)
+    assert found.halvings == round(-np.log2(found.step_size))
 
 
 def test_metric_where_the_potential_curves_downward():
