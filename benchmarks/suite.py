@@ -74,6 +74,8 @@ def run_nuts(case):
             full_data(case.model),
             inverse_mass_matrix=metric.factor @ metric.factor.T,
             dense_mass=True,
+            # its own, shrunk to a thousandth of the identity, is wrong for posteriors so narrow
+            adapt_mass_matrix=False,
             max_tree_depth=8,
         ),
         num_warmup=1_000,
