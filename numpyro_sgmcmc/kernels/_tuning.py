@@ -219,29 +219,7 @@ class SelfTuning(Chain):
             tuning = find_tuning(
                 problem, rng_key, choices, suggest, partial(self._pilot, problem), report
             )
-        if tuning.multimodal:
-            warnings.warn(
-                "The posterior has several modes (searches from different starts ended in"
-                " different ones, with a barrier between): the chains will see one of them. Break a"
-                " symmetry of the model, or take the draws for predictions only.",
-                stacklevel=2,
-            )
-        if tuning.is_far_from_gaussian:
-            warnings.warn(
-                "The posterior is far from any Gaussian, and no metric fits it. Chains may be slow"
-                " in directions that a short run does not show: compare several long ones, and"
-                " reparametrise the model (a centred or a non-centred hierarchy) if they differ.",
-                stacklevel=2,
-            )
-        if tuning.needs_double_precision:
-            warnings.warn(
-                f"Rounding errors of the gradient are as large as {tuning.rounding:.2g} posterior"
-                " standard deviations in the worst coordinate, and the draws may be off by as much."
-                " Use double precision: call `numpyro.enable_x64()` before anything else.",
-                stacklevel=2,
-            )
-        if tuning.report is not None and (problem_found := tuning.report.problem()):
-            warnings.warn(f"After tuning: {advice(problem_found)}", stacklevel=2)
+        _warn_of(tuning)
         return tuning._replace(data=data)
 
     def _given_metric(self, args: tuple, kwargs: dict) -> Any:
@@ -315,3 +293,30 @@ class SelfTuning(Chain):
             return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(energy), x, y), drawn, center)
 
         return draw(rng_key) if is_prng_key(rng_key) else jax.vmap(draw)(rng_key)
+
+
+def _warn_of(tuning: Tuning) -> None:
+    """Says what the tuning has found to be wrong."""
+    if tuning.multimodal:
+        warnings.warn(
+            "The posterior has several modes (searches from different starts ended in"
+            " different ones, with a barrier between): the chains will see one of them. Break a"
+            " symmetry of the model, or take the draws for predictions only.",
+            stacklevel=3,
+        )
+    if tuning.is_far_from_gaussian:
+        warnings.warn(
+            "The posterior is far from any Gaussian, and no metric fits it. Chains may be slow"
+            " in directions that a short run does not show: compare several long ones, and"
+            " reparametrise the model (a centred or a non-centred hierarchy) if they differ.",
+            stacklevel=3,
+        )
+    if tuning.needs_double_precision:
+        warnings.warn(
+            f"Rounding errors of the gradient are as large as {tuning.rounding:.2g} posterior"
+            " standard deviations in the worst coordinate, and the draws may be off by as much."
+            " Use double precision: call `numpyro.enable_x64()` before anything else.",
+            stacklevel=3,
+        )
+    if tuning.report is not None and (problem_found := tuning.report.problem()):
+        warnings.warn(f"After tuning: {advice(problem_found)}", stacklevel=3)
