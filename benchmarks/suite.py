@@ -4,7 +4,7 @@
 """
 Twelve models on real data by ``CCAdL(model)`` with nothing else set, against long runs of NUTS.
 
-    python benchmarks/suite.py --data FOLDER --cache FOLDER [--only WORD]
+    python benchmarks/suite.py --data FOLDER --cache FOLDER [--only WORD] [--draws 20000]
 
 The folder of data holds mnist.npz, a9a.npz, covtype.npz, letter.npz, casp.npz and
 movielens_1m.npz; the runs of NUTS are kept in the cache, since they take an hour.
@@ -25,7 +25,7 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_sgmcmc import CCAdL, full_data
 from numpyro_sgmcmc.diagnostics import stein_report
 
-WARMUP, DRAWS, CHAINS = 1_000, 5_000, 4
+WARMUP, CHAINS = 1_000, 4
 
 
 def compared(case, samples):
@@ -88,13 +88,13 @@ def run_nuts(case):
     return moments(case, mcmc) | {"seconds": time.perf_counter() - start}
 
 
-def one(name, case, cache):
+def one(name, case, cache, draws):
     nuts = reference(name, case, cache)
     jax.clear_caches()
     mcmc = MCMC(
         CCAdL(case.model, progress_bar=False),
         num_warmup=WARMUP,
-        num_samples=DRAWS,
+        num_samples=draws,
         num_chains=CHAINS,
         chain_method="vectorized",
         progress_bar=False,
@@ -109,7 +109,7 @@ def one(name, case, cache):
     report = stein_report(mcmc.last_state.stein)
     tuning = mcmc.sampler.tuning
     rows = mcmc.sampler._view.plates[0]
-    passes = (WARMUP + DRAWS) * CHAINS * rows.subsample_size / rows.size
+    passes = (WARMUP + draws) * CHAINS * rows.subsample_size / rows.size
     passes *= 1 if tuning.anchor is None else 2
     error = np.abs(found["mean"] - nuts["mean"]) / nuts["sd"]
     ratio = found["sd"] / nuts["sd"]
@@ -123,8 +123,10 @@ def one(name, case, cache):
         f" mean {error.max():6.3f} (se {mean_error[np.argmax(error)]:.3f})"
         f" sd {ratio[worst]:6.3f} (se {sd_error[worst]:.3f},"
         f" z rms {np.sqrt(np.mean(((ratio - 1) / sd_error) ** 2)):.2f})"
-        f" ess {found['ess'].min():6.0f} ({nuts['ess'].min():5.0f} NUTS)"
-        f" {seconds:5.1f} s ({float(nuts['seconds']):6.1f} NUTS)"
+        f" ess {found['ess'].min():6.0f} ({nuts['ess'].min():5.0f} NUTS, R-hat"
+        f" {nuts['rhat'].max():.3f}), {found['ess'].min() / seconds:5.1f} a second"
+        f" {found['ess'].min() / passes:5.2f} a pass; {seconds:5.1f} s"
+        f" ({float(nuts['seconds']):6.1f} NUTS)"
         f" passes {sum(tuning.passes.values()):6.0f} + {passes:5.0f}"
         f" T {report.temperature:.3f} [{report.diagonal.min():.2f}, {report.diagonal.max():.2f}]"
         f" {'WARNS: ' + (report.problem() or '') if report.problem() or caught else 'silent'}",
@@ -137,6 +139,7 @@ def main():
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--only", default="")
+    parser.add_argument("--draws", type=int, default=20_000)
     parser.add_argument("--reference-only", action="store_true")
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
@@ -150,7 +153,7 @@ def main():
                 )
                 jax.clear_caches()
             else:
-                one(name, case, options.cache)
+                one(name, case, options.cache, options.draws)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ Tuning is done once, before the chains start, and is the same for all of them:
    :math:`q = N(c, L L^\\top)` that minimises :math:`\\mathrm{E}_q[U] - \\log |\\det L|`, by
    Newton steps on all data. Above 500 parameters the Gaussian of step 1 is used.
 3. **Noise** (:func:`measure_noise`): the variance of the gradient's noise in the
-   coordinates of the metric at draws of :math:`q`, with and without a control variate, and
-   the largest eigenvalue of the Hessian (:func:`~numpyro_sgmcmc.approximation.find_curvature`).
+   coordinates of the metric at draws of :math:`q`, with and without a control variate; the
+   nonlinearity and the rounding error of the gradient; and the largest eigenvalue of the
+   Hessian (:func:`~numpyro_sgmcmc.approximation.find_curvature`).
 4. **Step size and friction**: what the method says these numbers ask for.
 5. **Pilot**: short chains, whose Stein matrix (:mod:`numpyro_sgmcmc.diagnostics`) must be the
    identity; if it is not, the step size is halved and the pilot repeated. If that does not
