@@ -7,6 +7,7 @@ or without a control variate, on the rows of a minibatch or, in chunks, on all d
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import product
 import math
 from typing import Any, NamedTuple, Protocol
@@ -315,7 +316,6 @@ class Problem(NamedTuple):
         leaves, tree = jax.tree.flatten((self.args, self.kwargs))
         is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
 
-        @jax.jit
         def run(data: list[Array], *arguments: Any) -> Any:
             remaining = iter(data)
             merged = [
@@ -326,4 +326,31 @@ class Problem(NamedTuple):
             return function(self._replace(args=args, kwargs=kwargs), *arguments)
 
         data = [leaf for leaf, data_here in zip(leaves, is_data, strict=True) if data_here]
-        return lambda *arguments: run(data, *arguments)
+        # options are for programs of their own, and not for a part of another
+        inner, outer = jax.jit(run), jax.jit(run, compiler_options=_quick_compilation())
+
+        def called(*arguments: Any) -> Any:
+            traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((data, arguments)))
+            return (inner if traced else outer)(data, *arguments)
+
+        return called
+
+
+@cache
+def _quick_compilation() -> dict[str, Any]:
+    """
+    Options of XLA that shorten compilation by a half, for programs that run for less time than
+    it takes to compile them; without those that this version of XLA does not know.
+    """
+    options = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+    if jax.default_backend() != "cpu":
+        return {}
+
+    def is_known(option: dict[str, Any]) -> bool:
+        try:
+            jax.jit(lambda x: x, compiler_options=option).lower(0.0).compile()
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    return {name: value for name, value in options.items() if is_known({name: value})}

@@ -253,6 +253,16 @@ def test_one_pass_over_the_data(chunk, monkeypatch):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-2)
 
 
+def test_programs_that_compile_quickly():
+    """Options of XLA where there are such; within another program there can be none."""
+    # JAX 0.10 knows both, 0.12 only this one
+    assert "xla_backend_optimization_level" in potentials._quick_compilation()
+    found = Model(logistic, X, Y)
+    anchor = found.problem.compiled(Problem.anchor)
+    alone, inside = anchor(found.point), jax.jit(anchor)(found.point)
+    np.testing.assert_allclose(alone.gradient["w"], inside.gradient["w"], rtol=1e-3, atol=0.05)
+
+
 def controlled(found):
     anchor = Anchor(
         found.other,
