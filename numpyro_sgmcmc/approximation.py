@@ -175,15 +175,14 @@ def find_metric(problem: Problem, rng_key: Array, start: Gaussian) -> Gaussian:
     assert isinstance(start.metric, DiagonalMetric)
     view = problem.view
     dimension, dtype = view.dimension, start.metric.center.dtype
-    draw_key, rows_key, model_key = random.split(rng_key, 3)
-    half = random.normal(draw_key, (_DRAWS // 2, dimension), dtype)
-    draws = jnp.concatenate([half, -half])
     smallest = min((plate.subsample_size for plate in view.plates), default=math.inf)
     minibatches = max(_DRAWS, math.ceil(_ROWS_FOR_EACH * dimension / smallest))
 
     def evaluate(problem: Problem, center: Array, factor: Array) -> tuple[Array, Array, Array]:
+        draw_key, rows_key, model_key = random.split(rng_key, 3)
+        half = random.normal(draw_key, (_DRAWS // 2, dimension), dtype)
         potential = problem.potential(IdentityMetric())
-        points = center + draws @ factor.T
+        points = center + jnp.concatenate([half, -half]) @ factor.T
 
         def whole(point: Array) -> tuple[Array, Array]:
             value, gradient = full_data_gradient(

@@ -61,6 +61,7 @@ import jax
 from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_sgmcmc.approximation import Gaussian, find_center, find_curvature, find_metric
 from numpyro_sgmcmc.covariance import Diagonal
@@ -281,10 +282,9 @@ def measure_noise(
         for plate in problem.view.plates
     }
 
-    draws_key, line_key, curvature_key = random.split(rng_key, 3)
-
     def run(problem: Problem, draws: DiagonalMetric | DenseMetric, metric: Metric) -> Any:
         center = draws.center
+        draws_key, line_key = (random.fold_in(rng_key, k) for k in (0, 1))
         ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)
         short = _SHORT * ends[:_SHORT_LINES]
         lines = jnp.concatenate([ends, short])
@@ -320,10 +320,11 @@ def measure_noise(
         return variances, anchor, (nonlinearity, rounding)
 
     variances, anchor, errors = problem.compiled(run)(gaussian.metric, metric)
-    nonlinearity, rounding = (float(x) if jnp.isfinite(x) else math.inf for x in errors)
-    curvature, cost = find_curvature(problem, curvature_key, gaussian, metric)
+    nonlinearity, rounding = (float(x) if math.isfinite(x) else math.inf for x in errors)
+    curvature, cost = find_curvature(problem, random.fold_in(rng_key, 2), gaussian, metric)
     levels = [
-        NoiseLevel(float(v.mean()), float(v.max()), curvature, nonlinearity) for v in variances
+        NoiseLevel(float(v.mean()), float(v.max()), curvature, nonlinearity)
+        for v in map(np.asarray, variances)
     ]
     # with a control variate a gradient and its expansion at the anchor besides
     minibatches = _NOISE_DRAWS * (3 if controlled else 1)
@@ -379,7 +380,7 @@ def find_tuning(
     :param pilot: how to run the method.
     :param report: is told the name of each phase when it begins.
     """
-    center_key, metric_key, noise_key, pilot_key = random.split(rng_key, 4)
+    center_key, metric_key, noise_key, pilot_key = (random.fold_in(rng_key, k) for k in range(4))
     passes: dict[str, float] = {}
     report("centre")
     gaussian = find_center(problem, center_key, choices.init_strategy)

@@ -5,7 +5,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 import math
 import time
 from typing import Any, Self
@@ -13,7 +12,6 @@ import warnings
 
 import jax
 from jax import Array, lax, random
-from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer.initialization import init_to_uniform
@@ -178,28 +176,37 @@ class SGMCMCKernel(SelfTuning):
             tuning = self._tuning_for(args, kwargs)
         self.check_model(view, self._given_step_size or tuning.step_size, tuning.friction)
         batched = not is_prng_key(rng_key)
-        split = (
-            jax.vmap(lambda key: random.split(key, 3)) if batched else lambda k: random.split(k, 3)
-        )
-        keys = jnp.moveaxis(split(rng_key), int(batched), 0)
+
+        def of_chains(function: Callable, **axes: Any) -> Callable:
+            return jax.vmap(function, **axes) if batched else function
+
+        first_key = of_chains(lambda key: random.split(key, 3)[0])
         if init_params is not None:
             z = as_arrays(init_params)
             view.check_initial_values(z, rng_key.shape[0] if batched else None, args, kwargs)
         elif tuning.start is not None:
             # in one program: one operation after the other each would be one
-            z = self._problem(args, kwargs).compiled(self._draw_starts)(tuning.start, keys[0])
+            z = self._problem(args, kwargs).compiled(
+                lambda problem, gaussian, key: self._draw_starts(problem, gaussian, first_key(key))
+            )(tuning.start, rng_key)
         else:
-            z = view.initial_values(keys[0], self._init_strategy, args, kwargs)
+            z = view.initial_values(first_key(rng_key), self._init_strategy, args, kwargs)
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
-        start = partial(
-            self._start,
-            tuned=Tuned.of(tuning, ravel_pytree(z)[0].dtype),
-            anchor=tuning.anchor,
-            num_warmup=num_warmup,
-        )
-        axes = self._axes(0, None)
-        state = jax.jit(jax.vmap(start, out_axes=axes) if batched else start)(keys[1], z, keys[2])
+        dtype = jnp.result_type(*jax.tree.leaves(z))
+
+        def start(rng_key: Array, z: Values) -> SGMCMCState:
+            _, chain_key, dynamics_key = random.split(rng_key, 3)
+            return self._start(
+                chain_key,
+                z,
+                dynamics_key,
+                tuned=Tuned.of(tuning, dtype),
+                anchor=tuning.anchor,
+                num_warmup=num_warmup,
+            )
+
+        state = jax.jit(of_chains(start, out_axes=self._axes(0, None)))(rng_key, z)
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
             self.check_start(state, args, kwargs)
         return state
