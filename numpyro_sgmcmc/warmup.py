@@ -169,7 +169,7 @@ class Tuning(NamedTuple):
     - **rounding** - the rounding error of the gradient of all data, which shifts the draws by as
       many posterior standard deviations at worst.
     - **halvings** - how often the pilot halved the step size.
-    - **report** - the Stein matrix of the last pilot.
+    - **report** - the Stein matrix of the pilot with this step size.
     - **multimodal** - whether the searches for the centre ended in different modes.
     - **converged** - whether the search for the metric has converged; where the posterior is
       far from any Gaussian it does not.
@@ -205,7 +205,7 @@ class Tuning(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """What was wrong with the last pilot or the searches, or None."""
+        """What was wrong with the pilot or the searches, or None."""
         found = ["the posterior has several modes"] if self.multimodal else []
         found += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
         found += ["the gradient is rounded off"] if self.needs_double_precision else []

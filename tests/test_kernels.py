@@ -434,13 +434,13 @@ def test_plates_draw_their_own_rows():
 
     kernel = Recorded(two_plates, step_size=1e-3)
     state = kernel.init(random.key(0), 0, None, model_args=(X, Y), model_kwargs={})
-    kernel.sample(state, (X, Y), {})
+    kernel.sample(kernel.sample(state, (X, Y), {}), (X, Y), {})
     assert set(seen[0]) == {"a", "b"} and not np.array_equal(seen[0]["a"], seen[0]["b"])
+    assert not np.array_equal(seen[0]["a"], seen[1]["a"])
     rows = jax.vmap(lambda i: kernel.draw_rows(random.key(0), i))(jnp.arange(200))
     shared = [len(set(a) & set(b)) for a, b in zip(*map(np.asarray, rows.values()), strict=True)]
     # the hypergeometric law of the number of rows in common
     assert abs(np.mean(shared) - 5) < 4 * (5 * 0.75 * 60 / 79 / 200) ** 0.5
-    assert not np.array_equal(rows["a"][0], rows["a"][1])
 
 
 def test_sample_before_init():

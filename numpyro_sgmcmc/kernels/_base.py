@@ -17,25 +17,11 @@ import numpy as np
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
 
-from numpyro_sgmcmc.diagnostics import (
-    SteinSums,
-    advice,
-    has_paired_batches,
-    stein_report,
-)
-from numpyro_sgmcmc.kernels._arguments import (
-    fingerprint_of,
-    positive,
-)
+from numpyro_sgmcmc.diagnostics import SteinSums, advice, has_paired_batches, stein_report
+from numpyro_sgmcmc.kernels._arguments import StepSize, fingerprint_of, positive
 from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Tuned
-from numpyro_sgmcmc.kernels._tuning import SelfTuning, StepSize
-from numpyro_sgmcmc.minibatch import (
-    MinibatchModel,
-    Model,
-    Values,
-    as_arrays,
-    full_data,
-)
+from numpyro_sgmcmc.kernels._tuning import SelfTuning
+from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, as_arrays, full_data
 from numpyro_sgmcmc.warmup import Tuning
 
 #: Formatting values that live on the device waits for them: not more often than this.
