@@ -12,10 +12,10 @@ Tuning is done once, before the chains start, and is the same for all of them:
 2. **Metric** (:func:`~numpyro_sgmcmc.approximation.find_metric`): the Gaussian
    :math:`q = N(c, L L^\\top)` that minimises :math:`\\mathrm{E}_q[U] - \\log |\\det L|`, by
    Newton steps on all data. Above 500 parameters the Gaussian of step 1 is used.
-3. **Noise** (:func:`measure_noise`): the variance of the gradient's noise in the
-   coordinates of the metric at draws of :math:`q`, with and without a control variate; the
-   nonlinearity and the rounding error of the gradient; and the largest eigenvalue of the
-   Hessian (:func:`~numpyro_sgmcmc.approximation.find_curvature`).
+3. **Noise** (:func:`~numpyro_sgmcmc.noise.measure_noise`): the variance of the gradient's
+   noise in the coordinates of the metric at draws of :math:`q`, with and without a
+   control variate; the nonlinearity and the rounding error of the gradient; and the largest
+   eigenvalue of the Hessian (:func:`~numpyro_sgmcmc.approximation.find_curvature`).
 4. **Step size and friction**: what the method says these numbers ask for.
 5. **Pilot**: short chains, whose Stein matrix (:mod:`numpyro_sgmcmc.diagnostics`) must be the
    identity; if it is not, the step size is halved and the pilot repeated. If that does not
@@ -31,8 +31,8 @@ Tuning is done once, before the chains start, and is the same for all of them:
     >>> from numpyro_sgmcmc import CCAdL
     >>> from numpyro_sgmcmc.approximation import find_center, find_metric
     >>> from numpyro_sgmcmc.minibatch import read_model
+    >>> from numpyro_sgmcmc.noise import measure_noise
     >>> from numpyro_sgmcmc.potentials import Problem
-    >>> from numpyro_sgmcmc.warmup import measure_noise
 
     >>> def model(y):
     ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -54,29 +54,20 @@ Tuning is done once, before the chains start, and is the same for all of them:
 """
 
 from collections.abc import Callable
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax import Array, lax, random
-from jax.flatten_util import ravel_pytree
+from jax import Array, random
 import jax.numpy as jnp
-import numpy as np
 
-from numpyro_sgmcmc.approximation import Gaussian, find_center, find_curvature, find_metric
-from numpyro_sgmcmc.covariance import Diagonal
+from numpyro_sgmcmc.approximation import find_center, find_metric
 from numpyro_sgmcmc.diagnostics import SteinReport, SteinSums, stein_report
-from numpyro_sgmcmc.gradients import sub_batch_gradient
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric, Metric
+from numpyro_sgmcmc.noise import NoiseLevel, measure_noise
 from numpyro_sgmcmc.potentials import Anchor, Problem
-from numpyro_sgmcmc.subsampling import finite_population_factor
 
 #: The metric is a full matrix up to this many parameters, diagonal above.
 DENSE_BY_DEFAULT = 500
-
-#: Draws at which the noise is measured, and lines along which the gradient of all data is;
-#: some of them also on a scale on which a gradient is linear, but for its rounding errors.
-_NOISE_DRAWS, _LINES, _SHORT_LINES, _SHORT = 64, 8, 4, 0.01
 
 #: The pilot: chains, the fewest and the most steps of each, and halvings.
 PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
@@ -87,64 +78,6 @@ _PILOT_TIME = 40.0
 
 #: In the order in which they come.
 PHASES = ("centre", "metric", "noise", "pilot")
-
-
-class NoiseLevel(NamedTuple):
-    """
-    What a method needs to know to choose its step size, in the coordinates of the metric,
-    in which the curvature of the potential is about 1.
-
-    - **mean** - mean of the variances of the gradient's noise over the coordinates.
-    - **largest** - the largest of them.
-    - **curvature** - the largest eigenvalue of the Hessian.
-    - **nonlinearity** - how much, relative to itself, the gradient of all data deviates from a
-      linear function within the posterior, in the worst coordinate; 0 for a Gaussian.
-    """
-
-    mean: float
-    largest: float
-    curvature: float
-    nonlinearity: float
-
-
-#: The relative error of the variances that methods with a known first-order error accept.
-ACCEPTED_BIAS = 0.02
-
-
-#: A centred hierarchy with nu = 0.19 had means off by 0.13 standard deviations at h = 1: there
-#: the step size is to be a half.
-_SHORTENING = 20.0
-
-#: The steps are not shortened further than to 0.05 for the nonlinearity alone.
-_MOST_SHORTENING = 400.0
-
-
-def whitened_step(noise: NoiseLevel, longest: float = 0.5) -> float:
-    """
-    The step size of a symmetric integrator,
-
-    .. math:: h^{-2} = \\max(h_0^{-2}, \\; \\min(20 \\nu, 400), \\; \\lambda, \\; v) ,
-
-    since the error of methods that are exact for Gaussians is in proportion to
-    :math:`h^2 \\nu`, with :math:`\\nu` the nonlinearity; no more than one over the standard
-    deviation of the noise, :math:`v` its largest variance, and so that
-    :math:`h^2 \\lambda \\le 1` for the curvature :math:`\\lambda`.
-
-    :param noise: the noise of the gradient.
-    :param float longest: :math:`h_0`, a half for methods that are not exact for Gaussians.
-    """
-    bends = min(_SHORTENING * noise.nonlinearity, _MOST_SHORTENING)
-    return 1 / math.sqrt(max(longest**-2, bends, noise.curvature, noise.largest))
-
-
-def euler_step(noise: NoiseLevel, friction: float) -> float:
-    """
-    The step size of Euler's method with a thermostat: where the relative error of the
-    variances, :math:`h (A + h v / 2) / 2`, is the accepted one.
-    """
-    root = math.sqrt(friction**2 + 4 * ACCEPTED_BIAS * noise.largest)
-    return min(whitened_step(noise), 4 * ACCEPTED_BIAS / (friction + root))
-
 
 #: Gradients that deviate more than this from linear ones belong to posteriors whose shape no
 #: metric fits, such as funnels, bananas and neural networks.
@@ -235,104 +168,6 @@ class Tuning(NamedTuple):
         if self.needs_double_precision:
             lines.append(f"rounding errors of {self.rounding:.2g} standard deviations")
         return "\n".join(lines)
-
-
-class MeasuredNoise(NamedTuple):
-    """
-    - **plain** - the noise of the gradient of plain minibatches.
-    - **controlled** - with a control variate, or None if that was not asked for.
-    - **anchor** - of the control variate, or None.
-    - **rounding** - :math:`\\rho`.
-    - **passes** - the cost in passes over the data.
-    """
-
-    plain: NoiseLevel
-    controlled: NoiseLevel | None
-    anchor: Anchor | None
-    rounding: float
-    passes: float
-
-
-def measure_noise(
-    problem: Problem, rng_key: Array, gaussian: Gaussian, metric: Metric, controlled: bool
-) -> MeasuredNoise:
-    """
-    The variance of the gradient's noise in the coordinates of a metric, the mean over 64
-    draws of the Gaussian: of plain minibatches, and with a control variate whose anchor is the
-    centre. With it the nonlinearity :math:`\\nu` of the gradient of all data and its rounding
-    error :math:`\\rho`, from second differences along draws :math:`\\zeta` of :math:`N(0, I)`,
-
-    .. math::
-
-        s_j(\\zeta) &= g_j(\\zeta) - 2 g_j(\\zeta / 2) + g_j(0), \\qquad
-            g(\\zeta) = L^\\top \\nabla U(c + L \\zeta) \\\\
-        \\rho^2 &= \\max_j \\tfrac16 \\mathrm{E} \\, s_j(\\zeta / 100)^2 \\\\
-        \\nu^2 &= \\max_j \\frac{\\mathrm{E} \\, s_j(\\zeta)^2
-            - \\mathrm{E} \\, s_j(\\zeta / 100)^2}
-            {\\mathrm{E} \\| g(\\zeta) - g(0) \\|^2 / d} .
-
-    :param problem: the model with its data.
-    :param rng_key: a random key.
-    :param gaussian: an approximation of the posterior.
-    :param metric: the metric of the sampler.
-    :param bool controlled: whether to look at a control variate.
-    """
-    factors = {
-        plate.name: finite_population_factor(problem.subsampling, plate.size, plate.subsample_size)
-        for plate in problem.view.plates
-    }
-
-    def run(problem: Problem, draws: DiagonalMetric | DenseMetric, metric: Metric) -> Any:
-        center = draws.center
-        draws_key, line_key = (random.fold_in(rng_key, k) for k in (0, 1))
-        ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)
-        short = _SHORT * ends[:_SHORT_LINES]
-        lines = jnp.concatenate([ends, short])
-        points = jnp.concatenate([jnp.zeros_like(ends[:1]), lines / 2, lines])
-        anchors = lax.map(lambda x: problem.anchor(problem.unravel(draws.values(x))), points)
-        anchor = jax.tree.map(lambda x: x[0], anchors)
-        slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
-        first, middle, last = slopes[:1], slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
-        squares = (last - 2 * middle + first) ** 2
-        rounded = squares[_LINES:].mean(axis=0)
-        bent = jnp.maximum(squares[:_LINES].mean(axis=0) - rounded, 0.0)
-        usual = jnp.mean((last - first)[:_LINES] ** 2)
-        nonlinearity = jnp.sqrt(jnp.max(bent) / usual)
-        rounding = jnp.sqrt(jnp.max(rounded) / 6)
-        kinds = [problem.potential(metric)]
-        if controlled:
-            kinds.append(problem.potential(metric, anchor))
-
-        def one(total: Any, key: Array) -> Any:
-            point_key, rows_key, model_key = random.split(key, 3)
-            normal = random.normal(point_key, center.shape, center.dtype)
-            point = metric.coordinates(draws.values(normal))
-            rows = problem.rows(rows_key)
-            seen = [
-                sub_batch_gradient(kind, rows, model_key, factors, Diagonal())(point).noise
-                for kind in kinds
-            ]
-            return jax.tree.map(jnp.add, total, seen), None
-
-        zeros = [jnp.zeros_like(center) for _ in kinds]
-        total, _ = lax.scan(one, zeros, random.split(draws_key, _NOISE_DRAWS))
-        variances = [variances / _NOISE_DRAWS for variances in total]
-        return variances, anchor, (nonlinearity, rounding)
-
-    variances, anchor, errors = problem.compiled(run)(gaussian.metric, metric)
-    nonlinearity, rounding = (float(x) if math.isfinite(x) else math.inf for x in errors)
-    curvature, cost = find_curvature(problem, random.fold_in(rng_key, 2), gaussian, metric)
-    levels = [
-        NoiseLevel(float(v.mean()), float(v.max()), curvature, nonlinearity)
-        for v in map(np.asarray, variances)
-    ]
-    # with a control variate a gradient and its expansion at the anchor besides
-    minibatches = _NOISE_DRAWS * (3 if controlled else 1)
-    points = 1 + 2 * (_LINES + _SHORT_LINES)
-    passes = points + minibatches * problem.minibatch_share + cost
-    if controlled:
-        return MeasuredNoise(levels[0], levels[1], anchor, rounding, passes)
-    return MeasuredNoise(levels[0], None, None, rounding, passes)
 
 
 class Choices(NamedTuple):

@@ -36,8 +36,9 @@ from numpyro_sgmcmc.approximation import Gaussian, find_metric
 from numpyro_sgmcmc.diagnostics import start_sums, stein_report
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.minibatch import read_model
+from numpyro_sgmcmc.noise import NoiseLevel, measure_noise
 from numpyro_sgmcmc.potentials import Anchor, ControlVariate, Problem, full_data_gradient
-from numpyro_sgmcmc.warmup import Choices, NoiseLevel, Tuning, find_tuning, measure_noise
+from numpyro_sgmcmc.warmup import Choices, Tuning, find_tuning
 
 RNG = np.random.default_rng(0)
 N, D = 3_000, 4

@@ -28,9 +28,9 @@ from numpyro_sgmcmc.gradients import (
 from numpyro_sgmcmc.kernels._arguments import one_of, whole
 from numpyro_sgmcmc.kernels._base import SGMCMCKernel
 from numpyro_sgmcmc.minibatch import MinibatchModel
+from numpyro_sgmcmc.noise import NoiseLevel
 from numpyro_sgmcmc.potentials import Potential, Rows
 from numpyro_sgmcmc.subsampling import finite_population_factor
-from numpyro_sgmcmc.warmup import NoiseLevel
 
 COVARIANCES = ("diagonal", "full", "low_rank", "matrix_free")
 

@@ -29,14 +29,9 @@ from numpyro_sgmcmc.kernels._chain import Chain
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Tuned
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric, from_covariance
 from numpyro_sgmcmc.minibatch import Model, Values, as_arrays
+from numpyro_sgmcmc.noise import NoiseLevel
 from numpyro_sgmcmc.potentials import Anchor, Problem
-from numpyro_sgmcmc.warmup import (
-    PILOT_CHAINS,
-    Choices,
-    NoiseLevel,
-    Tuning,
-    find_tuning,
-)
+from numpyro_sgmcmc.warmup import PILOT_CHAINS, Choices, Tuning, find_tuning
 
 
 class SelfTuning(Chain):

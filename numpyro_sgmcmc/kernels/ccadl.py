@@ -24,8 +24,8 @@ from numpyro_sgmcmc.kernels._base import MomentumKernel
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
+from numpyro_sgmcmc.noise import NoiseLevel, euler_step, whitened_step
 from numpyro_sgmcmc.potentials import Potential, Rows
-from numpyro_sgmcmc.warmup import NoiseLevel, euler_step, whitened_step
 
 
 class CovarianceControlled(NamedTuple):

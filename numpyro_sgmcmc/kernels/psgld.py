@@ -16,7 +16,7 @@ from numpyro_sgmcmc.kernels._arguments import StepSize, positive, whole
 from numpyro_sgmcmc.kernels._base import SGMCMCKernel
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import Model
-from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel
+from numpyro_sgmcmc.noise import ACCEPTED_BIAS, NoiseLevel
 
 
 class Preconditioned(NamedTuple):

@@ -14,8 +14,8 @@ from numpyro_sgmcmc.kernels._base import SGMCMCKernel
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
+from numpyro_sgmcmc.noise import ACCEPTED_BIAS, NoiseLevel
 from numpyro_sgmcmc.potentials import Potential, Rows
-from numpyro_sgmcmc.warmup import ACCEPTED_BIAS, NoiseLevel
 
 
 class Scored(NamedTuple):

@@ -13,7 +13,7 @@ from numpyro_sgmcmc.kernels._arguments import StepSize
 from numpyro_sgmcmc.kernels._base import MomentumKernel
 from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import Model
-from numpyro_sgmcmc.warmup import NoiseLevel, whitened_step
+from numpyro_sgmcmc.noise import NoiseLevel, whitened_step
 
 
 class SMSUBU(MomentumKernel):
