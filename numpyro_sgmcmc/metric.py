@@ -43,6 +43,10 @@ class IdentityMetric(NamedTuple):
         """:math:`L^\\top g`."""
         return gradient
 
+    def variances(self, coordinates: Array) -> Array:
+        """The diagonal of :math:`L L^\\top`, of the shape of any coordinates."""
+        return jnp.ones_like(coordinates)
+
 
 class DiagonalMetric(NamedTuple):
     """
@@ -67,6 +71,9 @@ class DiagonalMetric(NamedTuple):
 
     def pullback(self, gradient: Array) -> Array:
         return self.scale * gradient
+
+    def variances(self, coordinates: Array) -> Array:
+        return self.scale**2
 
 
 class DenseMetric(NamedTuple):
@@ -94,6 +101,9 @@ class DenseMetric(NamedTuple):
 
     def pullback(self, gradient: Array) -> Array:
         return gradient @ self.factor
+
+    def variances(self, coordinates: Array) -> Array:
+        return jnp.sum(self.factor**2, axis=1)
 
 
 Metric = IdentityMetric | DiagonalMetric | DenseMetric

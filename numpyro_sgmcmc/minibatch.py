@@ -47,7 +47,7 @@ Indices = Mapping[str, Array]
 
 #: Only ``numpyro.prng_key`` and control flow around it are to be seeded in a potential: a
 #: seeded latent site that is missing from the values would silently be drawn anew.
-_NOT_SEEDED = ["sample", "plate"]
+NOT_SEEDED = ["sample", "plate"]
 
 
 class Plate(NamedTuple):
@@ -120,7 +120,7 @@ class _first_rows(_choose_rows):
         return jnp.arange(plate.subsample_size)
 
 
-class _given_rows(_choose_rows):
+class given_rows(_choose_rows):
     """Takes the given rows; their number may differ from the ``subsample_size``."""
 
     def __init__(self, fn: Model, plates: tuple[Plate, ...], indices: Indices) -> None:
@@ -142,7 +142,7 @@ def with_rows(view: "MinibatchModel") -> Model:
     """The model as a function whose first argument is the rows of the minibatch."""
 
     def model(rows: Indices, *args: Any, **kwargs: Any) -> Any:
-        return _given_rows(view.model, view.plates, rows)(*args, **kwargs)
+        return given_rows(view.model, view.plates, rows)(*args, **kwargs)
 
     return model
 
@@ -181,8 +181,8 @@ class MinibatchModel(NamedTuple):
         return {plate.name: jnp.arange(plate.subsample_size) for plate in self.plates}
 
     def _at(self, indices: Indices, rng_key: Array) -> Model:
-        model = _given_rows(self.model, self.plates, indices)
-        return seed(model, rng_key, hide_types=_NOT_SEEDED)
+        model = given_rows(self.model, self.plates, indices)
+        return seed(model, rng_key, hide_types=NOT_SEEDED)
 
     def potential(
         self, z: Values, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
@@ -269,36 +269,41 @@ class MinibatchModel(NamedTuple):
 
     def initial_values(
         self, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict
-    ) -> Values:
+    ) -> tuple[Values, Array]:
         """
         Unconstrained initial values with a finite potential, by one of NumPyro's
         initialisation strategies.
 
         :param rng_key: a key, or a batch of keys for as many chains.
         :param init_strategy: a per-site initialization function of NumPyro.
-        :return: values by site, with a leading axis for the chains if ``rng_key`` has one.
-        :raises ValueError: if no values with a finite potential are found.
+        :return: values by site, with a leading axis for the chains if ``rng_key`` has one, and
+            whether the potential and its gradient are finite there.
         """
-        model = _first_rows(self.model)
         single = is_prng_key(rng_key)
-        try:
-            info = initialize_model(
-                # of a batch NumPyro makes one program; of a key it compiles each operation
-                rng_key[None] if single else rng_key,
-                model,
-                init_strategy=init_strategy,
-                model_args=args,
-                model_kwargs=kwargs,
+        # under `jit` NumPyro does not raise, and a batch of keys is one program
+        info = jax.jit(
+            lambda keys: (
+                initialize_model(
+                    keys,
+                    _first_rows(self.model),
+                    init_strategy=init_strategy,
+                    model_args=args,
+                    model_kwargs=kwargs,
+                ).param_info
             )
-        except RuntimeError as error:
-            if "valid initial parameters" not in str(error):
-                raise
-            key = rng_key if single else rng_key[0]
-            start = substitute(seed(model, key), substitute_fn=init_strategy)
-            sites = trace(start).get_trace(*args, **kwargs)
-            raise ValueError(_no_finite_start(_nonfinite_sites(sites))) from error
-        z = info.param_info.z
-        return jax.tree.map(lambda x: x[0], z) if single else z
+        )(rng_key[None] if single else rng_key)
+        seen = jax.tree.leaves((info.potential_energy, info.z_grad))
+        found = jnp.isfinite(sum(jnp.sum(x) for x in seen))
+        return jax.tree.map(lambda x: x[0], info.z) if single else info.z, found
+
+    def no_initial_values(
+        self, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict
+    ) -> ValueError:
+        """The error for a model for which :meth:`initial_values` finds none, and its place."""
+        key = rng_key if is_prng_key(rng_key) else rng_key[0]
+        start = substitute(seed(_first_rows(self.model), key), substitute_fn=init_strategy)
+        sites = trace(start).get_trace(*args, **kwargs)
+        return ValueError(_no_finite_start(_nonfinite_sites(sites)))
 
     def check_initial_values(
         self, z: Values, chains: int | None, args: tuple, kwargs: dict
@@ -424,7 +429,7 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
 
     def given(rows: Indices, args: tuple, kwargs: dict) -> dict[str, dict]:
         values = {k: lax.stop_gradient(s["value"]) for k, s in latents.items()}
-        at = substitute(_given_rows(fixed, plates, rows), data=values)
+        at = substitute(given_rows(fixed, plates, rows), data=values)
         return trace(seed(at, random.key(0))).get_trace(*args, **kwargs)
 
     dependent = check_sites(model, sites, plates, given, args, kwargs)

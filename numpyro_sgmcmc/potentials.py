@@ -308,24 +308,38 @@ class Problem(NamedTuple):
         plates = self.view.plates
         return max((plate.subsample_size / plate.size for plate in plates), default=1.0)
 
+    def parted(self) -> tuple[list[Array], Callable[[list[Array]], "Problem"], Any]:
+        """
+        The data, the problem as a function of them, and what else it is made of, which tells
+        problems that differ in their data alone from others.
+        """
+        leaves, tree = jax.tree.flatten((self.args, self.kwargs))
+        is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
+        data = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        others = tuple(None if isinstance(leaf, jax.Array) else leaf for leaf in leaves)
+        empty = self._replace(args=(), kwargs={})
+
+        def with_data(data: list[Array]) -> Problem:
+            remaining = iter(data)
+            merged = [
+                next(remaining) if data_here else leaf
+                for leaf, data_here in zip(others, is_data, strict=True)
+            ]
+            args, kwargs = jax.tree.unflatten(tree, merged)
+            return empty._replace(args=args, kwargs=kwargs)
+
+        return data, with_data, (tree, others)
+
     def compiled(self, function: Callable) -> Callable:
         """
         ``function(problem, *arguments)`` under ``jit``, with the data as arguments of the
         program and not as constants in it.
         """
-        leaves, tree = jax.tree.flatten((self.args, self.kwargs))
-        is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
+        data, with_data, _ = self.parted()
 
         def run(data: list[Array], *arguments: Any) -> Any:
-            remaining = iter(data)
-            merged = [
-                next(remaining) if data_here else leaf
-                for leaf, data_here in zip(leaves, is_data, strict=True)
-            ]
-            args, kwargs = jax.tree.unflatten(tree, merged)
-            return function(self._replace(args=args, kwargs=kwargs), *arguments)
+            return function(with_data(data), *arguments)
 
-        data = [leaf for leaf, data_here in zip(leaves, is_data, strict=True) if data_here]
         # options are for programs of their own, and not for a part of another
         inner, outer = jax.jit(run), jax.jit(run, compiler_options=_quick_compilation())
 

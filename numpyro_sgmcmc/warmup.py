@@ -17,7 +17,7 @@ Tuning is done once, before the chains start, and is the same for all of them:
    control variate; the nonlinearity and the rounding error of the gradient; and the largest
    eigenvalue of the Hessian (:func:`~numpyro_sgmcmc.approximation.find_curvature`).
 4. **Step size and friction**: what the method says these numbers ask for.
-5. **Pilot**: short chains, whose Stein matrix (:mod:`numpyro_sgmcmc.diagnostics`) must be the
+5. **Pilot**: short chains, whose Stein matrix (:mod:`numpyro_sgmcmc.stein`) must be the
    identity; if it is not, the step size is halved and the pilot repeated. If that does not
    help, the step size was not what is wrong, and is kept.
 
@@ -61,10 +61,10 @@ from jax import Array, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.approximation import find_center, find_metric
-from numpyro_sgmcmc.diagnostics import SteinReport, SteinSums, stein_report
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric, Metric
 from numpyro_sgmcmc.noise import NoiseLevel, measure_noise
 from numpyro_sgmcmc.potentials import Anchor, Problem
+from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
 
 #: The metric is a full matrix up to this many parameters, diagonal above.
 DENSE_BY_DEFAULT = 500

@@ -23,9 +23,10 @@ import optax
 import pytest
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
+from numpyro_sgmcmc.record import attributes
 
 # those that differ from another one in a word are left to `make test-thorough`
-ALIKE = ("SGLD", "CCAdL", "SGHMC estimated")
+ALIKE = ("SGLD", "SGLD modified", "SGHMC estimated", "CCAdL", "CCAdL euler")
 LAWFUL = [
     pytest.param(name, marks=pytest.mark.thorough if name in ALIKE else ()) for name in KERNELS
 ]
@@ -138,6 +139,45 @@ def test_progress_bar_changes_nothing(name, chains, progress_bar, capsys):
     assert_same(shown, bare, **ROUNDING)
     if chains == 1:
         assert "step size" in capsys.readouterr().err
+
+
+@pytest.fixture
+def compiled():
+    """The programs that XLA compiles from here on."""
+    seen = []
+
+    def listen(event, _, **__):
+        if event.endswith("backend_compile_duration"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize(
+    ("name", "chains", "init_params"),
+    [("SGHMC", 1, False), ("CCAdL tuned", 2, False), ("CCAdL", 1, True)],
+)
+def test_second_run_compiles_nothing(name, chains, init_params, progress_bar, compiled):
+    z = {"w": jnp.ones(3), "scale": jnp.zeros(())} if init_params else None
+    others = [tuple(np.roll(x, k, axis=0) for x in (X, Y)) for k in (1, 2)]
+    for jit_model_args in (False, True):
+        mcmc = make(
+            name,
+            progress_bar=True,
+            num_chains=chains,
+            chain_method="vectorized",
+            jit_model_args=jit_model_args,
+        )
+        for k, data in enumerate([(X, Y), (X, Y), *others]):
+            compiled.clear()
+            mcmc.run(random.key(k), *data, init_params=z)
+            if k == 0:
+                assert compiled
+            # of other data a control variate compiles its pass over them, once
+            if k == 1 or (jit_model_args and k == 3):
+                assert not compiled
 
 
 @few_kernels
@@ -338,11 +378,20 @@ def test_nonfinite_steps_are_undone_and_counted(name):
 
 @each_kernel
 def test_temperature_and_settings(name):
-    kernel = run(name, options={"temperature": 0.5}, num_warmup=1, num_samples=1).sampler
-    settings = kernel.settings
+    mcmc = run(name, options={"temperature": 0.5}, num_warmup=1, num_samples=1)
+    kernel, settings = mcmc.sampler, mcmc.sampler.settings
     assert settings["temperature"] == 0.5 and settings["batch_size_rows"] == 20
     assert settings["algorithm"] == type(kernel).__name__
-    assert all(isinstance(v, str | int | float) for v in settings.values())
+    # what netCDF can hold
+    assert {type(x) for x in attributes(mcmc, None, None).values()} <= {str, int, float}
+    other = kernel.with_step_size(settings["step_size"] / 2, 3)
+    changed = {
+        "step_size": settings["step_size"] / 2,
+        "steps_per_sample": 3,
+        "passes_per_sample": 3 * settings["passes_per_sample"],
+    }
+    assert other.settings == pytest.approx(settings | changed)
+    assert kernel.settings == settings
 
 
 @pytest.mark.parametrize("kernel", [SGHMC, SGNHT, CCAdL])

@@ -203,7 +203,9 @@ each_model = pytest.mark.parametrize(
 def read(model, args):
     args = as_arrays(args)
     seen = read_model(model, init_to_uniform, args, {})
-    return seen, seen.initial_values(random.key(3), init_to_uniform, args, {}), args
+    z, found = seen.initial_values(random.key(3), init_to_uniform, args, {})
+    assert found
+    return seen, z, args
 
 
 def partition(seen):

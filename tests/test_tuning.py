@@ -33,11 +33,11 @@ from numpyro_sgmcmc import (
     potentials,
 )
 from numpyro_sgmcmc.approximation import Gaussian, find_metric
-from numpyro_sgmcmc.diagnostics import start_sums, stein_report
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.minibatch import read_model
 from numpyro_sgmcmc.noise import NoiseLevel, measure_noise
 from numpyro_sgmcmc.potentials import Anchor, ControlVariate, Problem, full_data_gradient
+from numpyro_sgmcmc.stein import start_sums, stein_report
 from numpyro_sgmcmc.warmup import Choices, Tuning, find_tuning
 
 RNG = np.random.default_rng(0)
@@ -136,7 +136,7 @@ def test_another_integrator(integrator, nuts):
     assert_same_posterior(run(kernel, X, Y, num_samples=8_000).get_samples(True)["w"], nuts)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("metric", ["diagonal", "given"])
 def test_other_metrics(metric, nuts):
     """The step size fits the metric, where its coordinates are correlated or have other units."""
@@ -147,7 +147,7 @@ def test_other_metrics(metric, nuts):
     assert kernel.tuning.noise.curvature > {"diagonal": 1.2, "given": 80}[metric]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_same_values_for_every_chain_method(tuning):
     """The values do not depend on chain method, key of the run or process of the chains."""
     found = []
@@ -164,6 +164,7 @@ def test_same_values_for_every_chain_method(tuning):
     assert differing(tuning.metric, other.metric)
 
 
+@pytest.mark.thorough
 def test_tuned_once_for_the_same_data(tuning):
     kernel = CCAdL(logistic, tuning=tuning)
     run(kernel, X, Y, num_warmup=2, num_samples=2)
@@ -177,6 +178,7 @@ def test_tuned_once_for_the_same_data(tuning):
     assert kernel.tuning is not found
 
 
+@pytest.mark.thorough
 def test_other_data_of_the_same_sums(tuning):
     """Responses in another order: a new anchor, a new tuning, and no old run goes on."""
     other = Y[::-1]
@@ -557,7 +559,7 @@ def test_no_noise_at_all(kernel):
         assert np.all(np.isfinite(mcmc.get_samples()["mu"]))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_too_many_parameters_for_a_matrix():
     """A diagonal metric; the curvature that is left is that of a chain of correlations."""
     size, coupling = 600, 0.4
@@ -604,12 +606,13 @@ def test_halvings_of_the_step_size(temperature, expected):
         def run(step_size, steps, rng_key):
             tried.append(step_size)
             assert steps * step_size >= 40
-            sums = start_sums(jnp.zeros(D), np.zeros(D, int))
+            sums = start_sums(jnp.zeros(D), jnp.ones(D), np.zeros(D, int))
             count = jnp.asarray(640, jnp.int32)
             shares = 10 * temperature(step_size) * (1 + 0.01 * random.normal(rng_key, (64, D)))
             matrix = jnp.diag(shares.sum(0))
+            batches = jnp.concatenate([shares.sum(1, keepdims=True), shares], axis=1)
             return sums._replace(
-                steps=count, samples=count, length=count // 64, batches=shares, matrix=matrix
+                steps=count, samples=count, length=count // 64, batches=batches, matrix=matrix
             )
 
         return run
@@ -654,7 +657,7 @@ def test_no_centre():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_warns_of_bad_runs_and_only_of_them(tuning):
     """Too large a step, a wrong metric, two modes: found out. Fifty good seeds: silence."""
     mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_samples=2_000, chains=50)

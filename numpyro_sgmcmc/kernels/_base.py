@@ -5,6 +5,8 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
+import inspect
 import math
 import time
 from typing import Any, Self
@@ -15,17 +17,27 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer.initialization import init_to_uniform
-from numpyro.util import is_prng_key
+from numpyro.util import fori_collect, is_prng_key
 
-from numpyro_sgmcmc.diagnostics import SteinSums, advice, has_paired_batches, stein_report
-from numpyro_sgmcmc.kernels._arguments import StepSize, fingerprint_of, positive
+from numpyro_sgmcmc.kernels._arguments import StepSize, fingerprint_of, positive, whole
 from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Tuned
 from numpyro_sgmcmc.kernels._tuning import SelfTuning
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, as_arrays, full_data
+from numpyro_sgmcmc.potentials import Problem
+from numpyro_sgmcmc.stein import (
+    SteinReport,
+    SteinSums,
+    advice,
+    has_paired_batches,
+    stein_report,
+)
 from numpyro_sgmcmc.warmup import Tuning
 
 #: Formatting values that live on the device waits for them: not more often than this.
 _SECONDS_BETWEEN_DIAGNOSTICS = 0.5
+
+#: Under a progress bar a run is first judged at this sample, and then whenever it has doubled.
+_FEWEST_CALLS = 64
 
 #: A run is judged several times before its end, and then not before so many samples.
 _ERRORS_BEFORE_THE_END, _FEWEST_SAMPLES = 4.0, 500
@@ -72,6 +84,11 @@ class SGMCMCKernel(SelfTuning):
 
     sample_field = "z"
 
+    @property
+    def order(self) -> int:
+        """Order in the step size of the error of expectations; 1 where nothing better is known."""
+        return 1
+
     def __init__(
         self,
         model: Model,
@@ -100,7 +117,7 @@ class SGMCMCKernel(SelfTuning):
             init_strategy=init_strategy,
             progress_bar=progress_bar,
         )
-        self._diagnostics = (-math.inf, "")
+        self._diagnostics, self._calls = (-math.inf, ""), 0
         self._has_warned = False
 
     def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
@@ -132,6 +149,7 @@ class SGMCMCKernel(SelfTuning):
             "temperature": self._temperature,
             "subsampling": self._subsampling,
             "steps_per_sample": self._steps_per_sample,
+            "order": self.order,
         }
         if (tuning := self.tuning) is not None:
             if not callable(self._step_size):
@@ -140,9 +158,42 @@ class SGMCMCKernel(SelfTuning):
             found["gradient"] = "minibatch" if tuning.anchor is None else "control_variate"
             if tuning.passes:
                 found["tuning_passes"] = sum(tuning.passes.values())
-        for plate in self._view.plates if self._view is not None else ():
-            found[f"batch_size_{plate.name}"] = plate.subsample_size
+            if tuning.noise is not None:
+                found["noise_variance"] = tuning.noise.mean
+        if self._view is not None:
+            found["passes_per_sample"] = self.passes_per_sample
+            for plate in self._view.plates:
+                found[f"batch_size_{plate.name}"] = plate.subsample_size
         return found
+
+    @property
+    def passes_per_sample(self) -> float:
+        """
+        What a sample costs, in passes over all data: a step is one gradient of its minibatch,
+        or two with a control variate, whose anchor costs a pass where it moves.
+        """
+        rows = self._steps_per_sample * self._problem((), {}).minibatch_share
+        controlled = self._tuning is not None and self._tuning.anchor is not None
+        refreshed = 0 if self._refresh_every is None else 1 / self._refresh_every
+        return rows * ((2 if controlled else 1) + refreshed)
+
+    def with_step_size(self, step_size: float, steps_per_sample: int | None = None) -> Self:
+        """
+        The same kernel, with the same metric, friction and control variate, and another step
+        size.
+
+        :param float step_size: step size :math:`h`.
+        :param int steps_per_sample: number of steps between two samples, if that is to be
+            another one too.
+        """
+        new = copy(self)
+        new._view = self._view  # which a copy, like a pickle, does not have
+        new._step_size = positive("step_size", step_size)
+        if steps_per_sample is not None:
+            new._steps_per_sample = whole("steps_per_sample", steps_per_sample)
+        if self._tuning is not None:
+            new._given_tuning = new._tuning = self._tuning._replace(step_size=new._step_size)
+        return new
 
     def init(
         self,
@@ -154,48 +205,63 @@ class SGMCMCKernel(SelfTuning):
     ) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
         view = self._read(args, kwargs)
-        self._has_warned = False
+        self._has_warned, self._calls = False, -num_warmup
         self.check_warmup(num_warmup)
         # chains that are traced all at once are not to trace the tuning too
         traced = isinstance(rng_key, jax.core.Tracer)
         with jax.ensure_compile_time_eval() if traced else nullcontext():
             tuning = self._tuning_for(args, kwargs)
         self.check_model(view, self._given_step_size or tuning.step_size, tuning.friction)
-        batched = not is_prng_key(rng_key)
+        problem, batched = self._problem(args, kwargs), not is_prng_key(rng_key)
 
         def of_chains(function: Callable, **axes: Any) -> Callable:
             return jax.vmap(function, **axes) if batched else function
 
-        first_key = of_chains(lambda key: random.split(key, 3)[0])
-        if init_params is not None:
+        if init_params is None:
+            keys = of_chains(lambda key: random.split(key, 3)[0])(rng_key)
+            z = self._initial_values(problem, tuning, keys)
+        else:
             z = as_arrays(init_params)
             view.check_initial_values(z, rng_key.shape[0] if batched else None, args, kwargs)
-        elif tuning.start is not None:
-            # in one program: one operation after the other each would be one
-            z = self._problem(args, kwargs).compiled(
-                lambda problem, gaussian, key: self._draw_starts(problem, gaussian, first_key(key))
-            )(tuning.start, rng_key)
-        else:
-            z = view.initial_values(first_key(rng_key), self._init_strategy, args, kwargs)
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
         dtype = jnp.result_type(*jax.tree.leaves(z))
 
-        def start(rng_key: Array, z: Values) -> SGMCMCState:
-            _, chain_key, dynamics_key = random.split(rng_key, 3)
-            return self._start(
-                chain_key,
-                z,
-                dynamics_key,
-                tuned=Tuned.of(tuning, dtype),
-                anchor=tuning.anchor,
-                num_warmup=num_warmup,
-            )
+        def start(
+            _: Problem, keys: Array, z: Values, tuned: Tuned, anchor: Any, num_warmup: Any
+        ) -> SGMCMCState:
+            def one(rng_key: Array, z: Values) -> SGMCMCState:
+                _, chain_key, dynamics_key = random.split(rng_key, 3)
+                return self._start(
+                    chain_key, z, dynamics_key, tuned=tuned, anchor=anchor, num_warmup=num_warmup
+                )
 
-        state = jax.jit(of_chains(start, out_axes=self._axes(0, None)))(rng_key, z)
+            return of_chains(one, out_axes=self._axes(0, None))(keys, z)
+
+        program = self._compiled("start", start, problem, batched, self._level)
+        state = program(rng_key, z, Tuned.of(tuning, dtype), tuning.anchor, num_warmup)
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
             self.check_start(state, args, kwargs)
         return state
+
+    def _initial_values(self, problem: Problem, tuning: Tuning, keys: Array) -> Values:
+        """
+        Where chains start that are not told to, for a key or for each of a batch of keys.
+
+        :raises ValueError: if there is no such place.
+        """
+        if tuning.start is not None:
+            return self._compiled("draw", self._draw_starts, problem)(tuning.start, keys)
+
+        def find(problem: Problem, keys: Array) -> tuple[Values, Array]:
+            strategy = self._init_strategy
+            return problem.view.initial_values(keys, strategy, problem.args, problem.kwargs)
+
+        z, found = self._compiled("find", find, problem)(keys)
+        if not isinstance(found, jax.core.Tracer) and not found:
+            where = self._init_strategy, problem.args, problem.kwargs
+            raise problem.view.no_initial_values(keys, *where)
+        return z
 
     @property
     def _sample_fn(self) -> MinibatchModel | None:
@@ -205,6 +271,8 @@ class SGMCMCKernel(SelfTuning):
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
         state = self._sample(state, args, kwargs)
+        if jnp.ndim(state.i) == 0 and _is_under_progress_bar():
+            return state  # which `get_diagnostics_str` judges
         due = has_paired_batches(state.stein)  # at 64, 128, ... samples
 
         def judge(sums: SteinSums) -> None:
@@ -243,14 +311,16 @@ class SGMCMCKernel(SelfTuning):
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
         written, text = self._diagnostics
-        if time.monotonic() - written > _SECONDS_BETWEEN_DIAGNOSTICS:
+        self._calls += 1  # the warm-up ends at 0
+        due = self._calls >= _FEWEST_CALLS and self._calls.bit_count() == 1  # 64, 128, ...
+        if due or time.monotonic() - written > _SECONDS_BETWEEN_DIAGNOSTICS:
             text = f"step size {float(state.step_size):.2e}"
             found = stein_report(state.stein)
             if found is not None:
                 text += f", {found.summary()}"
             text += f", minibatch potential {float(state.minibatch_potential):.4g}"
             text += self.warnings(state)
-            if found is not None and found.problem(_ERRORS_BEFORE_THE_END):
+            if self._warns_of(found):
                 text += ", NOT THE LAW OF THE POSTERIOR"
             self._diagnostics = (time.monotonic(), text)
         return text
@@ -261,21 +331,41 @@ class SGMCMCKernel(SelfTuning):
         return f", {undone} NON-FINITE STEPS UNDONE: reduce the step size" if undone else ""
 
     def _judge(self, due: Array, sums: SteinSums) -> None:
+        """What a compiled loop calls."""
+        if not self._has_warned and np.all(due):
+            self._warns_of(stein_report(sums))
+
+    def _warns_of(self, found: SteinReport | None) -> bool:
         """Warns, once a run, of draws that have another law than the posterior."""
-        if self._has_warned or not np.all(due):
-            return
-        found = stein_report(sums)
         if found is None or found.samples < _FEWEST_SAMPLES:
-            return
-        if problem := found.problem(_ERRORS_BEFORE_THE_END):
+            return False
+        problem = found.problem(_ERRORS_BEFORE_THE_END)
+        if problem and not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"After {found.samples} samples: {advice(problem)}", stacklevel=2)
+            warnings.warn(f"After {found.samples} samples: {advice(problem)}", stacklevel=3)
+        return problem is not None
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_view"] = None  # of data that are not in the pickle; `init` makes it anew
+        state["_programs"] = {}
         state["_diagnostics"] = (-math.inf, "")
         return state
+
+
+def _is_under_progress_bar() -> bool:
+    """
+    Whether NumPyro traces a sample for its loop in Python, under a progress bar.
+
+    A callback in the program that this loop calls makes every call slower by 0.6 ms. NumPyro
+    shows the diagnostics of a single chain there, so that none is needed.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not fori_collect.__code__:
+        frame = frame.f_back
+    # a kernel is not told which loop it is in; several chains on devices have a compiled one
+    seen = {} if frame is None else frame.f_locals
+    return bool(seen.get("progbar")) and seen.get("num_chains", 1) == 1
 
 
 class MomentumKernel(SGMCMCKernel):

@@ -5,6 +5,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 import math
 from typing import Any
@@ -17,18 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_sgmcmc.diagnostics import (
+from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient
+from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive, whole
+from numpyro_sgmcmc.kernels._state import SGMCMCState, Step, Tuned
+from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, read_model
+from numpyro_sgmcmc.potentials import Anchor, Potential, Problem, Rows
+from numpyro_sgmcmc.stein import (
     add_to_sums,
     batch_is_full,
     center_sums,
     close_batch,
     start_sums,
 )
-from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient
-from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive, whole
-from numpyro_sgmcmc.kernels._state import SGMCMCState, Step, Tuned
-from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, read_model
-from numpyro_sgmcmc.potentials import Anchor, Potential, Problem, Rows
 from numpyro_sgmcmc.subsampling import INDEPENDENT, SCHEMES
 
 
@@ -66,6 +67,8 @@ class Chain(MCMCKernel):
         self._init_strategy = init_strategy
         #: Static facts of the model and the data, found in `init`, the same for every chain.
         self._view: MinibatchModel | None = None
+        #: Programs for any data with these facts.
+        self._programs: dict[Any, Callable] = {}
 
     @abstractmethod
     def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Any:
@@ -113,7 +116,9 @@ class Chain(MCMCKernel):
 
         :raises ValueError: if the method cannot serve the model, or minibatches cannot.
         """
-        self._view = view = read_model(self._model, self._init_strategy, args, kwargs)
+        view = read_model(self._model, self._init_strategy, args, kwargs)
+        if view != self._view:
+            self._view, self._programs = view, {}
         name = type(self).__name__
         if self.corrects_noise and self._subsampling not in INDEPENDENT:
             raise ValueError(
@@ -147,6 +152,18 @@ class Chain(MCMCKernel):
         """The model with these data."""
         return Problem(self._initialised, args, kwargs, self._subsampling)
 
+    def _compiled(self, name: str, function: Callable, problem: Problem, *facts: Any) -> Callable:
+        """
+        ``function(problem, *arguments)`` under ``jit``, compiled once for all data of one shape.
+
+        :param facts: what else the function depends on, besides the model and its arguments.
+        """
+        data, with_data, rest = problem.parted()
+        program: Callable = jax.jit(lambda data, *arguments: function(with_data(data), *arguments))
+        with suppress(TypeError):  # an argument of the model that cannot be told from others
+            program = self._programs.setdefault((name, rest, facts), program)
+        return partial(program, data)
+
     def _start(
         self,
         rng_key: Array,
@@ -171,7 +188,7 @@ class Chain(MCMCKernel):
             nonfinite_steps=count,
             warmup_steps=count + num_warmup * self._steps_per_sample,
             configurational_temperature=zero,
-            stein=start_sums(position, self._site_of()),
+            stein=start_sums(position, tuned.metric.variances(position), self._site_of()),
             anchor=anchor,
             tuned=tuned,
             rng_key=rng_key,
@@ -271,6 +288,7 @@ class Chain(MCMCKernel):
             finite & (state.i >= warmup) & judged,
             self._temperature,
             self._site_of(),
+            state.tuned.metric.direction,
         )
         return state._replace(
             i=state.i + 1,

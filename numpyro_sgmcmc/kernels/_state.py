@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from jax import Array
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.diagnostics import SteinSums
 from numpyro_sgmcmc.gradients import Observation
 from numpyro_sgmcmc.metric import Metric
 from numpyro_sgmcmc.potentials import Anchor
+from numpyro_sgmcmc.stein import SteinSums
 from numpyro_sgmcmc.warmup import Tuning
 
 
@@ -50,7 +50,7 @@ class SGMCMCState(NamedTuple):
     - **nonfinite_steps** - number of steps undone because they were not finite.
     - **warmup_steps** - number of steps of the warm-up, after which nothing adapts.
     - **configurational_temperature** - the latest sample's share of the mean of the diagonal
-      of the Stein matrix (:mod:`numpyro_sgmcmc.diagnostics`): its mean over the draws is 1
+      of the Stein matrix (:mod:`numpyro_sgmcmc.stein`): its mean over the draws is 1
       if they are as wide as the posterior; 0 in the warm-up, and NaN where minibatches are
       not independent, which this cannot judge.
     - **stein** - running sums for the Stein matrix.

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.util import is_prng_key
 
-from numpyro_sgmcmc.diagnostics import SteinSums, advice
 from numpyro_sgmcmc.kernels._arguments import (
     StepSize,
     checked_metric,
@@ -31,6 +30,7 @@ from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric, f
 from numpyro_sgmcmc.minibatch import Model, Values, as_arrays
 from numpyro_sgmcmc.noise import NoiseLevel
 from numpyro_sgmcmc.potentials import Anchor, Problem
+from numpyro_sgmcmc.stein import SteinSums, advice
 from numpyro_sgmcmc.warmup import PILOT_CHAINS, Choices, Tuning, find_tuning
 
 
@@ -196,7 +196,8 @@ class SelfTuning(Chain):
         data = fingerprint_of(args, kwargs)
         if data is None or data != given.data:
             # any centre serves, with what these data say there
-            anchor = self._problem(args, kwargs).compiled(Problem.anchor)(given.anchor.values)
+            problem = self._problem(args, kwargs)
+            anchor = self._compiled("anchor", Problem.anchor, problem)(given.anchor.values)
             given = given._replace(anchor=anchor, data=data)
         return given
 

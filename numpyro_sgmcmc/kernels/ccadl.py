@@ -184,6 +184,10 @@ class CCAdL(MomentumKernel):
             )
 
     @property
+    def order(self) -> int:
+        return 1 if self._integrator == "euler" else 2
+
+    @property
     def settings(self) -> dict[str, str | int | float]:
         found = super().settings | {"integrator": self._integrator}
         return found | ({} if self._view is None else {"covariance": self._noise.covariance})

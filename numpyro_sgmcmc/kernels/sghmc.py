@@ -192,6 +192,10 @@ class SGHMC(MomentumKernel):
         return text
 
     @property
+    def order(self) -> int:
+        return 2 if self._integrator != "euler" and self.corrects_noise else 1
+
+    @property
     def settings(self) -> dict[str, str | int | float]:
         return super().settings | {"integrator": self._integrator}
 

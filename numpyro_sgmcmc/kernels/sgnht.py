@@ -135,6 +135,10 @@ class SGNHT(MomentumKernel):
         self._thermal_mass = positive("thermal_mass", thermal_mass)
 
     @property
+    def order(self) -> int:
+        return 1 if self._integrator == "euler" else 2
+
+    @property
     def settings(self) -> dict[str, str | int | float]:
         own: dict[str, str | int | float] = {
             "integrator": self._integrator,

@@ -87,6 +87,10 @@ class SMSUBU(MomentumKernel):
     ) -> None:
         super().__init__(model, step_size, friction, subsampling=subsampling, **options)
 
+    @property
+    def order(self) -> int:
+        return 2
+
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         # the noise cancels if a sweep is short
         return whitened_step(noise), 1.0

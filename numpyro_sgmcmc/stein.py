@@ -1,0 +1,388 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+What effective sample sizes and R-hat cannot see: whether the draws have the right law.
+
+For a density :math:`\\propto e^{-U / T}`, whatever its shape, and every constant :math:`c`
+
+.. math:: S = \\frac1T \\, \\mathrm{E} \\left[ (\\phi - c) \\nabla U(\\phi)^\\top \\right] = I,
+
+so that the *Stein matrix* of the draws, estimated with the minibatch gradients that the
+sampler has computed anyway, can be compared with the identity. For a Gaussian posterior its
+eigenvalues are the ratios of the variances of the draws to the right ones. The mean of its
+diagonal is the *configurational temperature* (in units of :math:`T`): 1 where the draws are
+as wide as they should be on average over the coordinates, 1.2 where they are 20 % too wide
+in variance. Noise of the gradient makes the estimate noisier and not biased.
+
+For the parameters one by one, with the metric :math:`\\theta = c + L \\phi` and
+:math:`M = L L^\\top`, these are the *variance ratios*
+
+.. math:: r_i = \\frac1T \\, \\frac{\\mathrm{E} \\left[ (\\theta_i - c_i)
+    (M \\nabla_\\theta U)_i \\right]}{M_{ii}} = 1,
+
+which hold for every :math:`M`. Where :math:`M` is the covariance of a Gaussian posterior,
+:math:`r_i` is the ratio of the variance of :math:`\\theta_i` among the draws to the right one;
+with another, of the variance of a combination of parameters.
+
+What they do not show. They are about the spread of the draws and not about their location. With
+momentum, each entry of the diagonal is the kinetic energy of that
+coordinate (the virial theorem), and a thermostat, in :class:`~numpyro_sgmcmc.SGNHT` and
+:class:`~numpyro_sgmcmc.CCAdL`, holds the mean of these: the trace is then 1 whatever the noise
+does, and only single ratios and eigenvalues tell. Above 100 parameters there are no
+eigenvalues: draws too wide in one direction and too narrow in another, both between the
+parameters, pass. And it knows only the places where the chains have been: not a mode that none
+has found, nor a tail into which none has gone yet.
+"""
+
+from collections.abc import Callable
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+#: The Stein matrix is kept whole up to this many parameters,
+MATRIX_DIMENSION = 100
+#: and the variance ratios for each parameter up to this many, for each latent site above.
+COORDINATES = 1_000
+
+#: Batches for the standard errors: at least half of them are always full.
+_BATCHES = 64
+
+#: A verdict needs this many samples and this many batches.
+_FEWEST_SAMPLES, FEWEST_BATCHES = 200, 20
+
+#: Relative errors of a variance that nobody needs to hear of: of the mean over the
+#: coordinates, and of a single one, 5 % of its standard deviation.
+TOLERANCE, _TOLERANCE_OF_ONE = 0.05, 0.1
+
+
+class SteinSums(NamedTuple):
+    """
+    Running sums of a chain after its warm-up, for :math:`S`.
+
+    - **center** - :math:`c`, shape (d,): the mean of the second half of the warm-up.
+    - **variances** - the diagonal of :math:`M`, shape (d,).
+    - **weight** - number of positions in that mean.
+    - **steps** - number of steps in the sums that follow.
+    - **samples** - number of samples in them.
+    - **matrix** - sum of :math:`(\\phi - c) g^\\top / T`, shape (d, d), up to 100 parameters;
+      above, shape (0, 0).
+    - **sizes** - number of parameters in each of k groups, shape (k,): 1, a group for each
+      parameter, or of many parameters a group for each latent site.
+    - **current** - sums over the current batch, shape (1 + k,): of the diagonal of
+      :math:`(\\phi - c) g^\\top / T`, over all coordinates, and of the terms of :math:`r_i` of
+      each group.
+    - **batches** - the same for past batches of equal length, shape (64, 1 + k).
+    - **length** - number of samples in each batch.
+    """
+
+    center: Array
+    variances: Array
+    weight: Array
+    steps: Array
+    samples: Array
+    matrix: Array
+    sizes: Array
+    current: Array
+    batches: Array
+    length: Array
+
+
+def start_sums(position: Array, variances: Array, site_of: np.ndarray) -> SteinSums:
+    """
+    :param position: the initial position of one chain, shape ``(d,)``.
+    :param variances: the diagonal of :math:`M`, shape ``(d,)``.
+    :param site_of: for each parameter the number of its site.
+    """
+    size, dtype = position.shape[0], position.dtype
+    sizes = np.ones(size) if size <= COORDINATES else np.bincount(site_of)
+    groups = len(sizes)
+    edge = size if size <= MATRIX_DIMENSION else 0
+    none = jnp.zeros((), jnp.int32)
+    return SteinSums(
+        center=position,
+        variances=variances,
+        weight=none,
+        steps=none,
+        samples=none,
+        matrix=jnp.zeros((edge, edge), dtype),
+        sizes=jnp.asarray(sizes, dtype),
+        current=jnp.zeros(1 + groups, dtype),
+        batches=jnp.zeros((_BATCHES, 1 + groups), dtype),
+        length=none + 1,
+    )
+
+
+def center_sums(sums: SteinSums, position: Array, counts: Array) -> SteinSums:
+    """Takes a position of the warm-up into the mean :math:`c`, if ``counts``."""
+    weight = sums.weight + counts
+    step = counts / jnp.maximum(weight, 1).astype(position.dtype)
+    return sums._replace(center=sums.center + step * (position - sums.center), weight=weight)
+
+
+def add_to_sums(
+    sums: SteinSums,
+    position: Array,
+    gradient: Array,
+    counts: Array,
+    temperature: float,
+    site_of: np.ndarray,
+    direction: Callable[[Array], Array],
+) -> tuple[SteinSums, Array]:
+    """
+    Adds one step.
+
+    :param position: position :math:`\\phi` that belongs to the gradient, shape ``(d,)``.
+    :param gradient: minibatch gradient, shape ``(d,)``.
+    :param counts: whether the step counts.
+    :param float temperature: :math:`T`.
+    :param site_of: for each parameter the number of its site.
+    :param direction: :math:`L` of the metric, a linear function.
+    :return: the sums, and this step's share of the configurational temperature.
+    """
+    away = jnp.where(counts, position - sums.center, 0.0)
+    scaled = jnp.where(counts, gradient, 0.0) / temperature
+    share = away @ scaled
+    terms = direction(away) * direction(scaled) / sums.variances
+    groups = sums.sizes.shape[0]
+    if groups != terms.shape[0]:
+        # each site is a stretch of the vector
+        ends = np.searchsorted(site_of, np.arange(groups), side="right")
+        terms = jnp.stack([jnp.sum(x) for x in jnp.split(terms, ends[:-1])])
+    matrix = sums.matrix
+    if matrix.size:
+        matrix = matrix + away[:, None] * scaled
+    return sums._replace(
+        steps=sums.steps + counts,
+        matrix=matrix,
+        current=sums.current + jnp.concatenate([share[None], terms]),
+    ), share / position.shape[0]
+
+
+def batch_is_full(sums: SteinSums) -> Array:
+    """Whether :func:`close_batch` is due, for a chain or for several alike."""
+    samples, length = _counts(sums)
+    return (samples > 0) & (samples % length == 0)
+
+
+def has_paired_batches(sums: SteinSums) -> Array:
+    """Whether :func:`close_batch` has just made one batch of every two."""
+    samples, length = _counts(sums)
+    return (length > 1) & (samples == _BATCHES // 2 * length)
+
+
+def _counts(sums: SteinSums) -> tuple[Array, Array]:
+    """The number of samples, in all and in each batch: the same in all chains."""
+    return sums.samples.ravel()[0], sums.length.ravel()[0]
+
+
+def close_batch(sums: SteinSums) -> SteinSums:
+    """Puts the current batch among the past ones; of 64 of them it makes 32."""
+    k = sums.samples // sums.length - 1
+    batches = sums.batches.at[k].set(sums.current)
+    pairs = batches.reshape(_BATCHES // 2, 2, -1).sum(axis=1)
+    merged = jnp.concatenate([pairs, jnp.zeros_like(pairs)])
+    full = sums.samples == _BATCHES * sums.length
+    return sums._replace(
+        current=jnp.zeros_like(sums.current),
+        batches=jnp.where(full, merged, batches),
+        length=jnp.where(full, 2 * sums.length, sums.length),
+    )
+
+
+class SteinReport(NamedTuple):
+    """
+    The Stein matrix of a run, over all chains.
+
+    - **temperature** - configurational temperature, the mean of the diagonal.
+    - **error** - its standard error, by batch means.
+    - **ratios** - the variance ratios :math:`r_i`, for each parameter, or for each latent site
+      if there are more than 1,000 parameters.
+    - **ratio_errors** - their standard errors.
+    - **matrix** - the symmetric part of :math:`S`, or None for more than 100 parameters.
+    - **samples** - number of samples, of all chains.
+    """
+
+    temperature: float
+    error: float
+    ratios: np.ndarray
+    ratio_errors: np.ndarray
+    matrix: np.ndarray | None
+    samples: int
+
+    @property
+    def eigenvalues(self) -> tuple[float, float]:
+        """
+        The smallest and the largest eigenvalue of the matrix, or NaN without one. The noise of
+        the matrix itself spreads them: see :meth:`eigenvalue_spread`.
+        """
+        if self.matrix is None:
+            return math.nan, math.nan
+        values = np.linalg.eigvalsh(self.matrix)
+        return float(values[0]), float(values[-1])
+
+    def eigenvalue_spread(self, size: int) -> float:
+        """
+        How far the eigenvalues of a block of ``size`` parameters would be from 1 for correct
+        draws, roughly: the edge of the spectrum of a symmetric matrix of independent entries.
+        """
+        return math.sqrt(2 * (size - 1)) * float(np.median(self.ratio_errors))
+
+    def problem(self, errors: float = 3.0) -> str | None:
+        """
+        What is wrong, or None: the temperature off by more than ``errors`` standard errors
+        and 5 %, or a variance ratio or an eigenvalue by more than 10 % and what chance would
+        give the most extreme of so many.
+        """
+        if not math.isfinite(self.error):
+            return None
+        found = []
+        if abs(self.temperature - 1) > max(errors * self.error, TOLERANCE):
+            found.append(
+                f"the configurational temperature is {self.temperature:.3g} +- {self.error:.2g}"
+            )
+        count = len(self.ratios)
+        quantile = stats.t.isf(stats.norm.sf(errors) / count, FEWEST_BATCHES - 1)
+        # a mean of few products that happens to be small has a standard error that is too small
+        error = self.ratio_errors / np.clip(self.ratios, 0.1, 1.0)
+        excess = np.abs(self.ratios - 1) / np.maximum(quantile * error, _TOLERANCE_OF_ONE)
+        worst = int(np.argmax(excess))
+        if excess[worst] > 1:
+            found.append(
+                f"{int(np.sum(excess > 1))} of {count} variance ratios are off, the worst"
+                f" {self.ratios[worst]:.3g} +- {self.ratio_errors[worst]:.2g}"
+            )
+        if self.matrix is not None:
+            extreme = max(self.eigenvalues, key=lambda value: abs(value - 1))
+            spread = 1.5 * self.eigenvalue_spread(len(self.matrix))
+            spread += errors * float(np.median(self.ratio_errors))
+            if abs(extreme - 1) > max(spread, _TOLERANCE_OF_ONE):
+                found.append(f"an eigenvalue of the Stein matrix is {extreme:.3g}")
+        return "; ".join(found) or None
+
+    def summary(self) -> str:
+        """In a few words, for a progress bar."""
+        error = f" +- {self.error:.2f}" if math.isfinite(self.error) else ""
+        return f"configurational temperature {self.temperature:.2f}{error}"
+
+
+def stein_report(running: SteinSums) -> SteinReport | None:
+    """
+    :param running: the sums of a chain, or of several along a leading axis.
+    :return: the report, or None before the first sample.
+
+    **Example:** the step size is half of the largest stable one, and the draws of SGLD are
+    1 / (1 - 0.5) times too wide in variance.
+
+    .. doctest::
+
+        >>> import jax
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGLD
+        >>> from numpyro_sgmcmc.stein import stein_report
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10).expand([50]).to_event(1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+        >>> y = jax.random.normal(jax.random.key(0), (100, 50))
+        >>> mcmc = MCMC(
+        ...     SGLD(model, step_size=0.01), num_warmup=100, num_samples=400, progress_bar=False
+        ... )
+        >>> mcmc.run(jax.random.key(1), y)
+        >>> report = stein_report(mcmc.last_state.stein)
+        >>> print(f"{report.temperature:.1f} +- {report.error:.2f}")
+        2.0 +- 0.02
+        >>> "configurational temperature" in report.problem()
+        True
+    """
+    sums: Any = jax.tree.map(np.asarray, jax.device_get(running))
+    if sums.steps.ndim == 0:
+        sums = jax.tree.map(lambda x: x[None], sums)
+    steps, samples = sums.steps.sum(), int(sums.samples.sum())
+    if steps == 0:
+        return None
+    # all coordinates, then each group
+    sizes = np.concatenate([sums.sizes[0].sum(keepdims=True), sums.sizes[0]])
+    totals = sums.batches.sum(axis=1, dtype=np.float64) + sums.current
+    complete = int(sums.samples[0] // sums.length[0])
+    # steps that were not finite are in no sum; there are few, or the run says so
+    per_batch = sums.length[0] * steps / samples
+    batches = sums.batches[:, :complete] / (per_batch * sizes)
+    matrix = sums.matrix.sum(axis=0, dtype=np.float64) / steps if sums.matrix.size else None
+    return _report(totals.sum(axis=0) / (steps * sizes), batches, matrix, samples)
+
+
+def report_of_draws(
+    positions: np.ndarray, gradients: np.ndarray, metric: Any, temperature: float = 1.0
+) -> SteinReport:
+    """
+    The report of draws whose gradients are known.
+
+    :param positions: coordinates :math:`\\phi`, shape ``(chains, draws, d)``.
+    :param gradients: of the potential with respect to them, of the same shape.
+    :param metric: the metric of the coordinates.
+    :param float temperature: :math:`T`.
+    """
+    chains, draws, size = positions.shape
+    away = positions - positions.mean(axis=(0, 1))
+    gradients = gradients / temperature
+    over_draws = jax.vmap(jax.vmap(metric.direction))
+    ratios = np.asarray(over_draws(jnp.asarray(away)) * over_draws(jnp.asarray(gradients)))
+    ratios = ratios / np.asarray(metric.variances(jnp.zeros(size)))
+    mean = np.sum(away * gradients, axis=2, keepdims=True) / size
+    series = np.concatenate([mean, ratios], axis=2)
+    count = min(_BATCHES, draws)
+    length = draws // count
+    batches = series[:, : count * length].reshape(chains, count, length, -1).mean(axis=2)
+    matrix = None
+    if size <= MATRIX_DIMENSION:
+        matrix = np.einsum("cni,cnj->ij", away, gradients, optimize=True) / (chains * draws)
+    return _report(series.mean(axis=(0, 1)), batches, matrix, chains * draws)
+
+
+def _report(
+    means: np.ndarray, batches: np.ndarray, matrix: np.ndarray | None, samples: int
+) -> SteinReport:
+    """
+    :param means: of the diagonal and of each variance ratio, shape ``(1 + k,)``.
+    :param batches: the same for batches of draws, shape ``(chains, batches, 1 + k)``.
+    """
+    if samples >= _FEWEST_SAMPLES and batches.shape[0] * batches.shape[1] >= FEWEST_BATCHES:
+        errors = _batch_error(batches)
+    else:
+        errors = np.full(means.shape, math.inf)
+    symmetric = None if matrix is None else (matrix + matrix.T) / 2
+    return SteinReport(float(means[0]), float(errors[0]), means[1:], errors[1:], symmetric, samples)
+
+
+def _batch_error(batches: np.ndarray) -> np.ndarray:
+    """
+    Standard errors of means of a series from means of its batches, shape (chains, batches, k),
+    for batches that may be shorter than the series remembers: as if their means were a
+    first-order autoregression.
+    """
+    away = batches - batches.mean(axis=(0, 1))
+    variance = np.mean(away**2, axis=(0, 1))
+    lagged = np.mean(away[:, 1:] * away[:, :-1], axis=(0, 1))
+    memory = np.clip(lagged / np.maximum(variance, 1e-30), 0.0, 0.9)
+    count = batches.shape[0] * batches.shape[1]
+    return np.sqrt(variance / (count - 1) * (1 + memory) / (1 - memory))
+
+
+def advice(problem: str) -> str:
+    """What to say of a run whose Stein matrix is not the identity."""
+    return (
+        f"The draws do not have the law of the posterior: {problem} (all are 1 for correct draws,"
+        " larger where they are too wide and smaller where they are too narrow, or the run too"
+        " short). R-hat and effective sample sizes do not show this. Too wide: halve the step size"
+        " or use larger minibatches. Too narrow: use a longer warm-up and run, then a smaller step"
+        " size. If the numbers stay, reparametrise the model."
+    )

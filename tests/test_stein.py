@@ -1,0 +1,202 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The Stein matrix: what it says of draws whose law is known."""
+
+import warnings
+
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+import pytest
+
+from numpyro_sgmcmc import SGLD
+from numpyro_sgmcmc.metric import IdentityMetric, from_covariance
+from numpyro_sgmcmc.stein import (
+    add_to_sums,
+    batch_is_full,
+    center_sums,
+    close_batch,
+    start_sums,
+    stein_report,
+)
+
+
+def sums_of(draws, gradients, site_of=None, temperature=1.0, metric=None):
+    """The running sums after a warm-up at zero and these steps."""
+    size, metric = draws.shape[1], metric or IdentityMetric()
+    site_of = np.zeros(size, int) if site_of is None else site_of
+    start = start_sums(draws[0], metric.variances(draws[0]), site_of)
+    start = center_sums(start, jnp.zeros(size), jnp.asarray(True))
+
+    def step(sums, seen):
+        position, gradient = seen
+        sums, share = add_to_sums(
+            sums, position, gradient, jnp.asarray(True), temperature, site_of, metric.direction
+        )
+        sums = sums._replace(samples=sums.samples + 1)
+        return lax.cond(batch_is_full(sums), close_batch, lambda s: s, sums), share
+
+    return jax.jit(lambda: lax.scan(step, start, (draws, gradients)))()
+
+
+def normal(size, count, scale=1.0, noise=0.0, key=0):
+    """Independent draws of N(0, scale^2), with the gradients of N(0, I) and their noise."""
+    one, two = random.split(random.key(key))
+    draws = scale * random.normal(one, (count, size))
+    return draws, draws + noise * random.normal(two, draws.shape)
+
+
+@pytest.mark.parametrize("count", [200, 1_000, 1_024, 5_000])
+def test_ratio_of_variances(count):
+    scale = jnp.array([1.0, 1.1, 0.8])
+    draws, gradients = normal(3, count, scale, noise=2.0)
+    sums, shares = sums_of(draws, gradients)
+    report = stein_report(sums)
+    products = np.asarray(draws * gradients, float)
+    np.testing.assert_allclose(report.ratios, products.mean(0), rtol=1e-4)
+    assert report.temperature == pytest.approx(products.mean(), rel=1e-4)
+    assert shares.mean() == pytest.approx(products.mean(), rel=1e-4)
+    assert report.samples == count
+    # batch means of independent draws: the usual standard errors, to the error of 32 of them
+    usual = products.std(0) / count**0.5
+    np.testing.assert_allclose(report.ratio_errors / usual, 1, atol=0.4)
+    np.testing.assert_array_less(np.abs(report.ratios - scale**2) / usual, 4)
+    low, high = report.eigenvalues
+    matrix = np.asarray(draws, float).T @ np.asarray(gradients, float) / count
+    np.testing.assert_allclose(
+        [low, high], np.linalg.eigvalsh((matrix + matrix.T) / 2)[[0, -1]], rtol=1e-3
+    )
+
+
+def test_variance_ratios_of_correlated_parameters():
+    """In the metric of the posterior they are the ratios of the marginal variances."""
+    covariance = np.array([[1.0, 0.7, 0.0], [0.7, 1.0, 0.3], [0.0, 0.3, 0.25]])
+    metric = from_covariance(covariance, np.zeros(3), np.float32)
+    wide = np.array([[1.15, 0.15, 0.0], [0.15, 1.15, 0.0], [0.0, 0.0, 1.0]])  # in coordinates
+    draws = normal(3, 100_000)[0] @ np.linalg.cholesky(wide).T
+    report = stein_report(sums_of(draws, draws, metric=metric)[0])
+    root = np.asarray(metric.factor)
+    right = np.diag(root @ wide @ root.T) / np.diag(covariance)
+    assert right[0] > 1.2
+    np.testing.assert_array_less(np.abs(report.ratios - right) / report.ratio_errors, 4)
+
+
+def test_chains_are_pooled():
+    chains = [sums_of(*normal(2, 1_000, 1.1, key=k))[0] for k in range(4)]
+    pooled = stein_report(jax.tree.map(lambda *x: jnp.stack(x), *chains))
+    alone = [stein_report(chain) for chain in chains]
+    assert pooled.temperature == pytest.approx(np.mean([r.temperature for r in alone]), rel=1e-5)
+    assert pooled.error == pytest.approx(alone[0].error / 2, rel=0.3)
+    assert pooled.samples == 4_000
+
+
+def test_sites_of_many_coordinates():
+    site_of = np.repeat([0, 1], [900, 300])
+    scale = jnp.where(site_of == 0, 1.0, 1.2)
+    report = stein_report(sums_of(*normal(1_200, 500, scale), site_of)[0])
+    np.testing.assert_allclose(report.ratios, [1, 1.44], rtol=0.02)
+    assert report.temperature == pytest.approx((900 + 300 * 1.44) / 1_200, rel=0.02)
+    assert np.all(np.isnan(report.eigenvalues))
+    assert "1 of 2 variance ratios" in report.problem()
+
+
+def test_temperature_is_the_unit():
+    draws, gradients = normal(5, 4_000, 2.0**0.5)
+    assert stein_report(sums_of(draws, gradients, temperature=2.0)[0]).problem() is None
+    assert (
+        "configurational temperature is 2" in stein_report(sums_of(draws, gradients)[0]).problem()
+    )
+
+
+def test_each_part_of_the_verdict():
+    good = stein_report(sums_of(*normal(4, 4_000))[0])
+    assert good.problem() is None
+    wide = stein_report(sums_of(*normal(4, 20_000, 1.035))[0])
+    assert "temperature is 1.08" in wide.problem() and "ratios" not in wide.problem()
+    uneven = jnp.array([1.3, 1.0, 1.0, 0.55])
+    assert "2 of 4 variance ratios" in stein_report(sums_of(*normal(4, 4_000, uneven))[0]).problem()
+    # both coordinates and the temperature are right, and the correlation is not
+    draws, _ = normal(2, 4_000)
+    tilted = draws @ jnp.linalg.cholesky(jnp.array([[1.0, 0.5], [0.5, 1.0]])).T
+    problem = stein_report(sums_of(tilted, tilted)[0]).problem()
+    assert "an eigenvalue" in problem and "temperature" not in problem
+
+
+def test_too_short_for_a_verdict():
+    report = stein_report(sums_of(*normal(3, 100, 3.0))[0])
+    assert report.temperature > 5 and report.problem() is None
+    assert stein_report(start_sums(jnp.zeros(3), jnp.ones(3), np.zeros(3, int))) is None
+
+
+def test_standard_error_of_a_series_with_memory():
+    """Draws that remember hundreds of steps: the standard error knows, and there is no verdict."""
+    noise = random.normal(random.key(0), (4_000, 5))
+    _, draws = lax.scan(
+        lambda x, e: ((y := 0.99 * x + (1 - 0.99**2) ** 0.5 * e), y), noise[0], noise
+    )
+    report = stein_report(sums_of(draws, draws)[0])
+    # squares have half the memory: (1 + 0.98) / (1 - 0.98) steps for an independent one
+    usual = (2 / 4_000 * 1.98 / 0.02) ** 0.5
+    assert 0.5 < np.median(report.ratio_errors) / usual < 1.5
+    assert report.problem() is None
+
+
+def test_silent_on_good_draws():
+    """Of 60 runs with the right law hardly any is found guilty."""
+    runs = [normal(6, 1_000, noise=1.0, key=k) for k in range(60)]
+    sums = jax.vmap(lambda *run: sums_of(*run)[0])(*map(jnp.stack, zip(*runs, strict=True)))
+    found = [stein_report(jax.tree.map(lambda x, k=k: x[k], sums)) for k in range(60)]
+    assert sum(report.problem() is not None for report in found) <= 2
+
+
+def gaussian(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=90) as i:
+        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+
+@pytest.mark.parametrize(
+    "chains, chain_method, progress_bar",
+    [
+        (1, "parallel", False),
+        (1, "parallel", True),
+        (3, "vectorized", False),
+        (3, "vectorized", True),
+        (3, jax.vmap, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_a_wrong_run_says_so_once(chains, chain_method, progress_bar, monkeypatch):
+    """Of one chain under a progress bar without a callback, which would slow down every call."""
+    calls = []
+    judge = SGLD._judge
+    monkeypatch.setattr(SGLD, "_judge", lambda *args: calls.append(0) or judge(*args))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # NumPyro hides its bar for these
+    monkeypatch.delenv("CI", raising=False)
+    y = random.normal(random.key(0), (100, 3))
+    for step_size, expected in ((5e-4, 0), (1.5e-2, 1)):  # the largest stable one is 0.02
+        mcmc = MCMC(
+            SGLD(gaussian, step_size), num_warmup=200, num_samples=4_100, num_chains=chains,
+            chain_method=chain_method, progress_bar=progress_bar,
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            mcmc.run(random.key(1), y)
+        found = [w for w in seen if "do not have the law of the posterior" in str(w.message)]
+        assert len(found) == expected
+        assert bool(calls) != (progress_bar and chains == 1)
+
+
+def test_a_wrong_run_with_a_long_warmup_says_so(monkeypatch):
+    """By the number of samples alone: a count that has the warm-up in it would judge none."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("numpyro_sgmcmc.kernels._base._SECONDS_BETWEEN_DIAGNOSTICS", np.inf)
+    mcmc = MCMC(SGLD(gaussian, 1.5e-2), num_warmup=1_000, num_samples=600, progress_bar=True)
+    with pytest.warns(UserWarning, match="After 512 samples: The draws do not have the law"):
+        mcmc.run(random.key(1), random.normal(random.key(0), (100, 3)))
