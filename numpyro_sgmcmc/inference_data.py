@@ -4,7 +4,7 @@
 """From an ``MCMC`` object to ArviZ: ``InferenceData`` in ArviZ 0.x, ``DataTree`` in 1.x."""
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
+from copy import copy
 import inspect
 import math
 from typing import Any
@@ -12,16 +12,19 @@ import warnings
 
 import jax
 from jax import Array, random
+import jax.numpy as jnp
 import numpy as np
-from numpyro.handlers import seed, substitute, trace, uncondition
+from numpyro.handlers import uncondition
 from numpyro.infer import MCMC, Predictive
-from numpyro.infer.util import log_likelihood as pointwise_log_likelihood
+import xarray as xr
 
-from numpyro_sgmcmc.diagnostics import SteinReport, SteinSums, advice, stein_report
 from numpyro_sgmcmc.minibatch import as_arrays
+from numpyro_sgmcmc.record import attributes, latent_shapes, stein_group, stein_of
+from numpyro_sgmcmc.rows import Rows, full_sites, keep_rows, log_likelihood_of
+from numpyro_sgmcmc.stein import advice
 
 #: Values of the size of (chains, draws, N) beyond this need `max_values`: 2 GB in float32.
-_MAX_VALUES = 500_000_000
+MAX_VALUES = 500_000_000
 
 
 def to_arviz(
@@ -30,22 +33,31 @@ def to_arviz(
     log_likelihood: bool = False,
     posterior_predictive: bool = False,
     constant_data: bool = True,
+    rows: Rows | Mapping[str, Rows] | None = None,
     rng_key: Array | None = None,
     coords: Mapping[str, Any] | None = None,
     dims: Mapping[str, list[str]] | None = None,
     attrs: Mapping[str, str | int | float] | None = None,
     sampling_time: float | None = None,
-    max_values: int = _MAX_VALUES,
+    max_values: int = MAX_VALUES,
 ) -> Any:
     """
     The results of a run for ArviZ, on the full data: groups ``posterior``,
-    ``sample_stats`` (the collected fields of the state), ``observed_data``,
+    ``sample_stats`` (the collected fields of the state), ``stein`` (the variance ratio of
+    each parameter and its standard error, see :mod:`numpyro_sgmcmc.stein`), ``observed_data``,
     ``constant_data`` (the array arguments of the model), and on request
     ``log_likelihood`` and ``posterior_predictive``.
 
     Variables have the shape ``(chain, draw, *site)``. Names of dimensions are those of
     the plates and of ``infer={"event_dims": [...]}``; ``dims`` adds to them. Nothing of a
     minibatch is in the result. Plain ``arviz.from_numpyro(mcmc)`` gives the same posterior.
+
+    With more rows than memory is there for, ``rows=2_000`` draws so many of them at random:
+    all groups then hold these rows only, at a cost that grows with their number and not with
+    :math:`N`, and the dimension of the plate has their numbers as its coordinate. Checks of
+    calibration such as ``arviz.plot_loo_pit`` need no more; :math:`N / n` times the sum over
+    :math:`n` rows estimates that over all of them, and
+    :func:`~numpyro_sgmcmc.predictive.loo` does so better.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel.
     :param bool log_likelihood: whether to compute :math:`\\log p(y_i \\mid \\theta)` of every
@@ -54,8 +66,11 @@ def to_arviz(
         every draw, one draw at a time; arrays of the same size.
     :param bool constant_data: whether to keep the array arguments of the model that are
         not its observations.
-    :param rng_key: random key of the posterior predictive draws.
-    :param coords: coordinate values of dimensions, by name.
+    :param rows: how many rows of every subsampled plate to keep, drawn without replacement
+        (the same ones for plates of the same size), or the numbers of the rows, or a dict of
+        either by the name of the plate; plates that it does not name stay whole.
+    :param rng_key: random key of the choice of rows and of the posterior predictive draws.
+    :param coords: coordinate values of dimensions, by name; of all rows, also with ``rows``.
     :param dims: names of the dimensions of variables, in addition to the inferred ones.
     :param attrs: attributes in addition to the settings of the kernel.
     :param float sampling_time: seconds that the run took, kept as an attribute; NumPyro does
@@ -63,7 +78,8 @@ def to_arviz(
     :param int max_values: largest number of values that ``log_likelihood`` or
         ``posterior_predictive`` may have.
     :return: an ``arviz.InferenceData`` or an ``xarray.DataTree``.
-    :raises ValueError: if the object has no draws, or if a requested group is too large.
+    :raises ValueError: if the object has no draws, if a requested group is too large, or if
+        there are no such rows.
 
     **Example:**
 
@@ -85,19 +101,30 @@ def to_arviz(
         >>> data = to_arviz(mcmc, log_likelihood=True)
         >>> data["log_likelihood"]["y"].sizes["rows"]
         50
+        >>> data = to_arviz(mcmc, posterior_predictive=True, rows=[3, 14, 41])
+        >>> data["posterior_predictive"]["y"].coords["rows"].values.tolist()
+        [3, 14, 41]
     """
     import arviz
 
-    if mcmc.last_state is None:
-        raise ValueError("The `MCMC` object has no draws yet: call `mcmc.run(...)` first.")
-    args, kwargs = as_arrays((mcmc._args, mcmc._kwargs))
-    model, draws = mcmc.sampler.model, mcmc.get_samples(group_by_chain=True)
+    args, kwargs = arguments_of(mcmc)
+    key = random.key(0) if rng_key is None else rng_key
     _warn_if_nonfinite(mcmc)
     _warn_if_friction_is_exceeded(mcmc)
-    stein = _stein_report(mcmc)
+    stein = stein_of(mcmc)
     if stein is not None and (problem := stein.problem()) is not None:
         warnings.warn(advice(problem), stacklevel=2)
-    sites = _full_sites(model, draws, args, kwargs)
+    view, chosen = copy(mcmc), {}
+    # ArviZ is to have the arguments as arrays of JAX, too
+    view._args, view._kwargs = args, kwargs
+    if rows is not None:
+        chosen = keep_rows(view, rows, key)
+    coords = dict(chosen) | {
+        name: np.asarray(labels)[chosen[name]] if name in chosen else labels
+        for name, labels in (coords or {}).items()
+    }
+    model, draws = view.sampler.model, view.get_samples(group_by_chain=True)
+    sites = full_sites(model, draws, args, kwargs)
     observed = {
         name: site
         for name, site in sites.items()
@@ -107,36 +134,50 @@ def to_arviz(
     all_dims = _plate_dims(sites) | {k: list(v) for k, v in (dims or {}).items()}
     if posterior_predictive:
         values = sum(math.prod(site["fn"].shape()) for site in observed.values())
-        _check_size("posterior_predictive", mcmc, values, max_values)
+        check_size("posterior_predictive", mcmc, values, max_values)
         predict = Predictive(
             uncondition(model),
             draws,
             return_sites=[name for name in observed if not _is_factor(observed[name])],
             batch_ndims=2,
         )
-        key = random.key(0) if rng_key is None else rng_key
         groups["posterior_predictive"] = jax.device_get(predict(key, *args, **kwargs))
     if constant_data:
-        arguments = _array_arguments(model, args, kwargs)
-        known = [np.asarray(site["value"]) for site in observed.values()]
-        groups["constant_data"] = {
-            name: np.asarray(x)
-            for name, x in arguments.items()
-            if not any(x.shape == v.shape and np.array_equal(x, v) for v in known)
-        } or None
         plates = {s["args"][0]: name for name, s in sites.items() if s["type"] == "plate"}
-        for name, x in (groups["constant_data"] or {}).items():
-            if x.shape[0] in plates:
-                rest = [f"{name}_dim_{k}" for k in range(1, x.ndim)]
-                all_dims.setdefault(name, [plates[x.shape[0]], *rest])
-    data = arviz.from_numpyro(mcmc, coords=coords, dims=all_dims, log_likelihood=False, **groups)
+        known = [np.asarray(site["value"]) for site in observed.values()]
+        found: dict[str, np.ndarray] = {}
+        for name, argument in _array_arguments(mcmc.sampler.model, args, kwargs).items():
+            # an observation may have rows of several plates
+            x = argument
+            for axis, size in enumerate(argument.shape):
+                if plates.get(size) in chosen:
+                    x = jnp.take(x, chosen[plates[size]], axis=axis)
+            if any(x.shape == v.shape and np.array_equal(x, v) for v in known):
+                continue
+            plate = plates.get(argument.shape[0])
+            found[name] = np.asarray(argument[chosen[plate]] if plate in chosen else argument)
+            if plate is not None:
+                all_dims.setdefault(
+                    name, [plate, *(f"{name}_dim_{k}" for k in range(1, argument.ndim))]
+                )
+        groups["constant_data"] = found or None
+    data = arviz.from_numpyro(view, coords=coords, dims=all_dims, log_likelihood=False, **groups)
     if log_likelihood:
-        rows = sum(math.prod(site["fn"].batch_shape) for site in observed.values())
-        _check_size("log_likelihood", mcmc, rows, max_values)
-        terms = pointwise_log_likelihood(model, draws, *args, batch_ndims=2, **kwargs)
+        values = sum(math.prod(site["fn"].batch_shape) for site in observed.values())
+        check_size("log_likelihood", mcmc, values, max_values)
+        terms = log_likelihood_of(model, draws, args, kwargs, batch_ndims=2)
         _add_group(arviz, data, "log_likelihood", jax.device_get(terms), coords, all_dims)
-    data.attrs.update(_attributes(mcmc, stein, sampling_time) | dict(attrs or {}))
+    if stein is not None:
+        _add_dataset(data, "stein", stein_group(stein, latent_shapes(mcmc)))
+    data.attrs.update(attributes(mcmc, stein, sampling_time) | dict(attrs or {}))
     return data
+
+
+def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:
+    """The arguments of the model in the run."""
+    if mcmc.last_state is None:
+        raise ValueError("The `MCMC` object has no draws yet: call `mcmc.run(...)` first.")
+    return as_arrays((mcmc._args, mcmc._kwargs))
 
 
 def _warn_if_friction_is_exceeded(mcmc: MCMC) -> None:
@@ -166,12 +207,6 @@ def _warn_if_nonfinite(mcmc: MCMC) -> None:
         )
 
 
-def _full_sites(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
-    """The sites of the model on its full data, at the first draw."""
-    first = jax.tree.map(lambda x: x[0, 0], draws)
-    return trace(substitute(seed(model, random.key(0)), data=first)).get_trace(*args, **kwargs)
-
-
 def _is_factor(site: dict) -> bool:
     return type(site["fn"]).__name__ == "Unit"
 
@@ -194,13 +229,19 @@ def _array_arguments(model: Callable, args: tuple, kwargs: dict) -> dict[str, Ar
     return {k: x for k, x in bound.items() if isinstance(x, jax.Array) and x.ndim > 0}
 
 
-def _check_size(group: str, mcmc: MCMC, values: int, max_values: int) -> None:
+def check_size(
+    group: str,
+    mcmc: MCMC,
+    values: int,
+    max_values: int,
+    remedy: str = "`rows=2_000` for some of the rows",
+) -> None:
     draws = mcmc.num_chains * (mcmc.num_samples // mcmc.thinning)
     if draws * values > max_values:
         raise ValueError(
             f"`{group}` would have {draws:,} draws x {values:,} values = {draws * values:,} values,"
-            f" more than max_values={max_values:,}. Keep fewer draws with `MCMC(thinning=...)`,"
-            " or raise `max_values` if the memory is there (4 bytes each)."
+            f" more than max_values={max_values:,}. Use {remedy}, keep fewer draws with"
+            " `MCMC(thinning=...)`, or raise `max_values` if the memory is there (4 bytes each)."
         )
 
 
@@ -218,32 +259,8 @@ def _add_group(
         data.update(arviz.from_dict({name: values}, coords=coords, dims=dims))
 
 
-def _stein_report(mcmc: MCMC) -> SteinReport | None:
-    sums = getattr(mcmc.last_state, "stein", None)
-    return stein_report(sums) if isinstance(sums, SteinSums) else None
-
-
-def _attributes(
-    mcmc: MCMC, stein: SteinReport | None, sampling_time: float | None
-) -> dict[str, str | int | float]:
-    found = dict(getattr(mcmc.sampler, "settings", {}))
-    found |= {
-        "inference_library": "numpyro_sgmcmc",
-        "inference_library_version": version("numpyro_sgmcmc"),
-        "numpyro_version": version("numpyro"),
-        "jax_version": version("jax"),
-        "tuning_steps": mcmc.num_warmup,
-        "thinning": mcmc.thinning,
-    }
-    if stein is not None:
-        found |= {
-            "configurational_temperature": stein.temperature,
-            "configurational_temperature_error": stein.error,
-            "stein_diagonal_smallest": float(stein.diagonal.min()),
-            "stein_diagonal_largest": float(stein.diagonal.max()),
-            "stein_eigenvalue_smallest": stein.eigenvalues[0],
-            "stein_eigenvalue_largest": stein.eigenvalues[1],
-        }
-    if sampling_time is not None:
-        found["sampling_time"] = float(sampling_time)
-    return found
+def _add_dataset(data: Any, name: str, dataset: xr.Dataset) -> None:
+    if hasattr(data, "add_groups"):
+        data.add_groups({name: dataset})
+    else:
+        data[name] = xr.DataTree(dataset)

@@ -7,31 +7,28 @@ import subprocess
 import sys
 
 import arviz as az
+from generations import FIRST_GENERATION, arviz_marks
+import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import HMC, MCMC, NUTS
 from numpyro.infer.initialization import init_to_value
 import pytest
 from scipy.special import expit
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, full_data, to_arviz
+from numpyro_sgmcmc.diagnostics.runs import group
+from numpyro_sgmcmc.rows import choose_rows, row_numbers
 
-pytestmark = [
-    pytest.mark.arviz,
-    pytest.mark.filterwarnings(
-        "ignore:.*Deterministic sites 'probability':UserWarning",
-        "ignore:.*Estimated shape parameter of Pareto:UserWarning",
-        "ignore:.*look (binary|discrete):UserWarning",
-        "ignore::DeprecationWarning",
-        "ignore::PendingDeprecationWarning",
-        "ignore::FutureWarning",
-    ),
-]
+pytestmark = arviz_marks(
+    "Deterministic sites 'probability'",
+    "Estimated shape parameter of Pareto",
+    "look (binary|discrete)",
+)
 
-FIRST_GENERATION = int(az.__version__.split(".")[0]) < 1
 N = 50
 X = np.random.default_rng(0).standard_normal((N, 3)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(np.int32)
@@ -47,11 +44,6 @@ def model(x, y=None, batch_size=10):
     with numpyro.plate("rows", x.shape[0], subsample_size=batch_size) as i:
         p = numpyro.deterministic("probability", 1 / (1 + jnp.exp(-x[i] @ w)))
         numpyro.sample("y", dist.Bernoulli(probs=p), obs=None if y is None else y[i])
-
-
-def group(data, name):
-    found = data[name]
-    return found if FIRST_GENERATION else found.to_dataset()
 
 
 def names(data):
@@ -82,7 +74,7 @@ def data(mcmc):
 def test_groups_and_shapes(data):
     assert names(data) == {
         "posterior", "sample_stats", "observed_data", "constant_data", "log_likelihood",
-        "posterior_predictive",
+        "posterior_predictive", "stein",
     }  # fmt: skip
     posterior = group(data, "posterior")
     assert dict(posterior.sizes) == {"chain": 2, "draw": 300, "groups": 2, "feature": 3}
@@ -163,6 +155,183 @@ def test_size_guard(mcmc):
             ValueError, match=f"`{option}` would have 600 draws x 50 values = 30,000"
         ):
             to_arviz(mcmc, max_values=29_999, **{option: True})
+
+
+@pytest.mark.parametrize("rows", [np.array([41, 3, 17]), 12])
+def test_chosen_rows_are_those_of_the_whole(mcmc, data, rows):
+    found = to_arviz(mcmc, log_likelihood=True, posterior_predictive=True, rows=rows)
+    numbers = group(found, "observed_data").coords["rows"].values
+    if np.ndim(rows):
+        np.testing.assert_array_equal(numbers, rows)
+    else:
+        assert numbers.size == 12 and np.all(np.diff(numbers) > 0)
+    for name in ("observed_data", "constant_data", "log_likelihood"):
+        assert set(group(found, name)) == set(group(data, name))
+        for variable, values in group(found, name).items():
+            whole = group(data, name)[variable].isel(rows=numbers)
+            np.testing.assert_array_equal(values.coords["rows"], numbers)
+            np.testing.assert_allclose(values, whole, atol=1e-6)
+    for variable, values in group(found, "posterior").items():
+        np.testing.assert_array_equal(values, group(data, "posterior")[variable])
+    p = expit(np.einsum("cdk,nk->cdn", group(data, "posterior")["w"].values, X[numbers]))
+    drawn = group(found, "posterior_predictive")["y"]
+    np.testing.assert_array_equal(drawn.coords["rows"], numbers)
+    error = (p * (1 - p)).sum((0, 1)) ** 0.5 / 600
+    assert np.all(np.abs((drawn.values - p).mean((0, 1))) < 4 * error)
+
+
+def test_rows_are_drawn_by_the_key():
+    def drawn(seed):
+        return row_numbers("plate", 10, 50, random.key(seed))
+
+    np.testing.assert_array_equal(drawn(0), drawn(0))
+    counts = np.bincount(np.concatenate([drawn(k) for k in range(500)]), minlength=50)
+    # each is there with probability 1 / 5
+    assert np.all(np.abs(counts - 100) < 4.5 * (500 * 0.2 * 0.8) ** 0.5)
+
+
+def test_labels_of_rows_follow_them(mcmc):
+    labels = [f"day {k}" for k in range(N)]
+    found = to_arviz(mcmc, rows=[7, 5], coords={"rows": labels})
+    assert group(found, "observed_data").coords["rows"].values.tolist() == ["day 7", "day 5"]
+
+
+#: Shapes of what the model computes: not of what is only traced.
+SEEN = []
+
+
+def two_plates(x, y, z, t):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("first", x.shape[0], subsample_size=10):
+        mean = numpyro.subsample(x, event_dim=1) @ w
+        jax.debug.callback(lambda mean: SEEN.append(mean.shape), mean)
+        numpyro.sample("y", dist.Normal(mean, 1), obs=numpyro.subsample(y, event_dim=0))
+    with numpyro.plate("second", z.shape[0], subsample_size=5) as i:
+        numpyro.sample("z", dist.Normal(w[0], 1), obs=z[i])
+    numpyro.sample("t", dist.Normal(w[1], 1), obs=t)
+
+
+TWO_PLATES = (X, X[:, 0], X[:30, 1], 0.5)
+
+
+@pytest.fixture(scope="module")
+def of_two_plates():
+    mcmc = MCMC(SGLD(two_plates, step_size=1e-3), num_warmup=0, num_samples=20, progress_bar=False)
+    mcmc.run(random.key(0), *TWO_PLATES)
+    return mcmc
+
+
+@pytest.mark.parametrize(
+    "rows, first, second",
+    [(8, 8, 8), ({"second": [4, 2]}, N, 2), ({"first": 3, "second": 30}, 3, 30)],
+)
+def test_rows_of_several_plates(of_two_plates, rows, first, second):
+    found = to_arviz(of_two_plates, log_likelihood=True, rows=rows)
+    observed, terms = group(found, "observed_data"), group(found, "log_likelihood")
+    assert observed["y"].shape == (first,) and observed["z"].shape == (second,)
+    assert terms["y"].shape == (1, 20, first) and terms["z"].shape == (1, 20, second)
+    assert terms["t"].shape == (1, 20) and set(group(found, "constant_data")) == {"x"}
+    z = TWO_PLATES[2][observed.coords["second"].values if second < 30 else slice(None)]
+    np.testing.assert_array_equal(observed["z"], z)
+    w = group(found, "posterior")["w"].values[..., :1]
+    np.testing.assert_allclose(
+        terms["z"], -((z - w) ** 2) / 2 - np.log(2 * np.pi) / 2, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_other_rows_are_not_computed(of_two_plates):
+    jax.effects_barrier()
+    SEEN.clear()
+    to_arviz(of_two_plates, log_likelihood=True, posterior_predictive=True, rows=7)
+    jax.effects_barrier()
+    assert set(SEEN) == {(7,)}
+
+
+def test_rows_where_the_plate_has_latent_sites():
+    """As HMC and NUTS allow: the posterior, too, then is that of the chosen rows."""
+
+    def local(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
+            mean = numpyro.deterministic("mean", x[i, 0] * w + z.sum(-1))
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+    kernel = HMC(full_data(local), num_steps=3, adapt_step_size=False, step_size=0.1)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=20, progress_bar=False)
+    mcmc.run(random.key(0), X, X[:, 1], extra_fields=("num_steps",))
+    rows = [30, 2]
+    whole, found = (to_arviz(mcmc, log_likelihood=True, rows=r) for r in (None, rows))
+    assert group(found, "posterior")["z"].shape == (1, 20, 2, 2)
+    for name in ("posterior", "log_likelihood", "sample_stats"):
+        for variable, values in group(found, name).items():
+            expected = group(whole, name)[variable]
+            expected = expected.isel(rows=rows) if "rows" in expected.dims else expected
+            np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_crossed_plates_choose_rows_and_columns():
+    def crossed(table):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        down = numpyro.plate("down", table.shape[0], subsample_size=5, dim=-2)
+        across = numpyro.plate("across", table.shape[1], subsample_size=4, dim=-1)
+        with down as i, across as j:
+            numpyro.sample("cell", dist.Normal(mu, 1), obs=table[i[:, None], j])
+
+    table = X[:48].reshape(12, 12)[:, :9]
+    mcmc = MCMC(SGLD(crossed, step_size=1e-3), num_warmup=0, num_samples=20, progress_bar=False)
+    mcmc.run(random.key(0), table)
+    found = to_arviz(mcmc, log_likelihood=True, rows={"down": [8, 1], "across": [0, 5, 2]})
+    assert group(found, "log_likelihood")["cell"].dims == ("chain", "draw", "down", "across")
+    np.testing.assert_array_equal(
+        group(found, "observed_data")["cell"], table[np.ix_([8, 1], [0, 5, 2])]
+    )
+    assert "constant_data" not in names(found)
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (51, "51 rows of plate 'rows' were asked for, which has 50. Ask for 1 to 50"),
+        (0, "0 rows of plate 'rows' were asked for"),
+        ([3, 50, -1], "2 of the 3 row numbers of plate 'rows' are out of range, the first is 50"),
+        ([4, 9, 4, 4], "Row 4 of plate 'rows' is chosen 3 times, and 2 of the 4"),
+        (2.5, r"The rows of plate 'rows' are an array of dtype float64 and shape \(\)"),
+        (np.ones(50, bool), r"dtype bool and shape \(50,\).*np.flatnonzero"),
+        ([], r"shape \(0,\)"),
+        ({"row": 3}, r"`rows` names \['row'\], but the subsampled plates .* 'rows' \(50 rows\)"),
+    ],
+)
+def test_rows_that_are_refused(mcmc, rows, message):
+    with pytest.raises(ValueError, match=message):
+        to_arviz(mcmc, rows=rows)
+
+
+def test_row_numbers_need_a_plate(of_two_plates):
+    with pytest.raises(
+        ValueError, match=r"several subsampled plates: 'first' \(50 rows\), 'second' \(30"
+    ):
+        to_arviz(of_two_plates, rows=[1, 2])
+    with pytest.raises(ValueError, match="`rows=5` chooses from .* but the model has none"):
+        choose_rows(5, (), random.key(0))
+
+
+def test_likelihood_that_is_itself_random():
+    def estimated(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            noise = random.normal(numpyro.prng_key(), (100, 1))
+            terms = dist.Normal(mu + 0.1 * noise, 1).log_prob(y[i])
+            numpyro.factor("term", jnp.log(jnp.mean(jnp.exp(terms), 0)))
+
+    mcmc = MCMC(SGLD(estimated, step_size=1e-3), num_warmup=0, num_samples=20, progress_bar=False)
+    mcmc.run(random.key(0), X[:, 0])
+    found = to_arviz(mcmc, log_likelihood=True)
+    mu = group(found, "posterior")["mu"].values[..., None]
+    exact = -((X[:, 0] - mu) ** 2) / 2 / 1.01 - np.log(2 * np.pi * 1.01) / 2
+    difference = group(found, "log_likelihood")["term"] - exact
+    # each of the 100 terms has a standard deviation of 0.1 times the residual
+    assert np.all(np.abs(difference) < 4 * 0.01 * np.abs(X[:, 0] - mu) + 0.01)
 
 
 def test_no_draws():
