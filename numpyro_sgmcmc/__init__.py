@@ -5,6 +5,16 @@
 
 from importlib.metadata import version as _version
 
+from numpyro_sgmcmc.diagnostics import autocorrelation_time as autocorrelation_time
+from numpyro_sgmcmc.diagnostics import compare as compare
+from numpyro_sgmcmc.diagnostics import configurational_temperature as configurational_temperature
+from numpyro_sgmcmc.diagnostics import gradient_noise as gradient_noise
+from numpyro_sgmcmc.diagnostics import kernel_stein_discrepancy as kernel_stein_discrepancy
+from numpyro_sgmcmc.diagnostics import kinetic_temperature as kinetic_temperature
+from numpyro_sgmcmc.diagnostics import moments as moments
+from numpyro_sgmcmc.diagnostics import stein_matrix as stein_matrix
+from numpyro_sgmcmc.diagnostics import step_halving as step_halving
+from numpyro_sgmcmc.diagnostics import summary as summary
 from numpyro_sgmcmc.inference_data import to_arviz as to_arviz
 from numpyro_sgmcmc.kernels import PSGLD as PSGLD
 from numpyro_sgmcmc.kernels import SGFS as SGFS
@@ -16,5 +26,10 @@ from numpyro_sgmcmc.kernels import ApproximateScaleAdaptedSGHMC as ApproximateSc
 from numpyro_sgmcmc.kernels import CCAdL as CCAdL
 from numpyro_sgmcmc.kernels import SGMCMCKernel as SGMCMCKernel
 from numpyro_sgmcmc.minibatch import full_data as full_data
+from numpyro_sgmcmc.plots import plot_bias as plot_bias
+from numpyro_sgmcmc.plots import plot_noise_spectrum as plot_noise_spectrum
+from numpyro_sgmcmc.plots import plot_stein as plot_stein
+from numpyro_sgmcmc.plots import plot_temperature as plot_temperature
+from numpyro_sgmcmc.predictive import loo as loo
 
 __version__ = _version("numpyro_sgmcmc")

@@ -1,0 +1,23 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Whether to trust a run: what effective sample sizes and R-hat cannot see."""
+
+from numpyro_sgmcmc.diagnostics.autocorrelation import autocorrelation_time as autocorrelation_time
+from numpyro_sgmcmc.diagnostics.comparison import Moments as Moments
+from numpyro_sgmcmc.diagnostics.comparison import compare as compare
+from numpyro_sgmcmc.diagnostics.comparison import moments as moments
+from numpyro_sgmcmc.diagnostics.discrepancy import Discrepancy as Discrepancy
+from numpyro_sgmcmc.diagnostics.discrepancy import (
+    kernel_stein_discrepancy as kernel_stein_discrepancy,
+)
+from numpyro_sgmcmc.diagnostics.halving import step_halving as step_halving
+from numpyro_sgmcmc.diagnostics.noise_spectrum import gradient_noise as gradient_noise
+from numpyro_sgmcmc.diagnostics.stein_matrix import stein_matrix as stein_matrix
+from numpyro_sgmcmc.diagnostics.summary import Summary as Summary
+from numpyro_sgmcmc.diagnostics.summary import summary as summary
+from numpyro_sgmcmc.diagnostics.temperature import Temperature as Temperature
+from numpyro_sgmcmc.diagnostics.temperature import (
+    configurational_temperature as configurational_temperature,
+)
+from numpyro_sgmcmc.diagnostics.temperature import kinetic_temperature as kinetic_temperature

@@ -1,0 +1,193 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The score of the posterior at the draws of a run."""
+
+from collections.abc import Callable
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import MCMC
+from numpyro.infer.initialization import init_to_uniform
+
+from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, group
+from numpyro_sgmcmc.inference_data import arguments_of
+from numpyro_sgmcmc.metric import IdentityMetric
+from numpyro_sgmcmc.minibatch import as_arrays, full_data, read_model
+from numpyro_sgmcmc.potentials import Problem
+from numpyro_sgmcmc.record import parameters
+
+#: Scores on all data are made for up to so many rows times draws, if nothing is said.
+_AFFORDABLE = 2e8
+
+#: Draws whose passes over the data, or minibatches, are made together.
+_AT_ONCE, _MINIBATCHES_AT_ONCE = 8, 64
+
+#: Draws at which the noise of minibatches is compared with and without a control variate.
+_COMPARED = 32
+
+
+class Target(NamedTuple):
+    """The model of the posterior with its arguments, or None where it is not known."""
+
+    model: Callable | None
+    args: tuple = ()
+    kwargs: dict | None = None
+
+    def or_of(self, *runs: Run) -> "Target":
+        """This one if it is known, and else that of the first ``MCMC`` object."""
+        if self.model is None:
+            for run in runs:
+                if isinstance(run, MCMC):
+                    return Target(run.sampler.model, *arguments_of(run))
+        return self
+
+
+class Scores(NamedTuple):
+    """
+    - **positions** - unconstrained values, shape (chains, draws, d).
+    - **scores** - :math:`\\nabla \\log p(\\theta \\mid D) / T` there, or unbiased estimates.
+    - **exact** - whether they are on all data.
+    - **labels** - of the parameters.
+    - **sites** - the site of each parameter.
+    """
+
+    positions: np.ndarray
+    scores: np.ndarray
+    exact: bool
+    labels: list[str]
+    sites: list[str]
+
+
+def scores_of(
+    run: Run, target: Target, draws: int, scores: str = "auto", rng_key: Array | None = None
+) -> Scores:
+    """
+    The score at some of the draws, evenly spaced.
+
+    :param int draws: how many, of all chains together.
+    :param str scores: ``"full"``, ``"minibatch"`` or ``"auto"``.
+    :raises ValueError: if the model is not known, or does not belong to the draws.
+    """
+    if scores not in ("auto", "full", "minibatch"):
+        raise ValueError(f"`scores` must be 'auto', 'full' or 'minibatch'; got {scores!r}.")
+    if draws < 2:
+        raise ValueError(f"`draws` must be at least 2; got {draws}.")
+    model, args, kwargs = target.or_of(run)
+    if model is None:
+        raise ValueError(
+            "The score of the posterior needs the model: give the `MCMC` object, or with an ArviZ"
+            " object `model=` and `model_args=`, as they were in `mcmc.run(rng_key, *model_args)`."
+        )
+    data = as_data(run)
+    problem = problem_of(Target(model, args, kwargs))
+    flat = positions_of(problem, _thinned(data, problem, draws))
+    every = flat.reshape(-1, flat.shape[-1])
+    labels, sites = parameters({name: x.shape for name, x in problem.view.latents.items()})
+    _check_moves(every, labels)
+    rows = math.prod(plate.size for plate in problem.view.plates)
+    affordable = scores == "auto" and rows * len(every) <= _AFFORDABLE
+    exact = scores == "full" or affordable or not problem.view.plates
+    if exact:
+        found = _full_scores(problem, every)
+    else:
+        found = _estimated_scores(problem, every, random.key(0) if rng_key is None else rng_key)
+    temperature = float(data.attrs.get("temperature", 1.0))
+    return Scores(
+        flat.astype(np.float64),
+        found.astype(np.float64).reshape(flat.shape) / temperature,
+        exact,
+        labels,
+        sites,
+    )
+
+
+def problem_of(target: Target) -> Problem:
+    """The model with its minibatches, of which the kernels show the full-data view."""
+    model: Any = target.model
+    args, kwargs = as_arrays((tuple(target.args), target.kwargs or {}))
+    raw = model.fn if isinstance(model, full_data) else model
+    return Problem(read_model(raw, init_to_uniform, args, kwargs), args, kwargs)
+
+
+def _thinned(data: Any, problem: Problem, draws: int) -> dict[str, np.ndarray]:
+    """Values of the latent sites at evenly spaced draws, shape (chains, draws, ...)."""
+    known, latents = group(data, "posterior"), sorted(problem.view.latents)
+    missing = [name for name in latents if known is None or name not in known]
+    if missing:
+        raise ValueError(
+            f"The model has the latent sites {latents}, but the draws have no {missing}. Give the"
+            " model of this run, and keep its latent sites when you save it."
+        )
+    posterior = draws_of(data, latents)
+    chains, count = posterior.sizes["chain"], posterior.sizes["draw"]
+    each = max(1, min(count, draws // chains))
+    if chains * each < 2:
+        raise ValueError("The run has a single draw: two or more are needed.")
+    chosen = np.linspace(0, count - 1, each).round().astype(int)
+    return {
+        name: posterior[name].transpose("chain", "draw", ...).values[:, chosen]
+        for name in problem.view.latents
+    }
+
+
+def _check_moves(every: np.ndarray, labels: list[str]) -> None:
+    constant = [label for label, x in zip(labels, every.T, strict=True) if np.ptp(x) == 0]
+    if constant:
+        some = ", ".join(constant[:5]) + (", ..." if len(constant) > 5 else "")
+        raise ValueError(
+            f"{len(constant)} of {len(labels)} parameters never move ({some}): the chain is stuck."
+            " Reduce the step size, or start elsewhere."
+        )
+
+
+def positions_of(problem: Problem, values: dict[str, Any]) -> np.ndarray:
+    """Unconstrained positions of draws, shape ``(chains, draws, d)``."""
+
+    def run(problem: Problem, values: dict[str, Array]) -> Array:
+        def one(draw: dict[str, Array]) -> Array:
+            return ravel_pytree(problem.view.unconstrain(draw, problem.args, problem.kwargs))[0]
+
+        return jax.vmap(jax.vmap(one))(values)
+
+    return np.asarray(problem.compiled(run)({k: jnp.asarray(x) for k, x in values.items()}))
+
+
+def _full_scores(problem: Problem, every: np.ndarray) -> np.ndarray:
+    def run(problem: Problem, every: Array) -> Array:
+        def one(x: Array) -> Array:
+            return -ravel_pytree(problem.anchor(problem.unravel(x)).gradient)[0]
+
+        return lax.map(one, every, batch_size=_AT_ONCE)
+
+    return np.asarray(problem.compiled(run)(jnp.asarray(every)))
+
+
+def _estimated_scores(problem: Problem, every: np.ndarray, rng_key: Array) -> np.ndarray:
+    """On a minibatch of its own for each draw, of the kind that has less noise."""
+
+    def run(problem: Problem, points: Array, center: Array, rng_key: Array) -> list[Array]:
+        # any anchor will do: the estimates are unbiased
+        anchor = problem.anchor(problem.unravel(center))
+        kinds = [problem.potential(IdentityMetric(), kind) for kind in (None, anchor)]
+
+        def one(point: tuple[Array, Array]) -> list[Array]:
+            rows_key, model_key = random.split(point[1])
+            values, rows = problem.unravel(point[0]), problem.rows(rows_key)
+            return [-ravel_pytree(jax.grad(kind)(values, rows, model_key))[0] for kind in kinds]
+
+        keys = random.split(rng_key, len(points))
+        return lax.map(one, (points, keys), batch_size=_MINIBATCHES_AT_ONCE)
+
+    count, some = len(every), every[:: max(1, len(every) // _COMPARED)]
+    # some of them twice more, to see which kind has less noise
+    points = jnp.asarray(np.concatenate([every, some, some]))
+    found = problem.compiled(run)(points, jnp.asarray(every.mean(axis=0)), rng_key)
+    kinds = [np.asarray(x) for x in found]
+    noise = [np.sum(np.diff(x[count:].reshape(2, *some.shape), axis=0) ** 2) for x in kinds]
+    return kinds[int(np.argmin(noise))][:count]

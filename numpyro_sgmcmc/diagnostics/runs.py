@@ -1,0 +1,141 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""A run as every diagnostic takes it: an ``MCMC`` object or an ArviZ object, checked once."""
+
+from collections.abc import Sequence
+from typing import Any
+import warnings
+
+import numpy as np
+from numpyro.infer import MCMC
+import xarray as xr
+
+from numpyro_sgmcmc.inference_data import to_arviz
+
+#: An ``MCMC`` object after its run, of any kernel, or an ArviZ object.
+Run = Any
+
+
+def as_data(run: Run) -> Any:
+    """
+    The ArviZ object of a run: an ``arviz.InferenceData`` or an ``xarray.DataTree``.
+
+    :raises ValueError: if there are no draws.
+    :raises TypeError: if it is neither.
+    """
+    if isinstance(run, MCMC):
+        with warnings.catch_warnings():
+            # whoever asks for a diagnostic is told by the diagnostic
+            warnings.simplefilter("ignore")
+            run = to_arviz(run, constant_data=False)
+    try:
+        posterior = group(run, "posterior")
+    except (AttributeError, TypeError):
+        posterior = None
+    if posterior is None:
+        raise TypeError(
+            "A run is an `MCMC` object after its run, or an ArviZ object with a posterior group,"
+            f" such as `to_arviz(mcmc)`; got {_described(run)}."
+        )
+    if not posterior.data_vars or not posterior.sizes.get("draw"):
+        raise ValueError(
+            "The run has no draws: its posterior group has"
+            f" {dict(posterior.sizes) or 'no variables'}."
+        )
+    return run
+
+
+def group(data: Any, name: str) -> xr.Dataset | None:
+    """A group of an ArviZ object, of either generation, or None."""
+    if isinstance(data, xr.DataTree):
+        return data[name].to_dataset() if name in data.children else None
+    return data[name] if name in data.groups() else None
+
+
+def draws_of(data: Any, var_names: str | Sequence[str] | None = None) -> xr.Dataset:
+    """
+    The draws of the chosen variables.
+
+    :raises ValueError: if a name is unknown, or if draws are not finite, with their number.
+    """
+    posterior = group(data, "posterior")
+    assert posterior is not None
+    if var_names is not None:
+        var_names = [var_names] if isinstance(var_names, str) else list(var_names)
+        unknown = [name for name in var_names if name not in posterior]
+        if unknown:
+            raise ValueError(
+                f"The posterior has no variables {unknown}; it has {sorted(posterior.data_vars)}."
+            )
+        posterior = posterior[var_names]
+    bad = {
+        name: int(np.sum(~np.isfinite(x.values)))
+        for name, x in posterior.data_vars.items()
+        if x.dtype.kind == "f" and not np.all(np.isfinite(x.values))
+    }
+    if bad:
+        counts = ", ".join(f"{count:,} of '{name}'" for name, count in bad.items())
+        raise ValueError(
+            f"Values that are not finite among the draws: {counts}. Effective sample sizes and"
+            " R-hat do not notice infinite values. Choose the other variables with `var_names`, or"
+            " run again with a smaller step size."
+        )
+    return posterior
+
+
+def _described(run: Any) -> str:
+    return f"a {type(run).__name__}" + (" without one" if hasattr(run, "groups") else "")
+
+
+def flat_draws(posterior: xr.Dataset) -> tuple[np.ndarray, list[str]]:
+    """
+    All numbers of each draw, shape ``(chains, draws, numbers)`` in double precision, and their
+    labels, as in ``arviz.summary``.
+    """
+    columns, labels = [], []
+    for name, x in posterior.data_vars.items():
+        values = x.transpose("chain", "draw", ...).values.astype(np.float64)
+        columns.append(values.reshape(*values.shape[:2], -1))
+        labels += labels_of(str(name), x)
+    return np.concatenate(columns, axis=-1), labels
+
+
+def labels_of(name: str, x: xr.DataArray) -> list[str]:
+    """The labels of the entries of a variable, as in ``arviz.summary``."""
+    dims = [dim for dim in x.dims if dim not in ("chain", "draw")]
+    if not dims:
+        return [name]
+    # a dimension without coordinates is counted
+    known = [list(x.coords[d].values) if d in x.coords else list(range(x.sizes[d])) for d in dims]
+    shape = [len(values) for values in known]
+    return [
+        f"{name}[{', '.join(str(values[k]) for values, k in zip(known, index, strict=True))}]"
+        for index in np.ndindex(*shape)
+    ]
+
+
+def effective_sizes(draws: np.ndarray, method: str = "mean") -> np.ndarray:
+    """
+    The effective sample size of each number.
+
+    :param draws: shape ``(chains, draws, numbers)``.
+    :param str method: of ``arviz.ess``.
+    """
+    import arviz
+
+    numbers = xr.Dataset({"number": (("chain", "draw", "index"), draws)})
+    with np.errstate(invalid="ignore", divide="ignore"):  # of what never moves
+        return arviz.ess(numbers, method=method)["number"].values
+
+
+def passes_per_draw(data: Any) -> float | None:
+    """Passes over all data from one draw to the next, or None where a run does not say so."""
+    thinning = float(data.attrs.get("thinning", 1))
+    if "passes_per_sample" in data.attrs:
+        return thinning * float(data.attrs["passes_per_sample"])
+    stats = group(data, "sample_stats")
+    if stats is not None and "n_steps" in stats:
+        # a leapfrog step of NUTS is a gradient on all data
+        return thinning * float(np.mean(np.asarray(stats["n_steps"])))  # of an array of JAX: float32
+    return None

@@ -1,0 +1,65 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The Stein matrix from draws, of any kernel."""
+
+from collections.abc import Callable
+
+from jax import Array
+import numpy as np
+
+from numpyro_sgmcmc.diagnostics._scores import Target, scores_of
+from numpyro_sgmcmc.diagnostics.discrepancy import metric_of, whitened
+from numpyro_sgmcmc.diagnostics.runs import Run
+from numpyro_sgmcmc.stein import SteinReport, report_of_draws
+
+
+def stein_matrix(
+    run: Run,
+    *,
+    draws: int = 2_000,
+    scores: str = "auto",
+    covariance: np.ndarray | None = None,
+    model: Callable | None = None,
+    model_args: tuple = (),
+    model_kwargs: dict | None = None,
+    rng_key: Array | None = None,
+) -> SteinReport:
+    """
+    The Stein matrix, the configurational temperature and the variance ratios of
+    :mod:`numpyro_sgmcmc.stein` from draws, for runs of other kernels and for draws that were
+    stored: the gradients are computed anew. The kernels of this package keep the Stein matrix
+    of their own steps, which costs nothing; ``to_arviz`` has it in the group ``stein``.
+
+    The parameters are those of :func:`kernel_stein_discrepancy`; ``covariance`` is :math:`M`,
+    and with that of the draws, the default, a variance ratio is to first order the relative
+    variance of the parameter.
+
+    :return: a report, whose ``problem()`` says in words what is wrong.
+    :raises ValueError: as :func:`kernel_stein_discrepancy`.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC, NUTS
+        >>> from numpyro_sgmcmc import stein_matrix
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10).expand([5]).to_event(1))
+        ...     numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y)
+
+        >>> y = jax.random.normal(jax.random.key(0), (100, 5))
+        >>> mcmc = MCMC(NUTS(model), num_warmup=300, num_samples=500, progress_bar=False)
+        >>> mcmc.run(jax.random.key(1), y)
+        >>> report = stein_matrix(mcmc)
+        >>> report.problem() is None, abs(report.temperature - 1) < 4 * report.error
+        (True, True)
+    """
+    target = Target(model, model_args, model_kwargs)
+    found = scores_of(run, target, draws, scores, rng_key)
+    metric = metric_of(found, covariance)
+    positions, gradients = whitened(found, metric)
+    return report_of_draws(positions, -gradients, metric)

@@ -1,0 +1,247 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The summary of a run: its draws, its bias and what it cost."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from numpyro_sgmcmc.diagnostics.runs import (
+    Run,
+    as_data,
+    draws_of,
+    group,
+    labels_of,
+    passes_per_draw,
+)
+from numpyro_sgmcmc.stein import TOLERANCE
+
+#: What ArviZ and Stan recommend: the largest R-hat, and effective samples of each chain.
+_LARGEST_RHAT, _FEWEST_EFFECTIVE = 1.01, 100
+
+
+class Summary(NamedTuple):
+    """
+    The summary of a run; printing it shows all of it.
+
+    - **table** - a row for each entry of each variable: the columns of ``arviz.summary``, and
+      ``variance_error``, the relative error of the variance by the Stein matrix, with
+      ``mcse_variance_error``, its standard error.
+    - **facts** - what the run was and what it cost, by name.
+    - **verdict** - in words.
+    """
+
+    table: pd.DataFrame
+    facts: dict[str, Any]
+    verdict: str
+
+    def __str__(self) -> str:
+        shown = _shown(self.table).to_string()
+        return "\n".join([shown, "", *([self.line] if self.facts else []), self.verdict])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        shown = _shown(self.table).to_html()
+        return f"{shown}<p>{'<br>'.join([*([self.line] if self.facts else []), self.verdict])}</p>"
+
+    @property
+    def line(self) -> str:
+        """The facts in one line."""
+        return ", ".join(f"{name} {_number(value)}" for name, value in self.facts.items())
+
+
+def summary(run: Run, *, var_names: list[str] | None = None, **options: Any) -> Summary:
+    """
+    ``arviz.summary`` with what it cannot know: whether the draws have the right spread, what
+    they cost, and a verdict.
+
+    The relative error of the variance of a parameter is :math:`r_i - 1` of
+    :mod:`numpyro_sgmcmc.stein`; it is for the unconstrained parameter, so that a site with a
+    constraint that takes away a dimension has the mean of its parameters in each row. Of
+    deterministic sites, and of runs of other kernels, it is NaN; ``stein_matrix(mcmc)`` computes
+    it anew for these.
+
+    The facts are the passes over the data, of the tuning and of the run, and those for each
+    effective sample of the slowest variable; the step size; the friction :math:`A`; the noise
+    ratio, :math:`h v / (2 A)` with :math:`v` the variance of the gradient's noise, or
+    :math:`h v / 2` without momentum: by so much the noise would widen the posterior if
+    nothing was done about it; and the number of steps that were not finite.
+
+    :param run: an ``MCMC`` object or an ArviZ object.
+    :param var_names: names of variables; None for all.
+    :param options: other arguments of ``arviz.summary``, such as ``hdi_prob`` or ``ci_prob``.
+    :return: a :class:`Summary`.
+    :raises ValueError: if there are no draws, if they are not finite, with their numbers, or if
+        an option leaves out what the verdict needs.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import CCAdL, summary
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> y = 3 + jax.random.normal(jax.random.key(0), (1_000,))
+        >>> kernel = CCAdL(model, step_size=5e-3, friction=30.0, steps_per_sample=10)
+        >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=2_000, num_chains=2,
+        ...             chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(jax.random.key(1), y)
+        >>> found = summary(mcmc)
+        >>> print(f"{found.facts['passes']:.0f} passes over the data")
+        4200 passes over the data
+        >>> print(found.verdict.split(".")[0])
+        No problem found
+    """
+    import arviz
+
+    data = as_data(run)
+    posterior = draws_of(data, var_names)
+    options = {"round_to": "none"} | options
+    with np.errstate(invalid="ignore", divide="ignore"):  # R-hat of what never moves
+        table = arviz.summary(data, var_names=var_names, **options)
+    missing = [name for name in ("sd", "ess_bulk", "r_hat") if name not in table]
+    if missing:
+        raise ValueError(
+            f"The verdict needs the columns {missing} of `arviz.summary`, which {options} leaves"
+            " out: call `arviz.summary` itself, or leave these options away."
+        )
+    stein = group(data, "stein")
+    errors = _variance_errors(posterior, stein).reindex(table.index)
+    table = pd.concat([table, errors], axis=1)
+    chains, draws = posterior.sizes["chain"], posterior.sizes["draw"]
+    facts = _facts(data, table, chains * draws)
+    return Summary(table, facts, _verdict(data, table, stein, chains))
+
+
+def _variance_errors(posterior: xr.Dataset, stein: xr.Dataset | None) -> pd.DataFrame:
+    """The error and its standard error for each row of the table."""
+    rows, labels = [], []
+    for name, x in posterior.data_vars.items():
+        entries = len(found_labels := labels_of(str(name), x))
+        labels += found_labels
+        of_site = None if stein is None else stein.isel(parameter=stein["site"].values == name)
+        if of_site is None or not of_site.sizes["parameter"]:
+            rows.append(np.full((entries, 2), np.nan))
+            continue
+        found = np.column_stack([of_site["variance_ratio"] - 1, of_site["variance_ratio_error"]])
+        if len(found) != entries:
+            error = np.sqrt(np.mean(found[:, 1] ** 2))
+            found = np.tile([found[:, 0].mean(), error], (entries, 1))
+        rows.append(found)
+    columns = ["variance_error", "mcse_variance_error"]
+    return pd.DataFrame(np.concatenate(rows), index=labels, columns=columns)
+
+
+def _facts(data: Any, table: pd.DataFrame, draws: int) -> dict[str, Any]:
+    attrs, found = data.attrs, {}
+    stats = group(data, "sample_stats")
+    passes, each = attrs.get("passes"), passes_per_draw(data)
+    if passes is None and each is not None:
+        passes = each * draws
+    if passes is not None:
+        found["passes"] = float(passes)
+    if "tuning_passes" in attrs:
+        found["passes of the tuning"] = float(attrs["tuning_passes"])
+    if passes is not None and table["ess_bulk"].min() > 0:
+        found["passes per effective sample"] = float(passes) / float(table["ess_bulk"].min())
+    step_size, friction = attrs.get("step_size"), attrs.get("friction")
+    if step_size is None and stats is not None and "step_size" in stats:
+        step_size = float(stats["step_size"].mean())
+    if step_size is not None:
+        found["step size"] = float(step_size)
+    if friction is not None:
+        found["friction"] = float(friction)
+    if step_size is not None and "noise_variance" in attrs:
+        ratio = float(step_size) * float(attrs["noise_variance"]) / 2
+        found["noise ratio"] = ratio / float(friction if friction is not None else 1.0)
+    if "nonfinite_steps" in attrs:
+        found["non-finite steps"] = int(attrs["nonfinite_steps"])
+    if stats is not None and "diverging" in stats:
+        found["divergences"] = int(stats["diverging"].sum())
+    return found
+
+
+def _verdict(data: Any, table: pd.DataFrame, stein: xr.Dataset | None, chains: int) -> str:
+    attrs = data.attrs
+    wrong, unknown, short = [], [], ""
+    if attrs.get("nonfinite_steps", 0):
+        wrong.append(f"{int(attrs['nonfinite_steps']):,} steps were not finite and were undone")
+    if attrs.get("verdict"):
+        wrong.append(f"the draws do not have the law of the posterior: {attrs['verdict']}")
+    if stein is None:
+        unknown.append(
+            "whether the law is right (the run has no Stein matrix: `stein_matrix(mcmc)` tells of"
+            " the spread, `kernel_stein_discrepancy(mcmc)` of the location too)"
+        )
+    elif not np.isfinite(stein.attrs["temperature_error"]):
+        unknown.append(
+            f"whether the spread is right ({int(stein.attrs['samples']):,} draws are too few for"
+            " the Stein matrix)"
+        )
+    moves = table["sd"] > 0
+    if not moves.all():
+        constant = _some(table.index[~moves])
+        unknown.append(f"whether {constant} should be constant")
+    rhat, size = table["r_hat"][moves], table["ess_bulk"][moves]
+    if not moves.any():
+        wrong.append("nothing ever moved")
+    elif chains < 2:
+        unknown.append("whether chains agree (there is one)")
+    elif rhat.max() > _LARGEST_RHAT:
+        slow = _some(rhat.index[rhat > _LARGEST_RHAT])
+        wrong.append(f"the chains have not mixed: R-hat is up to {rhat.max():.3f}, in {slow}")
+    if moves.any() and size.min() < _FEWEST_EFFECTIVE * chains:
+        short = f"{size.min():.0f} effective samples of '{size.idxmin()}' are few: run longer"
+    said = []
+    if wrong:
+        said.append("Do not trust this run: " + "; ".join(wrong) + ".")
+    if short:
+        said.append(f"Too short: {short}.")
+    if not said:
+        said.append("No problem found in what is known." if unknown else "No problem found.")
+        if stein is not None and np.isfinite(stein.attrs["temperature_error"]):
+            # beyond the threshold of the verdict by as much as chance may hide
+            error = float(stein.attrs["temperature_error"])
+            seen = max(TOLERANCE, 3 * error) + 2 * error
+            said.append(f"An error of {seen:.0%} of all variances would have been seen.")
+    if unknown:
+        said.append("Not known: " + "; ".join(unknown) + ".")
+    return " ".join(said)
+
+
+def _some(names: pd.Index) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} others"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, int) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _shown(table: pd.DataFrame) -> pd.DataFrame:
+    """With so many digits as say something."""
+    formats = {"r_hat": "{:.3f}", "ess_bulk": "{:.0f}", "ess_tail": "{:.0f}"}
+    errors = {"variance_error": "{:+.3f}", "mcse_variance_error": "{:.3f}"}
+    shown = table.astype(object)
+    for column in table:
+        form = (formats | errors).get(str(column), "{:#.4g}")
+        shown[column] = [
+            "-" if math.isnan(x) else form.format(x).removesuffix(".")
+            for x in table[column].astype(float)
+        ]
+    return shown
