@@ -1,0 +1,208 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The eigenvalues of the Stein matrix by site."""
+
+from collections.abc import Sequence
+import math
+from typing import Any
+
+import numpy as np
+from scipy import stats
+import xarray as xr
+
+from numpyro_sgmcmc.diagnostics.runs import Run, as_data, group
+from numpyro_sgmcmc.plots._axes import (
+    ABOVE_GRID,
+    ERRORS_OF_VERDICT,
+    Axes,
+    legend_above,
+    new_axes,
+)
+from numpyro_sgmcmc.stein import FEWEST_BATCHES
+
+#: Inches: no higher than this, whatever the number of sites, and what is around the rows.
+_HIGHEST, _AROUND_ROWS = 30.0, 1.5
+
+
+def plot_stein(
+    run: Run,
+    var_names: str | Sequence[str] | None = None,
+    ax: Axes | None = None,
+    figsize: tuple[float, float] | None = None,
+) -> Axes:
+    """
+    The eigenvalues of the Stein matrix (:mod:`numpyro_sgmcmc.stein`) of each latent site, from
+    the smallest to the largest: of a Gaussian posterior the ratios of the variances of the draws
+    to the right ones. They are 1 for correct draws, up to the noise of a finite run, which
+    spreads those of a site of :math:`k` parameters over the band
+
+    .. math:: 1 \\pm \\left( 1.5 \\sqrt{2 (k - 1)} \\, \\bar\\sigma + 3 \\bar\\sigma_s \\right) ,
+
+    with :math:`\\bar\\sigma` the median of the standard errors of all variance ratios, and
+    :math:`\\bar\\sigma_s` of those of the site. Diamonds are beyond it. The verdict of
+    ``to_arviz`` has the same rule, for the matrix of all sites, and is silent up to 10 %.
+
+    Above 100 parameters there are no eigenvalues, and the variance ratios :math:`r_i` are drawn,
+    from the best to the least known of a site, and above 1,000 one for each site. Their band is
+
+    .. math:: 1 \\pm q \\, \\sigma_i / \\min(\\max(r_i, 0.1), 1) ,
+
+    with the quantile :math:`q` of Student's t distribution for the most extreme of all of them,
+    as in the verdict.
+
+    :param run: an ``MCMC`` object or an ArviZ object.
+    :param var_names: names of latent sites; None for all.
+    :param ax: axes to draw into; None for a new figure.
+    :param figsize: width and height of a new figure in inches.
+    :return: the axes.
+    :raises ValueError: if the run has kept no Stein matrix, or if a name is unknown.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGHMC
+        >>> from numpyro_sgmcmc import plot_stein
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10).expand([5]).to_event(1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=20) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+        >>> y = jax.random.normal(jax.random.key(0), (100, 5))
+        >>> mcmc = MCMC(SGHMC(model, step_size=0.05, friction=5.0), num_warmup=200,
+        ...             num_samples=500, progress_bar=False)
+        >>> mcmc.run(jax.random.key(1), y)
+        >>> ax = plot_stein(mcmc)
+        >>> ax.get_xlabel()
+        'eigenvalue of the Stein matrix'
+    """
+    stein = _stein_of(as_data(run))
+    label, values, half = _values_and_band(stein)
+    site_of = stein["site"].values.astype(str)
+    sites = _chosen(list(dict.fromkeys(site_of.tolist())), var_names)
+    blocks = [np.flatnonzero(site_of == site) for site in sites]
+    # those best known first: eigenvalues of a site are so alike, and stay in their order
+    blocks = [block[np.argsort(half[block], kind="stable")] for block in blocks]
+    if ax is None:
+        # sites of many parameters need more room for theirs
+        row = max(0.2 + 0.05 * min(max(map(len, blocks)), 8), _label_height())
+        height = min(max(_AROUND_ROWS + row * len(sites), 2.5), _HIGHEST)
+        (ax,) = new_axes(1, figsize or (8.0, height))
+    ax.axvline(1.0, color="gray", linestyle="--", linewidth=1, zorder=ABOVE_GRID)
+    known = bool(np.all(np.isfinite(half)))
+    places = [k + _beside_each_other(len(block)) for k, block in enumerate(blocks)]
+    for place, block in zip(places, blocks, strict=True) if known else ():
+        _fill_band(ax, place, half[block], "correct draws" if place is places[0] else None)
+    place, chosen = np.concatenate(places), np.concatenate(blocks)
+    _draw_values(ax, values[chosen], place, half[chosen] if known else None)
+    _name_rows(ax, sites)
+    ax.set_xlabel(label)
+    legend_above(ax, 3, _temperature_in_words(stein))
+    return ax
+
+
+def _stein_of(data: Any) -> xr.Dataset:
+    """
+    :raises ValueError: if there is none.
+    """
+    stein = group(data, "stein")
+    if stein is None or not stein.sizes.get("parameter"):
+        raise ValueError(
+            "The run has no group `stein`. Make the ArviZ object with `to_arviz(mcmc)`, of a kernel"
+            " of this package whose minibatches are independent"
+            " (subsampling='without_replacement' or 'with_replacement'), and of which not every"
+            " step was undone as not finite."
+        )
+    return stein
+
+
+def _chosen(sites: list[str], var_names: str | Sequence[str] | None) -> list[str]:
+    """
+    :raises ValueError: if a name is not that of a site.
+    """
+    if var_names is None:
+        return sites
+    names = [var_names] if isinstance(var_names, str) else list(var_names)
+    unknown = [name for name in names if name not in sites]
+    if unknown or not names:
+        raise ValueError(f"There are no latent sites {unknown}; choose some of {sites}.")
+    return names
+
+
+def _values_and_band(stein: xr.Dataset) -> tuple[str, np.ndarray, np.ndarray]:
+    """What the axis says, the values to draw, and how far from 1 those of correct draws lie."""
+    errors = stein["variance_ratio_error"].values
+    if "eigenvalue" in stein:
+        site_of = stein["site"].values
+        medians = {site: np.median(errors[site_of == site]) for site in set(site_of)}
+        spread = stein["eigenvalue_spread"].values
+        half = 1.5 * spread + ERRORS_OF_VERDICT * np.array([medians[site] for site in site_of])
+        return "eigenvalue of the Stein matrix", stein["eigenvalue"].values, half
+    ratios = stein["variance_ratio"].values
+    tail = stats.norm.sf(ERRORS_OF_VERDICT) / ratios.size
+    half = stats.t.isf(tail, FEWEST_BATCHES - 1) * errors / np.clip(ratios, 0.1, 1.0)
+    return "variance ratio (no eigenvalues above 100 parameters)", ratios, half
+
+
+def _beside_each_other(count: int) -> np.ndarray:
+    """Where in its row each of so many points is."""
+    return (np.arange(count) - (count - 1) / 2) * 0.8 / count
+
+
+def _fill_band(ax: Axes, place: np.ndarray, half: np.ndarray, label: str | None) -> None:
+    """The band of each point, as high as the room that the point has."""
+    slot = 0.4 / len(place)
+    edges = np.ravel(place[:, None] + [-slot, slot])
+    half = np.repeat(half, 2)
+    ax.fill_betweenx(edges, 1 - half, 1 + half, color="C0", alpha=0.2, linewidth=0, label=label)
+
+
+def _draw_values(ax: Axes, values: np.ndarray, place: np.ndarray, half: np.ndarray | None) -> None:
+    """Circles for what lies in the band, diamonds for what lies beyond it."""
+    size = 5.0 if len(values) <= 100 else 3.0
+    beyond = np.zeros(len(values), bool) if half is None else np.abs(values - 1) > half
+    if not np.all(beyond):
+        label = "no band yet" if half is None else f"within: {np.sum(~beyond):,}"
+        ax.plot(values[~beyond], place[~beyond], "o", color="C0", markersize=size,
+                markerfacecolor=ax.get_facecolor(), label=label)  # fmt: skip
+    if np.any(beyond):
+        label = f"beyond: {np.sum(beyond):,}"
+        ax.plot(values[beyond], place[beyond], "D", color="C1", markersize=size, label=label)
+
+
+def _name_rows(ax: Axes, names: list[str]) -> None:
+    """Rows from top to bottom with their names, every so many where there is no room for all."""
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    inches = ax.get_window_extent().height / ax.figure.dpi
+    every = max(1, math.ceil(0.8 * len(names) * _label_height() / inches))
+    ax.set_yticks(range(0, len(names), every), [_shortened(name) for name in names[::every]])
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False, axis="y")
+    ax.locator_params(axis="x", nbins=7)
+    ax.spines[["left", "right", "top"]].set_visible(False)
+
+
+def _label_height() -> float:
+    """What the label of a row needs, in inches."""
+    import matplotlib
+    from matplotlib.font_manager import FontProperties
+
+    font = FontProperties(size=matplotlib.rcParams["ytick.labelsize"])
+    return 1.5 * font.get_size_in_points() / 72
+
+
+def _shortened(name: str, longest: int = 32) -> str:
+    """Without the middle of a name that is too long: its ends tell it from others."""
+    half = longest // 2
+    return name if len(name) <= longest else f"{name[: half - 1]}…{name[-half:]}"
+
+
+def _temperature_in_words(stein: xr.Dataset) -> str:
+    temperature, error = stein.attrs["temperature"], stein.attrs["temperature_error"]
+    known = f"± {error:.2g}" if math.isfinite(error) else "(too few samples for an error)"
+    return f"configurational temperature {temperature:.3g} {known}"
