@@ -20,7 +20,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/softmax_regression.py $(if $(DATA),--data '$(DATA)')
 
 test: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -n 2 --durations 10 -m 'not thorough'
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 10 -m 'not thorough'
 
 # The tests that take longest, which CI runs too.
 test-thorough: $(VENV)/.ready
@@ -32,15 +32,18 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What the newest ArviZ and JAX could break: `make test-newest PYTHON=python3.12 VENV=.venv-newest`.
+# What the newest ArviZ and JAX could break, of the kernels one of each kind:
+# `make test-newest PYTHON=python3.12 VENV=.venv-newest`.
 test-newest: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not thorough' tests/test_inference_data.py tests/test_minibatch.py \
-		tests/test_model_checks.py tests/test_gradients.py tests/test_covariance.py \
-		tests/test_kernels.py numpyro_sgmcmc
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not thorough' \
+		-k 'not (test_kernels and (PSGLD or SGFS or SGNHT or modified or epochs or matrix))' \
+		tests/test_inference_data.py tests/test_minibatch.py tests/test_kernels.py \
+		tests/test_diagnostics.py tests/test_plots.py tests/test_predictive.py numpyro_sgmcmc
 
 # The tables of benchmarks/, from this machine; with DATA=mnist.npz also the largest steps.
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/step_cost.py
+	$(BIN)/python benchmarks/running.py
 	$(BIN)/python benchmarks/normal_gamma.py
 	$(BIN)/python benchmarks/noise_estimates.py
 	$(BIN)/python benchmarks/anisotropic_noise.py --picture docs/anisotropic_noise.png

@@ -27,11 +27,11 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import SGNHT, CCAdL, full_data
+from numpyro_sgmcmc.diagnostics.comparison import moments_of
 
 DIMENSION, BATCH, CHAINS = 100, 500, 8
 METHODS = {
@@ -95,11 +95,8 @@ def reference(x, y, num_samples):
 
 def spread(draws):
     """Standard deviation of each weight, and its relative standard error."""
-    centred = draws - draws.mean((0, 1))
-    size = effective_sample_size(centred**2)
-    variance = (centred**2).mean((0, 1))
-    error = np.std(centred**2, (0, 1)) / np.sqrt(size) / (2 * variance)
-    return np.sqrt(variance), error
+    found = moments_of(draws, [str(k) for k in range(draws.shape[-1])])
+    return found.sd, found.sd_error
 
 
 def measure(method, h, friction, x, y, start, steps):

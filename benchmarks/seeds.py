@@ -20,7 +20,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import CCAdL
-from numpyro_sgmcmc.diagnostics import stein_report
+from numpyro_sgmcmc.stein import stein_report
 
 
 def model(x, y, batch_size=100):

@@ -2,162 +2,217 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-What one step costs: each kernel against the same step written by hand in one ``lax.scan``,
-on logistic regression, and its growth with the number of rows.
+What one step costs: each kernel against the same step written by hand in one ``lax.scan``, on
+three models; and its growth with the number of rows and of parameters.
 
-Everything is measured in one process, interleaved, as the median of several rounds; every
-position is kept. Run with ``python benchmarks/step_cost.py``; writes a Markdown table.
+    python benchmarks/step_cost.py [--rounds 15] [--largest 100000000]
+
+Everything is measured in one process, interleaved, every position is kept, data are arguments
+of the programs. The step by hand has the rows, the update and the noise and nothing else: no
+running sums, no guard against steps that are not finite. A ratio is the median over the rounds
+of the ratio within a round, with quartiles. "In MCMC" is the loop of NumPyro's ``MCMC`` without
+a progress bar, which keeps two more numbers of each sample.
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
-import platform
-import time
 
 import jax
-from jax import lax, random
+from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+from measure import interleaved, machine, ratio, table
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from numpyro.util import fori_collect
+from workloads import Workload, logistic, logistic_data, workloads
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
 from numpyro_sgmcmc.subsampling import without_replacement
 
-STEP_SIZE, FRICTION = 1e-3, 10.0
-MOMENTUM = {"step_size": STEP_SIZE, "friction": FRICTION}
-#: A friction that covers the noise of the gradient.
-STRONG = {"step_size": STEP_SIZE, "friction": 1_000.0}
+FRICTION = 10.0
+#: Methods that are written by hand; the others are compared with SGHMC by hand.
 BY_HAND = ("SGLD", "SGHMC", "SGNHT")
+#: The largest number of parameters whose noise covariance a method is to hold in full.
+FULL = 100
 
 
-def model(x, y, batch_size):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("rows", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
+def kernels(workload: Workload) -> dict[str, Callable]:
+    h = workload.step_size
+    momentum = {"step_size": h, "friction": FRICTION}
+    found = {
+        "SGLD": partial(SGLD, step_size=h * h),
+        "SGHMC": partial(SGHMC, integrator="euler", **momentum),
+        "SGNHT": partial(SGNHT, integrator="euler", **momentum),
+        "SGHMC aboba": partial(SGHMC, **momentum),
+        "SGNHT badodab": partial(SGNHT, **momentum),
+        "CCAdL euler diagonal": partial(
+            CCAdL, integrator="euler", covariance="diagonal", **momentum
+        ),
+        "CCAdL diagonal": partial(CCAdL, covariance="diagonal", **momentum),
+        "CCAdL full": partial(CCAdL, covariance="full", **momentum),
+        "CCAdL diagonal, control variate": partial(
+            CCAdL, covariance="diagonal", gradient="control_variate", metric="identity",
+            progress_bar=False, **momentum,
+        ),
+    }  # fmt: skip
+    if sum(x.size for x in jax.tree.leaves(started(found["SGLD"], workload)[1].z)) > FULL:
+        del found["CCAdL full"]
+    return found
 
 
-def by_hand(method, steps, batch_size, key, w, x, y):
-    """The methods as somebody would write them for this model, on bare arrays."""
-    n, h, a = x.shape[0], STEP_SIZE, FRICTION
+def bound(workload: Workload) -> Callable:
+    return partial(workload.model, batch_size=workload.batch_size)
 
-    def gradient(w, rows):
-        def potential(w):
-            logits = x[rows] @ w
-            likelihood = jnp.sum(y[rows] * logits - jax.nn.softplus(logits))
-            return 0.5 * w @ w - n / batch_size * likelihood
 
-        return jax.grad(potential)(w)
+def started(make: Callable, workload: Workload):
+    kernel = make(bound(workload))
+    state = kernel.init(random.key(0), 0, None, model_args=workload.data, model_kwargs={})
+    return kernel, state
+
+
+def by_hand(method: str, workload: Workload, z: dict[str, Array], key: Array, data: tuple):
+    """The methods as somebody would write them for this model, on one flat vector."""
+    h, n = workload.step_size, workload.batch_size
+    start, unravel = ravel_pytree(z)
+
+    def gradient(w: Array, rows: Array) -> Array:
+        return ravel_pytree(jax.grad(workload.potential)(unravel(w), rows, *data))[0]
 
     def step(carry, i):
         w, p, xi = carry
         rows_key, noise_key = random.split(random.fold_in(key, i))
-        rows = without_replacement(rows_key, i, n, batch_size)
+        rows = without_replacement(rows_key, i, len(data[0]), n)
         noise = random.normal(noise_key, w.shape)
         if method == "SGLD":
             w = w - h * h * gradient(w, rows) + jnp.sqrt(2 * h * h) * noise
         elif method == "SGHMC":
             w = w + h * p
-            p = p - h * gradient(w, rows) - h * a * p + jnp.sqrt(2 * h * a) * noise
+            p = p - h * gradient(w, rows) - h * FRICTION * p + jnp.sqrt(2 * h * FRICTION) * noise
         else:
-            p = p - h * gradient(w, rows) - h * xi * p + jnp.sqrt(2 * h * a) * noise
+            p = p - h * gradient(w, rows) - h * xi * p + jnp.sqrt(2 * h * FRICTION) * noise
             w = w + h * p
             xi = xi + h * (jnp.mean(p**2) - 1)
-        return (w, p, xi), w
+        return (w, p, xi), unravel(w)
 
-    start = (w, random.normal(key, w.shape), jnp.float32(a))
-    return lax.scan(step, start, jnp.arange(steps))[1]
-
-
-def data(rows, columns):
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((rows, columns), np.float32)
-    y = (x[:, 0] + rng.standard_normal(rows, np.float32) > 0).astype(np.float32)
-    return jnp.asarray(x), jnp.asarray(y)
+    carry = (start, random.normal(key, start.shape), jnp.float32(FRICTION))
+    return lax.scan(step, carry, jnp.arange(workload.steps))[1]
 
 
-def medians(programs, rounds):
-    """Median seconds of each program, all of them in turn in every round."""
-    for run in programs.values():
-        jax.block_until_ready(run())
-    seconds = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, run in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - start)
-    return {name: float(np.median(s)) for name, s in seconds.items()}
+def scanned(make: Callable, workload: Workload) -> Callable:
+    """The kernel's own step in a scan."""
+    kernel, state = started(make, workload)
 
-
-KERNELS = {
-    "SGLD": partial(SGLD, step_size=STEP_SIZE**2),
-    "SGHMC": partial(SGHMC, integrator="euler", **MOMENTUM),
-    "SGNHT": partial(SGNHT, integrator="euler", **MOMENTUM),
-    "SGHMC aboba": partial(SGHMC, **MOMENTUM),
-    "SGNHT badodab": partial(SGNHT, **MOMENTUM),
-    "CCAdL euler": partial(CCAdL, integrator="euler", covariance="diagonal", **MOMENTUM),
-    "CCAdL euler full": partial(CCAdL, integrator="euler", covariance="full", **MOMENTUM),
-    "CCAdL": partial(CCAdL, **MOMENTUM),
-    "CCAdL diagonal": partial(CCAdL, covariance="diagonal", **MOMENTUM),
-    "CCAdL low rank": partial(CCAdL, covariance="low_rank", **MOMENTUM),
-    "CCAdL matrix free": partial(CCAdL, covariance="matrix_free", **MOMENTUM),
-    "SGHMC estimated": partial(SGHMC, noise_variance="estimated", covariance="diagonal", **STRONG),
-}
-
-
-def kernel_program(name, x, y, batch_size, steps):
-    bound = partial(model, batch_size=batch_size)
-    kernel = KERNELS[name](bound)
-    state = kernel.init(random.key(0), 0, None, model_args=(x, y), model_kwargs={})
-
-    def steps_of(state, x, y):
+    def steps(state, data):
         def step(state, _):
-            state = kernel.sample(state, (x, y), {})
-            return state, state.z["w"]
+            state = kernel.sample(state, data, {})
+            return state, state.z
 
-        return lax.scan(step, state, length=steps)[1]
+        return lax.scan(step, state, length=workload.steps)[1]
 
-    program = jax.jit(steps_of)
-    return lambda: program(state, x, y)
-
-
-def hand_program(method, x, y, batch_size, steps):
-    program = jax.jit(partial(by_hand, method, steps, batch_size))
-    w = jnp.zeros(x.shape[1])
-    return lambda: program(random.key(0), w, x, y)
+    program = jax.jit(steps)
+    return lambda: program(state, workload.data)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=2_000)
-    parser.add_argument("--largest", type=int, default=10_000_000, help="most rows")
-    options = parser.parse_args()
-    print(f"Python {platform.python_version()}, JAX {jax.__version__}, {jax.devices()[0]}\n")
+def collected(make: Callable, workload: Workload) -> Callable:
+    """The kernel's step in the loop of ``MCMC`` without a progress bar."""
+    kernel, state = started(make, workload)
 
-    x, y = data(12_214, 100)
-    programs = {}
-    for name in KERNELS:
-        programs[name] = kernel_program(name, x, y, 500, options.steps)
+    def steps(state, data):
+        constrain = kernel.postprocess_fn(data, {})
+
+        def kept(states):
+            state = states[0]
+            return constrain(state.z), state.nonfinite_steps, state.configurational_temperature
+
+        def step(states):
+            return (kernel.sample(states[0], data, {}),)
+
+        return fori_collect(0, workload.steps, step, (state,), transform=kept, progbar=False)
+
+    program = jax.jit(steps)
+    return lambda: program(state, workload.data)
+
+
+def against_by_hand(workload: Workload, rounds: int) -> str:
+    programs, found = {}, kernels(workload)
+    z = started(found["SGLD"], workload)[1].z
+    for name, make in found.items():
+        programs[name] = scanned(make, workload)
         if name in BY_HAND:
-            programs[f"{name} by hand"] = hand_program(name, x, y, 500, options.steps)
-    seconds = medians(programs, options.rounds)
-    print("Logistic regression, N = 12,214, d = 100, n = 500\n")
-    print("| kernel | us a step | against | us a step | ratio |\n| --- " + "| ---: " * 4 + "|")
-    for name in KERNELS:
-        own = seconds[name] / options.steps * 1e6
-        against = f"{name} by hand" if f"{name} by hand" in seconds else "SGHMC"
-        other = seconds[against] / options.steps * 1e6
-        print(f"| {name} | {own:.1f} | {against} | {other:.1f} | {own / other:.2f} |")
+            hand = jax.jit(partial(by_hand, name, workload))
+            programs[f"{name} by hand"] = partial(hand, z, random.key(0), workload.data)
+            programs[f"{name} in MCMC"] = collected(make, workload)
+    seconds = interleaved(programs, rounds)
+    rows = []
+    for name in found:
+        hand = f"{name} by hand" if name in BY_HAND else "SGHMC by hand"
+        each = [f"{1e6 * np.median(seconds[key]) / workload.steps:.1f}" for key in (name, hand)]
+        inside = ratio(seconds[f"{name} in MCMC"], seconds[hand]) if name in BY_HAND else ""
+        rows.append([name, *each, ratio(seconds[name], seconds[hand]), inside])
+    header = ["kernel", "us a step", "by hand", "ratio", "in MCMC"]
+    return f"{workload.name}\n\n{table(header, rows)}"
 
-    print("\nGrowth with the number of rows, SGHMC, d = 20, n = 500\n")
-    sizes = [s for s in (10**4, 10**5, 10**6, 10**7) if s <= options.largest]
-    programs = {s: kernel_program("SGHMC", *data(s, 20), 500, options.steps) for s in sizes}
-    seconds = medians(programs, options.rounds)
-    print("| N | us a step | ratio to 1e4 |\n| ---: | ---: | ---: |")
-    for size in sizes:
-        own = seconds[size] / options.steps * 1e6
-        print(f"| {size:,} | {own:.1f} | {seconds[size] / seconds[sizes[0]]:.2f} |")
+
+def growth(title: str, column: str, programs: dict[int, tuple[Callable, int]], rounds: int) -> str:
+    """
+    :param programs: for each size the program and its number of steps.
+    """
+    seconds = interleaved({str(size): run for size, (run, _) in programs.items()}, rounds)
+    each = {size: seconds[str(size)] / steps for size, (_, steps) in programs.items()}
+    smallest = each[min(each)]
+    rows = [
+        [f"{size:,}", f"{1e6 * np.median(one):.1f}", ratio(one, smallest)]
+        for size, one in each.items()
+    ]
+    return f"{title}\n\n{table([column, 'us a step', 'ratio to the first'], rows)}"
+
+
+def of_rows(size: int) -> tuple[Callable, int]:
+    """SGHMC on logistic regression with this many rows of eight bits."""
+    data = logistic_data(size, 20, np.int8)
+    workload = Workload("", logistic, lambda: None, data, 500, 1e-3, 2_000)
+    make = partial(SGHMC, step_size=1e-6, friction=FRICTION)
+    return scanned(make, workload), workload.steps
+
+
+def intercepts(group: Array, y: Array, batch_size: int, groups: int) -> None:
+    a = numpyro.sample("a", dist.Normal(0, 1).expand([groups]).to_event(1))
+    with numpyro.plate("rows", y.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(a[group[i]], 1), obs=y[i])
+
+
+def of_parameters(size: int) -> tuple[Callable, int]:
+    """SGHMC on as many random intercepts."""
+    rng = np.random.default_rng(0)
+    data = jnp.asarray(rng.integers(0, size, 100_000)), jnp.asarray(rng.standard_normal(100_000))
+    steps = max(10, min(2_000, 2_000_000 // size))
+    model = partial(intercepts, groups=size)
+    workload = Workload("", model, lambda: None, data, 500, 1e-3, steps)
+    return scanned(partial(SGHMC, step_size=1e-4, friction=FRICTION), workload), steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--largest", type=int, default=10**8, help="most rows: 21 bytes each")
+    parser.add_argument("--only", choices=["by_hand", "rows", "parameters"])
+    options = parser.parse_args()
+    print(machine() + "\n")
+    if options.only in (None, "by_hand"):
+        for workload in workloads():
+            print(against_by_hand(workload, options.rounds), flush=True)
+    if options.only in (None, "rows"):
+        sizes = [size for size in (10**k for k in range(4, 9)) if size <= options.largest]
+        title = "SGHMC, logistic regression on covariates of eight bits, d = 20, n = 500"
+        programs = {size: of_rows(size) for size in sizes}
+        print(growth(title, "N", programs, options.rounds), flush=True)
+    if options.only in (None, "parameters"):
+        programs = {size: of_parameters(size) for size in (10, 10**3, 10**4, 10**5, 10**6)}
+        title = "SGHMC, random intercepts, N = 100,000, n = 500"
+        print(growth(title, "d", programs, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ import jax
 from jax import random
 from models import cases
 import numpy as np
-from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import CCAdL, full_data
-from numpyro_sgmcmc.diagnostics import stein_report
+from numpyro_sgmcmc.diagnostics.comparison import Moments, errors_of, moments_of
+from numpyro_sgmcmc.stein import stein_report
 
 WARMUP, CHAINS = 1_000, 4
 
@@ -37,18 +38,10 @@ def compared(case, samples):
     return np.concatenate(flat, axis=-1).astype(np.float64)
 
 
-def moments(case, mcmc):
+def flat(case, mcmc):
+    """All numbers that are compared and their labels."""
     draws = compared(case, mcmc.get_samples(group_by_chain=True))
-    # sites with a constraint, such as a Cholesky factor, have constant entries
-    varies = draws.std(axis=(0, 1)) > 1e-6
-    draws = draws[..., varies]
-    ess = effective_sample_size(draws)
-    mean, sd = draws.mean(axis=(0, 1)), draws.std(axis=(0, 1))
-    # the standard error of a standard deviation, relative to it
-    squares = (draws - mean) ** 2
-    error = squares.std(axis=(0, 1)) / effective_sample_size(squares) ** 0.5 / (2 * sd**2)
-    rhat = split_gelman_rubin(draws)
-    return {"mean": mean, "sd": sd, "ess": ess, "sd_error": error, "rhat": rhat}
+    return draws, [str(k) for k in range(draws.shape[-1])]
 
 
 def reference(name, case, cache):
@@ -57,7 +50,9 @@ def reference(name, case, cache):
         # energies of 20,000 rows in single precision have errors that NUTS takes for rejections
         with jax.enable_x64(True):
             np.savez(path, **run_nuts(case))
-    return dict(np.load(path))
+    kept = np.load(path)
+    found = Moments(*(kept[name] for name in Moments._fields))
+    return found._replace(labels=kept["labels"].tolist()), kept
 
 
 def run_nuts(case):
@@ -85,11 +80,13 @@ def run_nuts(case):
         progress_bar=False,
     )
     mcmc.run(random.key(1), *case.args, init_params=starts)
-    return moments(case, mcmc) | {"seconds": time.perf_counter() - start}
+    draws, labels = flat(case, mcmc)
+    found = moments_of(draws, labels)._asdict()
+    return found | {"rhat": split_gelman_rubin(draws), "seconds": time.perf_counter() - start}
 
 
 def one(name, case, cache, draws):
-    nuts = reference(name, case, cache)
+    right, nuts = reference(name, case, cache)
     jax.clear_caches()
     mcmc = MCMC(
         CCAdL(case.model, progress_bar=False),
@@ -105,30 +102,23 @@ def one(name, case, cache, draws):
         mcmc.run(random.key(0), *case.args)
         jax.block_until_ready(mcmc.get_samples())
     seconds = time.perf_counter() - start
-    found = moments(case, mcmc)
+    found = moments_of(*flat(case, mcmc))
+    errors = errors_of(found, right, name)
     report = stein_report(mcmc.last_state.stein)
     tuning = mcmc.sampler.tuning
-    rows = mcmc.sampler._view.plates[0]
-    passes = (WARMUP + draws) * CHAINS * rows.subsample_size / rows.size
-    passes *= 1 if tuning.anchor is None else 2
-    error = np.abs(found["mean"] - nuts["mean"]) / nuts["sd"]
-    ratio = found["sd"] / nuts["sd"]
-    # both runs have an error of their own
-    mean_error = np.sqrt(1 / nuts["ess"] + 1 / found["ess"])
-    sd_error = np.hypot(nuts["sd_error"], found["sd_error"])
-    worst = np.argmax(np.abs(ratio - 1))
+    passes = (WARMUP + draws) * CHAINS * mcmc.sampler.passes_per_sample
+    ess = found.mean_size.min()
     print(
-        f"{name:26s} d={len(ratio):4d} h={tuning.step_size:5.3f} v={tuning.noise.mean:7.3g}"
+        f"{name:26s} d={len(found.mean):4d} h={tuning.step_size:5.3f} v={tuning.noise.mean:7.3g}"
         f" {'cv   ' if tuning.anchor is not None else 'plain'}"
-        f" mean {error.max():6.3f} (se {mean_error[np.argmax(error)]:.3f})"
-        f" sd {ratio[worst]:6.3f} (se {sd_error[worst]:.3f},"
-        f" z rms {np.sqrt(np.mean(((ratio - 1) / sd_error) ** 2)):.2f})"
-        f" ess {found['ess'].min():6.0f} ({nuts['ess'].min():5.0f} NUTS, R-hat"
-        f" {nuts['rhat'].max():.3f}), {found['ess'].min() / seconds:5.1f} a second"
-        f" {found['ess'].min() / passes:5.2f} a pass; {seconds:5.1f} s"
+        f" mean {errors['mean_error']:6.3f} (se {errors['mean_error_se']:.3f})"
+        f" sd {errors['sd_ratio']:6.3f} (se {errors['sd_ratio_se']:.3f},"
+        f" z rms {errors['sd_z']:.2f})"
+        f" ess {ess:6.0f} ({right.mean_size.min():5.0f} NUTS, R-hat {np.nanmax(nuts['rhat']):.3f}),"
+        f" {ess / seconds:5.1f} a second {ess / passes:5.2f} a pass; {seconds:5.1f} s"
         f" ({float(nuts['seconds']):6.1f} NUTS)"
         f" passes {sum(tuning.passes.values()):6.0f} + {passes:5.0f}"
-        f" T {report.temperature:.3f} [{report.diagonal.min():.2f}, {report.diagonal.max():.2f}]"
+        f" T {report.temperature:.3f} [{report.ratios.min():.2f}, {report.ratios.max():.2f}]"
         f" {'WARNS: ' + (report.problem() or '') if report.problem() or caught else 'silent'}",
         flush=True,
     )
@@ -147,10 +137,9 @@ def main():
         if options.only in name:
             case = load()
             if options.reference_only:
-                nuts = reference(name, case, options.cache)
-                print(
-                    name, float(nuts["seconds"]), nuts["ess"].min(), nuts["rhat"].max(), flush=True
-                )
+                right, nuts = reference(name, case, options.cache)
+                worst = np.nanmax(nuts["rhat"])
+                print(name, float(nuts["seconds"]), right.mean_size.min(), worst, flush=True)
                 jax.clear_caches()
             else:
                 one(name, case, options.cache, options.draws)

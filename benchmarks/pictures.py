@@ -1,0 +1,108 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+The pictures of the documentation of the diagnostics: a hierarchical regression by SGHMC that
+is too wide in some directions, by CCAdL, and SGLD at several step sizes.
+
+    python benchmarks/pictures.py --folder docs
+"""
+
+import argparse
+from pathlib import Path
+import warnings
+
+from jax import random
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, NUTS
+from PIL import Image
+
+from numpyro_sgmcmc import (
+    SGHMC,
+    SGLD,
+    SGNHT,
+    full_data,
+    plot_bias,
+    plot_noise_spectrum,
+    plot_stein,
+    plot_temperature,
+)
+
+matplotlib.use("Agg")
+
+ROWS, GROUPS = 20_000, 12
+
+
+def model(x, group, y, batch_size=200):
+    intercept = numpyro.sample("intercept", dist.Normal(0, 1))
+    spread = numpyro.sample("spread", dist.HalfNormal(1))
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("groups", GROUPS):
+        effect = numpyro.sample("effect", dist.Normal(intercept, spread))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        logits = x[i] @ w + effect[group[i]]
+        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((ROWS, 4)) * [1.0, 1.0, 1.0, 3.0]
+    group = rng.integers(0, GROUPS, ROWS)
+    logits = x @ [0.5, -0.5, 0.0, 0.2] + 0.5 * rng.standard_normal(GROUPS)[group]
+    y = rng.random(ROWS) < 1 / (1 + np.exp(-logits))
+    return jnp.asarray(x, jnp.float32), jnp.asarray(group), jnp.asarray(y, jnp.float32)
+
+
+def run(kernel, data, num_samples=2_000, extra_fields=()):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=1_000,
+        num_samples=num_samples,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say is in the pictures
+        mcmc.run(random.key(0), *data, extra_fields=extra_fields)
+    return mcmc
+
+
+def save(axes, path):
+    np.ravel(np.asarray(axes, object))[0].figure.savefig(path, dpi=80)
+    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)  # a third of the size
+    print(path, flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--folder", type=Path, default=Path("docs"))
+    folder = parser.parse_args().folder
+    rows = data()
+    options = {"gradient": "minibatch", "metric": "dense", "progress_bar": False}
+    tuning = SGHMC(model, **options).tune(random.key(1), *rows)
+    wide = run(SGHMC(model, step_size=0.15, friction=0.7, tuning=tuning, steps_per_sample=10), rows)
+    save(plot_stein(wide), folder / "plot_stein.png")
+    save(plot_noise_spectrum(wide), folder / "plot_noise_spectrum.png")
+    fields = ("thermostat", "kinetic_temperature")
+    thermostatted = SGNHT(model, step_size=0.1, friction=0.7, tuning=tuning, steps_per_sample=10)
+    save(
+        plot_temperature(run(thermostatted, rows, extra_fields=fields)),
+        folder / "plot_temperature.png",
+    )
+    # SGLD moves in the same coordinates
+    overdamped = SGLD(model, **options).tune(random.key(1), *rows)
+    runs = [
+        run(SGLD(model, step_size=h, tuning=overdamped, steps_per_sample=20), rows, 5_000)
+        for h in (0.002, 0.005, 0.01, 0.02, 0.05)
+    ]
+    reference = run(NUTS(full_data(model), dense_mass=True), rows, 2_000)
+    save(plot_bias(runs, reference), folder / "plot_bias.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+What a run costs besides its steps: the progress bar, a second ``run()``, the time to the first
+sample in a new process, chains side by side, and memory.
+
+    python benchmarks/running.py [--only bar second first chains devices memory]
+
+The time to the first sample and the memory are measured in processes of their own, the time
+after a program of JAX has run. NUTS runs on ``full_data(model)``. Memory is the largest resident
+size after a run less that before it, with the data in memory.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+
+import jax
+from jax import random
+import jax.numpy as jnp
+from measure import interleaved, machine, ratio, table
+import numpy as np
+from numpyro.infer import MCMC, NUTS
+from step_cost import FRICTION, bound, collected, started
+from workloads import Workload, logistic, logistic_potential, workloads
+
+from numpyro_sgmcmc import SGHMC, CCAdL, full_data
+
+PARTS = ("bar", "second", "first", "chains", "devices", "memory")
+
+
+def sghmc(workload: Workload, steps_per_sample: int = 1) -> Callable:
+    return partial(
+        SGHMC,
+        step_size=workload.step_size,
+        friction=FRICTION,
+        integrator="euler",
+        steps_per_sample=steps_per_sample,
+    )
+
+
+def samplers(workload: Workload) -> dict[str, Callable]:
+    model = bound(workload)
+    return {
+        "NUTS": lambda: NUTS(full_data(model)),
+        "SGHMC, step size given": lambda: sghmc(workload)(model),
+        "CCAdL, step size given": lambda: CCAdL(
+            model, workload.step_size, FRICTION, covariance="diagonal"
+        ),
+        "CCAdL, tuned": lambda: CCAdL(model, progress_bar=False),
+    }
+
+
+def finished(mcmc: MCMC, key: int, data: tuple) -> None:
+    mcmc.run(random.key(key), *data)
+    jax.block_until_ready(mcmc.get_samples())
+
+
+def bar(rounds: int) -> str:
+    """A step under a progress bar against one in NumPyro's own loop without."""
+    rows = []
+    for workload in workloads():
+        for count in (1, 10, 100):
+            samples = max(20, workload.steps // count)
+            if count > max(10, workload.steps // 20):
+                continue
+            several = workload._replace(steps=samples)
+            make = sghmc(workload, count)
+            mcmc = MCMC(make(bound(workload)), num_warmup=0, num_samples=samples)
+            finished(mcmc, 0, workload.data)
+            mcmc.post_warmup_state = mcmc.last_state
+            programs = {
+                "off": collected(make, several),
+                "on": partial(finished, mcmc, 1, workload.data),
+            }
+            seconds = interleaved(programs, rounds)
+            each = [1e6 * np.median(seconds[name]) / samples for name in ("off", "on")]
+            rows.append(
+                [workload.name, count, *(f"{x:.0f}" for x in each)]
+                + [f"{each[1] - each[0]:.0f}", ratio(seconds["on"], seconds["off"])]
+            )
+    header = ["", "steps_per_sample", "us a sample, bar off", "on", "difference", "ratio"]
+    return table(header, rows)
+
+
+def second(rounds: int) -> str:
+    """A second ``run()`` of the same object, less the time of its steps."""
+    rows = []
+    for workload in workloads()[:2]:
+        others = tuple(jnp.roll(x, 1, axis=0) for x in workload.data)
+        for name, make in samplers(workload).items():
+            if name == "CCAdL, tuned":
+                continue
+            for shown, jit_model_args in ((True, False), (True, True), (False, True)):
+                mcmc = MCMC(
+                    make(), num_warmup=10, num_samples=10,
+                    progress_bar=shown, jit_model_args=jit_model_args,
+                )  # fmt: skip
+                finished(mcmc, 0, workload.data)
+                seconds: dict[str, list[float]] = {"same": [], "other": [], "resumed": []}
+                for k in range(rounds):
+                    for case, data in (("same", workload.data), ("other", others)):
+                        if case == "other" and not jit_model_args:
+                            continue  # NumPyro makes the data constants of the program
+                        start = time.perf_counter()
+                        finished(mcmc, k, data)
+                        seconds[case].append(time.perf_counter() - start)
+                    mcmc.post_warmup_state = mcmc.last_state
+                    start = time.perf_counter()
+                    finished(mcmc, k, workload.data)
+                    seconds["resumed"].append(time.perf_counter() - start)
+                    mcmc.post_warmup_state = None
+                words = [f"{1e3 * np.median(s):.0f}" if s else "" for s in seconds.values()]
+                state = "on" if shown else "off"
+                rows.append([workload.name, name, state, jit_model_args, *words])
+    header = ["", "sampler", "bar", "jit_model_args"]
+    return table([*header, "again, ms", "other data, ms", "resumed, ms"], rows)
+
+
+def alone(*arguments: object, **environment: str) -> dict:
+    """Runs a part of this file in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--part", *map(str, arguments)],
+        env=os.environ | environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def first(rounds: int) -> str:
+    """The time to the first sample."""
+    rows = []
+    for k, workload in enumerate(workloads()[:2]):  # NUTS takes minutes for the network
+        seconds = {name: [] for name in samplers(workload)}
+        for _ in range(rounds):
+            for name in seconds:
+                seconds[name].append(alone("first", k, name)["seconds"])
+        nuts = np.array(seconds["NUTS"])
+        rows += [
+            [workload.name, name, f"{np.median(s):.1f}", ratio(np.array(s), nuts)]
+            for name, s in seconds.items()
+        ]
+    return table(["", "sampler", "seconds", "ratio to NUTS"], rows)
+
+
+def chains(rounds: int) -> str:
+    """Vectorized chains: the cost of a step of one of them."""
+    rows = []
+    for workload in workloads():
+        programs, counts = {}, (1, 4, 16, 64)
+        for count in counts:
+            kernel, _ = started(sghmc(workload), workload)
+            steps = max(5, workload.steps // count)
+            keys = random.split(random.key(0), count) if count > 1 else random.key(0)
+            state = kernel.init(keys, 0, None, model_args=workload.data, model_kwargs={})
+
+            def run(state, data, kernel=kernel, steps=steps):
+                def step(state, _):
+                    state = kernel.sample(state, data, {})
+                    return state, state.z
+
+                return jax.lax.scan(step, state, length=steps)[1]
+
+            programs[str(count)] = partial(jax.jit(run), state, workload.data)
+        seconds = interleaved(programs, rounds)
+        each = {c: seconds[str(c)] / (c * max(5, workload.steps // c)) for c in counts}
+        rows += [
+            [workload.name, c, f"{1e6 * np.median(each[c]):.1f}", ratio(each[c], each[1])]
+            for c in counts
+        ]
+    return table(["", "chains", "us for each step of a chain", "ratio to one"], rows)
+
+
+def devices(rounds: int) -> str:
+    """Two chains on two host devices, against one after the other."""
+    rows = []
+    for k, workload in enumerate(workloads()):
+        flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+        found = alone("devices", k, rounds, XLA_FLAGS=flags)
+        parallel, sequential = np.array(found["parallel"]), np.array(found["sequential"])
+        rows.append([workload.name, ratio(parallel, sequential)])
+    return table(["", "time of 2 chains, parallel to sequential"], rows)
+
+
+def memory(_: int) -> str:
+    """The memory of a run."""
+    rows = []
+    for size, samples in ((10_000, 20_000), (1_000_000, 20_000)):
+        for jit_model_args in (True, False):
+            found = alone("memory", size, samples, int(jit_model_args))
+            rows.append([f"{size:,}", jit_model_args] + [f"{found[k]:.0f}" for k in
+                        ("data", "samples", "added", "allowed")])  # fmt: skip
+    header = ["N", "jit_model_args", "data, MB", "kept samples, MB", "added by the run, MB"]
+    return table([*header, "2 x samples + 300 MB"], rows)
+
+
+def resident(field: str) -> float:
+    """Resident memory of this process in MB, now or at its peak."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
+
+
+def part(name: str, *arguments: str) -> dict:
+    """What runs in a process of its own."""
+    jax.block_until_ready(jax.jit(jnp.sum)(jnp.ones(3)))
+    if name == "first":
+        workload = workloads()[int(arguments[0])]
+        make = samplers(workload)[arguments[1]]
+        start = time.perf_counter()
+        finished(MCMC(make(), num_warmup=0, num_samples=1, progress_bar=False), 0, workload.data)
+        return {"seconds": time.perf_counter() - start}
+    if name == "devices":
+        workload, rounds = workloads()[int(arguments[0])], int(arguments[1])
+        count = 10 * workload.steps
+        programs = {}
+        for method in ("parallel", "sequential"):
+            mcmc = MCMC(
+                sghmc(workload, count)(bound(workload)), num_warmup=0, num_samples=1,
+                num_chains=2, chain_method=method, progress_bar=False,
+            )  # fmt: skip
+            program = partial(finished, mcmc, 0, workload.data)
+            program()
+            programs[method] = program
+        return {name: s.tolist() for name, s in interleaved(programs, rounds).items()}
+    size, samples, jit_model_args = map(int, arguments)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((size, 100), np.float32))
+    data = x, jnp.asarray((x[:, 0] > 0).astype(jnp.float32))
+    workload = Workload("", logistic, logistic_potential, data, 500, 1e-3, samples)
+    jax.block_until_ready(data)
+    del rng
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak starts again from here
+    before = resident("VmRSS")
+    mcmc = MCMC(
+        sghmc(workload)(bound(workload)), num_warmup=0, num_samples=samples,
+        progress_bar=False, jit_model_args=bool(jit_model_args),
+    )  # fmt: skip
+    finished(mcmc, 0, data)
+    after = resident("VmHWM")
+    kept = samples * 100 * 4 / 2**20
+    return {
+        "data": sum(x.nbytes for x in data) / 2**20, "samples": kept,
+        "added": after - before, "allowed": 2 * kept + 300,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    if options.part:
+        print(json.dumps(part(*options.part)))
+        return
+    print(machine() + "\n")
+    for name in options.only:
+        function = globals()[name]
+        print(f"{function.__doc__}\n\n{function(options.rounds)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
