@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
+from functools import partial
 import inspect
 import math
 import time
@@ -271,16 +272,28 @@ class SGMCMCKernel(SelfTuning):
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
         state = self._sample(state, args, kwargs)
-        if jnp.ndim(state.i) == 0 and _is_under_progress_bar():
+        loop, sums = _loop_of_numpyro(), state.stein
+        if loop == "bar" and jnp.ndim(state.i) == 0:
             return state  # which `get_diagnostics_str` judges
-        due = has_paired_batches(state.stein)  # at 64, 128, ... samples
-
-        def judge(sums: SteinSums) -> None:
-            # under `vmap` both branches run
-            jax.debug.callback(self._judge, due, sums)
-
-        lax.cond(due, judge, lambda sums: None, state.stein)
+        due = has_paired_batches(sums)  # at 64, 128, ... samples
+        if loop == "compiled":
+            # in a loop a callback with an effect makes every step slower by a microsecond
+            length = lax.cond(due, self._judged, lambda sums: sums.length, sums)
+            return state._replace(stein=sums._replace(length=length))
+        # under `vmap` both branches run
+        lax.cond(due, partial(jax.debug.callback, self._judge), lambda *_: None, due, sums)
         return state
+
+    def _judged(self, sums: SteinSums) -> Array:
+        """The length of the batches as it is, after a callback that judges the run."""
+
+        def judge(due: np.ndarray, sums: SteinSums) -> np.ndarray:
+            self._judge(due, sums)
+            return np.asarray(sums.length)
+
+        shape = jax.ShapeDtypeStruct(sums.length.shape, sums.length.dtype)
+        due = has_paired_batches(sums)
+        return jax.pure_callback(judge, shape, due, sums, vmap_method="sequential")
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
         view = self._initialised
@@ -353,19 +366,22 @@ class SGMCMCKernel(SelfTuning):
         return state
 
 
-def _is_under_progress_bar() -> bool:
+def _loop_of_numpyro() -> str | None:
     """
-    Whether NumPyro traces a sample for its loop in Python, under a progress bar.
+    The loop of NumPyro that traces a sample: ``"bar"``, in Python, under a progress bar;
+    ``"compiled"``; or None where none does, as in a loop of the user's own.
 
-    A callback in the program that this loop calls makes every call slower by 0.6 ms. NumPyro
-    shows the diagnostics of a single chain there, so that none is needed.
+    A callback in the program that the loop under a bar calls makes every call slower by 0.6 ms.
+    NumPyro shows the diagnostics of a single chain there, so that none is needed.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not fori_collect.__code__:
         frame = frame.f_back
+    if frame is None:
+        return None
     # a kernel is not told which loop it is in; several chains on devices have a compiled one
-    seen = {} if frame is None else frame.f_locals
-    return bool(seen.get("progbar")) and seen.get("num_chains", 1) == 1
+    seen = frame.f_locals
+    return "bar" if seen["progbar"] and seen.get("num_chains", 1) == 1 else "compiled"
 
 
 class MomentumKernel(SGMCMCKernel):
