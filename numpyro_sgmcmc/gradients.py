@@ -281,7 +281,8 @@ def _signs(rng_key: Array, count: int) -> Array:
 def _value_and_gradient(
     potential: Potential, position: Array, rows: Rows, rng_key: Array
 ) -> tuple[Array, Array]:
-    value, gradient = jax.value_and_grad(potential)(potential.values(position), rows, rng_key)
+    values = potential.values(position)
+    value, gradient = potential.value_and_gradient(values, rows, rng_key)
     return value, potential.pullback(gradient)
 
 

@@ -46,6 +46,9 @@ class Potential(Protocol):
     def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
         """The minibatch potential, a scalar."""
 
+    def value_and_gradient(self, values: Any, rows: Rows, rng_key: Array, /) -> tuple[Array, Any]:
+        """The same, and its gradient with respect to the values, a tree like them."""
+
     def with_row_terms(
         self, values: Any, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, dict[str, Array]]:
@@ -72,6 +75,11 @@ class ModelPotential(NamedTuple):
 
     def __call__(self, values: Values, rows: Rows, rng_key: Array, /) -> Array:
         return self.view.potential(values, rows, rng_key, self.args, self.kwargs)
+
+    def value_and_gradient(
+        self, values: Values, rows: Rows, rng_key: Array, /
+    ) -> tuple[Array, Values]:
+        return jax.value_and_grad(self.__call__)(values, rows, rng_key)
 
     def with_row_terms(
         self, values: Values, rows: Rows, rng_key: Array, /
@@ -165,6 +173,16 @@ class ControlVariate(NamedTuple):
         at = self.base(values, rows, rng_key)
         return at - self._expansion(lambda x: self.base(x, rows, rng_key), values)
 
+    def value_and_gradient(self, values: Any, rows: Rows, rng_key: Array, /) -> tuple[Array, Any]:
+        # two gradients; by differentiating the expansion it would be another half of one
+        energy, gradient = self.base.value_and_gradient(values, rows, rng_key)
+        anchored = self.base.value_and_gradient(self.anchor.values, rows, rng_key)
+        controlled = jax.tree.map(
+            lambda g, g_at, g_all: g - g_at + g_all, gradient, anchored[1], self.anchor.gradient
+        )
+        slope = self._slope(anchored[1], values)
+        return energy - anchored[0] - slope + self._known(values), controlled
+
     def with_row_terms(
         self, values: Any, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, dict[str, Array]]:
@@ -188,10 +206,12 @@ class ControlVariate(NamedTuple):
 
     def _known(self, values: Any) -> Array:
         """The expansion of all data."""
-        products = jax.tree.map(
-            lambda g, x: jnp.sum(g * x), self.anchor.gradient, self._from_anchor(values)
-        )
-        return self.anchor.potential + sum(jax.tree.leaves(products))
+        return self.anchor.potential + self._slope(self.anchor.gradient, values)
+
+    def _slope(self, gradient: Any, values: Any) -> Array:
+        """What a gradient at the anchor says of the values."""
+        products = jax.tree.map(lambda g, x: jnp.sum(g * x), gradient, self._from_anchor(values))
+        return jax.tree.reduce(jnp.add, products)
 
 
 def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> Any:

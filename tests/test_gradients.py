@@ -36,6 +36,9 @@ class TwoPlates:
     def __call__(self, position, rows, rng_key):
         return self.with_row_terms(position, rows, rng_key)[0]
 
+    def value_and_gradient(self, position, rows, rng_key):
+        return jax.value_and_grad(self.__call__)(position, rows, rng_key)
+
     def with_row_terms(self, position, rows, rng_key):
         terms = {
             name: -SIZES[name] / index.shape[0] * (jnp.asarray(DATA[name])[index] @ position**2)

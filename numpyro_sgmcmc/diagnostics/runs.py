@@ -137,5 +137,7 @@ def passes_per_draw(data: Any) -> float | None:
     stats = group(data, "sample_stats")
     if stats is not None and "n_steps" in stats:
         # a leapfrog step of NUTS is a gradient on all data
-        return thinning * float(np.mean(np.asarray(stats["n_steps"])))  # of an array of JAX: float32
+        return thinning * float(
+            np.mean(np.asarray(stats["n_steps"]))
+        )  # of an array of JAX: float32
     return None

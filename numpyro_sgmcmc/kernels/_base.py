@@ -287,7 +287,7 @@ class SGMCMCKernel(SelfTuning):
     def _judged(self, sums: SteinSums) -> Array:
         """The length of the batches as it is, after a callback that judges the run."""
 
-        def judge(due: np.ndarray, sums: SteinSums) -> np.ndarray:
+        def judge(due: Array, sums: SteinSums) -> np.ndarray:
             self._judge(due, sums)
             return np.asarray(sums.length)
 

@@ -260,8 +260,9 @@ class Chain(MCMCKernel):
 
     def _guarded_step(self, state: SGMCMCState, potential: Potential) -> SGMCMCState:
         """One step, undone and counted if it is not finite."""
-        rows_key, step_key = random.split(state.rng_key)
-        noise_key, model_key = random.split(random.fold_in(step_key, state.i))
+        # the split is the same at each step, and compiled loops do it once
+        rows_key, *keys = random.split(state.rng_key, 3)
+        noise_key, model_key = (random.fold_in(key, state.i) for key in keys)
         rows = self.draw_rows(rows_key, state.i)
         step_size = self._step_size_at(state.i, state.tuned.step_size)
         step_size = jnp.asarray(step_size, state.step_size.dtype)
