@@ -28,14 +28,8 @@ import numpy as np
 from numpyro.distributions import biject_to
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.handlers import seed, substitute, trace
-from numpyro.infer.util import (
-    constrain_fn,
-    initialize_model,
-    potential_energy,
-    unconstrain_fn,
-)
+from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
 from numpyro.primitives import Messenger
-from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.model_checks import check_data, check_plate, check_sites
 
@@ -48,6 +42,15 @@ Indices = Mapping[str, Array]
 #: Only ``numpyro.prng_key`` and control flow around it are to be seeded in a potential: a
 #: seeded latent site that is missing from the values would silently be drawn anew.
 NOT_SEEDED = ["sample", "plate"]
+
+#: What JAX raises where Python needs a value that is traced,
+_NEEDS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
+#: and what to do.
+_VALUE_NEEDED = (
+    "The model needs the value of an argument in Python, for a `subsample_size`, an `if` or"
+    " `int(y.max())`. Arrays are traced, and with `MCMC(jit_model_args=True)` every argument is:"
+    " compute the value before, and bind it, `functools.partial(model, classes=...)`."
+)
 
 
 class Plate(NamedTuple):
@@ -112,7 +115,7 @@ class full_data(_choose_rows):
             return jnp.arange(plate.size)
 
 
-class _first_rows(_choose_rows):
+class first_rows_of(_choose_rows):
     """Takes the first rows of every plate, so that nothing is drawn at a cost of O(N)."""
 
     def rows(self, plate: Plate) -> Array:
@@ -267,126 +270,13 @@ class MinibatchModel(NamedTuple):
         latents = {name: values[name] for name in self.latents}
         return unconstrain_fn(model, args, kwargs, latents)
 
-    def initial_values(
-        self, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict
-    ) -> tuple[Values, Array]:
-        """
-        Unconstrained initial values with a finite potential, by one of NumPyro's
-        initialisation strategies.
-
-        :param rng_key: a key, or a batch of keys for as many chains.
-        :param init_strategy: a per-site initialization function of NumPyro.
-        :return: values by site, with a leading axis for the chains if ``rng_key`` has one, and
-            whether the potential and its gradient are finite there.
-        """
-        single = is_prng_key(rng_key)
-        # under `jit` NumPyro does not raise, and a batch of keys is one program
-        info = jax.jit(
-            lambda keys: (
-                initialize_model(
-                    keys,
-                    _first_rows(self.model),
-                    init_strategy=init_strategy,
-                    model_args=args,
-                    model_kwargs=kwargs,
-                ).param_info
-            )
-        )(rng_key[None] if single else rng_key)
-        seen = jax.tree.leaves((info.potential_energy, info.z_grad))
-        found = jnp.isfinite(sum(jnp.sum(x) for x in seen))
-        return jax.tree.map(lambda x: x[0], info.z) if single else info.z, found
-
-    def no_initial_values(
-        self, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict
-    ) -> ValueError:
-        """The error for a model for which :meth:`initial_values` finds none, and its place."""
-        key = rng_key if is_prng_key(rng_key) else rng_key[0]
-        start = substitute(seed(_first_rows(self.model), key), substitute_fn=init_strategy)
-        sites = trace(start).get_trace(*args, **kwargs)
-        return ValueError(_no_finite_start(_nonfinite_sites(sites)))
-
-    def check_initial_values(
-        self, z: Values, chains: int | None, args: tuple, kwargs: dict
-    ) -> None:
-        """
-        Checks initial values that a user has chosen.
-
-        :param z: unconstrained values, with a leading axis of length ``chains`` unless that
-            is ``None``.
-        :raises ValueError: naming the site, if names, shapes or dtypes do not fit the model
-            or if the potential is not finite there.
-        """
-        if not isinstance(z, dict) or set(z) != set(self.latents):
-            found = sorted(z) if isinstance(z, dict) else f"a {type(z).__name__}"
-            raise ValueError(
-                "`init_params` must be a dict of unconstrained values for the latent sites"
-                f" {sorted(self.latents)}; found {found}."
-            )
-        batch = () if chains is None else (chains,)
-        for name, latent in self.latents.items():
-            if not jnp.issubdtype(jnp.result_type(z[name]), jnp.floating):
-                raise ValueError(
-                    f"`init_params['{name}']` has dtype {jnp.result_type(z[name])}, but gradients"
-                    " need floating point values: write 1.0 instead of 1."
-                )
-            if jnp.shape(z[name]) != batch + latent.shape:
-                raise ValueError(
-                    f"`init_params['{name}']` has shape {jnp.shape(z[name])}, but the unconstrained"
-                    f" value of site '{name}' has shape {batch + latent.shape}"
-                    + (" (chains first)." if batch else ".")
-                )
-            if not isinstance(z[name], jax.core.Tracer) and not np.all(np.isfinite(z[name])):
-                raise ValueError(f"`init_params['{name}']` has entries that are NaN or infinite.")
-
-        def potential(values: Values) -> Array:
-            return self.potential(values, self.first_rows(), random.key(0), args, kwargs)
-
-        energy = (potential if chains is None else jax.vmap(potential))(z)
-        if not isinstance(energy, jax.core.Tracer) and not np.all(np.isfinite(energy)):
-            raise ValueError(
-                f"The potential at `init_params` is {np.asarray(energy)}. Choose values with a"
-                " finite density, or leave `init_params` out to have the kernel find them."
-            )
-
 
 def _potential_energy(model: Model, args: tuple, kwargs: dict, z: Values) -> Array:
     """NumPyro's, with a remedy where a traced argument is needed in Python."""
     try:
         return potential_energy(model, args, kwargs, z)
-    except jax.errors.TracerBoolConversionError as error:
-        raise ValueError(
-            "The model needs the value of an argument in Python, for a `subsample_size` or an"
-            " `if`. With `MCMC(jit_model_args=True)` every argument is traced: bind that one,"
-            " `functools.partial(model, batch_size=...)`."
-        ) from error
-
-
-def _nonfinite_sites(sites: dict[str, dict]) -> list[str]:
-    """Sites whose log density is not finite, with the range of the value there."""
-    found = []
-    for name, site in sites.items():
-        if site["type"] == "sample":
-            value = jnp.asarray(site["value"])
-            if not bool(jnp.all(jnp.isfinite(site["fn"].log_prob(value)))):
-                found.append(
-                    f"'{name}' (values from {value.min():.4g} to {value.max():.4g})"
-                    if value.size
-                    else f"'{name}'"
-                )
-    return found
-
-
-def _no_finite_start(sites: list[str]) -> str:
-    where = (
-        f"The log density is not finite at site {', '.join(sites)}."
-        if sites
-        else "The gradient is not finite, though the density of every site is."
-    )
-    return (
-        "No initial values with a finite potential and gradient were found in 100 attempts."
-        f" {where} Check that the data lie in the support of the distribution and that its"
-        " parameters are finite, or start elsewhere with `init_strategy=init_to_value(...)`."
-    )
+    except _NEEDS_A_VALUE as error:
+        raise ValueError(_VALUE_NEEDED) from error
 
 
 def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict) -> MinibatchModel:
@@ -405,7 +295,7 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
     """
     check_data(model, args, kwargs)
     with jax.ensure_compile_time_eval():
-        start = substitute(seed(_first_rows(model), random.key(0)), substitute_fn=init_strategy)
+        start = substitute(seed(first_rows_of(model), random.key(0)), substitute_fn=init_strategy)
         try:
             sites = trace(start).get_trace(*args, **kwargs)
         except ValueError as error:
@@ -430,7 +320,10 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
     def given(rows: Indices, args: tuple, kwargs: dict) -> dict[str, dict]:
         values = {k: lax.stop_gradient(s["value"]) for k, s in latents.items()}
         at = substitute(given_rows(fixed, plates, rows), data=values)
-        return trace(seed(at, random.key(0))).get_trace(*args, **kwargs)
+        try:
+            return trace(seed(at, random.key(0))).get_trace(*args, **kwargs)
+        except _NEEDS_A_VALUE as error:
+            raise ValueError(_VALUE_NEEDED) from error
 
     dependent = check_sites(model, sites, plates, given, args, kwargs)
     with jax.ensure_compile_time_eval():

@@ -89,11 +89,11 @@ def loo(
 
         >>> def model(y):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
-        ...     with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
-        >>> mcmc = MCMC(SGNHT(model, step_size=1e-2, friction=10.0), num_warmup=100,
-        ...             num_samples=100, progress_bar=False)
+        >>> mcmc = MCMC(SGNHT(model, step_size=1e-2, friction=20.0, steps_per_sample=10),
+        ...             num_warmup=100, num_samples=300, progress_bar=False)
         >>> mcmc.run(jax.random.key(0), jax.random.normal(jax.random.key(1), (500,)))
         >>> int(loo(mcmc, observations=50).n_data_points)
         500

@@ -23,6 +23,7 @@ import pytest
 
 from numpyro_sgmcmc import full_data
 from numpyro_sgmcmc.minibatch import as_arrays, read_model
+from numpyro_sgmcmc.starts import initial_values
 
 N, BATCH = 60, 12
 RNG = np.random.default_rng(0)
@@ -203,7 +204,7 @@ each_model = pytest.mark.parametrize(
 def read(model, args):
     args = as_arrays(args)
     seen = read_model(model, init_to_uniform, args, {})
-    z, found = seen.initial_values(random.key(3), init_to_uniform, args, {})
+    z, found = initial_values(seen, random.key(3), init_to_uniform, args, {})
     assert found
     return seen, z, args
 

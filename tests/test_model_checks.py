@@ -418,6 +418,20 @@ def test_traced_subsample_size():
         mcmc.run(random.key(0), X, Y, 10)
 
 
+@pytest.mark.parametrize("jit_model_args", [False, True])
+def test_value_of_the_data_in_python(jit_model_args):
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([int(y.max()) + 1]))
+        with numpyro.plate("rows", x.shape[0], subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(w[0], 1), obs=y[i])
+
+    mcmc = MCMC(
+        sgld(model), num_warmup=1, num_samples=2, progress_bar=False, jit_model_args=jit_model_args
+    )
+    with pytest.raises(ValueError, match=r"compute the value before.*functools.partial"):
+        mcmc.run(random.key(0), X, Y)
+
+
 def test_data_of_another_length_after_warmup():
     def model(x):
         mu = numpyro.sample("mu", dist.Normal(0, 1))

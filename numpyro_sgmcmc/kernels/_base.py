@@ -25,6 +25,7 @@ from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Tuned
 from numpyro_sgmcmc.kernels._tuning import SelfTuning
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, as_arrays, full_data
 from numpyro_sgmcmc.potentials import Problem
+from numpyro_sgmcmc.starts import check_initial_values, initial_values, no_initial_values
 from numpyro_sgmcmc.stein import (
     SteinReport,
     SteinSums,
@@ -223,7 +224,7 @@ class SGMCMCKernel(SelfTuning):
             z = self._initial_values(problem, tuning, keys)
         else:
             z = as_arrays(init_params)
-            view.check_initial_values(z, rng_key.shape[0] if batched else None, args, kwargs)
+            check_initial_values(view, z, rng_key.shape[0] if batched else None, args, kwargs)
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
         dtype = jnp.result_type(*jax.tree.leaves(z))
@@ -256,12 +257,12 @@ class SGMCMCKernel(SelfTuning):
 
         def find(problem: Problem, keys: Array) -> tuple[Values, Array]:
             strategy = self._init_strategy
-            return problem.view.initial_values(keys, strategy, problem.args, problem.kwargs)
+            return initial_values(problem.view, keys, strategy, problem.args, problem.kwargs)
 
         z, found = self._compiled("find", find, problem)(keys)
         if not isinstance(found, jax.core.Tracer) and not found:
             where = self._init_strategy, problem.args, problem.kwargs
-            raise problem.view.no_initial_values(keys, *where)
+            raise no_initial_values(problem.view, keys, *where)
         return z
 
     @property
