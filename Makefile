@@ -40,14 +40,10 @@ test-newest: $(VENV)/.ready
 		tests/test_inference_data.py tests/test_minibatch.py tests/test_kernels.py \
 		tests/test_diagnostics.py tests/test_plots.py tests/test_predictive.py numpyro_sgmcmc
 
-# The tables of benchmarks/, from this machine; with DATA=mnist.npz also the largest steps.
+# Measures everything and writes the tables into README.md and docs/benchmarks.md; some of it with
+# PARTS="step_cost peers". DATA and CACHE are folders for the parts on real data.
 bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/step_cost.py
-	$(BIN)/python benchmarks/running.py
-	$(BIN)/python benchmarks/normal_gamma.py
-	$(BIN)/python benchmarks/noise_estimates.py
-	$(BIN)/python benchmarks/anisotropic_noise.py --picture docs/anisotropic_noise.png
-	$(if $(DATA),$(BIN)/python benchmarks/largest_step.py --data '$(DATA)' --picture docs/largest_step.png)
+	$(BIN)/python benchmarks/report.py $(PARTS) $(if $(DATA),--data '$(DATA)') $(if $(CACHE),--cache '$(CACHE)')
 
 # The documentation as HTML, in docs/_build/html; a warning is an error.
 docs: $(VENV)/.ready

@@ -126,8 +126,13 @@ def main():
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     cases = {
-        "100": (logistic, rng.standard_normal((N, 100)), rng.integers(0, 2, N), 1_000),
-        "784-100-10": (network, rng.random((N, 784)), rng.integers(0, 10, N), 20),
+        "logistic, d = 100": (
+            logistic,
+            rng.standard_normal((N, 100)),
+            rng.integers(0, 2, N),
+            1_000,
+        ),
+        "network 784-100-10": (network, rng.random((N, 784)), rng.integers(0, 10, N), 20),
     }
     for name, (model, x, y, steps) in cases.items():
         x, y = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.int32)
@@ -141,7 +146,7 @@ def main():
                 run()
                 times[key].append((time.perf_counter() - begin) / steps * 1e6)
         base = np.median(times["gradient"])
-        print(f"\n| parameters: {name} | us | ratio |\n| --- | ---: | ---: |")
+        print(f"\n| {name} | us | ratio to one gradient |\n| --- | ---: | ---: |")
         for key, found in times.items():
             print(f"| {key} | {np.median(found):,.1f} | {np.median(found) / base:.2f} |")
 

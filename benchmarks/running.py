@@ -25,7 +25,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
-from measure import interleaved, machine, ratio, table
+from measure import interleaved, ratio, table
 import numpy as np
 from numpyro.infer import MCMC, NUTS
 from step_cost import FRICTION, bound, collected, started
@@ -261,7 +261,6 @@ def main() -> None:
     if options.part:
         print(json.dumps(part(*options.part)))
         return
-    print(machine() + "\n")
     for name in options.only:
         function = globals()[name]
         print(f"{function.__doc__}\n\n{function(options.rounds)}", flush=True)

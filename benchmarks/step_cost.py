@@ -8,10 +8,10 @@ three models; and its growth with the number of rows and of parameters.
     python benchmarks/step_cost.py [--rounds 15] [--largest 100000000]
 
 Everything is measured in one process, interleaved, every position is kept, data are arguments
-of the programs. The step by hand has the rows, the update and the noise and nothing else: no
-running sums, no guard against steps that are not finite. A ratio is the median over the rounds
-of the ratio within a round, with quartiles. "In MCMC" is the loop of NumPyro's ``MCMC`` without
-a progress bar, which keeps two more numbers of each sample.
+of the programs. A kernel runs in the loop of NumPyro's ``MCMC`` without a progress bar, which
+keeps two more numbers of each sample. The step by hand has the rows, the update and the noise and
+nothing else: no running sums, no guard against steps that are not finite. A ratio is the median
+over the rounds of the ratio within a round, with quartiles.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import jax
 from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-from measure import interleaved, machine, ratio, table
+from measure import interleaved, ratio, table
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -31,6 +31,8 @@ from workloads import Workload, logistic, logistic_data, workloads
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
 from numpyro_sgmcmc.subsampling import without_replacement
+
+PARTS = ("by_hand", "rows", "parameters")
 
 FRICTION = 10.0
 #: Methods that are written by hand; the others are compared with SGHMC by hand.
@@ -101,23 +103,8 @@ def by_hand(method: str, workload: Workload, z: dict[str, Array], key: Array, da
     return lax.scan(step, carry, jnp.arange(workload.steps))[1]
 
 
-def scanned(make: Callable, workload: Workload) -> Callable:
-    """The kernel's own step in a scan."""
-    kernel, state = started(make, workload)
-
-    def steps(state, data):
-        def step(state, _):
-            state = kernel.sample(state, data, {})
-            return state, state.z
-
-        return lax.scan(step, state, length=workload.steps)[1]
-
-    program = jax.jit(steps)
-    return lambda: program(state, workload.data)
-
-
 def collected(make: Callable, workload: Workload) -> Callable:
-    """The kernel's step in the loop of ``MCMC`` without a progress bar."""
+    """A program of the kernel's steps in the loop of ``MCMC`` without a progress bar."""
     kernel, state = started(make, workload)
 
     def steps(state, data):
@@ -152,7 +139,7 @@ def against_by_hand(workload: Workload, rounds: int) -> str:
         against = "by hand" if name in BY_HAND else "SGHMC"
         rows.append([name, *each, against, ratio(seconds[name], seconds[hand])])
     header = ["kernel", "us a step", "that of", "which is", "ratio"]
-    return f"{workload.name}\n\n{table(header, rows)}"
+    return f"Model: {workload.name}\n\n{table(header, rows)}"
 
 
 def growth(title: str, column: str, programs: dict[int, tuple[Callable, int]], rounds: int) -> str:
@@ -174,7 +161,7 @@ def of_rows(size: int) -> tuple[Callable, int]:
     data = logistic_data(size, 20, np.int8)
     workload = Workload("", logistic, lambda: None, data, 500, 1e-3, 2_000)
     make = partial(SGHMC, step_size=1e-6, friction=FRICTION)
-    return scanned(make, workload), workload.steps
+    return collected(make, workload), workload.steps
 
 
 def intercepts(group: Array, y: Array, batch_size: int, groups: int) -> None:
@@ -190,25 +177,24 @@ def of_parameters(size: int) -> tuple[Callable, int]:
     steps = max(10, min(2_000, 2_000_000 // size))
     model = partial(intercepts, groups=size)
     workload = Workload("", model, lambda: None, data, 500, 1e-3, steps)
-    return scanned(partial(SGHMC, step_size=1e-4, friction=FRICTION), workload), steps
+    return collected(partial(SGHMC, step_size=1e-4, friction=FRICTION), workload), steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--largest", type=int, default=10**8, help="most rows: 21 bytes each")
-    parser.add_argument("--only", choices=["by_hand", "rows", "parameters"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
-    print(machine() + "\n")
-    if options.only in (None, "by_hand"):
+    if "by_hand" in options.only:
         for workload in workloads():
             print(against_by_hand(workload, options.rounds), flush=True)
-    if options.only in (None, "rows"):
+    if "rows" in options.only:
         sizes = [size for size in (10**k for k in range(4, 9)) if size <= options.largest]
         title = "SGHMC, logistic regression on covariates of eight bits, d = 20, n = 500"
         programs = {size: of_rows(size) for size in sizes}
         print(growth(title, "N", programs, options.rounds), flush=True)
-    if options.only in (None, "parameters"):
+    if "parameters" in options.only:
         programs = {size: of_parameters(size) for size in (10, 10**3, 10**4, 10**5, 10**6)}
         title = "SGHMC, random intercepts, N = 100,000, n = 500"
         print(growth(title, "d", programs, options.rounds), flush=True)

@@ -27,6 +27,10 @@ from numpyro_sgmcmc.diagnostics.comparison import Moments, errors_of, moments_of
 from numpyro_sgmcmc.stein import stein_report
 
 WARMUP, CHAINS = 1_000, 4
+HEADER = (
+    "model", "rows", "parameters", "worst mean, sd", "worst sd ratio", "rms z", "least ESS",
+    "a second", "a pass", "passes to tune", "seconds", "of NUTS", "verdict",
+)  # fmt: skip
 
 
 def compared(case, samples):
@@ -107,21 +111,21 @@ def one(name, case, cache, draws):
     report = stein_report(mcmc.last_state.stein)
     tuning = mcmc.sampler.tuning
     passes = (WARMUP + draws) * CHAINS * mcmc.sampler.passes_per_sample
+    worst = float(np.nanmax(nuts["rhat"]))
     ess = found.mean_size.min()
-    print(
-        f"{name:26s} d={len(found.mean):4d} h={tuning.step_size:5.3f} v={tuning.noise.mean:7.3g}"
-        f" {'cv   ' if tuning.anchor is not None else 'plain'}"
-        f" mean {errors['mean_error']:6.3f} (se {errors['mean_error_se']:.3f})"
-        f" sd {errors['sd_ratio']:6.3f} (se {errors['sd_ratio_se']:.3f},"
-        f" z rms {errors['sd_z']:.2f})"
-        f" ess {ess:6.0f} ({right.mean_size.min():5.0f} NUTS, R-hat {np.nanmax(nuts['rhat']):.3f}),"
-        f" {ess / seconds:5.1f} a second {ess / passes:5.2f} a pass; {seconds:5.1f} s"
-        f" ({float(nuts['seconds']):6.1f} NUTS)"
-        f" passes {sum(tuning.passes.values()):6.0f} + {passes:5.0f}"
-        f" T {report.temperature:.3f} [{report.ratios.min():.2f}, {report.ratios.max():.2f}]"
-        f" {'WARNS: ' + (report.problem() or '') if report.problem() or caught else 'silent'}",
-        flush=True,
-    )
+    cells = [name, f"{len(case.args[0]):,}", len(found.mean)]
+    if worst < 1.05:
+        cells += [
+            f"{errors['mean_error']:.3f} ± {errors['mean_error_se']:.3f}",
+            f"{errors['sd_ratio']:.3f} ± {errors['sd_ratio_se']:.3f}",
+            f"{errors['sd_z']:.2f}",
+        ]
+    else:
+        cells += [f"R-hat of NUTS {worst:.2f}", "", ""]
+    warned = "; ".join(str(warning.message).split(":")[0].split(".")[0] for warning in caught)
+    cells += [f"{ess:,.0f}", f"{ess / seconds:,.0f}", f"{ess / passes:.1f}"]
+    cells += [f"{sum(tuning.passes.values()):,.0f}", f"{seconds:.0f}", f"{nuts['seconds']:.0f}"]
+    print("| " + " | ".join(map(str, [*cells, report.problem() or warned or "silent"])) + " |")
 
 
 def main():
@@ -133,6 +137,7 @@ def main():
     parser.add_argument("--reference-only", action="store_true")
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
+    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" + " ---: |" * (len(HEADER) - 2) + " --- |")
     for name, load in cases(options.data).items():
         if options.only in name:
             case = load()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import report
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,3 +23,25 @@ def test_code_blocks(name):
     # one after the other, as they are read
     text = "\n".join(blocks)
     subprocess.run([sys.executable, "-c", text], check=True, env=os.environ, timeout=300)
+
+
+def test_numbers_come_from_benchmarks():
+    shown = {}
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        text = path.read_text()
+        for part, block in re.findall(r"<!-- bench (\w+) -->\n(.*?)<!-- end -->", text, re.DOTALL):
+            assert part in report.PARTS
+            script = report.PARTS[part].split()[0]
+            assert re.search(rf"\n\*`python {script}.*`: Python .* JAX .* 20\d\d.*\*\n$", block), (
+                part
+            )
+            assert shown.setdefault(part, block) == block, f"{part} differs between documents"
+        others = re.sub(r"<!-- bench \w+ -->.*?<!-- end -->", "", text, flags=re.DOTALL)
+        for row in re.findall(r"^\|.*\|$", others, re.MULTILINE):
+            assert not re.search(r"\| *[\d.,]+ *\|", row), f"{path.name}: {row}"
+    assert {"suite", "speed", "step_cost", "peers", "running"} <= set(shown)
+
+
+def test_report_replaces_a_block():
+    text = "a\n<!-- bench one -->\nold\n<!-- end -->\n<!-- bench two -->\nkept\n<!-- end -->\n"
+    assert report.replaced(text, "one", "new") == text.replace("old", "new")

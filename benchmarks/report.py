@@ -1,0 +1,85 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Runs the benchmarks and puts their tables into the documents.
+
+    python benchmarks/report.py [PART ...] [--data FOLDER] [--cache FOLDER]
+
+A document has a block for each part that it shows, between ``<!-- bench PART -->`` and
+``<!-- end -->``: what the part prints takes the place of what is there, with the command, the
+machine, the versions and the date under it. Without names all parts are run; those on real data
+need the folder with the data, and the suite one to keep its runs of NUTS in.
+"""
+
+import argparse
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+from measure import machine
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("README.md", "docs/benchmarks.md")
+
+#: The command of each part; a word in braces is an option of this script.
+PARTS = {
+    "too_wide": "examples/too_wide.py",
+    "step_cost": "benchmarks/step_cost.py --only by_hand",
+    "growth": "benchmarks/step_cost.py --only rows parameters",
+    "running": "benchmarks/running.py",
+    "peers": "benchmarks/peers.py",
+    "speed": "benchmarks/speed.py",
+    "suite": "benchmarks/suite.py --data {data} --cache {cache}",
+    "pictures": "benchmarks/pictures.py --folder docs",
+    "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",
+    "noise_estimates": "benchmarks/noise_estimates.py",
+    "anisotropic_noise": "benchmarks/anisotropic_noise.py --picture docs/anisotropic_noise.png",
+    "largest_step": (
+        "benchmarks/largest_step.py --data {data}/mnist.npz --picture docs/largest_step.png"
+    ),
+    "normal_gamma": "benchmarks/normal_gamma.py",
+}
+
+
+def replaced(text: str, part: str, found: str) -> str:
+    """A document with what a part has found in its block."""
+    block = re.compile(rf"(<!-- bench {part} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return block.sub(lambda match: f"{match[1]}{found}\n{match[2]}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=" ".join(PARTS))
+    parser.add_argument("--data")
+    parser.add_argument("--cache")
+    options = parser.parse_args()
+    folders = {name: value for name in ("data", "cache") if (value := getattr(options, name))}
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no such part: {' '.join(sorted(unknown))}; there are {' '.join(PARTS)}")
+    for part, command in PARTS.items():
+        if options.parts and part not in options.parts:
+            continue
+        missing = [name for name in re.findall(r"{(\w+)}", command) if name not in folders]
+        if missing:
+            print(f"{part} is left out: it needs --{' and --'.join(missing)}", flush=True)
+            continue
+        script, *arguments = command.format(**folders).split()
+        print(f"{part} ...", flush=True)
+        done = subprocess.run(
+            [sys.executable, script, *arguments],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        shown = command.format(data="FOLDER", cache="FOLDER")
+        printed = done.stdout.strip()
+        text = printed if "| ---" in printed else f"```\n{printed}\n```"
+        found = f"{text}\n\n*`python {shown}`: {machine()}*"
+        print(f"{found}\n", flush=True)
+        for name in DOCUMENTS:
+            document = ROOT / name
+            document.write_text(replaced(document.read_text(), part, found))
+
+
+if __name__ == "__main__":
+    main()
