@@ -3,6 +3,7 @@
 
 import jax
 from jax import random
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from numpyro_sgmcmc.gradients import (
     product_gradient,
     sub_batches,
 )
+from numpyro_sgmcmc.potentials import ravel
 from numpyro_sgmcmc.subsampling import SCHEMES, finite_population_factor
 
 SIZES = {"rows": 60, "columns": 40}
@@ -171,3 +173,12 @@ def test_sub_batches(n, m):
 def test_one_row_shows_no_spread():
     with pytest.raises(ValueError, match="at least 2"):
         sub_batches(1)
+
+
+@pytest.mark.parametrize("size", [3, 2_000])
+def test_ravel(size):
+    """The vector of ``ravel_pytree``, whichever way it is made."""
+    tree = {"b": jnp.arange(3.0), "a": -jnp.ones(()), "w": jnp.arange(1.0 * size).reshape(1, -1)}
+    chains = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), tree)
+    np.testing.assert_array_equal(jax.jit(ravel)(tree), ravel_pytree(tree)[0])
+    np.testing.assert_array_equal(jax.vmap(ravel)(chains)[1], 2 * ravel(tree))

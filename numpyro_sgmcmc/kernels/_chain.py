@@ -22,7 +22,7 @@ from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient
 from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive, whole
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step, Tuned
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, read_model
-from numpyro_sgmcmc.potentials import Anchor, Potential, Problem, Rows
+from numpyro_sgmcmc.potentials import Anchor, Potential, Problem, Rows, ravel
 from numpyro_sgmcmc.stein import (
     add_to_sums,
     batch_is_full,
@@ -239,8 +239,8 @@ class Chain(MCMCKernel):
 
     def _advance(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
         """``steps_per_sample`` steps of one chain, on the position as one flat vector."""
-        position, potential = self.flattened(state, args, kwargs)
-        flat, unravel = ravel_pytree(state.z)
+        flat, position, potential = self.flattened(state, args, kwargs)
+        _, unravel = ravel_pytree(state.z)
 
         def body(_: int, state: SGMCMCState) -> SGMCMCState:
             return self._guarded_step(state, potential)
@@ -306,12 +306,13 @@ class Chain(MCMCKernel):
     def _step_size_at(self, i: Array, tuned: Any) -> Any:
         return self._step_size(i) if callable(self._step_size) else tuned
 
-    def flattened(self, state: SGMCMCState, args: tuple, kwargs: dict) -> tuple[Array, Potential]:
-        """The position of one chain as one vector, and the potential there."""
-        metric = state.tuned.metric
-        flat, _ = ravel_pytree(state.z)
+    def flattened(
+        self, state: SGMCMCState, args: tuple, kwargs: dict
+    ) -> tuple[Array, Array, Potential]:
+        """The values of one chain as one vector, the position, and the potential there."""
+        metric, flat = state.tuned.metric, ravel(state.z)
         potential = self._problem(args, kwargs).potential(metric, state.anchor)
-        return metric.coordinates(flat), potential
+        return flat, metric.coordinates(flat), potential
 
 
 def _turned(dynamics: Any) -> Any:

@@ -264,7 +264,7 @@ class SGHMC(MomentumKernel):
 
     def _noise_at_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> Array:
         """The largest variance of the gradient's noise of one chain at its initial values."""
-        position, potential = self.flattened(state, args, kwargs)
+        _, position, potential = self.flattened(state, args, kwargs)
         noise = self._noise
         steps = 1_000 if noise.window == math.inf else int(noise.window)
 
