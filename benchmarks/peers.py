@@ -129,8 +129,8 @@ def main():
         )
 
     for kernel in (CCAdL, SGHMC, SGNHT, SGLD):
-        found = by_mcmc(kernel(logistic, progress_bar=False), args, 1_000, options.steps)
-        report(f"`{kernel.__name__}(model)`", *found)
+        tuned = kernel(logistic, steps_per_sample=1, progress_bar=False)
+        report(f"`{kernel.__name__}(model)`", *by_mcmc(tuned, args, 1_000, options.steps))
         jax.clear_caches()
     report("NUTS", *by_mcmc(NUTS(full_data(logistic)), args, 500, 1_000, "num_steps"))
     proxy = HMCECS.taylor_proxy({"w": jnp.asarray(exact[0], jnp.float32)})

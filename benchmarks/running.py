@@ -27,6 +27,7 @@ from jax import random
 import jax.numpy as jnp
 from measure import interleaved, ratio, table
 import numpy as np
+from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 from step_cost import FRICTION, bound, collected, started
 from workloads import Workload, logistic, logistic_potential, workloads
@@ -64,16 +65,27 @@ def finished(mcmc: MCMC, key: int, data: tuple) -> None:
 
 
 def bar(rounds: int) -> str:
-    """A step under a progress bar against one in NumPyro's own loop without."""
+    """
+    A sample under a progress bar against one in NumPyro's own loop without, and what that is for
+    an effective sample of the worst parameter.
+    """
     rows = []
     for workload in workloads():
-        for count in (1, 10, 100):
-            samples = max(20, workload.steps // count)
-            if count > max(10, workload.steps // 20):
+        tried = {f"SGHMC, {k}": sghmc(workload, k) for k in (1, 10, 100)}
+        if workload.steps >= 1_000:  # the pilot of the network takes minutes
+            tuning = CCAdL(bound(workload), progress_bar=False).tune(random.key(0), *workload.data)
+            tried |= {
+                f"CCAdL, tuned, {k or 'default'}": partial(CCAdL, tuning=tuning, steps_per_sample=k)
+                for k in (1, None, 100)
+            }
+        for name, make in tried.items():
+            kernel, _ = started(make, workload)
+            count = kernel.steps_per_sample
+            samples = max(20, 2_000 if "tuned" in name else workload.steps // count)
+            if samples * count > 200 * workload.steps:
                 continue
             several = workload._replace(steps=samples)
-            make = sghmc(workload, count)
-            mcmc = MCMC(make(bound(workload)), num_warmup=0, num_samples=samples)
+            mcmc = MCMC(kernel, num_warmup=0, num_samples=samples)
             finished(mcmc, 0, workload.data)
             mcmc.post_warmup_state = mcmc.last_state
             programs = {
@@ -81,13 +93,21 @@ def bar(rounds: int) -> str:
                 "on": partial(finished, mcmc, 1, workload.data),
             }
             seconds = interleaved(programs, rounds)
-            each = [1e6 * np.median(seconds[name]) / samples for name in ("off", "on")]
-            rows.append(
-                [workload.name, count, *(f"{x:.0f}" for x in each)]
-                + [f"{each[1] - each[0]:.0f}", ratio(seconds["on"], seconds["off"])]
-            )
-    header = ["", "steps_per_sample", "us a sample, bar off", "on", "difference", "ratio"]
-    return table(header, rows)
+            off, on = (np.median(seconds[which]) for which in ("off", "on"))
+            found = [f"{1e6 * off / samples:.0f}", f"{1e6 * on / samples:.0f}"]
+            found += [ratio(seconds["on"], seconds["off"]), "", ""]
+            if "tuned" in name:
+                size = least_size(mcmc)
+                found[-2:] = [f"{size / off:,.0f}", f"{size / on:,.0f}"]
+            rows.append([workload.name, name, count, *found])
+    header = ["", "kernel", "steps_per_sample", "us a sample, bar off", "on", "ratio"]
+    return table([*header, "ESS a second, bar off", "on"], rows)
+
+
+def least_size(mcmc: MCMC) -> float:
+    """The effective sample size of the worst parameter."""
+    draws = jax.tree.leaves(mcmc.get_samples(group_by_chain=True))
+    return min(float(np.min(effective_sample_size(np.asarray(x, float)))) for x in draws)
 
 
 def second(rounds: int) -> str:

@@ -182,7 +182,7 @@ def main():
         for size in options.sizes:
             args = data(size, parameters)
             case = f"{size:,}", f"{parameters}"
-            found = timed(lambda: CCAdL(logistic, progress_bar=False), args, 500, 8_000, chains=4)
+            found = timed(lambda: CCAdL(logistic, progress_bar=False), args, 200, 2_000, chains=4)
             w = found[2]
             exact = w.mean((0, 1)), w.std((0, 1)), np.cov(w.reshape(-1, parameters).T)
             tuned = report(case, "CCAdL(model)", *found)

@@ -4,7 +4,7 @@
 """
 Twelve models on real data by ``CCAdL(model)`` with nothing else set, against long runs of NUTS.
 
-    python benchmarks/suite.py --data FOLDER --cache FOLDER [--only WORD] [--draws 20000]
+    python benchmarks/suite.py --data FOLDER --cache FOLDER [--only WORD] [--draws 5000]
 
 The folder of data holds mnist.npz, a9a.npz, covtype.npz, letter.npz, casp.npz and
 movielens_1m.npz; the runs of NUTS are kept in the cache, since they take an hour.
@@ -26,7 +26,7 @@ from numpyro_sgmcmc import CCAdL, full_data
 from numpyro_sgmcmc.diagnostics.comparison import Moments, errors_of, moments_of
 from numpyro_sgmcmc.stein import stein_report
 
-WARMUP, CHAINS = 1_000, 4
+WARMUP, CHAINS = 500, 4
 HEADER = (
     "model", "rows", "parameters", "worst mean, sd", "worst sd ratio", "rms z", "least ESS",
     "a second", "a pass", "passes to tune", "seconds", "of NUTS", "verdict",
@@ -133,7 +133,7 @@ def main():
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--only", default="")
-    parser.add_argument("--draws", type=int, default=20_000)
+    parser.add_argument("--draws", type=int, default=5_000)
     parser.add_argument("--reference-only", action="store_true")
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)

@@ -70,8 +70,10 @@ class SteinSums(NamedTuple):
     - **weight** - number of positions in that mean.
     - **steps** - number of steps in the sums that follow.
     - **samples** - number of samples in them.
-    - **matrix** - sum of :math:`(\\phi - c) g^\\top / T`, shape (d, d), up to 100 parameters;
-      above, shape (0, 0).
+    - **matrix** - sum of :math:`(\\phi - c) g^\\top / T` over past batches, shape (d, d), up to
+      100 parameters; above, shape (0, 0).
+    - **current_matrix** - the same over the current batch: single precision would lose the terms
+      of single steps in the sum over all of a long run.
     - **sizes** - number of parameters in each of k groups, shape (k,): 1, a group for each
       parameter, or of many parameters a group for each latent site.
     - **current** - sums over the current batch, shape (1 + k,): of the diagonal of
@@ -87,6 +89,7 @@ class SteinSums(NamedTuple):
     steps: Array
     samples: Array
     matrix: Array
+    current_matrix: Array
     sizes: Array
     current: Array
     batches: Array
@@ -111,6 +114,7 @@ def start_sums(position: Array, variances: Array, site_of: np.ndarray) -> SteinS
         steps=none,
         samples=none,
         matrix=jnp.zeros((edge, edge), dtype),
+        current_matrix=jnp.zeros((edge, edge), dtype),
         sizes=jnp.asarray(sizes, dtype),
         current=jnp.zeros(1 + groups, dtype),
         batches=jnp.zeros((_BATCHES, 1 + groups), dtype),
@@ -154,12 +158,12 @@ def add_to_sums(
         # each site is a stretch of the vector
         ends = np.searchsorted(site_of, np.arange(groups), side="right")
         terms = jnp.stack([jnp.sum(x) for x in jnp.split(terms, ends[:-1])])
-    matrix = sums.matrix
+    matrix = sums.current_matrix
     if matrix.size:
         matrix = matrix + away[:, None] * scaled
     return sums._replace(
         steps=sums.steps + counts,
-        matrix=matrix,
+        current_matrix=matrix,
         current=sums.current + jnp.concatenate([share[None], terms]),
     ), share / position.shape[0]
 
@@ -189,6 +193,8 @@ def close_batch(sums: SteinSums) -> SteinSums:
     merged = jnp.concatenate([pairs, jnp.zeros_like(pairs)])
     full = sums.samples == _BATCHES * sums.length
     return sums._replace(
+        matrix=sums.matrix + sums.current_matrix,
+        current_matrix=jnp.zeros_like(sums.current_matrix),
         current=jnp.zeros_like(sums.current),
         batches=jnp.where(full, merged, batches),
         length=jnp.where(full, 2 * sums.length, sums.length),
@@ -316,7 +322,10 @@ def stein_report(running: SteinSums) -> SteinReport | None:
     # steps that were not finite are in no sum; there are few, or the run says so
     per_batch = sums.length[0] * steps / samples
     batches = sums.batches[:, :complete] / (per_batch * sizes)
-    matrix = sums.matrix.sum(axis=0, dtype=np.float64) / steps if sums.matrix.size else None
+    matrix = None
+    if sums.matrix.size:
+        both = sums.matrix.astype(np.float64) + sums.current_matrix
+        matrix = both.sum(axis=0) / steps
     return _report(totals.sum(axis=0) / (steps * sizes), batches, matrix, samples)
 
 

@@ -107,6 +107,8 @@ class Tuning(NamedTuple):
     - **converged** - whether the search for the metric has converged; where the posterior is
       far from any Gaussian it does not.
     - **data** - tells the data of the anchor from others.
+    - **steps_per_sample** - number of steps after which a chain has forgotten most of where it
+      was, with a step size that was tuned; else 1.
     """
 
     step_size: float
@@ -123,6 +125,17 @@ class Tuning(NamedTuple):
     multimodal: bool = False
     converged: bool = True
     data: str | None = None
+    steps_per_sample: int = 1
+
+    @property
+    def width(self) -> float:
+        """About the largest posterior standard deviation in the coordinates of the metric."""
+        metric, start = self.metric, self.start
+        if start is None or metric is start:
+            return 1.0
+        normal = random.normal(random.key(0), (100, *start.center.shape), start.center.dtype)
+        coordinates = jax.vmap(lambda x: metric.coordinates(start.values(x)))(normal)
+        return float(jnp.std(coordinates, axis=0).max())
 
     @property
     def is_far_from_gaussian(self) -> bool:
@@ -149,6 +162,8 @@ class Tuning(NamedTuple):
         lines = [f"step size {self.step_size:.3g}"]
         if self.friction is not None:
             lines[0] += f", friction {self.friction:.3g}"
+        if self.steps_per_sample > 1:
+            lines[0] += f", {self.steps_per_sample} steps per sample"
         lines[0] += f", {type(self.metric).__name__.removesuffix('Metric').lower()} metric"
         if self.noise is not None and self.plain_noise is not None:
             kind = "a control variate" if self.anchor is not None else "plain minibatches"
@@ -258,7 +273,7 @@ def find_tuning(
     report("pilot")
     run = pilot(tuning)
     cost = PILOT_CHAINS * (1 if anchor is None else 2) * problem.minibatch_share
-    width = 1.0 if metric is gaussian.metric else _width(gaussian.metric, metric)
+    width = tuning.width
     passes["pilot"] = 0.0
     reports: list[SteinReport] = []
     for halvings in range(_HALVINGS + 1):
@@ -293,13 +308,6 @@ def pilot_steps(noise: NoiseLevel, step_size: float) -> tuple[int, bool]:
     needed = _PILOT_TIME / step_size
     fewest = _PILOT_STEPS * min(max(1.0, noise.mean / 4), 10.0)
     return int(min(max(fewest, needed), _MOST_PILOT_STEPS)), needed <= _MOST_PILOT_STEPS
-
-
-def _width(gaussian: DiagonalMetric | DenseMetric, metric: Metric) -> float:
-    """About the largest standard deviation of the Gaussian in the coordinates of a metric."""
-    normal = random.normal(random.key(0), (100, *gaussian.center.shape), gaussian.center.dtype)
-    coordinates = jax.vmap(lambda x: metric.coordinates(gaussian.values(x)))(normal)
-    return float(jnp.std(coordinates, axis=0).max())
 
 
 def _chosen(metric: Metric | str | None, found: DiagonalMetric | DenseMetric) -> Metric:

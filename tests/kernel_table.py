@@ -25,7 +25,7 @@ def tuning():
 
 
 def tuned(model, **options):
-    return CCAdL(model, tuning=tuning(), **options)
+    return CCAdL(model, tuning=tuning(), **({"steps_per_sample": 1} | options))
 
 
 KERNELS = {

@@ -51,6 +51,28 @@ def normal(size, count, scale=1.0, noise=0.0, key=0):
     return draws, draws + noise * random.normal(two, draws.shape)
 
 
+def test_sums_of_a_long_run():
+    """After 3e7 steps single precision still counts each of the next ones."""
+    before, product, each = 30_000_000, 1.1, 5_000
+    one, yes = jnp.ones(1), jnp.asarray(True)
+    sums, site = start_sums(0 * one, one, np.zeros(1, int)), np.zeros(1, int)
+    sums = sums._replace(
+        steps=jnp.asarray(before),
+        samples=jnp.asarray(32),
+        length=jnp.asarray(1),
+        matrix=jnp.full((1, 1), before * product),
+        batches=sums.batches.at[:32].set(before * product / 32),
+    )
+
+    def step(_, sums):
+        return add_to_sums(sums, product * one, one, yes, 1.0, site, IdentityMetric().direction)[0]
+
+    sums = jax.jit(lambda sums: lax.fori_loop(0, each, step, sums))(sums)
+    sums = close_batch(sums._replace(samples=sums.samples + 1))
+    added = stein_report(sums).matrix[0, 0] * (before + each) - before * product
+    assert added == pytest.approx(each * product, abs=0.1 * each)  # by one rounding, and not 5,000
+
+
 @pytest.mark.parametrize("count", [200, 1_000, 1_024, 5_000])
 def test_ratio_of_variances(count):
     scale = jnp.array([1.0, 1.1, 0.8])

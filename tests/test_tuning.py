@@ -124,16 +124,49 @@ def test_what_is_found(tuning, nuts):
 )
 def test_nothing_but_the_model(kernel, nuts):
     """The same posterior as NUTS, with no argument but the model."""
-    samples = 3_000 if kernel in (CCAdL, SGNHT) else 12_000
-    mcmc = run(kernel(logistic, progress_bar=False), X, Y, num_samples=samples)
-    assert_same_posterior(mcmc.get_samples(True)["w"], nuts)
+    mcmc = run(kernel(logistic, progress_bar=False), X, Y, num_samples=1_500)
+    found = np.asarray(mcmc.get_samples(True)["w"])
+    assert_same_posterior(found, nuts)
+    # samples that are almost independent, of the squares too
+    for x in (found, (found - found.mean((0, 1))) ** 2):
+        assert effective_sample_size(x).min() > 0.3 * 4 * 1_500
+
+
+def test_steps_per_sample(tuning):
+    def of(**options):
+        kernel = CCAdL(logistic, tuning=tuning, **options)
+        mcmc = run(kernel, X, Y, num_warmup=1, num_samples=2, jit_model_args=True)
+        assert set(np.asarray(mcmc.last_state.i)) == {3 * kernel.steps_per_sample}
+        assert kernel.settings["steps_per_sample"] == kernel.steps_per_sample
+        return kernel, mcmc
+
+    assert tuning.steps_per_sample == np.ceil(4 / tuning.step_size)
+    kernel, mcmc = of()
+    assert kernel.steps_per_sample == tuning.steps_per_sample
+    assert of(steps_per_sample=1)[0].steps_per_sample == 1
+    assert of(step_size=0.1)[0].steps_per_sample == 1
+    # other data may be tuned to another number: the program of the same object must follow
+    kernel._given_tuning = tuning._replace(steps_per_sample=7)
+    mcmc.run(random.key(0), X, Y)
+    assert set(np.asarray(mcmc.last_state.i)) == {3 * 7}
+
+
+@pytest.mark.parametrize(
+    ("friction", "scale", "expected"),
+    [(None, 1.0, 1.0), (None, 2.0, 4.0), (0.7, 1.0, 2.0), (5.0, 1.0, 5.0), (0.7, 3.0, 6.3)],
+)
+def test_memory_of_a_chain(friction, scale, expected):
+    """In units of the metric, as the autocorrelation of Langevin dynamics has it."""
+    start = DenseMetric(jnp.zeros(3), scale * jnp.eye(3), jnp.eye(3) / scale)
+    tuning = Tuning(0.1, friction, IdentityMetric(), start)
+    assert CCAdL(logistic).memory(tuning) == pytest.approx(expected, rel=0.3)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("integrator", ["euler", "symmetric"])
 def test_another_integrator(integrator, nuts):
     kernel = CCAdL(logistic, integrator=integrator, progress_bar=False)
-    assert_same_posterior(run(kernel, X, Y, num_samples=8_000).get_samples(True)["w"], nuts)
+    assert_same_posterior(run(kernel, X, Y, num_samples=2_000).get_samples(True)["w"], nuts)
 
 
 @pytest.mark.thorough
@@ -142,7 +175,7 @@ def test_other_metrics(metric, nuts):
     """The step size fits the metric, where its coordinates are correlated or have other units."""
     given = {"diagonal": "diagonal", "given": 100 * nuts.var((0, 1))}[metric]
     kernel = CCAdL(logistic, metric=given, progress_bar=False)
-    found = run(kernel, X, Y, num_samples=8_000).get_samples(True)["w"]
+    found = run(kernel, X, Y, num_samples=2_000).get_samples(True)["w"]
     assert_same_posterior(found, nuts)
     assert kernel.tuning.noise.curvature > {"diagonal": 1.2, "given": 80}[metric]
 
@@ -371,7 +404,7 @@ def test_law_in_a_metric():
 @pytest.mark.thorough
 @pytest.mark.parametrize("chain_method", ["vectorized", "sequential"])
 def test_the_anchor_moves_on_request(chain_method, tuning):
-    options = {"tuning": tuning, "gradient": "control_variate"}
+    options = {"tuning": tuning, "gradient": "control_variate", "steps_per_sample": 1}
     state = run(
         CCAdL(logistic, **options), X, Y, num_samples=30, chain_method=chain_method
     ).last_state
@@ -660,7 +693,7 @@ def test_no_centre():
 @pytest.mark.thorough
 def test_warns_of_bad_runs_and_only_of_them(tuning):
     """Too large a step, a wrong metric, two modes: found out. Fifty good seeds: silence."""
-    mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_samples=2_000, chains=50)
+    mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_samples=1_000, chains=50)
     sums = mcmc.last_state.stein
     reports = [stein_report(jax.tree.map(lambda x, k=k: x[k], sums)) for k in range(50)]
     assert [r.problem() for r in reports] == [None] * 50

@@ -77,7 +77,9 @@ class SGMCMCKernel(SelfTuning):
         ``"epochs"``, in shuffled passes over the data, or ``"symmetric_sweeps"``, forward
         and backward through random partitions of them.
     :param int steps_per_sample: number of steps between two samples that NumPyro's
-        ``MCMC`` sees. ``num_warmup``, ``num_samples`` and ``thinning`` count samples.
+        ``MCMC`` sees; ``num_warmup``, ``num_samples`` and ``thinning`` count samples. None is 1 if
+        the step size is given, and else as many as a chain needs to forget most of where it was,
+        :meth:`memory` twice: samples are then almost independent, as those of NUTS.
     :param init_strategy: a per-site initialization function of NumPyro.
     :param bool progress_bar: whether to show the phases of the tuning.
     :raises ValueError: if an argument has no meaning, here or when ``MCMC`` initialises the
@@ -102,7 +104,7 @@ class SGMCMCKernel(SelfTuning):
         tuning: Tuning | None = None,
         temperature: float = 1.0,
         subsampling: str = "without_replacement",
-        steps_per_sample: int = 1,
+        steps_per_sample: int | None = None,
         init_strategy: Callable = init_to_uniform,
         progress_bar: bool = True,
     ) -> None:
@@ -150,7 +152,7 @@ class SGMCMCKernel(SelfTuning):
             "algorithm": type(self).__name__,
             "temperature": self._temperature,
             "subsampling": self._subsampling,
-            "steps_per_sample": self._steps_per_sample,
+            "steps_per_sample": self.steps_per_sample,
             "order": self.order,
         }
         if (tuning := self.tuning) is not None:
@@ -174,7 +176,7 @@ class SGMCMCKernel(SelfTuning):
         What a sample costs, in passes over all data: a step is one gradient of its minibatch,
         or two with a control variate, whose anchor costs a pass where it moves.
         """
-        rows = self._steps_per_sample * self._problem((), {}).minibatch_share
+        rows = self.steps_per_sample * self._problem((), {}).minibatch_share
         controlled = self._tuning is not None and self._tuning.anchor is not None
         refreshed = 0 if self._refresh_every is None else 1 / self._refresh_every
         return rows * ((2 if controlled else 1) + refreshed)
@@ -191,8 +193,7 @@ class SGMCMCKernel(SelfTuning):
         new = copy(self)
         new._view = self._view  # which a copy, like a pickle, does not have
         new._step_size = positive("step_size", step_size)
-        if steps_per_sample is not None:
-            new._steps_per_sample = whole("steps_per_sample", steps_per_sample)
+        new._steps_per_sample = whole("steps_per_sample", steps_per_sample or self.steps_per_sample)
         if self._tuning is not None:
             new._given_tuning = new._tuning = self._tuning._replace(step_size=new._step_size)
         return new

@@ -46,7 +46,7 @@ class Chain(MCMCKernel):
         *,
         temperature: float,
         subsampling: str,
-        steps_per_sample: int,
+        steps_per_sample: int | None,
         refresh_every: float | None,
         init_strategy: Callable,
     ) -> None:
@@ -60,7 +60,9 @@ class Chain(MCMCKernel):
         self._step_size = step_size if given else positive("step_size", step_size)
         self._temperature = positive("temperature", temperature)
         self._subsampling = one_of("subsampling", subsampling, SCHEMES)
-        self._steps_per_sample = whole("steps_per_sample", steps_per_sample)
+        self._steps_per_sample = (
+            None if steps_per_sample is None else whole("steps_per_sample", steps_per_sample)
+        )
         self._refresh_every = (
             None if refresh_every is None else positive("refresh_every", refresh_every)
         )
@@ -186,7 +188,7 @@ class Chain(MCMCKernel):
             step_size=jnp.asarray(step_size, flat.dtype),
             minibatch_potential=zero,
             nonfinite_steps=count,
-            warmup_steps=count + num_warmup * self._steps_per_sample,
+            warmup_steps=count + num_warmup * tuned.steps.count,
             configurational_temperature=zero,
             stein=start_sums(position, tuned.metric.variances(position), self._site_of()),
             anchor=anchor,
@@ -226,10 +228,11 @@ class Chain(MCMCKernel):
     def _refreshed(self, state: SGMCMCState, passes: float, problem: Problem) -> SGMCMCState:
         """The anchor moved to the position, if it is time to."""
         move = jax.vmap(problem.anchor) if jnp.ndim(state.i) > 0 else problem.anchor
-        every = max(1, round(passes / (problem.minibatch_share * self._steps_per_sample)))
+        steps = state.tuned.steps.count
+        every = max(1, round(passes / (problem.minibatch_share * steps)))
         i = state.i.ravel()[0]  # the same in all chains
         anchor = lax.cond(
-            ((i // self._steps_per_sample) % every == 0) & (i > 0),
+            ((i // steps) % every == 0) & (i > 0),
             lambda z, _: move(z),
             lambda _, anchor: anchor,
             state.z,
@@ -238,7 +241,7 @@ class Chain(MCMCKernel):
         return state._replace(anchor=anchor)
 
     def _advance(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
-        """``steps_per_sample`` steps of one chain, on the position as one flat vector."""
+        """The steps of one sample of one chain, on the position as one flat vector."""
         flat, position, potential = self.flattened(state, args, kwargs)
         _, unravel = ravel_pytree(state.z)
 
@@ -249,10 +252,8 @@ class Chain(MCMCKernel):
             z=position,
             configurational_temperature=jnp.zeros_like(state.configurational_temperature),
         )
-        if self._steps_per_sample == 1:
-            state = body(0, state)
-        else:
-            state = lax.fori_loop(0, self._steps_per_sample, body, state)
+        steps = state.tuned.steps.count
+        state = body(0, state) if steps == 1 else lax.fori_loop(0, steps, body, state)
         counted = state.i > state.warmup_steps
         stein = state.stein._replace(samples=state.stein.samples + counted)
         z = unravel(state.tuned.metric.moved(flat, position, state.z))
@@ -299,7 +300,7 @@ class Chain(MCMCKernel):
             minibatch_potential=minibatch_potential,
             nonfinite_steps=state.nonfinite_steps + ~finite,
             configurational_temperature=state.configurational_temperature
-            + (share / self._steps_per_sample if judged else math.nan),
+            + (share / state.tuned.steps.count if judged else math.nan),
             stein=stein,
         )
 

@@ -3,8 +3,10 @@
 
 """The state of a chain, and what it holds."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 
@@ -15,6 +17,14 @@ from numpyro_sgmcmc.stein import SteinSums
 from numpyro_sgmcmc.warmup import Tuning
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Steps:
+    """A number of steps that is part of the program: with another one JAX traces anew."""
+
+    count: int
+
+
 class Tuned(NamedTuple):
     """
     What the tuning found, or what was given; the same for all chains.
@@ -22,17 +32,20 @@ class Tuned(NamedTuple):
     - **step_size** - step size, unless a schedule gives it.
     - **friction** - friction, or None for methods that have none.
     - **metric** - the metric in whose coordinates the chain moves.
+    - **steps** - number of steps between two samples.
     """
 
     step_size: Array
     friction: Array | None
     metric: Metric
+    steps: Steps
 
     @classmethod
     def of(cls, tuning: Tuning, dtype: Any) -> "Tuned":
         """As arrays of the data type of the position."""
         friction = None if tuning.friction is None else jnp.asarray(tuning.friction, dtype)
-        return cls(jnp.asarray(tuning.step_size, dtype), friction, tuning.metric)
+        step_size = jnp.asarray(tuning.step_size, dtype)
+        return cls(step_size, friction, tuning.metric, Steps(tuning.steps_per_sample))
 
 
 class SGMCMCState(NamedTuple):

@@ -33,6 +33,9 @@ from numpyro_sgmcmc.potentials import Anchor, Problem
 from numpyro_sgmcmc.stein import SteinSums, advice
 from numpyro_sgmcmc.warmup import PILOT_CHAINS, Choices, Tuning, find_tuning
 
+#: A sample of a method that needs very short steps is not to take forever.
+_MOST_STEPS_PER_SAMPLE = 1_000
+
 
 class SelfTuning(Chain):
     """The part of a kernel that tunes it; see :mod:`numpyro_sgmcmc.warmup`."""
@@ -77,6 +80,28 @@ class SelfTuning(Chain):
             " `suggest`): give `step_size`."
         )
 
+    def memory(self, tuning: Tuning) -> float:
+        """
+        The time in which a chain forgets where it was: :math:`w^2` if the posterior is :math:`w`
+        wide in the coordinates of the metric, and with momentum and friction :math:`A` the larger
+        one of :math:`A w^2` and :math:`2 w`.
+
+        :param tuning: the metric, the friction and the Gaussian that the tuning found.
+        """
+        width = tuning.width
+        if tuning.friction is None:
+            return width**2
+        return max(2 * width, tuning.friction * width**2)
+
+    @property
+    def steps_per_sample(self) -> int:
+        """Number of steps between two samples, given or tuned."""
+        if self._steps_per_sample is not None:
+            return self._steps_per_sample
+        if self._step_size is not None or self._tuning is None:
+            return 1
+        return self._tuning.steps_per_sample
+
     @property
     def tuning(self) -> Tuning | None:
         """What the latest run was tuned to, or None before it."""
@@ -111,7 +136,7 @@ class SelfTuning(Chain):
             >>> y = 3 + jax.random.normal(jax.random.key(0), (10_000,))
             >>> tuning = CCAdL(model, progress_bar=False).tune(jax.random.key(1), y)
             >>> print(str(tuning).splitlines()[0])
-            step size 1, friction 0.7, dense metric
+            step size 1, friction 0.7, 4 steps per sample, dense metric
             >>> kernel = CCAdL(model, tuning=tuning)
         """
         args, kwargs = as_arrays((args, kwargs))
@@ -158,7 +183,7 @@ class SelfTuning(Chain):
             data = self._known_data(args, kwargs)
             if self._tuning is None or self._tuning.data != data:
                 self._tuning = self._find_tuning(random.key(0), args, kwargs, data)
-        return self._tuning
+        return self._tuning._replace(steps_per_sample=self.steps_per_sample)
 
     def _known_data(self, args: tuple, kwargs: dict) -> str:
         """
@@ -216,6 +241,9 @@ class SelfTuning(Chain):
                 problem, rng_key, choices, suggest, partial(self._pilot, problem), report
             )
         _warn_of(tuning)
+        if self._step_size is None:
+            steps = math.ceil(2 * self.memory(tuning) / tuning.step_size)
+            tuning = tuning._replace(steps_per_sample=min(steps, _MOST_STEPS_PER_SAMPLE))
         return tuning._replace(data=data)
 
     def _given_metric(self, args: tuple, kwargs: dict) -> Any:
@@ -265,8 +293,9 @@ class SelfTuning(Chain):
         compiled, dtype = problem.compiled(run), tuning.start.center.dtype
 
         def pilot(step_size: float, steps: int, rng_key: Array) -> SteinSums:
-            tuned = Tuned.of(tuning._replace(step_size=step_size), dtype)
-            samples = jnp.asarray(-(-steps // self._steps_per_sample))
+            each = self._steps_per_sample or 1
+            choice = tuning._replace(step_size=step_size, steps_per_sample=each)
+            tuned, samples = Tuned.of(choice, dtype), jnp.asarray(-(-steps // each))
             return compiled(tuning.start, tuning.anchor, tuned, samples, rng_key)
 
         return pilot

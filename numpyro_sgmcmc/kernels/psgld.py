@@ -17,6 +17,7 @@ from numpyro_sgmcmc.kernels._base import SGMCMCKernel
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import Model
 from numpyro_sgmcmc.noise import ACCEPTED_BIAS, NoiseLevel
+from numpyro_sgmcmc.warmup import Tuning
 
 
 class Preconditioned(NamedTuple):
@@ -139,9 +140,10 @@ class PSGLD(SGMCMCKernel):
             )
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        # G is one over the root of the mean square of the gradient, curvature and noise
-        scale = math.sqrt(noise.curvature + noise.mean)
-        return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature) * scale, None
+        return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature) * _scale(noise), None
+
+    def memory(self, tuning: Tuning) -> float:
+        return super().memory(tuning) * (1.0 if tuning.noise is None else _scale(tuning.noise))
 
     def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Preconditioned:
         return Preconditioned(jnp.zeros_like(position), jnp.zeros((), jnp.int32))
@@ -175,3 +177,8 @@ def _hessian_diagonal(gradient: Any, position: Array) -> Array:
         return forward(jnp.zeros_like(position).at[k].set(1.0))[k]
 
     return lax.map(second, jnp.arange(size), batch_size=min(size, 64))
+
+
+def _scale(noise: NoiseLevel) -> float:
+    """One over :math:`G`: the root of the mean square of the gradient, curvature and noise."""
+    return math.sqrt(noise.curvature + noise.mean)
