@@ -136,8 +136,6 @@ def passes_per_draw(data: Any) -> float | None:
         return thinning * float(data.attrs["passes_per_sample"])
     stats = group(data, "sample_stats")
     if stats is not None and "n_steps" in stats:
-        # a leapfrog step of NUTS is a gradient on all data
-        return thinning * float(
-            np.mean(np.asarray(stats["n_steps"]))
-        )  # of an array of JAX: float32
+        # a leapfrog step of NUTS is a gradient on all data; JAX would average in single precision
+        return thinning * float(np.mean(np.asarray(stats["n_steps"])))
     return None

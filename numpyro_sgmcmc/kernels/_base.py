@@ -193,7 +193,8 @@ class SGMCMCKernel(SelfTuning):
         new = copy(self)
         new._view = self._view  # which a copy, like a pickle, does not have
         new._step_size = positive("step_size", step_size)
-        new._steps_per_sample = whole("steps_per_sample", steps_per_sample or self.steps_per_sample)
+        each = self.steps_per_sample if steps_per_sample is None else steps_per_sample
+        new._steps_per_sample = whole("steps_per_sample", each)
         if self._tuning is not None:
             new._given_tuning = new._tuning = self._tuning._replace(step_size=new._step_size)
         return new
@@ -279,7 +280,8 @@ class SGMCMCKernel(SelfTuning):
             return state  # which `get_diagnostics_str` judges
         due = has_paired_batches(sums)  # at 64, 128, ... samples
         if loop == "compiled":
-            # in a loop a callback with an effect makes every step slower by a microsecond
+            # a callback with an effect makes every step slower by a microsecond; one with a result
+            # does not, and would wait for ever in a queue of programs that Python calls
             length = lax.cond(due, self._judged, lambda sums: sums.length, sums)
             return state._replace(stein=sums._replace(length=length))
         # under `vmap` both branches run

@@ -69,7 +69,8 @@ class SGMCMCState(NamedTuple):
     - **stein** - running sums for the Stein matrix.
     - **anchor** - of the control variate, or None.
     - **tuned** - step size, friction and metric.
-    - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of it and ``i``.
+    - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of ``i`` and keys split
+      from it.
     """
 
     i: Array

@@ -104,7 +104,8 @@ class SGHMC(MomentumKernel):
     :param float temperature: temperature :math:`T`.
     :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`. With
         ``noise_variance``, ``"without_replacement"`` or ``"with_replacement"``.
-    :param int steps_per_sample: number of steps between two samples.
+    :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
+        is given, and else tuned.
     :param init_strategy: a per-site initialization function of NumPyro.
     :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
         ``progress_bar``; see :class:`SGMCMCKernel`.

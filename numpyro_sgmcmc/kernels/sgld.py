@@ -61,7 +61,8 @@ class SGLD(SGMCMCKernel):
     :param int rank: leading directions held by ``covariance="low_rank"``.
     :param float temperature: temperature :math:`T`.
     :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`.
-    :param int steps_per_sample: number of steps between two samples.
+    :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
+        is given, and else tuned.
     :param init_strategy: a per-site initialization function of NumPyro.
     :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
         ``progress_bar``; see :class:`SGMCMCKernel`.

@@ -43,7 +43,8 @@ class SMSUBU(MomentumKernel):
     :param float friction: friction :math:`A`, per unit of time; None is tuned.
     :param float temperature: temperature :math:`T`.
     :param str subsampling: how rows are drawn; the method has ``"symmetric_sweeps"``.
-    :param int steps_per_sample: number of steps between two samples.
+    :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
+        is given, and else tuned.
     :param init_strategy: a per-site initialization function of NumPyro.
     :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
         ``progress_bar``; see :class:`SGMCMCKernel`.
