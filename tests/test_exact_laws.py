@@ -239,9 +239,14 @@ SWEEP = 2 * N // BATCH, 1_000
 
 
 def measure(method, law, h, subsampling="without_replacement"):
-    one = np.eye(DIRECTIONS)
+    directions, between, samples = DIRECTIONS, 4, 4_000
+    if method.func is SMSUBU:
+        between, samples = SWEEP
+    if method.keywords.get("covariance") == "low_rank":
+        # it sees that the noise of 100 rows is correlated in 500 directions; of two it need not be
+        directions, samples = 2, 100_000
+    one = np.eye(directions)
     x, factor = data(one, NOISE * one, subsampling)
-    between, samples = SWEEP if method.func is SMSUBU else (4, 4_000)
     kernel = method(gaussian_mean, step_size=h, steps_per_sample=between)
     found, stein = sampled(kernel, x, factor, samples)
     expected = law(ONE, NOISE * ONE, h).item()
