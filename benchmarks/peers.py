@@ -132,10 +132,10 @@ def main():
         tuned = kernel(logistic, steps_per_sample=1, progress_bar=False)
         report(f"`{kernel.__name__}(model)`", *by_mcmc(tuned, args, 1_000, options.steps))
         jax.clear_caches()
-    report("NUTS", *by_mcmc(NUTS(full_data(logistic)), args, 500, 1_000, "num_steps"))
+    report("NUTS", *by_mcmc(NUTS(full_data(logistic)), args, 500, 10_000, "num_steps"))
     proxy = HMCECS.taylor_proxy({"w": jnp.asarray(exact[0], jnp.float32)})
     kernel = HMCECS(NUTS(logistic), num_blocks=10, proxy=proxy)
-    report("HMCECS, Taylor proxy", *by_mcmc(kernel, args, 500, 2_000, "hmc_state.num_steps"))
+    report("HMCECS, Taylor proxy", *by_mcmc(kernel, args, 500, 10_000, "hmc_state.num_steps"))
     jax.clear_caches()
     try:
         for name, (_, seconds, draws) in blackjax_runs(*args, exact, BATCH, options.steps):
