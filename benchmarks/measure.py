@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import date
+from operator import attrgetter
 import os
 import platform
 import time
@@ -12,6 +13,8 @@ import time
 import jax
 import numpy as np
 import numpyro
+from numpyro.infer import MCMC
+from numpyro.util import fori_collect
 
 
 def machine() -> str:
@@ -40,6 +43,26 @@ def interleaved(programs: Mapping[str, Callable[[], object]], rounds: int) -> di
             jax.block_until_ready(run())
             seconds[name].append(time.perf_counter() - start)
     return {name: np.array(values) for name, values in seconds.items()}
+
+
+def seconds_of_draws(mcmc: MCMC, args: tuple, draws: int, rounds: int = 3) -> float:
+    """
+    Seconds for more draws after a run, compiled before: the median of some rounds of NumPyro's
+    loop without a progress bar, which ``run`` would compile anew each time.
+    """
+    kernel = mcmc.sampler
+    values = attrgetter(kernel.sample_field)
+
+    def more(state, args):
+        def sample(states):
+            return (kernel.sample(states[0], args, {}),)
+
+        kept = {"transform": lambda states: values(states[0]), "progbar": False}
+        return fori_collect(0, draws, sample, (state,), **kept)
+
+    program = jax.jit(more)
+    found = interleaved({"draws": lambda: program(mcmc.last_state, args)}, rounds)
+    return float(np.median(found["draws"]))
 
 
 def ratio(one: np.ndarray, other: np.ndarray) -> str:

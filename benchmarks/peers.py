@@ -21,13 +21,12 @@ the z-scores of all standard deviations.
 import argparse
 from importlib.metadata import version
 from importlib.util import find_spec
-import time
 import warnings
 
 import jax
 from jax import random
 import jax.numpy as jnp
-from measure import table
+from measure import seconds_of_draws, table
 import numpy as np
 from numpyro.infer import HMCECS, MCMC, NUTS
 from speed import best_of_grid, blackjax_runs, data, logistic
@@ -59,19 +58,9 @@ def by_mcmc(kernel, args, warmup, draws, steps_of=None):
     fields = () if steps_of is None else (steps_of,)
     mcmc.run(random.key(0), *args, extra_fields=fields)
 
-    def again(count):
-        # NumPyro compiles the loop anew for each run: a run of one draw is taken off
-        mcmc.post_warmup_state = mcmc.last_state
-        mcmc.num_samples = count
-        mcmc._set_collection_params()
-        start = time.perf_counter()
-        mcmc.run(random.key(1), *args, extra_fields=fields)
-        jax.block_until_ready(mcmc.get_samples())
-        return time.perf_counter() - start
-
-    seconds = -again(1) + again(draws)
     steps = draws if steps_of is None else int(np.sum(mcmc.get_extra_fields()[steps_of]))
-    return seconds, np.asarray(mcmc.get_samples(True)["w"], np.float64), steps
+    w = np.asarray(mcmc.get_samples(True)["w"], np.float64)
+    return seconds_of_draws(mcmc, args, draws), w, steps
 
 
 def posteriors_runs(args, exact, steps):

@@ -22,6 +22,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
+from measure import seconds_of_draws
 import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
@@ -57,8 +58,7 @@ def data(size, parameters):
 def timed(make, args, warmup, draws, chains=1):
     """
     Seconds before the first draw (tuning, compilation, warm-up), seconds for the draws, and the
-    draws; the second run of the same object has no compilation left, except what NumPyro
-    compiles anew for each run, which is measured by a run of one draw and taken off.
+    draws.
     """
     start = time.perf_counter()
     mcmc = MCMC(
@@ -74,17 +74,7 @@ def timed(make, args, warmup, draws, chains=1):
     w = np.asarray(jax.block_until_ready(mcmc.get_samples(True)["w"]), np.float64)
     total = time.perf_counter() - start
 
-    def again(count):
-        mcmc.post_warmup_state = mcmc.last_state
-        mcmc.num_samples = count
-        mcmc._set_collection_params()
-        start = time.perf_counter()
-        mcmc.run(random.key(1), *args)
-        jax.block_until_ready(mcmc.get_samples())
-        return time.perf_counter() - start
-
-    sampling = max(again(draws) - again(1), 1e-9)
-    return total, sampling, w
+    return total, seconds_of_draws(mcmc, args, draws), w
 
 
 def blackjax_runs(x, y, exact, batch_size=500, steps=40_000):
