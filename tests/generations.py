@@ -15,3 +15,14 @@ def arviz_marks(*messages):
     filters = [f"ignore:.*{message}:UserWarning" for message in messages]
     filters += [f"ignore::{category}" for category in categories]
     return [pytest.mark.arviz, pytest.mark.filterwarnings(*filters)]
+
+
+def saved(picture, path):
+    """The size in bytes of a picture of either generation of ArviZ."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure = picture if hasattr(picture, "savefig") else np.ravel(picture)[0].figure
+    figure.savefig(path)
+    plt.close("all")
+    return path.stat().st_size

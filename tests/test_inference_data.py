@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import arviz as az
-from generations import FIRST_GENERATION, arviz_marks
+from generations import FIRST_GENERATION, arviz_marks, saved
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -403,17 +403,9 @@ PLOTS = SHARED + (
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_pictures(data, name, tmp_path):
-    import matplotlib.pyplot as plt
-
     options = {} if "ppc" in name else {"var_names": ["w"]}
     picture = getattr(az, name)(data, **options)
-    path = tmp_path / "picture.png"
-    if hasattr(picture, "savefig"):
-        picture.savefig(path)
-    else:
-        np.ravel(picture)[0].figure.savefig(path)
-    plt.close("all")
-    assert path.stat().st_size > 5_000
+    assert saved(picture, tmp_path / "picture.png") > 5_000
 
 
 STATISTICS = ["ess", "rhat", "mcse", "summary", "loo", "hdi"] + (

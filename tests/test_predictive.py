@@ -4,7 +4,7 @@
 """Predictive accuracy and calibration from some of the rows, against all of them."""
 
 import arviz as az
-from generations import FIRST_GENERATION, arviz_marks
+from generations import FIRST_GENERATION, arviz_marks, saved
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -310,17 +310,9 @@ PICTURES = (
 
 @pytest.mark.parametrize("which, name, options", PICTURES)
 def test_pictures(which, name, options, request, tmp_path):
-    import matplotlib.pyplot as plt
-
     data = request.getfixturevalue(which)
     picture = getattr(az, name)(data[True], **options)
-    path = tmp_path / "picture.png"
-    if hasattr(picture, "savefig"):
-        picture.savefig(path)
-    else:
-        np.ravel(picture)[0].figure.savefig(path)
-    plt.close("all")
-    assert path.stat().st_size > 2_500
+    assert saved(picture, tmp_path / "picture.png") > 2_500
 
 
 def test_predictions_for_new_data(mcmc):
