@@ -42,6 +42,15 @@ def ravel(values: Any) -> Array:
 
     :param values: a tree of arrays.
     :return: shape ``(d,)``.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_sgmcmc.potentials import ravel
+        >>> ravel({"b": jnp.array(3.0), "a": jnp.array([[1.0, 2.0]])}).tolist()
+        [1.0, 2.0, 3.0]
     """
     leaves = jax.tree.leaves(values)
     size = sum(leaf.size for leaf in leaves)

@@ -87,6 +87,17 @@ class SelfTuning(Chain):
         one of :math:`A w^2` and :math:`2 w`.
 
         :param tuning: the metric, the friction and the Gaussian that the tuning found.
+
+        **Example:** in the posterior's own metric little friction leaves a chain to its inertia.
+
+        .. doctest::
+
+            >>> from numpyro_sgmcmc import CCAdL
+            >>> from numpyro_sgmcmc.metric import IdentityMetric
+            >>> from numpyro_sgmcmc.warmup import Tuning
+            >>> kernel = CCAdL(lambda: None)
+            >>> [kernel.memory(Tuning(0.5, friction, IdentityMetric())) for friction in (0.7, 5.0)]
+            [2.0, 5.0]
         """
         width = tuning.width
         if tuning.friction is None:
