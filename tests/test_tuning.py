@@ -156,7 +156,7 @@ def test_steps_per_sample(tuning):
     [(None, 1.0, 1.0), (None, 2.0, 4.0), (0.7, 1.0, 2.0), (5.0, 1.0, 5.0), (0.7, 3.0, 6.3)],
 )
 def test_memory_of_a_chain(friction, scale, expected):
-    """In units of the metric, as the autocorrelation of Langevin dynamics has it."""
+    """In units of the metric; the width is that of 100 draws, to 7 % for each of 3 coordinates."""
     start = DenseMetric(jnp.zeros(3), scale * jnp.eye(3), jnp.eye(3) / scale)
     tuning = Tuning(0.1, friction, IdentityMetric(), start)
     assert CCAdL(logistic).memory(tuning) == pytest.approx(expected, rel=0.3)
