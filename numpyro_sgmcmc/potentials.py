@@ -7,7 +7,7 @@ or without a control variate, on the rows of a minibatch or, in chunks, on all d
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 import math
 from typing import Any, NamedTuple, Protocol
@@ -397,21 +397,28 @@ class Problem(NamedTuple):
         def run(data: list[Array], *arguments: Any) -> Any:
             return function(with_data(data), *arguments)
 
-        # options are for programs of their own, and not for a part of another
-        inner, outer = jax.jit(run), jax.jit(run, compiler_options=_quick_compilation())
+        return partial(compiled_quickly(run), data)
 
-        def called(*arguments: Any) -> Any:
-            traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((data, arguments)))
-            return (inner if traced else outer)(data, *arguments)
 
-        return called
+def compiled_quickly(function: Callable) -> Callable:
+    """
+    A function under ``jit``, for programs that run for less time than it takes to compile them.
+    """
+    # options are for programs of their own, and not for a part of another
+    inner, outer = jax.jit(function), jax.jit(function, compiler_options=_quick_compilation())
+
+    def called(*arguments: Any) -> Any:
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
+        return (inner if traced else outer)(*arguments)
+
+    return called
 
 
 @cache
 def _quick_compilation() -> dict[str, Any]:
     """
-    Options of XLA that shorten compilation by a half, for programs that run for less time than
-    it takes to compile them; without those that this version of XLA does not know.
+    Options of XLA that shorten compilation by a half, without those that this version does not
+    know.
     """
     options = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
     if jax.default_backend() != "cpu":

@@ -309,24 +309,67 @@ def stein_report(running: SteinSums) -> SteinReport | None:
         >>> "configurational temperature" in report.problem()
         True
     """
-    sums: Any = jax.tree.map(np.asarray, jax.device_get(running))
+
+    def on_the_host(x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        return x if np.issubdtype(x.dtype, np.integer) else x.astype(np.float64)
+
+    sums: Any = jax.tree.map(on_the_host, jax.device_get(running))
+    if not sums.steps.any():
+        return None
+    samples, length = _counts(sums)
+    return report_of_estimates(_estimates(sums, int(samples // length), np))
+
+
+class Estimates(NamedTuple):
+    """
+    What a report says, as arrays: means and errors of the mean of the diagonal and of each
+    variance ratio, shape (1 + k,), the matrix, and the number of samples of all chains.
+    """
+
+    means: Any
+    errors: Any
+    matrix: Any
+    samples: Any
+
+
+def estimates_at_pairs(sums: SteinSums) -> Estimates:
+    """
+    What a callback is to know of sums of which :func:`has_paired_batches` is true. A callback may
+    wait for ever for large arrays: JAX copies them in threads that callbacks of other devices
+    may hold.
+    """
+    return _estimates(sums, _BATCHES // 2, jnp)
+
+
+def _estimates(sums: SteinSums, complete: int, xp: Any) -> Estimates:
+    """
+    :param sums: the sums of a chain, or of several along a leading axis.
+    :param int complete: number of batches that are full.
+    :param xp: the module of the arrays, ``numpy`` or ``jax.numpy``.
+    """
     if sums.steps.ndim == 0:
         sums = jax.tree.map(lambda x: x[None], sums)
-    steps, samples = sums.steps.sum(), int(sums.samples.sum())
-    if steps == 0:
-        return None
+    steps, samples = sums.steps.sum(), sums.samples.sum()
     # all coordinates, then each group
-    sizes = np.concatenate([sums.sizes[0].sum(keepdims=True), sums.sizes[0]])
-    totals = sums.batches.sum(axis=1, dtype=np.float64) + sums.current
-    complete = int(sums.samples[0] // sums.length[0])
+    sizes = xp.concatenate([sums.sizes[0].sum(keepdims=True), sums.sizes[0]])
+    totals = (sums.batches.sum(axis=1) + sums.current).sum(axis=0)
     # steps that were not finite are in no sum; there are few, or the run says so
     per_batch = sums.length[0] * steps / samples
-    batches = sums.batches[:, :complete] / (per_batch * sizes)
-    matrix = None
-    if sums.matrix.size:
-        both = sums.matrix.astype(np.float64) + sums.current_matrix
-        matrix = both.sum(axis=0) / steps
-    return _report(totals.sum(axis=0) / (steps * sizes), batches, matrix, samples)
+    errors = _batch_error(sums.batches[:, :complete] / (per_batch * sizes), xp)
+    matrix = (sums.matrix + sums.current_matrix).sum(axis=0) / steps
+    return Estimates(totals / (steps * sizes), errors, matrix, samples)
+
+
+def report_of_estimates(found: Estimates) -> SteinReport:
+    """The report, with infinite errors where there are too few samples for a verdict."""
+    means, errors, matrix, samples = (np.asarray(x, np.float64) for x in found)
+    if samples < _FEWEST_SAMPLES:
+        errors = np.full(means.shape, math.inf)
+    symmetric = (matrix + matrix.T) / 2 if matrix.size else None
+    return SteinReport(
+        float(means[0]), float(errors[0]), means[1:], errors[1:], symmetric, int(samples)
+    )
 
 
 def report_of_draws(
@@ -351,39 +394,27 @@ def report_of_draws(
     count = min(_BATCHES, draws)
     length = draws // count
     batches = series[:, : count * length].reshape(chains, count, length, -1).mean(axis=2)
-    matrix = None
+    matrix = np.zeros((0, 0))
     if size <= MATRIX_DIMENSION:
         matrix = np.einsum("cni,cnj->ij", away, gradients, optimize=True) / (chains * draws)
-    return _report(series.mean(axis=(0, 1)), batches, matrix, chains * draws)
+    errors = _batch_error(batches, np)
+    return report_of_estimates(Estimates(series.mean(axis=(0, 1)), errors, matrix, chains * draws))
 
 
-def _report(
-    means: np.ndarray, batches: np.ndarray, matrix: np.ndarray | None, samples: int
-) -> SteinReport:
-    """
-    :param means: of the diagonal and of each variance ratio, shape ``(1 + k,)``.
-    :param batches: the same for batches of draws, shape ``(chains, batches, 1 + k)``.
-    """
-    if samples >= _FEWEST_SAMPLES and batches.shape[0] * batches.shape[1] >= FEWEST_BATCHES:
-        errors = _batch_error(batches)
-    else:
-        errors = np.full(means.shape, math.inf)
-    symmetric = None if matrix is None else (matrix + matrix.T) / 2
-    return SteinReport(float(means[0]), float(errors[0]), means[1:], errors[1:], symmetric, samples)
-
-
-def _batch_error(batches: np.ndarray) -> np.ndarray:
+def _batch_error(batches: Any, xp: Any) -> Any:
     """
     Standard errors of means of a series from means of its batches, shape (chains, batches, k),
     for batches that may be shorter than the series remembers: as if their means were a
-    first-order autoregression.
+    first-order autoregression. Infinite for too few batches.
     """
-    away = batches - batches.mean(axis=(0, 1))
-    variance = np.mean(away**2, axis=(0, 1))
-    lagged = np.mean(away[:, 1:] * away[:, :-1], axis=(0, 1))
-    memory = np.clip(lagged / np.maximum(variance, 1e-30), 0.0, 0.9)
     count = batches.shape[0] * batches.shape[1]
-    return np.sqrt(variance / (count - 1) * (1 + memory) / (1 - memory))
+    if count < FEWEST_BATCHES:
+        return xp.full(batches.shape[2], math.inf)
+    away = batches - batches.mean(axis=(0, 1))
+    variance = xp.mean(away**2, axis=(0, 1))
+    lagged = xp.mean(away[:, 1:] * away[:, :-1], axis=(0, 1))
+    memory = xp.clip(lagged / xp.maximum(variance, 1e-30), 0.0, 0.9)
+    return xp.sqrt(variance / (count - 1) * (1 + memory) / (1 - memory))
 
 
 def advice(problem: str) -> str:

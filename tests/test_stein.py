@@ -3,6 +3,9 @@
 
 """The Stein matrix: what it says of draws whose law is known."""
 
+import os
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -21,6 +24,9 @@ from numpyro_sgmcmc.stein import (
     batch_is_full,
     center_sums,
     close_batch,
+    estimates_at_pairs,
+    has_paired_batches,
+    report_of_estimates,
     start_sums,
     stein_report,
 )
@@ -222,3 +228,45 @@ def test_a_wrong_run_with_a_long_warmup_says_so(monkeypatch):
     mcmc = MCMC(SGLD(gaussian, 1.5e-2), num_warmup=1_000, num_samples=600, progress_bar=True)
     with pytest.warns(UserWarning, match="After 512 samples: The draws do not have the law"):
         mcmc.run(random.key(1), random.normal(random.key(0), (100, 3)))
+
+
+@pytest.mark.parametrize("chains", [1, 3])
+def test_estimates_for_a_callback(chains):
+    """Inside a program as outside of it."""
+    draws = [normal(4, 128, noise=1.0, key=k) for k in range(chains)]
+    sums = [sums_of(*each)[0] for each in draws]
+    together = sums[0] if chains == 1 else jax.tree.map(lambda *x: jnp.stack(x), *sums)
+    assert has_paired_batches(together)
+    inside = report_of_estimates(jax.jit(estimates_at_pairs)(together))
+    outside = stein_report(together)
+    for one, other in zip(inside, outside, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+RUN_ON_TWO_DEVICES = """
+import jax, numpyro, numpyro.distributions as dist
+from numpyro.infer import MCMC
+from numpyro_sgmcmc import SGLD
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([1_000]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+y = jax.random.normal(jax.random.key(0), (100, 1_000))
+mcmc = MCMC(
+    SGLD(model, step_size=1e-4), num_warmup=100, num_samples=600, num_chains=2, progress_bar=False
+)
+mcmc.run(jax.random.key(0), y)
+print(mcmc.get_samples()["mu"].shape)
+"""
+
+
+def test_chains_on_as_many_devices_as_threads():
+    """A callback that waits for a large array would wait for ever, seen with 2 threads."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "NPROC": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ON_TWO_DEVICES],
+        env=os.environ | flags, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["(1200,", "1000)"]

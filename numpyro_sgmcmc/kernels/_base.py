@@ -6,7 +6,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
-from functools import partial
 import inspect
 import math
 import time
@@ -27,10 +26,13 @@ from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, as_arrays, f
 from numpyro_sgmcmc.potentials import Problem
 from numpyro_sgmcmc.starts import check_initial_values, initial_values, no_initial_values
 from numpyro_sgmcmc.stein import (
+    Estimates,
     SteinReport,
     SteinSums,
     advice,
+    estimates_at_pairs,
     has_paired_batches,
+    report_of_estimates,
     stein_report,
 )
 from numpyro_sgmcmc.warmup import Tuning
@@ -221,41 +223,45 @@ class SGMCMCKernel(SelfTuning):
         def of_chains(function: Callable, **axes: Any) -> Callable:
             return jax.vmap(function, **axes) if batched else function
 
-        if init_params is None:
-            keys = of_chains(lambda key: random.split(key, 3)[0])(rng_key)
-            z = self._initial_values(problem, tuning, keys)
-        else:
+        if init_params is not None:
             z = as_arrays(init_params)
             check_initial_values(view, z, rng_key.shape[0] if batched else None, args, kwargs)
-        # Values of a prior, say, may have a weak dtype; in a loop it must not change.
-        z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
-        dtype = jnp.result_type(*jax.tree.leaves(z))
+        elif tuning.start is None:
+            z = self._found_values(problem, of_chains(lambda key: random.split(key, 3)[0])(rng_key))
+        else:
+            z = None  # a draw of the Gaussian, in the program that follows
+        dtype = jnp.result_type(*jax.tree.leaves(tuning.start.center if z is None else z))
 
         def start(
-            _: Problem, keys: Array, z: Values, tuned: Tuned, anchor: Any, num_warmup: Any
-        ) -> SGMCMCState:
-            def one(rng_key: Array, z: Values) -> SGMCMCState:
-                _, chain_key, dynamics_key = random.split(rng_key, 3)
+            problem: Problem, keys: Array, z: Values | None, tuned: Tuned, anchor: Any,
+            gaussian: Any, num_warmup: Any,
+        ) -> SGMCMCState:  # fmt: skip
+            start_key, *others = of_chains(lambda key: tuple(random.split(key, 3)))(keys)
+            if z is None:
+                z = self._draw_starts(problem, gaussian, start_key)
+            # Values of a prior, say, may have a weak dtype; in a loop it must not change.
+            z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
+
+            def one(z: Values, chain_key: Array, dynamics_key: Array) -> SGMCMCState:
                 return self._start(
                     chain_key, z, dynamics_key, tuned=tuned, anchor=anchor, num_warmup=num_warmup
                 )
 
-            return of_chains(one, out_axes=self._axes(0, None))(keys, z)
+            return of_chains(one, out_axes=self._axes(0, None))(z, *others)
 
         program = self._compiled("start", start, problem, batched, self._level)
-        state = program(rng_key, z, Tuned.of(tuning, dtype), tuning.anchor, num_warmup)
+        tuned = Tuned.of(tuning, dtype)
+        state = program(rng_key, z, tuned, tuning.anchor, tuning.start, num_warmup)
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
             self.check_start(state, args, kwargs)
         return state
 
-    def _initial_values(self, problem: Problem, tuning: Tuning, keys: Array) -> Values:
+    def _found_values(self, problem: Problem, keys: Array) -> Values:
         """
         Where chains start that are not told to, for a key or for each of a batch of keys.
 
         :raises ValueError: if there is no such place.
         """
-        if tuning.start is not None:
-            return self._compiled("draw", self._draw_starts, problem)(tuning.start, keys)
 
         def find(problem: Problem, keys: Array) -> tuple[Values, Array]:
             strategy = self._init_strategy
@@ -284,20 +290,24 @@ class SGMCMCKernel(SelfTuning):
             # does not, and would wait for ever in a queue of programs that Python calls
             length = lax.cond(due, self._judged, lambda sums: sums.length, sums)
             return state._replace(stein=sums._replace(length=length))
-        # under `vmap` both branches run
-        lax.cond(due, partial(jax.debug.callback, self._judge), lambda *_: None, due, sums)
+
+        def judge(sums: SteinSums) -> None:
+            # under `vmap` both branches run
+            jax.debug.callback(self._judge, has_paired_batches(sums), estimates_at_pairs(sums))
+
+        lax.cond(due, judge, lambda _: None, sums)
         return state
 
     def _judged(self, sums: SteinSums) -> Array:
         """The length of the batches as it is, after a callback that judges the run."""
 
-        def judge(due: Array, sums: SteinSums) -> np.ndarray:
-            self._judge(due, sums)
-            return np.asarray(sums.length)
+        def judge(due: Array, found: Estimates, length: Array) -> Array:
+            self._judge(due, found)
+            return length
 
         shape = jax.ShapeDtypeStruct(sums.length.shape, sums.length.dtype)
-        due = has_paired_batches(sums)
-        return jax.pure_callback(judge, shape, due, sums, vmap_method="sequential")
+        found = has_paired_batches(sums), estimates_at_pairs(sums), sums.length
+        return jax.pure_callback(judge, shape, *found, vmap_method="sequential")
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
         view = self._initialised
@@ -310,7 +320,11 @@ class SGMCMCKernel(SelfTuning):
                 " their values on all data use `Predictive(full_data(model), mcmc.get_samples())`.",
                 stacklevel=2,
             )
-        return lambda z: view.constrain(z, args, kwargs)
+
+        def constrain(problem: Problem, z: Values) -> Values:
+            return problem.view.constrain(z, problem.args, problem.kwargs)
+
+        return self._compiled("constrain", constrain, self._problem(args, kwargs))
 
     def _check_same_data(self, args: tuple, kwargs: dict) -> None:
         """
@@ -347,10 +361,10 @@ class SGMCMCKernel(SelfTuning):
         undone = int(state.nonfinite_steps)
         return f", {undone} NON-FINITE STEPS UNDONE: reduce the step size" if undone else ""
 
-    def _judge(self, due: Array, sums: SteinSums) -> None:
+    def _judge(self, due: Array, found: Estimates) -> None:
         """What a compiled loop calls."""
         if not self._has_warned and np.all(due):
-            self._warns_of(stein_report(sums))
+            self._warns_of(report_of_estimates(found))
 
     def _warns_of(self, found: SteinReport | None) -> bool:
         """Warns, once a run, of draws that have another law than the posterior."""

@@ -22,7 +22,14 @@ from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient
 from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive, whole
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step, Tuned
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, read_model
-from numpyro_sgmcmc.potentials import Anchor, Potential, Problem, Rows, ravel
+from numpyro_sgmcmc.potentials import (
+    Anchor,
+    Potential,
+    Problem,
+    Rows,
+    compiled_quickly,
+    ravel,
+)
 from numpyro_sgmcmc.stein import (
     add_to_sums,
     batch_is_full,
@@ -161,7 +168,11 @@ class Chain(MCMCKernel):
         :param facts: what else the function depends on, besides the model and its arguments.
         """
         data, with_data, rest = problem.parted()
-        program: Callable = jax.jit(lambda data, *arguments: function(with_data(data), *arguments))
+
+        def run(data: list[Array], *arguments: Any) -> Any:
+            return function(with_data(data), *arguments)
+
+        program = compiled_quickly(run)
         with suppress(TypeError):  # an argument of the model that cannot be told from others
             program = self._programs.setdefault((name, rest, facts), program)
         return partial(program, data)
