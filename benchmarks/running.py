@@ -197,14 +197,18 @@ def chains(rounds: int) -> str:
 
 
 def devices(rounds: int) -> str:
-    """Two chains on two host devices, against one after the other."""
+    """
+    Chains on two host devices, half of them on each, against the same chains on one: two one
+    after the other, and 16 vectorized.
+    """
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     rows = []
     for k, workload in enumerate(workloads()):
-        flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-        found = alone("devices", k, rounds, XLA_FLAGS=flags)
-        parallel, sequential = np.array(found["parallel"]), np.array(found["sequential"])
-        rows.append([workload.name, ratio(parallel, sequential)])
-    return table(["", "time of 2 chains, parallel to sequential"], rows)
+        found = alone("devices", k, rounds, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+        for case, seconds in found.items():
+            two, one = (np.array(seconds[which]) for which in ("two", "one"))
+            rows.append([workload.name, case, ratio(two, one)])
+    return table(["", "chains", "time on two devices to that on one"], rows)
 
 
 def memory(_: int) -> str:
@@ -225,6 +229,40 @@ def resident(field: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
 
 
+def on_devices(workload: Workload, rounds: int, each: int) -> dict:
+    """Seconds of ``each`` chains on each of two devices, and of all of them on one."""
+    kernel, _ = started(sghmc(workload), workload)
+    keys = random.split(random.key(0), (2, each))
+    steps = max(5, workload.steps // each)
+
+    def state_of(keys):
+        keys = keys if each > 1 else keys[0]
+        return kernel.init(keys, 0, None, model_args=workload.data, model_kwargs={})
+
+    def run(state, data):
+        def step(state, _):
+            state = kernel.sample(state, data, {})
+            return state, state.z
+
+        return jax.lax.scan(step, state, length=steps)[1]
+
+    program, split = jax.jit(run), jax.pmap(run)
+    first, second = state_of(keys[0]), state_of(keys[1])
+    both = state_of(keys.ravel())
+    # in the memory of their device before, as NumPyro has them
+    place = jax.pmap(lambda tree: tree)
+    states = place(jax.tree.map(lambda *x: jnp.stack(x), first, second))
+    data = place(jax.tree.map(lambda x: jnp.stack([x, x]), workload.data))
+
+    def one() -> object:
+        if each > 1:
+            return program(both, workload.data)
+        return [program(state, workload.data) for state in (first, second)]
+
+    seconds = interleaved({"two": lambda: split(states, data), "one": one}, rounds)
+    return {where: found.tolist() for where, found in seconds.items()}
+
+
 def part(name: str, *arguments: str) -> dict:
     """What runs in a process of its own."""
     jax.block_until_ready(jax.jit(jnp.sum)(jnp.ones(3)))
@@ -236,17 +274,7 @@ def part(name: str, *arguments: str) -> dict:
         return {"seconds": time.perf_counter() - start}
     if name == "devices":
         workload, rounds = workloads()[int(arguments[0])], int(arguments[1])
-        count = 10 * workload.steps
-        programs = {}
-        for method in ("parallel", "sequential"):
-            mcmc = MCMC(
-                sghmc(workload, count)(bound(workload)), num_warmup=0, num_samples=1,
-                num_chains=2, chain_method=method, progress_bar=False,
-            )  # fmt: skip
-            program = partial(finished, mcmc, 0, workload.data)
-            program()
-            programs[method] = program
-        return {name: s.tolist() for name, s in interleaved(programs, rounds).items()}
+        return {case: on_devices(workload, rounds, each) for case, each in (("2", 1), ("16", 8))}
     size, samples, jit_model_args = map(int, arguments)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((size, 100), np.float32))
