@@ -1,11 +1,16 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
+import math
+
 import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import init_to_uniform
 import pytest
 
 from numpyro_sgmcmc.covariance import Diagonal, Full, LowRank
@@ -16,7 +21,9 @@ from numpyro_sgmcmc.gradients import (
     product_gradient,
     sub_batches,
 )
-from numpyro_sgmcmc.potentials import ravel
+from numpyro_sgmcmc.metric import IdentityMetric
+from numpyro_sgmcmc.minibatch import read_model
+from numpyro_sgmcmc.potentials import Problem, ravel
 from numpyro_sgmcmc.subsampling import SCHEMES, finite_population_factor
 
 SIZES = {"rows": 60, "columns": 40}
@@ -182,3 +189,51 @@ def test_ravel(size):
     chains = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), tree)
     np.testing.assert_array_equal(jax.jit(ravel)(tree), ravel_pytree(tree)[0])
     np.testing.assert_array_equal(jax.vmap(ravel)(chains)[1], 2 * ravel(tree))
+
+
+def counts(x, y):
+    """Poisson regression, whose gradients are not linear."""
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=500) as i:
+        numpyro.sample("y", dist.Poisson(jnp.exp(x[i] @ w)), obs=y[i])
+
+
+def test_single_precision_of_many_rows():
+    """
+    Of 1e7 rows: sums over all of them, and the differences of a control variate a posterior
+    standard deviation away, in units of the standard deviation that the gradient has in draws.
+    """
+    size, rng = 10_000_000, np.random.default_rng(0)
+    x = np.stack([np.ones(size, np.float32), rng.standard_normal(size, np.float32)], axis=1)
+    y = rng.poisson(np.exp(x @ [1.0, 0.3])).astype(np.float32)
+    model = counts, init_to_uniform, (jnp.asarray(x), jnp.asarray(y)), {}
+    problem = Problem(read_model(*model), *model[2:])
+    center = np.array([1.0, 0.3])
+    away = center + np.array([1.0, -1.0]) / np.sqrt(size)
+
+    def exact(w, i=slice(None)):
+        w, x64, y64 = np.float32(w).astype(float), x[i].astype(float), y[i].astype(float)
+        rate = np.exp(x64 @ w)
+        terms = rate - y64 * (x64 @ w)
+        return terms, w + size / len(y64) * (x64.T @ (rate - y64))
+
+    anchor = jax.jit(lambda w: problem.anchor({"w": w}))(jnp.asarray(center, jnp.float32))
+    terms, gradient = exact(center)
+    unit = np.sqrt(size * np.exp(1.0))
+    assert np.all(np.abs(anchor.gradient["w"] - gradient) < 0.01 * unit)
+    constant = np.sum(
+        np.vectorize(math.lgamma)(np.arange(200) + 1) * np.bincount(y.astype(int), minlength=200)
+    )
+    value = terms.sum() + constant + np.sum(center**2) / 2 + np.log(2 * np.pi)
+    assert abs(anchor.potential / value - 1) < 1e-6
+    assert (
+        abs(np.cumsum(terms, dtype=np.float32)[-1] / terms.sum() - 1) > 1e-5
+    )  # one after the other
+
+    rows = {"rows": jnp.asarray(rng.choice(size, 500, replace=False))}
+    controlled = problem.potential(IdentityMetric(), anchor)
+    there = jnp.asarray(away, jnp.float32)
+    found = controlled.value_and_gradient({"w": there}, rows, random.key(0))[1]["w"]
+    i = np.asarray(rows["rows"])
+    right = gradient + exact(away, i)[1] - exact(center, i)[1]
+    assert np.all(np.abs(found - right) < 0.01 * unit)
