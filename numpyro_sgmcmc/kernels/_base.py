@@ -230,7 +230,7 @@ class SGMCMCKernel(SelfTuning):
             z = self._found_values(problem, of_chains(lambda key: random.split(key, 3)[0])(rng_key))
         else:
             z = None  # a draw of the Gaussian, in the program that follows
-        dtype = jnp.result_type(*jax.tree.leaves(tuning.start.center if z is None else z))
+        dtype = jnp.result_type(*jax.tree.leaves(z or tuning.start))
 
         def start(
             problem: Problem, keys: Array, z: Values | None, tuned: Tuned, anchor: Any,
