@@ -355,7 +355,7 @@ def _estimates(sums: SteinSums, complete: int, xp: Any) -> Estimates:
     sizes = xp.concatenate([sums.sizes[0].sum(keepdims=True), sums.sizes[0]])
     totals = (sums.batches.sum(axis=1) + sums.current).sum(axis=0)
     # steps that were not finite are in no sum; there are few, or the run says so
-    per_batch = sums.length[0] * steps / samples
+    per_batch = sums.length[0] * (steps / samples)  # a product of the counts may be too large
     errors = _batch_error(sums.batches[:, :complete] / (per_batch * sizes), xp)
     matrix = (sums.matrix + sums.current_matrix).sum(axis=0) / steps
     return Estimates(totals / (steps * sizes), errors, matrix, samples)

@@ -237,6 +237,12 @@ def test_estimates_for_a_callback(chains):
     sums = [sums_of(*each)[0] for each in draws]
     together = sums[0] if chains == 1 else jax.tree.map(lambda *x: jnp.stack(x), *sums)
     assert has_paired_batches(together)
+    # a run that is so long that a product of two counts is not an int32
+    long = {name: 700_000 * getattr(together, name) for name in ("steps", "samples", "length")}
+    sums_of_steps = ("matrix", "current_matrix", "current", "batches")
+    together = together._replace(
+        **long, **{name: 7e5 * getattr(together, name) for name in sums_of_steps}
+    )
     inside = report_of_estimates(jax.jit(estimates_at_pairs)(together))
     outside = stein_report(together)
     for one, other in zip(inside, outside, strict=True):
