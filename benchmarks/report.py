@@ -31,7 +31,7 @@ PARTS = {
     "bar": "benchmarks/running.py --only bar",
     "second": "benchmarks/running.py --only second",
     "first": "benchmarks/running.py --only first",
-    "chains": "benchmarks/running.py --only chains devices",
+    "chains": "benchmarks/running.py --only chains devices processes",
     "memory": "benchmarks/running.py --only memory",
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",

@@ -5,7 +5,7 @@
 What a run costs besides its steps: the progress bar, a second ``run()``, the time to the first
 sample in a new process, chains side by side, and memory.
 
-    python benchmarks/running.py [--only bar second first chains devices memory]
+    python benchmarks/running.py [--only bar second first chains devices processes memory]
 
 The time to the first sample and the memory are measured in processes of their own, the time
 after a program of JAX has run. NUTS runs on ``full_data(model)``. Memory is the largest resident
@@ -14,7 +14,9 @@ size after a run less that before it, with the data in memory.
 
 import argparse
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+import inspect
 import json
 import os
 import subprocess
@@ -34,7 +36,7 @@ from workloads import Workload, logistic, logistic_potential, workloads
 
 from numpyro_sgmcmc import SGHMC, CCAdL, full_data
 
-PARTS = ("bar", "second", "first", "chains", "devices", "memory")
+PARTS = ("bar", "second", "first", "chains", "devices", "processes", "memory")
 
 
 def sghmc(workload: Workload, steps_per_sample: int = 1) -> Callable:
@@ -198,17 +200,44 @@ def chains(rounds: int) -> str:
 
 def devices(rounds: int) -> str:
     """
-    Chains on two host devices, half of them on each, against the same chains on one: two one
-    after the other, and 16 vectorized.
+    Chains on host devices, as many on each, against the same chains on one: one after the other
+    where a device has one, else vectorized.
     """
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     rows = []
     for k, workload in enumerate(workloads()):
-        found = alone("devices", k, rounds, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
-        for case, seconds in found.items():
-            two, one = (np.array(seconds[which]) for which in ("two", "one"))
-            rows.append([workload.name, case, ratio(two, one)])
-    return table(["", "chains", "time on two devices to that on one"], rows)
+        for count, chains in ((2, 2), (2, 16), (8, 8)):
+            flags = f"--xla_force_host_platform_device_count={count}"
+            flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+            found = alone(
+                "devices", k, rounds, chains // count, XLA_FLAGS=flags, JAX_PLATFORMS="cpu"
+            )
+            several, one = (np.array(found[which]) for which in ("several", "one"))
+            rows.append([workload.name, count, chains, ratio(several, one)])
+    return table(["", "devices", "chains", "time to that on one device"], rows)
+
+
+def processes(_: int) -> str:
+    """
+    Two processes with a chain each at the same time, against one alone: the time of a step of
+    each, and with ``NPROC=1``, one thread of XLA for each process.
+    """
+    rows = []
+    for k, workload in enumerate(workloads()):
+        found = [
+            together(count, "process", k, **environment)
+            for count, environment in ((1, {}), (2, {}), (2, {"NPROC": "1"}))
+        ]
+        times = [1e6 * np.mean([each["seconds"] for each in one]) for one in found]
+        rows.append([workload.name, *(f"{t:.1f}" for t in times)])
+    return table(["", "one process, us a step", "two", "two, NPROC=1"], rows)
+
+
+def together(count: int, *arguments: object, **environment: str) -> list[dict]:
+    """What :func:`alone` does, several times at once."""
+    with ThreadPoolExecutor(count) as pool:
+        begin = time.time() + 20  # when all have compiled
+        runs = [pool.submit(alone, *arguments, begin, **environment) for _ in range(count)]
+        return [run.result() for run in runs]
 
 
 def memory(_: int) -> str:
@@ -230,13 +259,12 @@ def resident(field: str) -> float:
 
 
 def on_devices(workload: Workload, rounds: int, each: int) -> dict:
-    """Seconds of ``each`` chains on each of two devices, and of all of them on one."""
+    """Seconds of ``each`` chains on each of the devices, and of all of them on one."""
     kernel, _ = started(sghmc(workload), workload)
-    keys = random.split(random.key(0), (2, each))
-    steps = max(5, workload.steps // each)
+    count, steps = jax.device_count(), max(5, workload.steps // each)
+    keys = random.split(random.key(0), (count, each))
 
     def state_of(keys):
-        keys = keys if each > 1 else keys[0]
         return kernel.init(keys, 0, None, model_args=workload.data, model_kwargs={})
 
     def run(state, data):
@@ -247,20 +275,31 @@ def on_devices(workload: Workload, rounds: int, each: int) -> dict:
         return jax.lax.scan(step, state, length=steps)[1]
 
     program, split = jax.jit(run), jax.pmap(run)
-    first, second = state_of(keys[0]), state_of(keys[1])
-    both = state_of(keys.ravel())
+    parts = [state_of(some if each > 1 else some[0]) for some in keys]
+    alone_on_one = parts if each == 1 else [state_of(keys.ravel())]
     # in the memory of their device before, as NumPyro has them
     place = jax.pmap(lambda tree: tree)
-    states = place(jax.tree.map(lambda *x: jnp.stack(x), first, second))
-    data = place(jax.tree.map(lambda x: jnp.stack([x, x]), workload.data))
+    states = place(jax.tree.map(lambda *x: jnp.stack(x), *parts))
+    data = place(jax.tree.map(lambda x: jnp.stack([x] * count), workload.data))
+    programs = {
+        "several": lambda: split(states, data),
+        "one": lambda: [program(state, workload.data) for state in alone_on_one],
+    }
+    return {where: found.tolist() for where, found in interleaved(programs, rounds).items()}
 
-    def one() -> object:
-        if each > 1:
-            return program(both, workload.data)
-        return [program(state, workload.data) for state in (first, second)]
 
-    seconds = interleaved({"two": lambda: split(states, data), "one": one}, rounds)
-    return {where: found.tolist() for where, found in seconds.items()}
+def for_a_while(program: Callable, begin: float) -> float:
+    """Median seconds of a program that is run for five seconds from some time on."""
+    jax.block_until_ready(program())
+    if time.time() > begin:
+        raise RuntimeError("The program was not compiled in time.")
+    time.sleep(begin - time.time())
+    seconds = []
+    while time.time() < begin + 5:
+        start = time.perf_counter()
+        jax.block_until_ready(program())
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
 
 
 def part(name: str, *arguments: str) -> dict:
@@ -272,9 +311,13 @@ def part(name: str, *arguments: str) -> dict:
         start = time.perf_counter()
         finished(MCMC(make(), num_warmup=0, num_samples=1, progress_bar=False), 0, workload.data)
         return {"seconds": time.perf_counter() - start}
+    if name == "process":
+        workload = workloads()[int(arguments[0])]
+        seconds = for_a_while(collected(sghmc(workload), workload), float(arguments[1]))
+        return {"seconds": seconds / workload.steps}
     if name == "devices":
-        workload, rounds = workloads()[int(arguments[0])], int(arguments[1])
-        return {case: on_devices(workload, rounds, each) for case, each in (("2", 1), ("16", 8))}
+        index, rounds, each = map(int, arguments)
+        return on_devices(workloads()[index], rounds, each)
     size, samples, jit_model_args = map(int, arguments)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((size, 100), np.float32))
@@ -310,7 +353,7 @@ def main() -> None:
         return
     for name in options.only:
         function = globals()[name]
-        print(f"{function.__doc__}\n\n{function(options.rounds)}", flush=True)
+        print(f"{inspect.getdoc(function)}\n\n{function(options.rounds)}", flush=True)
 
 
 if __name__ == "__main__":
