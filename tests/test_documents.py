@@ -39,7 +39,7 @@ def test_numbers_come_from_benchmarks():
         others = re.sub(r"<!-- bench \w+ -->.*?<!-- end -->", "", text, flags=re.DOTALL)
         for row in re.findall(r"^\|.*\|$", others, re.MULTILINE):
             assert not re.search(r"\| *[\d.,]+ *\|", row), f"{path.name}: {row}"
-    assert set(shown) == set(report.PARTS) - {"pictures", "peers"}
+    assert set(shown) == set(report.PARTS) - {"pictures"}
 
 
 def test_report_replaces_a_block():
