@@ -26,7 +26,7 @@ from scipy.optimize import brentq
 
 from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL
 from numpyro_sgmcmc.integrators import euler_kick
-from numpyro_sgmcmc.kernels._base import MomentumKernel
+from numpyro_sgmcmc.kernels._momentum import MomentumKernel
 from numpyro_sgmcmc.kernels._state import Momentum
 from numpyro_sgmcmc.stein import stein_report
 

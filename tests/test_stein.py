@@ -224,7 +224,7 @@ def test_a_wrong_run_with_a_long_warmup_says_so(monkeypatch):
     """By the number of samples alone: a count that has the warm-up in it would judge none."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr("numpyro_sgmcmc.kernels._base._SECONDS_BETWEEN_DIAGNOSTICS", np.inf)
+    monkeypatch.setattr("numpyro_sgmcmc.kernels._judging._SECONDS_BETWEEN_DIAGNOSTICS", np.inf)
     mcmc = MCMC(SGLD(gaussian, 1.5e-2), num_warmup=1_000, num_samples=600, progress_bar=True)
     with pytest.warns(UserWarning, match="After 512 samples: The draws do not have the law"):
         mcmc.run(random.key(1), random.normal(random.key(0), (100, 3)))

@@ -6,48 +6,27 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
-import inspect
 import math
-import time
 from typing import Any, Self
 import warnings
 
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
-import numpy as np
 from numpyro.infer.initialization import init_to_uniform
-from numpyro.util import fori_collect, is_prng_key
+from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.kernels._arguments import StepSize, fingerprint_of, positive, whole
-from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Tuned
+from numpyro_sgmcmc.kernels._judging import Judging
+from numpyro_sgmcmc.kernels._state import SGMCMCState, Tuned
 from numpyro_sgmcmc.kernels._tuning import SelfTuning
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, as_arrays, full_data
 from numpyro_sgmcmc.potentials import Problem
 from numpyro_sgmcmc.starts import check_initial_values, initial_values, no_initial_values
-from numpyro_sgmcmc.stein import (
-    Estimates,
-    SteinReport,
-    SteinSums,
-    advice,
-    estimates_at_pairs,
-    has_paired_batches,
-    report_of_estimates,
-    stein_report,
-)
 from numpyro_sgmcmc.warmup import Tuning
 
-#: Formatting values that live on the device waits for them: not more often than this.
-_SECONDS_BETWEEN_DIAGNOSTICS = 0.5
 
-#: Under a progress bar a run is first judged at this sample, and then whenever it has doubled.
-_FEWEST_CALLS = 64
-
-#: A run is judged several times before its end, and then not before so many samples.
-_ERRORS_BEFORE_THE_END, _FEWEST_SAMPLES = 4.0, 500
-
-
-class SGMCMCKernel(SelfTuning):
+class SGMCMCKernel(Judging, SelfTuning):
     """
     Base class of the kernels of this package: a method adds its dynamics,
     :meth:`init_dynamics` and :meth:`step`, as pure functions.
@@ -123,8 +102,7 @@ class SGMCMCKernel(SelfTuning):
             init_strategy=init_strategy,
             progress_bar=progress_bar,
         )
-        self._diagnostics, self._calls = (-math.inf, ""), 0
-        self._has_warned = False
+        self._start_judging()
 
     def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
         """Called once in ``init``: raises if the method cannot run on this model."""
@@ -211,7 +189,7 @@ class SGMCMCKernel(SelfTuning):
     ) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
         view = self._read(args, kwargs)
-        self._has_warned, self._calls = False, -num_warmup
+        self._start_judging(num_warmup)
         self.check_warmup(num_warmup)
         # chains that are traced all at once are not to trace the tuning too
         traced = isinstance(rng_key, jax.core.Tracer)
@@ -279,35 +257,7 @@ class SGMCMCKernel(SelfTuning):
         return self._view
 
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
-        args, kwargs = as_arrays((model_args, model_kwargs))
-        state = self._sample(state, args, kwargs)
-        loop, sums = _loop_of_numpyro(), state.stein
-        if loop == "bar" and jnp.ndim(state.i) == 0:
-            return state  # which `get_diagnostics_str` judges
-        due = has_paired_batches(sums)  # at 64, 128, ... samples
-        if loop == "compiled":
-            # a callback with an effect makes every step slower by a microsecond; one with a result
-            # does not, and would wait for ever in a queue of programs that Python calls
-            length = lax.cond(due, self._judged, lambda sums: sums.length, sums)
-            return state._replace(stein=sums._replace(length=length))
-
-        def judge(sums: SteinSums) -> None:
-            # under `vmap` both branches run
-            jax.debug.callback(self._judge, has_paired_batches(sums), estimates_at_pairs(sums))
-
-        lax.cond(due, judge, lambda _: None, sums)
-        return state
-
-    def _judged(self, sums: SteinSums) -> Array:
-        """The length of the batches as it is, after a callback that judges the run."""
-
-        def judge(due: Array, found: Estimates, length: Array) -> Array:
-            self._judge(due, found)
-            return length
-
-        shape = jax.ShapeDtypeStruct(sums.length.shape, sums.length.dtype)
-        found = has_paired_batches(sums), estimates_at_pairs(sums), sums.length
-        return jax.pure_callback(judge, shape, *found, vmap_method="sequential")
+        return self._judged(self._sample(state, *as_arrays((model_args, model_kwargs))))
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
         view = self._initialised
@@ -340,121 +290,9 @@ class SGMCMCKernel(SelfTuning):
                 " `tuning=kernel.tuning` a new kernel need not tune itself again."
             )
 
-    def get_diagnostics_str(self, state: SGMCMCState) -> str:
-        written, text = self._diagnostics
-        self._calls += 1  # the warm-up ends at 0
-        due = self._calls >= _FEWEST_CALLS and self._calls.bit_count() == 1  # 64, 128, ...
-        if due or time.monotonic() - written > _SECONDS_BETWEEN_DIAGNOSTICS:
-            text = f"step size {float(state.step_size):.2e}"
-            found = stein_report(state.stein)
-            if found is not None:
-                text += f", {found.summary()}"
-            text += f", minibatch potential {float(state.minibatch_potential):.4g}"
-            text += self.warnings(state)
-            if self._warns_of(found):
-                text += ", NOT THE LAW OF THE POSTERIOR"
-            self._diagnostics = (time.monotonic(), text)
-        return text
-
-    def warnings(self, state: SGMCMCState) -> str:
-        """What the progress bar is to say of a state that cannot be trusted."""
-        undone = int(state.nonfinite_steps)
-        return f", {undone} NON-FINITE STEPS UNDONE: reduce the step size" if undone else ""
-
-    def _judge(self, due: Array, found: Estimates) -> None:
-        """What a compiled loop calls."""
-        if not self._has_warned and np.all(due):
-            self._warns_of(report_of_estimates(found))
-
-    def _warns_of(self, found: SteinReport | None) -> bool:
-        """Warns, once a run, of draws that have another law than the posterior."""
-        if found is None or found.samples < _FEWEST_SAMPLES:
-            return False
-        problem = found.problem(_ERRORS_BEFORE_THE_END)
-        if problem and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(f"After {found.samples} samples: {advice(problem)}", stacklevel=3)
-        return problem is not None
-
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_view"] = None  # of data that are not in the pickle; `init` makes it anew
         state["_programs"] = {}
         state["_diagnostics"] = (-math.inf, "")
         return state
-
-
-def _loop_of_numpyro() -> str | None:
-    """
-    The loop of NumPyro that traces a sample: ``"bar"``, in Python, under a progress bar;
-    ``"compiled"``; or None where none does, as in a loop of the user's own.
-
-    A callback in the program that the loop under a bar calls makes every call slower by 0.6 ms.
-    NumPyro shows the diagnostics of a single chain there, so that none is needed.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not fori_collect.__code__:
-        frame = frame.f_back
-    if frame is None:
-        return None
-    # a kernel is not told which loop it is in; several chains on devices have a compiled one
-    seen = frame.f_locals
-    return "bar" if seen["progbar"] and seen.get("num_chains", 1) == 1 else "compiled"
-
-
-class MomentumKernel(SGMCMCKernel):
-    """
-    Base class of the methods with momentum :math:`p` and friction :math:`A`.
-
-    :param model: a model with NumPyro primitives.
-    :param step_size: step size :math:`h`, or a schedule.
-    :param float friction: friction :math:`A`, per unit of time.
-    :param options: the other arguments of :class:`SGMCMCKernel`.
-    """
-
-    has_friction = True
-
-    def __init__(
-        self,
-        model: Model,
-        step_size: StepSize | None = None,
-        friction: float | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, step_size, **options)
-        self._friction = None if friction is None else positive("friction", friction)
-
-    @classmethod
-    def from_learning_rate(
-        cls, model: Model, learning_rate: float, momentum_decay: float, **options: Any
-    ) -> Self:
-        """
-        The kernel in the parameters of stochastic gradient descent with momentum: with the
-        velocity :math:`v = h p` a step adds :math:`-\\eta \\nabla \\tilde U - \\alpha v` to it.
-        These are the parameters of eq. (15) of Chen et al. (2014), and of Algorithm 2 in the
-        supplement of Ding et al. (2014), where :math:`\\alpha` is the initial thermostat
-        :math:`a`.
-
-        :param model: a model with NumPyro primitives.
-        :param float learning_rate: :math:`\\eta = h^2`, for a potential that is a sum over all
-            data: a rate meant for the mean over the data must be divided by :math:`N`.
-        :param float momentum_decay: :math:`\\alpha = h A`, one minus the momentum term.
-        :param options: the other arguments of the kernel.
-        :raises ValueError: if one of the two is not a positive number.
-        """
-        step_size = math.sqrt(positive("learning_rate", learning_rate))
-        friction = positive("momentum_decay", momentum_decay) / step_size
-        return cls(model, step_size, friction, **options)
-
-    @property
-    def settings(self) -> dict[str, str | int | float]:
-        friction = self._friction if self.tuning is None else self.tuning.friction
-        return super().settings | ({} if friction is None else {"friction": friction})
-
-    def fresh_momentum(self, rng_key: Array, position: Array) -> Array:
-        """A draw of :math:`p \\sim N(0, T I)`."""
-        scale = math.sqrt(self._temperature)
-        return scale * random.normal(rng_key, position.shape, position.dtype)
-
-    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Any:
-        return Momentum(self.fresh_momentum(rng_key, position))

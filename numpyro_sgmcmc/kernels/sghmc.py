@@ -17,7 +17,7 @@ from numpyro_sgmcmc.covariance import Covariance, Diagonal
 from numpyro_sgmcmc.gradients import Gradient, Observation
 from numpyro_sgmcmc.integrators import drift, kick
 from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, whole
-from numpyro_sgmcmc.kernels._base import MomentumKernel
+from numpyro_sgmcmc.kernels._momentum import MomentumKernel
 from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model

@@ -19,7 +19,7 @@ from numpyro_sgmcmc.integrators import (
     thermostat,
 )
 from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive
-from numpyro_sgmcmc.kernels._base import MomentumKernel
+from numpyro_sgmcmc.kernels._momentum import MomentumKernel
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import Model
 from numpyro_sgmcmc.noise import NoiseLevel, euler_step, whitened_step

@@ -10,7 +10,7 @@ from jax import Array, random
 from numpyro_sgmcmc.gradients import Gradient
 from numpyro_sgmcmc.integrators import free_flight, kick
 from numpyro_sgmcmc.kernels._arguments import StepSize
-from numpyro_sgmcmc.kernels._base import MomentumKernel
+from numpyro_sgmcmc.kernels._momentum import MomentumKernel
 from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import Model
 from numpyro_sgmcmc.noise import NoiseLevel, whitened_step
