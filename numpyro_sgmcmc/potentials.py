@@ -365,10 +365,13 @@ class Problem(NamedTuple):
         plates = self.view.plates
         return max((plate.subsample_size / plate.size for plate in plates), default=1.0)
 
-    def parted(self) -> tuple[list[Array], Callable[[list[Array]], "Problem"], Any]:
+    def program(self, function: Callable) -> tuple[Callable, list[Array], Any]:
         """
-        The data, the problem as a function of them, and what else it is made of, which tells
-        problems that differ in their data alone from others.
+        ``function(problem, *arguments)`` under ``jit``, with the data as arguments of the
+        program and not as constants in it.
+
+        :return: the program, of the data and the arguments; the data; and what else the problem
+            is made of, which tells problems that differ in their data alone from others.
         """
         leaves, tree = jax.tree.flatten((self.args, self.kwargs))
         is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -376,28 +379,21 @@ class Problem(NamedTuple):
         others = tuple(None if isinstance(leaf, jax.Array) else leaf for leaf in leaves)
         empty = self._replace(args=(), kwargs={})
 
-        def with_data(data: list[Array]) -> Problem:
+        def run(data: list[Array], *arguments: Any) -> Any:
             remaining = iter(data)
             merged = [
                 next(remaining) if data_here else leaf
                 for leaf, data_here in zip(others, is_data, strict=True)
             ]
             args, kwargs = jax.tree.unflatten(tree, merged)
-            return empty._replace(args=args, kwargs=kwargs)
+            return function(empty._replace(args=args, kwargs=kwargs), *arguments)
 
-        return data, with_data, (tree, others)
+        return compiled_quickly(run), data, (tree, others)
 
     def compiled(self, function: Callable) -> Callable:
-        """
-        ``function(problem, *arguments)`` under ``jit``, with the data as arguments of the
-        program and not as constants in it.
-        """
-        data, with_data, _ = self.parted()
-
-        def run(data: list[Array], *arguments: Any) -> Any:
-            return function(with_data(data), *arguments)
-
-        return partial(compiled_quickly(run), data)
+        """The :meth:`program` of a function, of its arguments besides the problem."""
+        program, data, _ = self.program(function)
+        return partial(program, data)
 
 
 def compiled_quickly(function: Callable) -> Callable:

@@ -323,8 +323,12 @@ def stein_report(running: SteinSums) -> SteinReport | None:
 
 class Estimates(NamedTuple):
     """
-    What a report says, as arrays: means and errors of the mean of the diagonal and of each
-    variance ratio, shape (1 + k,), the matrix, and the number of samples of all chains.
+    What a :class:`SteinReport` says, as arrays, over all chains.
+
+    - **means** - the configurational temperature and the k variance ratios, shape (1 + k,).
+    - **errors** - their standard errors, shape (1 + k,).
+    - **matrix** - :math:`S`, shape (d, d), or (0, 0) for more than 100 parameters.
+    - **samples** - number of samples.
     """
 
     means: Any

@@ -226,9 +226,8 @@ def test_single_precision_of_many_rows():
     )
     value = terms.sum() + constant + np.sum(center**2) / 2 + np.log(2 * np.pi)
     assert abs(anchor.potential / value - 1) < 1e-6
-    assert (
-        abs(np.cumsum(terms, dtype=np.float32)[-1] / terms.sum() - 1) > 1e-5
-    )  # one after the other
+    one_after_the_other = np.cumsum(terms, dtype=np.float32)[-1]
+    assert abs(one_after_the_other / terms.sum() - 1) > 1e-5  # what there is to get wrong
 
     rows = {"rows": jnp.asarray(rng.choice(size, 500, replace=False))}
     controlled = problem.potential(IdentityMetric(), anchor)

@@ -27,7 +27,6 @@ from numpyro_sgmcmc.potentials import (
     Potential,
     Problem,
     Rows,
-    compiled_quickly,
     ravel,
 )
 from numpyro_sgmcmc.stein import (
@@ -167,12 +166,7 @@ class Chain(MCMCKernel):
 
         :param facts: what else the function depends on, besides the model and its arguments.
         """
-        data, with_data, rest = problem.parted()
-
-        def run(data: list[Array], *arguments: Any) -> Any:
-            return function(with_data(data), *arguments)
-
-        program = compiled_quickly(run)
+        program, data, rest = problem.program(function)
         with suppress(TypeError):  # an argument of the model that cannot be told from others
             program = self._programs.setdefault((name, rest, facts), program)
         return partial(program, data)
