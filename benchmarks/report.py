@@ -43,7 +43,6 @@ PARTS = {
     "largest_step": (
         "benchmarks/largest_step.py --data {data}/mnist.npz --picture docs/largest_step.png"
     ),
-    "normal_gamma": "benchmarks/normal_gamma.py",
 }
 
 

@@ -3,6 +3,7 @@
 
 """The code in the documents runs as it is printed."""
 
+import json
 import os
 from pathlib import Path
 import re
@@ -45,3 +46,44 @@ def test_numbers_come_from_benchmarks():
 def test_report_replaces_a_block():
     text = "a\n<!-- bench one -->\nold\n<!-- end -->\n<!-- bench two -->\nkept\n<!-- end -->\n"
     assert report.replaced(text, "one", "new") == text.replace("old", "new")
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
+
+
+def cells(notebook):
+    return [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+
+
+def printed(notebook):
+    """All text that the cells of a notebook have put out."""
+    found = []
+    for output in (output for cell in cells(notebook) for output in cell["outputs"]):
+        found += output.get("text", [])
+        found += output.get("data", {}).get("text/plain", [])
+    return "".join(found)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_as_they_ran(notebook):
+    code = cells(notebook)
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    for output in (output for cell in code for output in cell["outputs"]):
+        assert output["output_type"] != "error"
+        assert output.get("name") != "stderr", output["text"]
+    assert "digits stand in" not in printed(notebook), "not the papers' data"
+    assert "/root/" not in notebook.read_text() and "/home/" not in notebook.read_text()
+
+
+def test_figures_of_the_papers_come_from_notebooks():
+    """Each number that is said to be ours is printed by the notebook of its row."""
+    text = (ROOT / "docs" / "reproducing.md").read_text()
+    used = set()
+    for row in re.findall(r"^\| .*\|$", text, re.MULTILINE):
+        *_, ours, _, source = (cell.strip() for cell in row.strip("|").split("|"))
+        for name in re.findall(r"\]\(papers/(\w+)\.ipynb\)", source):
+            used.add(name)
+            shown = printed(ROOT / "notebooks" / "papers" / f"{name}.ipynb")
+            for number in re.findall(r"\d[\d,]*(?:\.\d+)?", ours):
+                assert re.search(rf"(?<![\d.,]){number}(?![\d,])", shown), f"{name}: {number}"
+    assert used == {path.stem for path in NOTEBOOKS if path.parent.name == "papers"}
