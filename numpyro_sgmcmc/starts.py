@@ -6,7 +6,7 @@
 from collections.abc import Callable
 
 import jax
-from jax import Array, random
+from jax import Array
 import jax.numpy as jnp
 import numpy as np
 from numpyro.handlers import seed, substitute, trace
@@ -58,7 +58,7 @@ def no_initial_values(
 
 
 def check_initial_values(
-    view: MinibatchModel, z: Values, chains: int | None, args: tuple, kwargs: dict
+    view: MinibatchModel, z: Values, chains: int | None, potential: Callable[[Values], Array]
 ) -> None:
     """
     Checks initial values that a user has chosen.
@@ -66,6 +66,7 @@ def check_initial_values(
     :param view: the model.
     :param z: unconstrained values, with a leading axis of length ``chains`` unless that
         is ``None``.
+    :param potential: the potential of such values, on a minibatch.
     :raises ValueError: naming the site, if names, shapes or dtypes do not fit the model
         or if the potential is not finite there.
     """
@@ -91,10 +92,7 @@ def check_initial_values(
         if not isinstance(z[name], jax.core.Tracer) and not np.all(np.isfinite(z[name])):
             raise ValueError(f"`init_params['{name}']` has entries that are NaN or infinite.")
 
-    def potential(values: Values) -> Array:
-        return view.potential(values, view.first_rows(), random.key(0), args, kwargs)
-
-    energy = (potential if chains is None else jax.vmap(potential))(z)
+    energy = potential(z)
     if not isinstance(energy, jax.core.Tracer) and not np.all(np.isfinite(energy)):
         raise ValueError(
             f"The potential at `init_params` is {np.asarray(energy)}. Choose values with a"

@@ -203,7 +203,14 @@ class SGMCMCKernel(Judging, SelfTuning):
 
         if init_params is not None:
             z = as_arrays(init_params)
-            check_initial_values(view, z, rng_key.shape[0] if batched else None, args, kwargs)
+
+            def potential(problem: Problem, z: Values) -> Array:
+                where = view.first_rows(), random.key(0), problem.args, problem.kwargs
+                return of_chains(lambda z: view.potential(z, *where))(z)
+
+            chains = rng_key.shape[0] if batched else None
+            program = self._compiled("potential", potential, problem, batched)
+            check_initial_values(view, z, chains, program)
         elif tuning.start is None:
             z = self._found_values(problem, of_chains(lambda key: random.split(key, 3)[0])(rng_key))
         else:
