@@ -81,7 +81,8 @@ class CCAdL(MomentumKernel):
         \\xi &\\leftarrow \\xi + \\frac{h}{\\mu} \\left( \\frac{p^\\top p}{d} - T \\right),
 
     stable for :math:`h^2 v < 4`, whose draws have :math:`1 - (h \\xi + h^2 v / 2) / 2` times the
-    posterior's variance in a direction with gradient noise of variance :math:`v`.
+    posterior's variance in a direction with gradient noise of variance :math:`v`, times the
+    kinetic temperature of that direction, of which the thermostat makes the mean :math:`T`.
 
     In each of them :math:`\\hat V` is the average of what past minibatches have shown,
 
