@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DATA ?=
 QUICK ?=
-NOTEBOOKS ?= $(wildcard notebooks/*.ipynb notebooks/papers/*.ipynb)
+NOTEBOOKS ?= $(wildcard $(if $(QUICK),,notebooks/*.ipynb) notebooks/papers/*.ipynb)
 
 .PHONY: demo test test-thorough lint test-newest bench docs notebooks clean
 
@@ -53,13 +53,14 @@ docs: $(VENV)/.ready
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 # Runs the notebooks and keeps what they print and draw, some of them with NOTEBOOKS="one.ipynb two.ipynb";
-# DATA is a folder with the papers' data (notebooks/papers/data_sets.py). QUICK=1 is a few minutes of
-# everything, two at a time, on smaller data and into build/, to see that all of it runs.
+# DATA is a folder with the papers' data (notebooks/papers/data_sets.py). QUICK=1 runs those on the
+# papers in a few minutes, two at a time, on less and into build/, to see that all of it runs.
 notebooks: $(VENV)/.ready
 	@printf '%s\n' $(NOTEBOOKS) | $(if $(DATA),NUMPYRO_SGMCMC_DATA='$(abspath $(DATA))') \
 		$(if $(QUICK),NUMPYRO_SGMCMC_QUICK=1 NPROC=1 xargs -P 2,xargs) -I{} \
 		$(BIN)/python -m nbconvert --to notebook --execute --coalesce-streams {} \
-		$(if $(QUICK),--output-dir build/notebooks,--inplace) --ExecutePreprocessor.timeout=-1
+		$(if $(QUICK),--output-dir build/notebooks,--inplace) \
+		--ExecutePreprocessor.timeout=-1 --ExecutePreprocessor.record_timing=False
 
 clean:
 	rm -rf .venv .venv-newest build pictures docs/_build
