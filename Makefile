@@ -57,10 +57,11 @@ docs: $(VENV)/.ready
 # papers in a few minutes, two at a time, on less and into build/, to see that all of it runs.
 notebooks: $(VENV)/.ready
 	@printf '%s\n' $(NOTEBOOKS) | $(if $(DATA),NUMPYRO_SGMCMC_DATA='$(abspath $(DATA))') \
-		$(if $(QUICK),NUMPYRO_SGMCMC_QUICK=1 NPROC=1 xargs -P 2,xargs) -I{} \
-		$(BIN)/python -m nbconvert --to notebook --execute --coalesce-streams {} \
-		$(if $(QUICK),--output-dir build/notebooks,--inplace) \
+		$(if $(QUICK),NUMPYRO_SGMCMC_QUICK=1 NPROC=1 xargs -P 2,xargs) -I{} $(BIN)/python -m nbconvert {} \
+		--to notebook --execute $(if $(QUICK),--output-dir build/notebooks,--inplace) \
 		--ExecutePreprocessor.timeout=-1 --ExecutePreprocessor.record_timing=False
+	@# of a progress bar only its end
+	@$(if $(QUICK),,$(BIN)/python -m nbconvert --to notebook --inplace --coalesce-streams $(NOTEBOOKS))
 
 clean:
 	rm -rf .venv .venv-newest build pictures docs/_build
