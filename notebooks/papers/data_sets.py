@@ -62,7 +62,7 @@ def load(name: str, folder: str | Path | None = None) -> SimpleNamespace:
 
     :param str name: ``"mnist"``, ``"connect4"``, ``"letter"``, ``"covtype"``, ``"acoustic"``,
         ``"movielens"`` or ``"kos"``.
-    :param folder: where its ``.npz`` file, or for acoustic the LIBSVM files, are or will be.
+    :param folder: with its ``.npz`` file or the original files, or where the former is to be.
     :return: arrays, ``name`` for titles and ``is_fallback``. For classification ``train_x`` of
         shape (rows, features), ``train_y`` from 0, ``test_x``, ``test_y`` and ``classes``; for
         MovieLens ``user``, ``item`` from 0 and ``rating``; for KOS ``document``, ``word``,
