@@ -34,11 +34,11 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What the newest ArviZ and JAX could break, of the kernels one of each kind:
+# What the newest ArviZ and JAX could break, of the kernels SGLD, SGHMC and CCAdL, given and tuned:
 # `make test-newest PYTHON=python3.12 VENV=.venv-newest`.
 test-newest: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not thorough' \
-		-k 'not (test_kernels and (PSGLD or SGFS or SGNHT or modified or epochs or matrix))' \
+		-k 'not (test_kernels and (PSGLD or SGFS or SGNHT or SMSUBU or modified or epochs or matrix or estimated or euler))' \
 		tests/test_inference_data.py tests/test_minibatch.py tests/test_kernels.py \
 		tests/test_diagnostics.py tests/test_plots.py tests/test_predictive.py numpyro_sgmcmc
 
