@@ -74,7 +74,7 @@ def test_notebooks_are_as_they_ran(notebook):
     for line in printed(notebook).splitlines():
         # the one data set that is not to be had
         assert "digits stand in" not in line or line.startswith("SensIT Vehicle (acoustic)")
-    assert "/root/" not in notebook.read_text() and "/home/" not in notebook.read_text()
+    assert not re.search("/(root|home|Users|tmp)/", notebook.read_text())  # of one machine
 
 
 def test_figures_of_the_papers_come_from_notebooks():

@@ -15,7 +15,8 @@ T = TypeVar("T")
 #: Everything in a few minutes (``make notebooks QUICK=1``), to see that it runs.
 QUICK = os.environ.get("NUMPYRO_SGMCMC_QUICK") == "1"
 
-#: One colour for each method in all pictures (Okabe and Ito, for every eye).
+#: The colour of each method in all pictures (Okabe and Ito, for every eye). References are black;
+#: MALA and CCAdL share theirs, and no picture.
 COLOURS = {
     "exact": "black",
     "NUTS": "black",

@@ -6,7 +6,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
-import math
 from typing import Any, Self
 import warnings
 
@@ -17,7 +16,7 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.kernels._arguments import StepSize, fingerprint_of, positive, whole
-from numpyro_sgmcmc.kernels._judging import Judging
+from numpyro_sgmcmc.kernels._judging import NOTHING_WRITTEN, Judging
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Tuned
 from numpyro_sgmcmc.kernels._tuning import SelfTuning
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, as_arrays, full_data
@@ -205,8 +204,8 @@ class SGMCMCKernel(Judging, SelfTuning):
             z = as_arrays(init_params)
 
             def potential(problem: Problem, z: Values) -> Array:
-                where = view.first_rows(), random.key(0), problem.args, problem.kwargs
-                return of_chains(lambda z: view.potential(z, *where))(z)
+                where = problem.view.first_rows(), random.key(0), problem.args, problem.kwargs
+                return of_chains(lambda z: problem.view.potential(z, *where))(z)
 
             chains = rng_key.shape[0] if batched else None
             program = self._compiled("potential", potential, problem, batched)
@@ -301,5 +300,5 @@ class SGMCMCKernel(Judging, SelfTuning):
         state = self.__dict__.copy()
         state["_view"] = None  # of data that are not in the pickle; `init` makes it anew
         state["_programs"] = {}
-        state["_diagnostics"] = (-math.inf, "")
+        state["_diagnostics"] = NOTHING_WRITTEN
         return state

@@ -35,6 +35,9 @@ _FEWEST_CALLS = 64
 #: A run is judged several times before its end, and then not before so many samples.
 _ERRORS_BEFORE_THE_END, _FEWEST_SAMPLES = 4.0, 500
 
+#: When something was last written into the progress bar, and what.
+NOTHING_WRITTEN = (-math.inf, "")
+
 
 class Judging:
     """
@@ -43,8 +46,8 @@ class Judging:
     """
 
     def _start_judging(self, num_warmup: int = 0) -> None:
-        #: when the progress bar was written last, and what; negative in the warm-up
-        self._diagnostics, self._calls = (-math.inf, ""), -num_warmup
+        self._diagnostics = NOTHING_WRITTEN
+        self._calls = -num_warmup  # of the progress bar; the warm-up ends at 0
         self._has_warned = False
 
     def _judged(self, state: SGMCMCState) -> SGMCMCState:
@@ -84,7 +87,7 @@ class Judging:
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
         written, text = self._diagnostics
-        self._calls += 1  # the warm-up ends at 0
+        self._calls += 1
         due = self._calls >= _FEWEST_CALLS and self._calls.bit_count() == 1  # 64, 128, ...
         if due or time.monotonic() - written > _SECONDS_BETWEEN_DIAGNOSTICS:
             text = f"step size {float(state.step_size):.2e}"
