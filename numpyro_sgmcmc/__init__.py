@@ -5,6 +5,8 @@
 
 from importlib.metadata import version as _version
 
+from numpyro_sgmcmc.data import RowsOnDisk as RowsOnDisk
+from numpyro_sgmcmc.data import UnreadableRows as UnreadableRows
 from numpyro_sgmcmc.diagnostics import autocorrelation_time as autocorrelation_time
 from numpyro_sgmcmc.diagnostics import compare as compare
 from numpyro_sgmcmc.diagnostics import configurational_temperature as configurational_temperature

@@ -23,10 +23,9 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.covariance import Covariance, column_sums
+from numpyro_sgmcmc.minibatch import BatchRows, count_of
 from numpyro_sgmcmc.potentials import Potential, Rows
-
-#: Fewer sub-batches make a noisier estimate, more make the gradient dearer.
-_FEWEST_SUB_BATCHES = 10
+from numpyro_sgmcmc.subsampling import sub_batches
 
 #: Gradients of single rows are held for as many rows at once as make this many numbers.
 PER_EXAMPLE_NUMBERS = 2**24
@@ -98,9 +97,9 @@ def sub_batch_gradient(
     def gradient(position: Array) -> Observation:
         noise, observed = None, None
         for name in _noisy(rows, factors):
-            count = sub_batches(rows[name].shape[0])
+            count = sub_batches(count_of(rows[name]))
             potentials, gradients = jax.vmap(_on_rows_of(name, potential, position, rows))(
-                rows[name].reshape(count, -1), random.split(rng_key, count)
+                _shaped(rows[name], (count, -1)), random.split(rng_key, count)
             )
             mean = column_sums(gradients) / count
             spread = gradients - mean
@@ -141,19 +140,21 @@ def per_example_gradient(
         noise = held.zeros(position.shape[0], position.dtype)
         chunk = max(1, PER_EXAMPLE_NUMBERS // position.shape[0])
         for name in _noisy(rows, factors):
-            count = rows[name].shape[0]
+            count = count_of(rows[name])
             on_rows = _on_rows_of(name, potential, position, rows)
             scale = jnp.sqrt(factors[name] / (count * (count - 1)))
 
             def added(total: Any, batch: Array, on_rows: Any = on_rows, scale: Any = scale) -> Any:
-                _, gradients = jax.vmap(lambda row: on_rows(row[None], rng_key))(batch)
+                _, gradients = jax.vmap(lambda row: on_rows(_shaped(row, (1,), 0), rng_key))(batch)
                 one = held.outer((gradients - observed.gradient) * scale)
                 return held.add(1.0, total, 1.0, one), None
 
             whole = count // chunk * chunk
-            noise, _ = lax.scan(added, noise, rows[name][:whole].reshape(-1, chunk))
+            parts = slice(whole), slice(whole, None)
+            first, rest = (jax.tree.map(lambda x, p=p: x[p], rows[name]) for p in parts)
+            noise, _ = lax.scan(added, noise, _shaped(first, (-1, chunk)))
             if whole < count:
-                noise, _ = added(noise, rows[name][whole:])
+                noise, _ = added(noise, rest)
         return observed._replace(noise=noise)
 
     return gradient
@@ -191,7 +192,7 @@ def two_cotangent_gradient(
         )
         signs = {name: jnp.zeros_like(term) for name, term in terms.items()}
         for k, name in enumerate(_noisy(rows, factors)):
-            count = rows[name].shape[0]
+            count = count_of(rows[name])
             sign = _signs(random.fold_in(rng_key, k), count).astype(terms[name].dtype)
             scale = jnp.sqrt(factors[name] * count / (count - 1))
             signs[name] = scale * (sign - sign.mean())
@@ -286,6 +287,11 @@ def _value_and_gradient(
     return value, potential.pullback(gradient)
 
 
+def _shaped(rows: BatchRows, shape: tuple[int, ...], axes: int = 1) -> BatchRows:
+    """With another shape in the place of the first axes."""
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[axes:]), rows)
+
+
 def _on_rows_of(
     name: str, potential: Potential, position: Array, rows: Rows
 ) -> Callable[[Array, Array], tuple[Array, Array]]:
@@ -295,19 +301,3 @@ def _on_rows_of(
         return _value_and_gradient(potential, position, {**rows, name: batch}, key)
 
     return at
-
-
-def sub_batches(batch_size: int) -> int:
-    """
-    The number of sub-batches of a minibatch: the smallest divisor of ``batch_size`` that is
-    at least 10, or ``batch_size`` itself if it is smaller.
-
-    :raises ValueError: if there is a single row, which shows no spread.
-    """
-    if batch_size < 2:
-        raise ValueError(
-            "The noise of the gradient cannot be estimated from minibatches of one row; use a"
-            " `subsample_size` of at least 2."
-        )
-    fewest = min(_FEWEST_SUB_BATCHES, batch_size)
-    return next(m for m in range(fewest, batch_size + 1) if batch_size % m == 0)

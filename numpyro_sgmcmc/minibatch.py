@@ -31,13 +31,16 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
 from numpyro.primitives import Messenger
 
-from numpyro_sgmcmc.model_checks import check_data, check_plate, check_sites
+from numpyro_sgmcmc.data import OfMinibatch, ReadRows, Watched, on_disk, replaced
+from numpyro_sgmcmc.model_checks import check_data, check_lengths, check_plate, check_sites
 
 Model = Callable[..., Any]
 #: Unconstrained values of the latent sites, by name.
 Values = dict[str, Array]
+#: The rows of a minibatch of one plate: their numbers, or what has been read of them, too.
+BatchRows = Array | ReadRows
 #: Rows of the minibatch for each subsampled plate, by name of the plate.
-Indices = Mapping[str, Array]
+Indices = Mapping[str, BatchRows]
 
 #: Only ``numpyro.prng_key`` and control flow around it are to be seeded in a potential: a
 #: seeded latent site that is missing from the values would silently be drawn anew.
@@ -118,9 +121,15 @@ class full_data(_choose_rows):
 class first_rows_of(_choose_rows):
     """Takes the first rows of every plate, so that nothing is drawn at a cost of O(N)."""
 
+    def __init__(self, fn: Model) -> None:
+        #: what was taken, by name of the plate
+        self.taken: dict[str, Array] = {}
+        super().__init__(fn)
+
     def rows(self, plate: Plate) -> Array:
         check_plate(*plate)
-        return jnp.arange(plate.subsample_size)
+        self.taken[plate.name] = jnp.arange(plate.subsample_size)
+        return self.taken[plate.name]
 
 
 class given_rows(_choose_rows):
@@ -128,7 +137,7 @@ class given_rows(_choose_rows):
 
     def __init__(self, fn: Model, plates: tuple[Plate, ...], indices: Indices) -> None:
         self.sizes = {plate.name: plate.size for plate in plates}
-        self.indices = indices
+        self.indices = {name: numbers_of(rows) for name, rows in indices.items()}
         super().__init__(fn)
 
     def rows(self, plate: Plate) -> Array:
@@ -148,6 +157,16 @@ def with_rows(view: "MinibatchModel") -> Model:
         return given_rows(view.model, view.plates, rows)(*args, **kwargs)
 
     return model
+
+
+def numbers_of(rows: BatchRows) -> Array:
+    """The numbers of the rows of a minibatch."""
+    return rows.numbers if isinstance(rows, ReadRows) else rows
+
+
+def count_of(rows: BatchRows) -> int:
+    """The number of the rows of a minibatch."""
+    return numbers_of(rows).shape[0]
 
 
 def as_arrays(tree: Any) -> Any:
@@ -173,6 +192,8 @@ class MinibatchModel(NamedTuple):
     latents: dict[str, jax.ShapeDtypeStruct]
     #: deterministic sites whose value depends on the rows of the minibatch
     minibatch_dependent: frozenset[str]
+    #: of each argument that is on disk the plate by whose rows it is indexed, or None
+    on_disk: tuple[str | None, ...] = ()
 
     @property
     def dimension(self) -> int:
@@ -186,6 +207,20 @@ class MinibatchModel(NamedTuple):
     def _at(self, indices: Indices, rng_key: Array) -> Model:
         model = given_rows(self.model, self.plates, indices)
         return seed(model, rng_key, hide_types=NOT_SEEDED)
+
+    def _read(self, indices: Indices, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
+        """The arguments, with what has been read of them in the place of what is on disk."""
+        sources = on_disk(arguments)
+        if not sources:
+            return arguments
+        values = {name: iter(x.values) for name, x in indices.items() if isinstance(x, ReadRows)}
+        seen = [
+            OfMinibatch(source, numbers_of(indices[plate]), next(values[plate]))
+            if plate in values
+            else source
+            for source, plate in zip(sources, self.on_disk, strict=True)
+        ]
+        return replaced(arguments, seen)
 
     def potential(
         self, z: Values, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
@@ -202,7 +237,9 @@ class MinibatchModel(NamedTuple):
         :return: a scalar.
         :raises ValueError: if an argument that the model needs in Python is traced.
         """
-        return _potential_energy(self._at(indices, rng_key), args, kwargs, z)
+        return _potential_energy(
+            self._at(indices, rng_key), *self._read(indices, (args, kwargs)), z
+        )
 
     def potential_and_row_terms(
         self, z: Values, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
@@ -227,9 +264,9 @@ class MinibatchModel(NamedTuple):
 
         # The potential of NumPyro substitutes the values and adds the Jacobian factors;
         # recording inside it sees the sites with both.
-        energy = _potential_energy(recorded, args, kwargs, z)
+        energy = _potential_energy(recorded, *self._read(indices, (args, kwargs)), z)
         names = {plate.name for plate in self.plates}
-        terms = {name: jnp.zeros(indices[name].shape) for name in names}
+        terms = {name: jnp.zeros(count_of(indices[name])) for name in names}
         for site in sites.values():
             frames = site["cond_indep_stack"] if site["type"] == "sample" else []
             frames = [frame for frame in frames if frame.name in names]
@@ -294,10 +331,13 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
     :raises ValueError: naming the site, plate or argument, and what to do about it.
     """
     check_data(model, args, kwargs)
+    first = first_rows_of(model)
+    watched = [Watched(source) for source in on_disk((args, kwargs))]
     with jax.ensure_compile_time_eval():
-        start = substitute(seed(first_rows_of(model), random.key(0)), substitute_fn=init_strategy)
+        start = substitute(seed(first, random.key(0)), substitute_fn=init_strategy)
+        seen_args, seen_kwargs = replaced((args, kwargs), watched)
         try:
-            sites = trace(start).get_trace(*args, **kwargs)
+            sites = trace(start).get_trace(*seen_args, **seen_kwargs)
         except ValueError as error:
             if "broadcast" not in str(error):
                 raise
@@ -325,13 +365,20 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
         except _NEEDS_A_VALUE as error:
             raise ValueError(_VALUE_NEEDED) from error
 
+    plate_of = tuple(_plate_of(source, first.taken) for source in watched)
+    check_lengths(plates, plate_of, on_disk((args, kwargs)))
     dependent = check_sites(model, sites, plates, given, args, kwargs)
     with jax.ensure_compile_time_eval():
         unconstrained = {
             k: biject_to(s["fn"].support).inv(jnp.asarray(s["value"])) for k, s in latents.items()
         }
     shapes = {k: jax.ShapeDtypeStruct(jnp.shape(v), v.dtype) for k, v in unconstrained.items()}
-    return MinibatchModel(fixed, plates, shapes, dependent)
+    return MinibatchModel(fixed, plates, shapes, dependent, plate_of)
+
+
+def _plate_of(source: Watched, taken: Mapping[str, Array]) -> str | None:
+    """The plate by whose indices the model has indexed it first."""
+    return next((k for i in source.indices for k, rows in taken.items() if i is rows), None)
 
 
 def _warn_about_constants(sites: dict[str, dict]) -> None:

@@ -85,6 +85,21 @@ def check_data(model: Callable, args: tuple, kwargs: dict) -> None:
             )
 
 
+def check_lengths(
+    plates: Iterable[Any], plate_of: Iterable[str | None], sources: Iterable[Any]
+) -> None:
+    """
+    :raises ValueError: if what is on disk has more or fewer rows than the plate that indexes it.
+    """
+    sizes = {plate.name: plate.size for plate in plates}
+    for plate, source in zip(plate_of, sources, strict=True):
+        if plate is not None and len(source) != sizes[plate]:
+            raise ValueError(
+                f"The indices of plate '{plate}', of size {sizes[plate]:,}, are used on {source!r},"
+                f" which has {len(source):,} rows: make the two lengths equal."
+            )
+
+
 def check_sites(
     model: Callable,
     sites: Mapping[str, dict],

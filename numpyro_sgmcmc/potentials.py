@@ -6,7 +6,7 @@ The minibatch potential as a sampler sees it: a function of the coordinates of a
 or without a control variate, on the rows of a minibatch or, in chunks, on all data.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
 import math
@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.metric import IdentityMetric, Metric
-from numpyro_sgmcmc.minibatch import MinibatchModel, Plate, Values
+from numpyro_sgmcmc.minibatch import Indices, MinibatchModel, Plate, Values
 from numpyro_sgmcmc.subsampling import SCHEMES
 
 #: A pass over all data takes so many rows at once.
@@ -27,7 +27,7 @@ _CHUNK = 16_384
 #: Below this size all of a vector and what is around it is in memory.
 _COPIES_ABOVE = 1_024
 
-Rows = Mapping[str, Array]
+Rows = Indices
 
 
 def ravel(values: Any) -> Array:

@@ -28,6 +28,9 @@ import jax.numpy as jnp
 
 #: With six rounds pairs of rows are visibly dependent up to size 100, with eight up to 20.
 _ROUNDS = 8
+#: Fewer sub-batches make a noisier estimate of the noise, more make the gradient dearer.
+_FEWEST_SUB_BATCHES = 10
+
 #: So up to this size a plain shuffle is used; above 64 it would cost more than the network.
 _SHUFFLE_BELOW = 32
 
@@ -183,6 +186,62 @@ def symmetric_sweeps(key: Array, step: Array, size: int, batch_size: int) -> Arr
     return permute(random.fold_in(key, sweep), positions, size)
 
 
+def clusters(key: Array, step: Array, size: int, batch_size: int) -> Array:
+    """
+    Cluster sampling: :math:`m` stretches of :math:`n / m` neighbouring rows, independently at
+    each step, :math:`m` as in :func:`sub_batches`. The rows are a circle that is cut at a random
+    place into stretches of this length, of which :math:`m` are drawn without replacement: every
+    row is as likely as any other, whether or not the length divides :math:`N`.
+
+    Neighbours cost a disk or a memory much less than as many rows in different places. Where
+    neighbouring rows are no more alike than others, the noise of the gradient is that of
+    :func:`without_replacement`; where they are alike, of sorted rows above all, it is larger, by
+    up to the length of a stretch: shuffle the rows once.
+
+    Parameters and result are those of :func:`without_replacement`. The noise must be estimated
+    from whole stretches (:func:`~numpyro_sgmcmc.gradients.sub_batch_gradient`).
+
+    **References:**
+
+    1. *Sampling Techniques*, William G. Cochran (1977), chapter 9.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax
+        >>> from numpyro_sgmcmc.subsampling import clusters
+        >>> rows = clusters(jax.random.key(0), 7, size=1_000_000, batch_size=30)
+        >>> (rows.reshape(10, 3) - rows[::3, None]).tolist()[:2]
+        [[0, 1, 2], [0, 1, 2]]
+    """
+    if batch_size == size:
+        return jnp.arange(size, dtype=jnp.int32)
+    count = sub_batches(batch_size)
+    length = batch_size // count
+    first_key, stretches_key = random.split(random.fold_in(key, step))
+    first = random.randint(first_key, (), 0, size, jnp.int32).astype(jnp.uint32)
+    stretches = permute(stretches_key, jnp.arange(count), size // length).astype(jnp.uint32)
+    rows = first + (stretches[:, None] * length + jnp.arange(length, dtype=jnp.uint32)).ravel()
+    return jnp.where(rows >= size, rows - size, rows).astype(jnp.int32)
+
+
+def sub_batches(batch_size: int) -> int:
+    """
+    The number of sub-batches of a minibatch: the smallest divisor of ``batch_size`` that is
+    at least 10, or ``batch_size`` itself if it is smaller.
+
+    :raises ValueError: if there is a single row, which shows no spread.
+    """
+    if batch_size < 2:
+        raise ValueError(
+            "The noise of the gradient cannot be estimated from minibatches of one row; use a"
+            " `subsample_size` of at least 2."
+        )
+    fewest = min(_FEWEST_SUB_BATCHES, batch_size)
+    return next(m for m in range(fewest, batch_size + 1) if batch_size % m == 0)
+
+
 def _multiply_divmod(x: Array, factor: int, divisor: int) -> tuple[Array, Array]:
     """``divmod(x * factor, divisor)`` for ``x < divisor < 2**31`` without overflow in 32 bits."""
     quotient, remainder = jnp.uint32(0), jnp.uint32(0)
@@ -203,17 +262,18 @@ SCHEMES: dict[str, Callable[[Array, Array, int, int], Array]] = {
     "with_replacement": with_replacement,
     "epochs": epochs,
     "symmetric_sweeps": symmetric_sweeps,
+    "clusters": clusters,
 }
 
 #: Of these, the schemes whose minibatches are independent of each other.
-INDEPENDENT = ("without_replacement", "with_replacement")
+INDEPENDENT = ("without_replacement", "with_replacement", "clusters")
 
 
 def finite_population_factor(scheme: str, size: int, batch_size: int) -> float:
     """
     The variance of a mean over a minibatch, relative to rows drawn with replacement:
-    :math:`1 - n / N` where rows are drawn without replacement, else 1.
+    :math:`1 - n / N` where rows or stretches of rows are drawn without replacement, else 1.
 
     It goes with the sample variance that has :math:`n - 1` in its denominator.
     """
-    return 1.0 - batch_size / size if scheme == "without_replacement" else 1.0
+    return 1.0 - batch_size / size if scheme in ("without_replacement", "clusters") else 1.0

@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
+from functools import partial
 from typing import Any, Self
 import warnings
 
@@ -226,10 +227,12 @@ class SGMCMCKernel(Judging, SelfTuning):
             # Values of a prior, say, may have a weak dtype; in a loop it must not change.
             z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
 
+            start = partial(
+                self._start, problem=problem, tuned=tuned, anchor=anchor, num_warmup=num_warmup
+            )
+
             def one(z: Values, chain_key: Array, dynamics_key: Array) -> SGMCMCState:
-                return self._start(
-                    chain_key, z, dynamics_key, tuned=tuned, anchor=anchor, num_warmup=num_warmup
-                )
+                return start(chain_key, z, dynamics_key)
 
             return of_chains(one, out_axes=self._axes(0, None))(z, *others)
 

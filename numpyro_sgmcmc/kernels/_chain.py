@@ -20,6 +20,7 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient
 from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive, whole
+from numpyro_sgmcmc.kernels._reading import block_with, empty_block, rows_at
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step, Tuned
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, read_model
 from numpyro_sgmcmc.potentials import (
@@ -177,6 +178,7 @@ class Chain(MCMCKernel):
         z: Values,
         dynamics_key: Array,
         *,
+        problem: Problem,
         tuned: Tuned,
         anchor: Anchor | None,
         num_warmup: Any,
@@ -198,6 +200,7 @@ class Chain(MCMCKernel):
             stein=start_sums(position, tuned.metric.variances(position), self._site_of()),
             anchor=anchor,
             tuned=tuned,
+            block=empty_block(problem),
             rng_key=rng_key,
         )
 
@@ -251,7 +254,7 @@ class Chain(MCMCKernel):
         _, unravel = ravel_pytree(state.z)
 
         def body(_: int, state: SGMCMCState) -> SGMCMCState:
-            return self._guarded_step(state, potential)
+            return self._guarded_step(state, potential, self._problem(args, kwargs))
 
         state = state._replace(
             z=position,
@@ -264,12 +267,18 @@ class Chain(MCMCKernel):
         z = unravel(state.tuned.metric.moved(flat, position, state.z))
         return state._replace(z=z, stein=stein)
 
-    def _guarded_step(self, state: SGMCMCState, potential: Potential) -> SGMCMCState:
+    def _guarded_step(
+        self, state: SGMCMCState, potential: Potential, problem: Problem
+    ) -> SGMCMCState:
         """One step, undone and counted if it is not finite."""
         # the split is the same at each step, and compiled loops do it once
         rows_key, *keys = random.split(state.rng_key, 3)
         noise_key, model_key = (random.fold_in(key, state.i) for key in keys)
-        rows = self.draw_rows(rows_key, state.i)
+        rows: Rows = self.draw_rows(rows_key, state.i)
+        if state.block is not None:
+            block = block_with(state.i, rows_key, state.block, problem, self.draw_rows)
+            state = state._replace(block=block)
+            rows = {**rows, **rows_at(block, state.i)}
         step_size = self._step_size_at(state.i, state.tuned.step_size)
         step_size = jnp.asarray(step_size, state.step_size.dtype)
         new, observed = self.step(

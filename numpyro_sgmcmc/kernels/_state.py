@@ -11,6 +11,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients import Observation
+from numpyro_sgmcmc.kernels._reading import Block
 from numpyro_sgmcmc.metric import Metric
 from numpyro_sgmcmc.potentials import Anchor
 from numpyro_sgmcmc.stein import SteinSums
@@ -69,6 +70,7 @@ class SGMCMCState(NamedTuple):
     - **stein** - running sums for the Stein matrix.
     - **anchor** - of the control variate, or None.
     - **tuned** - step size, friction and metric.
+    - **block** - minibatches of the next steps that have been read from disk, or None.
     - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of ``i`` and keys split
       from it.
     """
@@ -84,6 +86,7 @@ class SGMCMCState(NamedTuple):
     stein: SteinSums
     anchor: Anchor | None
     tuned: Tuned
+    block: Block | None
     rng_key: Array
 
     @property

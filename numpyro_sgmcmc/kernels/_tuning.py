@@ -290,7 +290,9 @@ class SelfTuning(Chain):
         ) -> SteinSums:
             keys = random.split(rng_key, (3, PILOT_CHAINS))
             z = self._draw_starts(problem, gaussian, keys[1])
-            start = partial(self._start, tuned=tuned, anchor=anchor, num_warmup=samples // 2)
+            start = partial(
+                self._start, problem=problem, tuned=tuned, anchor=anchor, num_warmup=samples // 2
+            )
 
             def one(start_of: tuple[Array, Values, Array]) -> SteinSums:
                 def sampled(_: Any, state: SGMCMCState) -> SGMCMCState:
