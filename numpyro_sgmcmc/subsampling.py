@@ -82,14 +82,13 @@ def permute(key: Array, positions: Array, size: int) -> Array:
             left, right, a, b = right, left, b, a
         return left * b + right
 
-    image = walk(positions.astype(jnp.uint32))
-    if sides[0] * sides[1] > size:
-        image = lax.while_loop(
-            lambda x: jnp.any(x >= size),
-            lambda x: jnp.where(x >= size, walk(x), x),
-            image,
-        )
-    # Keeps XLA from writing the rounds out anew for every use of the rows, which takes it minutes.
+    # Also where no position is outside: the loop keeps XLA from writing the rounds out anew for
+    # every use of the rows, which takes it minutes.
+    image = lax.while_loop(
+        lambda x: jnp.any(x >= size),
+        lambda x: jnp.where(x >= size, walk(x), x),
+        walk(positions.astype(jnp.uint32)),
+    )
     return lax.optimization_barrier(image.astype(jnp.int32))
 
 
