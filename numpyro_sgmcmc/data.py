@@ -165,12 +165,6 @@ class RowsOnDisk:
     def __iter__(self) -> Iterator[Array]:
         raise TypeError(f"{self!r} is not read row by row: index it, `X[i]`.")
 
-    def __jax_array__(self) -> Array:
-        raise TypeError(
-            f"{self!r} is read by rows and is not an array: index it with the indices of the plate,"
-            " `with numpyro.plate(...) as i: ... X[i]`. `numpyro.subsample` is for arrays."
-        )
-
     def read(self, numbers: Any) -> np.ndarray:
         """
         :param numbers: numbers of rows, any shape.
@@ -183,8 +177,11 @@ class RowsOnDisk:
         if outside.size:
             raise UnreadableRows(f"{self!r} has no row {outside[0]:,}.")
         found = self._source.read(flat).astype(self.dtype, copy=False)
-        if found.dtype.kind == "f" and not np.isfinite(np.sum(found)):
-            self._refuse_nonfinite(flat, found.reshape(len(flat), -1))
+        if found.dtype.kind == "f":
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = np.sum(found)
+            if not np.isfinite(total):
+                self._refuse_nonfinite(flat, found.reshape(len(flat), -1))
         return found.reshape(*numbers.shape, *self.shape[1:])
 
     def _refuse_nonfinite(self, numbers: np.ndarray, found: np.ndarray) -> None:
@@ -257,11 +254,24 @@ class Watched(OfMinibatch):
     """Remembers by what the model indexes it."""
 
     def __init__(self, source: RowsOnDisk) -> None:
-        self._source, self.indices = source, []
+        self._source = source
+        self.indices: list[Any] = []
 
     def __getitem__(self, index: Any) -> Array:
         self.indices.append(index[0] if isinstance(index, tuple) else index)
         return self._source[index]
+
+
+class ShapeOf(OfMinibatch):
+    """Stands in where only shapes matter, so that nothing is read."""
+
+    def __init__(self, source: RowsOnDisk) -> None:
+        self._source = source
+
+    def __getitem__(self, index: Any) -> Array:
+        rows, rest = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
+        values = jnp.zeros((*jnp.shape(rows), *self._source.shape[1:]), self._source.dtype)
+        return values[(slice(None), *rest)] if rest else values
 
 
 def on_disk(arguments: Any) -> list[RowsOnDisk]:
@@ -405,7 +415,7 @@ class _File:
                 values = np.frombuffer(b"".join(parts), self.dtype)
                 return values.reshape(shape)
             values = np.empty(shape, self.dtype)
-            buffer = memoryview(values.reshape(-1).view(np.uint8))
+            buffer: Any = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
             for start, length, place in zip(starts, lengths, places, strict=True):
                 done, begin = 0, start * self._row_bytes
                 while done < length:
@@ -466,7 +476,7 @@ class _Table:
 
     def __init__(self, table: Any) -> None:
         self._table = table
-        self.shape = (table.num_rows, table.num_columns)
+        self.shape: tuple[int, ...] = (table.num_rows, table.num_columns)
         kinds = [column.type.to_pandas_dtype() for column in table.columns]
         self.dtype = np.result_type(*kinds)
         self.name = f"a table of columns {', '.join(table.column_names)}"

@@ -144,7 +144,7 @@ def per_example_gradient(
             on_rows = _on_rows_of(name, potential, position, rows)
             scale = jnp.sqrt(factors[name] / (count * (count - 1)))
 
-            def added(total: Any, batch: Array, on_rows: Any = on_rows, scale: Any = scale) -> Any:
+            def added(total: Any, batch: Any, on_rows: Any = on_rows, scale: Any = scale) -> Any:
                 _, gradients = jax.vmap(lambda row: on_rows(_shaped(row, (1,), 0), rng_key))(batch)
                 one = held.outer((gradients - observed.gradient) * scale)
                 return held.add(1.0, total, 1.0, one), None
@@ -294,10 +294,10 @@ def _shaped(rows: BatchRows, shape: tuple[int, ...], axes: int = 1) -> BatchRows
 
 def _on_rows_of(
     name: str, potential: Potential, position: Array, rows: Rows
-) -> Callable[[Array, Array], tuple[Array, Array]]:
+) -> Callable[[BatchRows, Array], tuple[Array, Array]]:
     """Potential and gradient with other rows of one plate."""
 
-    def at(batch: Array, key: Array) -> tuple[Array, Array]:
+    def at(batch: BatchRows, key: Array) -> tuple[Array, Array]:
         return _value_and_gradient(potential, position, {**rows, name: batch}, key)
 
     return at

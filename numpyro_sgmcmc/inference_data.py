@@ -68,7 +68,8 @@ def to_arviz(
         not its observations.
     :param rows: how many rows of every subsampled plate to keep, drawn without replacement
         (the same ones for plates of the same size), or the numbers of the rows, or a dict of
-        either by the name of the plate; plates that it does not name stay whole.
+        either by the name of the plate; plates that it does not name stay whole. All are kept if
+        None, but of data on disk (:class:`~numpyro_sgmcmc.RowsOnDisk`) 1,000.
     :param rng_key: random key of the choice of rows and of the posterior predictive draws.
     :param coords: coordinate values of dimensions, by name; of all rows, also with ``rows``.
     :param dims: names of the dimensions of variables, in addition to the inferred ones.
@@ -114,11 +115,10 @@ def to_arviz(
     stein = stein_of(mcmc)
     if stein is not None and (problem := stein.problem()) is not None:
         warnings.warn(advice(problem), stacklevel=2)
-    view, chosen = copy(mcmc), {}
+    view = copy(mcmc)
     # ArviZ is to have the arguments as arrays of JAX, too
     view._args, view._kwargs = args, kwargs
-    if rows is not None:
-        chosen = keep_rows(view, rows, key)
+    chosen = keep_rows(view, rows, key)
     coords = dict(chosen) | {
         name: np.asarray(labels)[chosen[name]] if name in chosen else labels
         for name, labels in (coords or {}).items()

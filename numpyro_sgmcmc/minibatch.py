@@ -338,6 +338,15 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
         seen_args, seen_kwargs = replaced((args, kwargs), watched)
         try:
             sites = trace(start).get_trace(*seen_args, **seen_kwargs)
+        except TypeError as error:
+            if not watched:
+                raise
+            named = ", ".join(map(repr, on_disk((args, kwargs))))
+            raise TypeError(
+                f"{named}: rows on disk can only be indexed, by the indices of the plate,"
+                " `with numpyro.plate(...) as i: ... X[i]`; `numpyro.subsample` and operations on"
+                f" the whole array need one in memory. The model raised: {error}"
+            ) from error
         except ValueError as error:
             if "broadcast" not in str(error):
                 raise

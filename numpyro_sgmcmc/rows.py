@@ -15,7 +15,11 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import MCMC
 from numpyro.infer.util import log_likelihood
 
+from numpyro_sgmcmc.data import ShapeOf, on_disk, replaced
 from numpyro_sgmcmc.minibatch import NOT_SEEDED, Plate, given_rows
+
+#: Of data on disk so many rows are kept with the draws.
+ROWS_FROM_DISK = 1_000
 
 #: A number of rows, or their numbers.
 Rows = int | Array | np.ndarray
@@ -34,6 +38,7 @@ def site_shapes(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict
     def read(draws: dict) -> None:
         sites.update(full_sites(model, draws, args, kwargs))
 
+    args, kwargs = replaced((args, kwargs), [ShapeOf(x) for x in on_disk((args, kwargs))])
     jax.eval_shape(read, draws)
     return sites
 
@@ -46,11 +51,20 @@ def subsampled_plates(sites: Mapping[str, dict]) -> tuple[Plate, ...]:
     )
 
 
-def keep_rows(mcmc: MCMC, rows: Rows | Mapping[str, Rows], rng_key: Array) -> dict[str, np.ndarray]:
-    """Makes the chosen rows all the data that the run knows of; gives their numbers by plate."""
+def keep_rows(
+    mcmc: MCMC, rows: Rows | Mapping[str, Rows] | None, rng_key: Array
+) -> dict[str, np.ndarray]:
+    """
+    Makes the chosen rows all the data that the run knows of; gives their numbers by plate. Of data
+    on disk these are some of them, if none are chosen.
+    """
+    if rows is None and not on_disk((mcmc._args, mcmc._kwargs)):
+        return {}
     model, draws = mcmc.sampler.model, mcmc.get_samples(group_by_chain=True)
     sites = site_shapes(model, draws, mcmc._args, mcmc._kwargs)
     plates = subsampled_plates(sites)
+    if rows is None:
+        rows = {plate.name: min(ROWS_FROM_DISK, plate.size) for plate in plates}
     chosen = choose_rows(rows, plates, rng_key)
     mcmc.sampler = SimpleNamespace(
         model=at_rows(model, plates, chosen),

@@ -11,6 +11,7 @@ from scipy.stats import chi2
 from numpyro_sgmcmc.subsampling import (
     SCHEMES,
     _multiply_divmod,
+    clusters,
     epochs,
     finite_population_factor,
     permute,
@@ -67,6 +68,31 @@ def test_variance_of_a_minibatch_mean(scheme, size, batch_size):
     error = (2 / steps) ** 0.5
     assert abs(means.var() / expected - 1) < 4 * error
     assert abs(means.mean() - x.mean()) < 4 * (expected / steps) ** 0.5
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(200, 40), (203, 40), (47, 22), (37, 5)])
+def test_clusters(size, batch_size):
+    """
+    Stretches of neighbours that do not overlap; every row is equally likely, also where their
+    length does not divide the number of rows; the variance of a mean is that between stretches.
+    """
+    steps, count = 40_000, min(batch_size, 11 if batch_size == 22 else 10)
+    length = batch_size // count
+    rows = draws(clusters, size, batch_size, steps)
+    stretches = rows.reshape(steps, count, length)
+    assert np.all((stretches - stretches[..., :1]) % size == np.arange(length))
+    assert all(len(set(batch)) == batch_size for batch in rows[:1_000].tolist())
+    seen = np.bincount(rows.ravel(), minlength=size)
+    expected = steps * batch_size / size
+    assert np.abs(seen - expected).max() < 4.5 * (expected * length) ** 0.5
+    x = np.exp(np.linspace(-2, 2, size))
+    means = x[rows].mean(1)
+    if size % length == 0:
+        between = [np.roll(x, -k).reshape(-1, length).mean(1).var(ddof=1) for k in range(length)]
+        factor = finite_population_factor("clusters", size, batch_size)
+        variance = factor * np.mean(between) / count
+        assert abs(means.var() / variance - 1) < 4 * (2 / steps) ** 0.5
+    assert abs(means.mean() - x.mean()) < 4 * means.std() / steps**0.5
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [(12, 4), (37, 10), (50, 7), (40, 23), (100, 99)])

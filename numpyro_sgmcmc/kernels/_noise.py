@@ -96,6 +96,12 @@ class NoiseSettings(NamedTuple):
             else:
                 # a tuned step is as long as the noise allows, in all of its directions
                 covariance = "diagonal" if level is None else "low_rank"
+        single = covariance == "matrix_free" or self.estimator != "sub_batches"
+        if subsampling == "clusters" and single:
+            raise ValueError(
+                "subsampling='clusters' needs an estimate from whole clusters, and not from single"
+                " rows: use estimator='sub_batches', and another covariance than 'matrix_free'."
+            )
         if covariance == "full" and dimension > MAX_FULL_DIMENSION:
             raise ValueError(
                 f"covariance='full' is for at most {MAX_FULL_DIMENSION:,} parameters, but the model"

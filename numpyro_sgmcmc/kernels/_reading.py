@@ -108,8 +108,8 @@ def block_with(i: Array, rows_key: Array, block: Block, problem: Problem, draw: 
         def of_chains(x: Array, is_batched: bool) -> Array:
             return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
 
-        arguments = jax.tree.map(of_chains, (block, rows_key, i), tuple(in_batched))
-        found = kept_or_filled(*arguments, chains=True)
+        block, rows_key, i = jax.tree.map(of_chains, (block, rows_key, i), tuple(in_batched))
+        found = kept_or_filled(block, rows_key, i, chains=True)
         return found, jax.tree.map(lambda _: True, found)
 
     return one(block, rows_key, i)

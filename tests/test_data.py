@@ -1,0 +1,349 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rows on disk: draws are those of the same rows in memory; what cannot be read is named."""
+
+from functools import partial
+import os
+import pickle
+
+import h5py
+import jax
+from jax import lax, random
+import jax.numpy as jnp
+from kernel_table import CENTRE, KERNELS, X, Y, model, tuning
+import numpy as np
+import numpyro
+from numpyro.diagnostics import effective_sample_size
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+import pytest
+
+from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk, UnreadableRows, to_arviz
+from numpyro_sgmcmc.data import read_ahead
+
+ROWS = np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
+
+
+def npy(path, rows):
+    np.save(path / "x.npy", rows)
+    return RowsOnDisk(path / "x.npy")
+
+
+def view_of_a_map(path, rows):
+    """Not at the beginning of the file, nor at that of the map."""
+    with open(path / "x.raw", "wb") as file:
+        file.write(b"header " * 1_000 + rows[:10].tobytes() + rows.tobytes())
+    mapped = np.memmap(path / "x.raw", rows.dtype, "r", offset=7_000, shape=(310, *rows.shape[1:]))
+    return RowsOnDisk(mapped[10:])
+
+
+def hdf5(path, rows):
+    with h5py.File(path / "x.h5", "w") as file:
+        file["x"] = rows
+    return RowsOnDisk(h5py.File(path / "x.h5")["x"])
+
+
+def zarr(path, rows):
+    import zarr
+
+    made = zarr.create_array(path / "x.zarr", shape=rows.shape, chunks=(50, 4), dtype=rows.dtype)
+    made[:] = rows
+    return RowsOnDisk(zarr.open_array(path / "x.zarr", mode="r"))
+
+
+def arrow(path, rows):
+    import pyarrow as pa
+
+    table = pa.table({f"x{k}": column for k, column in enumerate(rows.T)})
+    with pa.OSFile(str(path / "x.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
+        out.write_table(table)
+    return RowsOnDisk(pa.ipc.open_file(pa.memory_map(str(path / "x.arrow"))).read_all())
+
+
+def in_memory(path, rows):
+    return RowsOnDisk(rows)
+
+
+SOURCES = [npy, view_of_a_map, hdf5, zarr, arrow, in_memory]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda f: f.__name__)
+def test_rows_are_those_of_the_source(source, tmp_path):
+    x = source(tmp_path, ROWS)
+    assert x.shape == ROWS.shape and len(x) == 300 and x.ndim == 2 and x.size == 1_200
+    rng = np.random.default_rng(1)
+    stretches = np.concatenate([np.arange(k, k + 20) for k in (200, 10, 100)])
+    for numbers in (
+        rng.integers(0, 300, 250), np.arange(300), np.arange(20, 50), stretches, stretches[::-1],
+        np.array([7]), rng.integers(0, 300, (3, 5)), np.array([5, 5, 4]),
+    ):  # fmt: skip
+        assert np.array_equal(x.read(numbers), ROWS[numbers])
+        assert np.array_equal(jax.jit(lambda i: x[i])(jnp.asarray(numbers)), ROWS[numbers])
+    assert np.array_equal(x[3], ROWS[3]) and np.array_equal(x[:7], ROWS[:7])
+    assert np.array_equal(x[jnp.arange(4), 1], ROWS[:4, 1])
+    assert np.array_equal(jax.vmap(lambda i: x[i])(numbers), ROWS[numbers])
+    twin = npy(tmp_path, ROWS)
+    assert x.digest == twin.digest != npy(tmp_path, ROWS + 1).digest
+
+
+def test_data_types(tmp_path):
+    for dtype, on_device in ((np.float64, np.float32), (np.int64, np.int32), (np.uint8, np.uint8)):
+        x = npy(tmp_path, np.arange(6).astype(dtype))
+        assert x.dtype == on_device and x[jnp.arange(2)].dtype == on_device
+
+
+def test_pickled_rows_are_read(tmp_path):
+    x = pickle.loads(pickle.dumps(npy(tmp_path, ROWS)))
+    assert np.array_equal(x.read(np.arange(5)), ROWS[:5])
+
+
+def drawn(name, x, y=Y, **options):
+    kernel = KERNELS[name](model, **({"init_strategy": CENTRE} | options.pop("kernel", {})))
+    options = {"num_warmup": 70, "num_samples": 80, "progress_bar": False} | options
+    mcmc = MCMC(kernel, **options)
+    mcmc.run(random.key(0), x, y)
+    return mcmc
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGLD epochs", {}),
+        ("SGHMC estimated", {"num_chains": 2, "chain_method": "vectorized"}),
+        ("CCAdL matrix free", {"progress_bar": True}),
+        ("CCAdL tuned", {"kernel": {"steps_per_sample": 3}, "jit_model_args": True}),
+        ("SGFS", {"kernel": {"subsampling": "with_replacement"}, "num_chains": 2,
+                  "chain_method": "parallel"}),
+    ],
+)  # fmt: skip
+def test_draws_are_those_in_memory(name, options, tmp_path):
+    """Of more steps than are read at once; the outcomes too are on disk in one of them."""
+    x = npy(tmp_path, X)
+    np.save(tmp_path / "y.npy", Y)
+    y = RowsOnDisk(tmp_path / "y.npy") if name == "SGHMC estimated" else Y
+    here, there = drawn(name, X, Y, **options), drawn(name, x, y, **options)
+    for site, draws in here.get_samples().items():
+        assert np.array_equal(draws, there.get_samples()[site]), site
+
+
+@pytest.mark.slow
+def test_tuning_is_that_in_memory(tmp_path):
+    found = CCAdL(model, progress_bar=False).tune(random.key(0), npy(tmp_path, X), Y)
+    assert found.step_size == tuning().step_size
+    for one, other in zip(jax.tree.leaves(found[2:5]), jax.tree.leaves(tuning()[2:5]), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_reads_are_ahead_of_the_steps(tmp_path, monkeypatch):
+    """
+    Each row is read once, and not by the step that needs it: a read in the loop, which XLA is free
+    to move, would be one for each step.
+    """
+    read, x = [], npy(tmp_path, X)
+    monkeypatch.setattr(
+        RowsOnDisk, "read", lambda self, i: read.append(np.size(i)) or take(self, i)
+    )
+    kernel = SGLD(model, step_size=1e-4, init_strategy=CENTRE)
+    state = kernel.init(random.key(0), 0, None, (x, jnp.asarray(Y)), {})
+    read.clear()
+    steps = 64 * 5
+    run = jax.jit(
+        lambda state: lax.fori_loop(
+            0, steps, lambda _, state: kernel.sample(state, (x, jnp.asarray(Y)), {}), state
+        )
+    )
+    jax.block_until_ready(run(state))
+    assert set(read) == {64 * 20} and 5 <= len(read) <= 6
+
+
+take = RowsOnDisk.read
+
+
+def test_what_was_not_foreseen_is_read_too(tmp_path):
+    x = npy(tmp_path, ROWS)
+    first, second = jnp.array([3, 1]), jnp.array([[4, 299]])
+    read = jax.jit(lambda a, b: read_ahead([(x, a, b)])[0])
+    for numbers in (first, second.ravel(), first):
+        assert np.array_equal(read(numbers, first), ROWS[numbers])
+
+
+class Elsewhere:
+    """Rows that another program changes."""
+
+    dtype, shape = np.dtype(np.float32), (300, 4)
+
+    def __getitem__(self, rows):
+        if self.shape[0] == 299:
+            raise OSError("the network is down")
+        return ROWS[rows]
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    x = npy(tmp_path, ROWS)
+    with pytest.raises(UnreadableRows, match=r"has no row 300"):
+        x.read([2, 300])
+    os.truncate(tmp_path / "x.npy", 128 + 16 * 100 + 3)
+    with pytest.raises(UnreadableRows, match=r"Row 250 of '.*x.npy' is not read.* first 100 rows"):
+        x.read([250])
+    poisoned = ROWS.copy()
+    poisoned[7, 2] = np.nan
+    y = npy(tmp_path, poisoned)
+    y.read(np.arange(7))
+    with pytest.raises(UnreadableRows, match=r"Row 7 of .*x.npy.* has nan at position 2: drop"):
+        y.read(np.arange(9))
+    large = np.full((300, 4), 3e38, np.float32)  # whose sum overflows
+    assert np.array_equal(npy(tmp_path, large).read([1]), large[:1])
+    source = Elsewhere()
+    other = RowsOnDisk(source)
+    other.read([1])
+    source.shape = (301, 4)
+    with pytest.raises(UnreadableRows, match=r"had shape \(300, 4\).* has \(301, 4\)"):
+        other.read([1])
+    source.shape, source.dtype = (300, 4), np.dtype(np.int8)
+    with pytest.raises(UnreadableRows, match=r"dtype float32.* and int8 now"):
+        other.read([1])
+    down = Elsewhere()
+    down.shape = (299, 4)
+    with pytest.raises(UnreadableRows, match=r"between 3 and 4 cannot be read: OSError: the netwo"):
+        RowsOnDisk(down).read([3, 4])
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (np.array(["a", "b"]), ValueError, "dtype <U1 .*; rows must be numbers"),
+        (np.zeros((0, 3)), ValueError, "there must be some"),
+        ([1.0, 2.0], TypeError, "list has no rows to read: it needs `shape`, `dtype`"),
+        ("x.csv", ValueError, "'x.csv' is not a .npy file: open it, and pass"),
+    ],
+)
+def test_what_has_no_rows(source, error, message):
+    with pytest.raises(error, match=message):
+        RowsOnDisk(source)
+
+
+def test_a_missing_value_of_a_table():
+    import pyarrow as pa
+
+    with pytest.raises(ValueError, match="Column 'b' of .* missing values"):
+        RowsOnDisk(pa.table({"a": [1.0, 2.0], "b": [1.0, None]}))
+
+
+def test_other_uses_are_refused(tmp_path, monkeypatch):
+    x = npy(tmp_path, ROWS)
+    with pytest.raises(TypeError, match="indexed by numbers of rows"):
+        x[ROWS[:, 0] > 0]
+    with pytest.raises(TypeError, match="not read row by row"):
+        list(x)
+    monkeypatch.setattr("numpyro_sgmcmc.data._MOST_BYTES", 1_000)
+    with pytest.raises(
+        ValueError, match=r"300 rows .* are 4,800 bytes, which are not read at once"
+    ):
+        x[:]
+
+    def subsampled(x):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(x), subsample_size=10):
+            numpyro.sample("y", dist.Normal(w, 1), obs=numpyro.subsample(x, event_dim=1)[:, 0])
+
+    kernel = SGLD(subsampled, step_size=1e-4)
+    with pytest.raises(
+        TypeError, match=r"x.npy.* can only be indexed, by the indices of the plate"
+    ):
+        kernel.init(random.key(0), 0, None, (x,), {})
+
+    def shorter(x):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("rows", 200, subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(w, 1), obs=x[i, 0])
+
+    with pytest.raises(ValueError, match=r"of size 200, are used on .*, which has 300 rows"):
+        SGLD(shorter, step_size=1e-4).init(random.key(0), 0, None, (x,), {})
+
+
+def test_a_run_ends_where_a_row_cannot_be_read(tmp_path):
+    poisoned = X.copy()
+    poisoned[70] = np.inf
+    kernel = SGLD(model, step_size=1e-4, init_strategy=CENTRE)
+    mcmc = MCMC(kernel, num_warmup=100, num_samples=100, progress_bar=False)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"UnreadableRows: Row 70 of .*x.npy"):
+        mcmc.run(random.key(0), npy(tmp_path, poisoned), Y)
+
+
+@pytest.mark.arviz
+@pytest.mark.filterwarnings("ignore")
+def test_arviz_reads_some_of_the_rows(tmp_path, monkeypatch):
+    """Also where they are not asked for: never all of them."""
+    x = npy(tmp_path, X)
+    mcmc = drawn("SGLD", x, num_warmup=5, num_samples=5)
+    monkeypatch.setattr("numpyro_sgmcmc.rows.ROWS_FROM_DISK", 7)
+    monkeypatch.setattr("numpyro_sgmcmc.data._MOST_BYTES", 8 * x.row_bytes)
+    assert to_arviz(mcmc)["observed_data"]["y"].shape == (7,)
+    data = to_arviz(mcmc, rows=[3, 5], log_likelihood=True)
+    assert data["log_likelihood"]["y"].shape == (1, 5, 2)
+    assert np.array_equal(data["observed_data"]["y"], Y[[3, 5]])
+
+
+def gaussian_mean(x, batch_size, precision):
+    theta = numpyro.sample("theta", dist.ImproperUniform(dist.constraints.real, (), ()))
+    with numpyro.plate("rows", x.shape[0], subsample_size=batch_size) as i:
+        numpyro.factor("x", -0.5 * precision * (x[i] - theta) ** 2)
+
+
+def noise_of_clusters(x, batch_size, precision):
+    """The variance of the gradient, over all places of the cut and draws of stretches."""
+    length, size = batch_size // 10, len(x)
+    variances = []
+    for first in range(length):
+        means = np.roll(x, -first).reshape(-1, length).mean(1)
+        variances.append((1 - batch_size / size) * means.var(ddof=1) / 10)
+    return (size * precision) ** 2 * np.mean(variances)
+
+
+@pytest.mark.filterwarnings("ignore:After .* samples. The draws do not have the law")
+@pytest.mark.parametrize("kernel", ["SGLD", "CCAdL"])
+def test_exact_law_of_clusters(kernel, tmp_path):
+    """
+    Rows of which neighbours are alike: noise twice that of single rows. SGLD is too wide by the
+    noise of its stretches, h v / 2, and CCAdL with an estimate of it is exact.
+    """
+    size, batch_size = 400, 40
+    rng = np.random.default_rng(0)
+    x = np.repeat(rng.standard_normal(size // 4), 4) + 0.5 * rng.standard_normal(size)
+    x = ((x - x.mean()) / x.std(ddof=1)).astype(np.float32)
+    precision = 1 / size  # of the posterior: 1
+    single = size**2 * precision**2 * (1 - batch_size / size) / batch_size
+    x *= np.sqrt(1 / single)
+    noise = noise_of_clusters(x.astype(float), batch_size, precision)
+    assert noise > 2
+    np.save(tmp_path / "x.npy", x)
+    h = 0.3
+    make = {
+        "SGLD": partial(SGLD, step_size=h),
+        "CCAdL": partial(CCAdL, step_size=h, friction=1.0, window=10_000, covariance="full"),
+    }[kernel]
+    expected = (1 + h * noise / 2) / (1 - h / 2) if kernel == "SGLD" else 1.0
+    wrong = (1 + h / 2) / (1 - h / 2)
+    mcmc = MCMC(
+        make(gaussian_mean, subsampling="clusters", steps_per_sample=5),
+        num_warmup=4_000, num_samples=20_000, num_chains=4, chain_method="vectorized",
+        progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(random.key(1), RowsOnDisk(tmp_path / "x.npy"), batch_size, precision)
+    squares = np.asarray(mcmc.get_samples(True)["theta"], float) ** 2
+    error = squares.std() / effective_sample_size(squares) ** 0.5
+    assert error < 0.012 * expected
+    assert abs(squares.mean() - expected) < 3.5 * error
+    if kernel == "SGLD":  # as if the rows of a stretch were independent
+        assert abs(squares.mean() - wrong) > 5 * error
+
+
+@pytest.mark.parametrize(
+    "options", [{"estimator": "two_cotangents"}, {"estimator": "per_example"},
+                {"covariance": "matrix_free"}],
+)  # fmt: skip
+def test_estimates_from_single_rows_are_refused_for_clusters(options):
+    kernel = CCAdL(model, step_size=3e-3, friction=30.0, subsampling="clusters", **options)
+    with pytest.raises(ValueError, match=r"subsampling='clusters' needs .*estimator='sub_batches'"):
+        kernel.init(random.key(0), 0, None, (X, Y), {})
