@@ -227,7 +227,10 @@ def test_counts_must_be_positive_integers(name, value):
 @pytest.mark.parametrize(
     ("name", "allowed"),
     [
-        ("subsampling", "'without_replacement', 'with_replacement', 'epochs', 'symmetric_sweeps'"),
+        (
+            "subsampling",
+            "'without_replacement', 'with_replacement', 'epochs', 'symmetric_sweeps', 'clusters'",
+        ),
         ("covariance", "'diagonal', 'full', 'low_rank', 'matrix_free'"),
         ("estimator", "'sub_batches', 'two_cotangents', 'per_example'"),
         ("integrator", "'euler', 'symmetric', 'nogin'"),

@@ -55,8 +55,9 @@ class SGMCMCKernel(Judging, SelfTuning):
     :param float temperature: the target is :math:`\\propto \\exp(-U / T)`; 1 is the posterior.
     :param str subsampling: how the rows of a minibatch are drawn: ``"without_replacement"``
         within a minibatch and independently of other minibatches, ``"with_replacement"``,
-        ``"epochs"``, in shuffled passes over the data, or ``"symmetric_sweeps"``, forward
-        and backward through random partitions of them.
+        ``"epochs"``, in shuffled passes over the data, ``"symmetric_sweeps"``, forward
+        and backward through random partitions of them, or ``"clusters"``, stretches of neighbouring
+        rows, which are read from disk much faster (:func:`~numpyro_sgmcmc.subsampling.clusters`).
     :param int steps_per_sample: number of steps between two samples that NumPyro's
         ``MCMC`` sees; ``num_warmup``, ``num_samples`` and ``thinning`` count samples. None is 1 if
         the step size is given, and else as many as a chain needs to forget most of where it was,
