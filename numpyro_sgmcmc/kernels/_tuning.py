@@ -324,7 +324,7 @@ class SelfTuning(Chain):
             normal = random.normal(rng_key, gaussian.center.shape, gaussian.center.dtype)
             drawn = problem.unravel(gaussian.values(math.sqrt(self._temperature) * normal))
             rows, key = view.first_rows(), random.key(0)
-            energy = view.potential(drawn, rows, key, problem.args, problem.kwargs)
+            energy = problem.mean(view.potential(drawn, rows, key, problem.args, problem.kwargs))
             center = problem.unravel(gaussian.center)
             return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(energy), x, y), drawn, center)
 
