@@ -105,7 +105,8 @@ def find_center(problem: Problem, rng_key: Array, init_strategy: Callable) -> Ga
             return posterior.loc, posterior.scale, loss
 
         # with the same rows, so that the losses can be compared
-        centers, scales, losses = lax.map(one, random.split(start_key, _CENTER_STARTS))
+        starts = random.split(start_key, _CENTER_STARTS)
+        centers, scales, losses = problem.for_each(one, starts)
         best = jnp.nanargmin(jnp.where(jnp.isfinite(losses), losses, jnp.nan))
         energies = _energies_between(problem, centers, best)
         return centers[best], scales[best], losses[best], energies

@@ -15,7 +15,8 @@ is by itself an unbiased estimate of the potential up to what its rows differ fr
 and the step uses the mean over the devices,
 
 .. math:: \\tilde U = \\frac1P \\sum_p \\tilde U_p, \\qquad
-    \\operatorname{Cov}(\\nabla \\tilde U) = \\frac{1}{P^2} \\sum_p \\operatorname{Cov}(\\nabla \\tilde U_p),
+    \\operatorname{Cov}(\\nabla \\tilde U)
+        = \\frac{1}{P^2} \\sum_p \\operatorname{Cov}(\\nabla \\tilde U_p),
 
 with one all-reduce of the potential, the gradient and what is known of its noise. All devices
 of a chain then make the same step, with the same random numbers.
@@ -131,8 +132,8 @@ def checked_mesh(mesh: Any) -> Mesh | None:
 
 def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
     """
-    Spreads arrays over the devices of a mesh by their first axis, the rows; a model gets them as
-    it gets any others, from a kernel with ``mesh=mesh`` and an ``MCMC`` with ``jit_model_args=True``.
+    Spreads arrays over the devices of a mesh by their first axis, the rows. They go to ``mcmc.run``
+    as any others do, of a kernel with ``mesh=mesh`` and an ``MCMC`` with ``jit_model_args=True``.
 
     In one process every array has all rows. In several (``jax.distributed.initialize``) each
     process gives the rows that its own devices are to hold, as many as every other; all have to

@@ -251,18 +251,18 @@ def product_gradient(
 
 def over_devices(gradient: Gradient, problem: Problem, rng_key: Array) -> Gradient:
     """
-    The gradient of all devices from that of each, on its own rows: with :math:`\hat V_p` for the
+    The gradient of all devices from that of each, on its own rows: with :math:`\\hat V_p` for the
     noise of device :math:`p`, whose rows are drawn independently of the others',
 
     .. math::
 
-        \tilde g = \frac1P \sum_p \tilde g_p, \qquad
-        \hat V = \frac{1}{P^2} \sum_p \hat V_p .
+        \\tilde g = \\frac1P \\sum_p \\tilde g_p, \\qquad
+        \\hat V = \\frac{1}{P^2} \\sum_p \\hat V_p .
 
-    It is one all-reduce; a covariance that is known by its products takes one for each product. Of
-    factors :math:`\hat V_p = F_p^\top F_p + \operatorname{diag}(s_p)` the mean with random signs,
-    :math:`F = \frac1P \sum_p \operatorname{diag}(\pm 1) F_p`, is as large as that of a single
-    device, and :math:`F^\top F` is unbiased.
+    It is one all-reduce; a covariance known by its products takes another for each product. Of
+    factors :math:`\\hat V_p = F_p^\\top F_p + \\operatorname{diag}(s_p)` the mean with random signs,
+    :math:`F = \\frac1P \\sum_p \\operatorname{diag}(\\pm 1) F_p`, is as large as that of a single
+    device, and :math:`F^\\top F` is unbiased.
 
     :param gradient: the oracle of this device.
     :param problem: where the data lie; without devices the oracle stays as it is.
@@ -279,14 +279,15 @@ def over_devices(gradient: Gradient, problem: Problem, rng_key: Array) -> Gradie
             def product(vector: Array) -> Array:
                 return problem.mean(here(vector)) / problem.parts
 
-            return Observation(*problem.mean((seen.potential, seen.gradient)), product)
+            potential, slope = problem.mean((seen.potential, seen.gradient))
+            return Observation(potential, slope, product)
         noise = seen.noise
         if isinstance(noise, LowRankPlusDiagonal):
             signs = random.rademacher(rng_key, (len(noise.factors), 1), noise.factors.dtype)
             noise = LowRankPlusDiagonal(signs * noise.factors, noise.diagonal / problem.parts)
         else:
             noise = jax.tree.map(lambda x: x / problem.parts, noise)
-        return Observation(*problem.mean((seen.potential, seen.gradient, noise)))
+        return problem.mean(seen._replace(noise=noise))
 
     return everywhere
 

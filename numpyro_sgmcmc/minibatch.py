@@ -151,7 +151,8 @@ class given_rows(_choose_rows):
         # the size may be that of the rows that are here, or a number that was written out
         if here is None or plate.size not in (here, here * self.parts):
             raise ValueError(
-                f"Plate '{plate.name}' has size {plate.size}, but had size {here} when the sampler was initialised. Call"
+                f"Plate '{plate.name}' has size {plate.size}, but had size {here} when the"
+                " sampler was initialised. Call"
                 " `mcmc.warmup` again, or use a new `MCMC` object, for data of another length."
             )
         self.missing[plate.name] = here * self.parts / plate.size

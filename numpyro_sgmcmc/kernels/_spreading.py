@@ -3,8 +3,6 @@
 
 """What data that are spread over devices ask of a model and of a run."""
 
-from typing import Any
-
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
@@ -77,8 +75,9 @@ def check_spread(whole: Problem, shards: Shards) -> None:
     for plate in view.plates:
         if plate.size != size:
             raise ValueError(
-                f"Plate '{plate.name}' has a `subsample_size` and {plate.size:,} rows, but the arrays"
-                f" that are spread over devices have {size:,}: only their rows can be subsampled."
+                f"Plate '{plate.name}' has a `subsample_size` and {plate.size:,} rows, but the"
+                f" arrays that are spread over devices have {size:,}: only their rows can be"
+                " subsampled."
                 " Leave the `subsample_size` of this plate out."
             )
         if plate.subsample_size % parts:

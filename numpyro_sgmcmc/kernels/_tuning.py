@@ -292,14 +292,18 @@ class SelfTuning(Chain):
             z = self._draw_starts(problem, gaussian, keys[1])
             start = partial(self._start, tuned=tuned, anchor=anchor, num_warmup=samples // 2)
 
-            def one(start_of: tuple[Array, Values, Array]) -> SteinSums:
-                def sampled(_: Any, state: SGMCMCState) -> SGMCMCState:
-                    return self._sample(state, problem.args, problem.kwargs)
+            def sampled(_: Any, state: SGMCMCState) -> SGMCMCState:
+                return self._sample(state, problem.args, problem.kwargs)
 
+            def one(start_of: tuple[Array, Values, Array]) -> SteinSums:
                 return lax.fori_loop(0, samples, sampled, start(*start_of)).stein
 
-            # one after the other: a program for all at once takes twice as long to compile
-            return lax.map(one, (keys[0], z, keys[2]))
+            if problem.shards is None:
+                # one after the other: a program for all at once takes twice as long to compile
+                return lax.map(one, (keys[0], z, keys[2]))
+            # devices would spend their time in waiting for each other
+            chains = jax.vmap(start, out_axes=self._axes(0, None))(keys[0], z, keys[2])
+            return lax.fori_loop(0, samples, sampled, chains).stein
 
         compiled, dtype = problem.compiled(run), tuning.start.center.dtype
 
