@@ -260,7 +260,7 @@ def over_devices(gradient: Gradient, problem: Problem, rng_key: Array) -> Gradie
         \\hat V = \\frac{1}{P^2} \\sum_p \\hat V_p .
 
     It is one all-reduce; a covariance known by its products takes another for each product. Of
-    factors :math:`\\hat V_p = F_p^\\top F_p + \\operatorname{diag}(s_p)` the mean with random signs,
+    factors :math:`\\hat V_p = F_p^\\top F_p + \\operatorname{diag}(s_p)` a mean with random signs,
     :math:`F = \\frac1P \\sum_p \\operatorname{diag}(\\pm 1) F_p`, is as large as that of a single
     device, and :math:`F^\\top F` is unbiased.
 

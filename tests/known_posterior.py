@@ -30,13 +30,13 @@ def model(x, y):
         numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
 
 
-def sample(mesh, data, samples=1_000):
+def sample(mesh, data, samples=300):
     """Draws of four chains, shape (chains, samples, 3), and the last state."""
     metric = COVARIANCE.astype(np.float32)
     kernel = CCAdL(model, 0.3, 2.0, metric=metric, steps_per_sample=4, mesh=mesh)
     mcmc = MCMC(
         kernel,
-        num_warmup=250,
+        num_warmup=100,
         num_samples=samples,
         num_chains=4,
         chain_method="vectorized",

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
 
+from numpyro_sgmcmc.devices import found_shards
 from numpyro_sgmcmc.kernels._arguments import StepSize, fingerprint_of, positive, whole
 from numpyro_sgmcmc.kernels._judging import NOTHING_WRITTEN, Judging
 from numpyro_sgmcmc.kernels._spreading import check_chains
@@ -194,14 +195,14 @@ class SGMCMCKernel(Judging, SelfTuning):
         model_kwargs: dict,
     ) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
-        view = self._read(args, kwargs)
-        self._start_judging(num_warmup)
-        self.check_warmup(num_warmup)
         # chains that are traced all at once are not to trace the tuning too
         traced = isinstance(rng_key, jax.core.Tracer)
         batched = not is_prng_key(rng_key)
-        if self._shards is not None:
-            check_chains(self._shards, rng_key.shape[0] if batched else 1, traced)
+        if (shards := found_shards(self._mesh, args, kwargs)) is not None:
+            check_chains(shards, rng_key.shape[0] if batched else 1, traced)
+        view = self._read(args, kwargs)
+        self._start_judging(num_warmup)
+        self.check_warmup(num_warmup)
         with jax.ensure_compile_time_eval() if traced else nullcontext():
             tuning = self._tuning_for(args, kwargs)
         self.check_model(
@@ -250,7 +251,7 @@ class SGMCMCKernel(Judging, SelfTuning):
         tuned = Tuned.of(tuning, dtype)
         state = program(rng_key, z, tuned, tuning.anchor, tuning.start, num_warmup)
         if self._shards is not None:
-            state = self._shards.place(state, self._on_devices(state))
+            state = self._placed(state)
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
             self.check_start(state, args, kwargs)
         return state

@@ -41,6 +41,11 @@ from numpyro_sgmcmc.stein import (
 )
 from numpyro_sgmcmc.subsampling import INDEPENDENT, SCHEMES
 
+#: The fields of a state that `MCMC` collects, or is asked for, and that are small.
+_COLLECTED = (
+    "i", "z", "step_size", "minibatch_potential", "nonfinite_steps", "configurational_temperature"
+)  # fmt: skip
+
 
 class Chain(MCMCKernel):
     """The part of a kernel that reads the model and moves a chain, or several, through it."""
@@ -247,7 +252,18 @@ class Chain(MCMCKernel):
 
         # not kept: what a step is depends on the tuning
         program, data, _ = self._problem(args, kwargs).program(sample, [specs], specs)
-        return program(data, state)
+        return self._placed(program(data, state))
+
+    def _placed(self, state: SGMCMCState) -> SGMCMCState:
+        """The state as it lies on the devices between samples."""
+        assert self._shards is not None
+        specs = self._on_devices(state)
+        if self._shards.processes > 1 and isinstance(specs, SGMCMCState):
+            # what NumPyro collects is to be seen by every process, whichever has the chain
+            specs = SGMCMCState(**(specs._asdict() | dict.fromkeys(_COLLECTED, EVERYWHERE)))
+        elif isinstance(state.i, jax.core.Tracer):
+            return state
+        return self._shards.place(state, specs)
 
     def _on_devices(self, state: SGMCMCState) -> Any:
         """How a state lies on the devices."""
