@@ -280,9 +280,10 @@ class SGMCMCKernel(Judging, SelfTuning):
 
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
         state = self._sample_everywhere(state, *as_arrays((model_args, model_kwargs)))
-        several = self._shards is not None and self._shards.processes > 1
-        # a callback of one process would keep the others waiting
-        return state if several else self._judged(state)
+        shards = self._shards
+        # one device would call Python, and the others send it the sums of their chains, or wait
+        apart = shards is not None and (shards.processes > 1 or shards.chains > 1)
+        return state if apart else self._judged(state)
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
         view = self._initialised
