@@ -21,7 +21,7 @@ import sys
 from measure import machine
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/many_devices.md")
 
 #: The command of each part; a word in braces is an option of this script.
 PARTS = {
@@ -41,6 +41,7 @@ PARTS = {
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",
     "noise_estimates": "benchmarks/noise_estimates.py",
     "anisotropic_noise": "benchmarks/anisotropic_noise.py --picture docs/anisotropic_noise.png",
+    "devices": "benchmarks/devices.py",
     "largest_step": (
         "benchmarks/largest_step.py --data {data}/mnist.npz --picture docs/largest_step.png"
     ),

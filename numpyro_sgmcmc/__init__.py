@@ -7,6 +7,7 @@ from importlib.metadata import version as _version
 
 from numpyro_sgmcmc.data import RowsOnDisk as RowsOnDisk
 from numpyro_sgmcmc.data import UnreadableRows as UnreadableRows
+from numpyro_sgmcmc.devices import spread_rows as spread_rows
 from numpyro_sgmcmc.diagnostics import autocorrelation_time as autocorrelation_time
 from numpyro_sgmcmc.diagnostics import compare as compare
 from numpyro_sgmcmc.diagnostics import configurational_temperature as configurational_temperature

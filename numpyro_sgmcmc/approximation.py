@@ -91,7 +91,8 @@ def find_center(problem: Problem, rng_key: Array, init_strategy: Callable) -> Ga
             # all in one program: of itself, `svi.init` compiles many small ones
             model = with_rows(problem.view)
             guide = AutoDiagonalNormal(model, init_loc_fn=init_strategy, init_scale=0.01)
-            svi = SVI(model, guide, optax.adam(schedule), Trace_ELBO())
+            mean = optax.stateless(lambda gradient, _: problem.mean(gradient))
+            svi = SVI(model, guide, optax.chain(mean, optax.adam(schedule)), Trace_ELBO())
 
             def step(state: Any, i: Array) -> tuple[Any, Array]:
                 rows = problem.rows(rows_key, i)
@@ -100,10 +101,12 @@ def find_center(problem: Problem, rng_key: Array, init_strategy: Callable) -> Ga
             state = svi.init(init_key, problem.rows(rows_key), *problem.args, **problem.kwargs)
             state, losses = lax.scan(step, state, jnp.arange(_CENTER_STEPS))
             posterior = guide.get_posterior(svi.get_params(state))
-            return posterior.loc, posterior.scale, losses[-_CENTER_STEPS // 10 :].mean()
+            loss = problem.mean(losses[-_CENTER_STEPS // 10 :].mean())
+            return posterior.loc, posterior.scale, loss
 
         # with the same rows, so that the losses can be compared
-        centers, scales, losses = lax.map(one, random.split(start_key, _CENTER_STARTS))
+        starts = random.split(start_key, _CENTER_STARTS)
+        centers, scales, losses = problem.for_each(one, starts)
         best = jnp.nanargmin(jnp.where(jnp.isfinite(losses), losses, jnp.nan))
         energies = _energies_between(problem, centers, best)
         return centers[best], scales[best], losses[best], energies
@@ -127,7 +130,8 @@ def _energies_between(problem: Problem, centers: Array, best: Array) -> Array:
 
     def at(point: Array) -> Array:
         values = problem.unravel(point)
-        return over_all_data(lambda rows: potential(values, rows, random.key(0)), view.plates)
+        whole = over_all_data(lambda rows: potential(values, rows, random.key(0)), view.plates)
+        return problem.mean(whole)
 
     way = jnp.linspace(0, 1, 5)[:, None, None]
     points = centers[best] + way * (centers - centers[best])
@@ -176,6 +180,7 @@ def find_metric(problem: Problem, rng_key: Array, start: Gaussian) -> Gaussian:
     view = problem.view
     dimension, dtype = view.dimension, start.metric.center.dtype
     smallest = min((plate.subsample_size for plate in view.plates), default=math.inf)
+    smallest *= problem.parts
     minibatches = max(_DRAWS, math.ceil(_ROWS_FOR_EACH * dimension / smallest))
 
     def evaluate(problem: Problem, center: Array, factor: Array) -> tuple[Array, Array, Array]:
@@ -204,6 +209,7 @@ def find_metric(problem: Problem, rng_key: Array, start: Gaussian) -> Gaussian:
             return total + jax.vmap(product, 1, 1)(factor), None
 
         total, _ = lax.scan(columns, jnp.zeros_like(factor), jnp.arange(minibatches))
+        values, gradients, total = problem.mean((values, gradients, total))
         return values.mean(), gradients.mean(0) @ factor, factor.T @ total / minibatches
 
     compiled = problem.compiled(evaluate)
@@ -317,7 +323,7 @@ def find_curvature(
 
                 return jax.jvp(gradient, (point,), (vector / jnp.linalg.norm(vector),))[1]
 
-            return over_all_data(product, problem.view.plates)
+            return problem.mean(over_all_data(product, problem.view.plates))
 
         vector = random.normal(rng_key, point.shape, point.dtype)
         return jnp.linalg.norm(lax.fori_loop(0, _POWER_STEPS, multiplied, vector))

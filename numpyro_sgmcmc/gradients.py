@@ -22,9 +22,9 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.covariance import Covariance, column_sums
+from numpyro_sgmcmc.covariance import Covariance, LowRankPlusDiagonal, column_sums
 from numpyro_sgmcmc.minibatch import BatchRows, count_of
-from numpyro_sgmcmc.potentials import Potential, Rows
+from numpyro_sgmcmc.potentials import Potential, Problem, Rows
 from numpyro_sgmcmc.subsampling import sub_batches
 
 #: Gradients of single rows are held for as many rows at once as make this many numbers.
@@ -248,6 +248,49 @@ def product_gradient(
         return observed._replace(noise=product)
 
     return gradient
+
+
+def over_devices(gradient: Gradient, problem: Problem, rng_key: Array) -> Gradient:
+    """
+    The gradient of all devices from that of each, on its own rows: with :math:`\\hat V_p` for the
+    noise of device :math:`p`, whose rows are drawn independently of the others',
+
+    .. math::
+
+        \\tilde g = \\frac1P \\sum_p \\tilde g_p, \\qquad
+        \\hat V = \\frac{1}{P^2} \\sum_p \\hat V_p .
+
+    It is one all-reduce; a covariance known by its products takes another for each product. Of
+    factors :math:`\\hat V_p = F_p^\\top F_p + \\operatorname{diag}(s_p)` a mean with random signs,
+    :math:`F = \\frac1P \\sum_p \\operatorname{diag}(\\pm 1) F_p`, is as large as that of a single
+    device, and :math:`F^\\top F` is unbiased.
+
+    :param gradient: the oracle of this device.
+    :param problem: where the data lie; without devices the oracle stays as it is.
+    :param rng_key: for the signs, another one on each device.
+    """
+    if problem.shards is None:
+        return gradient
+
+    def everywhere(position: Array) -> Observation:
+        seen = gradient(position)
+        if callable(seen.noise):
+            here = seen.noise
+
+            def product(vector: Array) -> Array:
+                return problem.mean(here(vector)) / problem.parts
+
+            potential, slope = problem.mean((seen.potential, seen.gradient))
+            return Observation(potential, slope, product)
+        noise = seen.noise
+        if isinstance(noise, LowRankPlusDiagonal):
+            signs = random.rademacher(rng_key, (len(noise.factors), 1), noise.factors.dtype)
+            noise = LowRankPlusDiagonal(signs * noise.factors, noise.diagonal / problem.parts)
+        else:
+            noise = jax.tree.map(lambda x: x / problem.parts, noise)
+        return problem.mean(seen._replace(noise=noise))
+
+    return everywhere
 
 
 #: The estimates of the noise covariance that can be averaged, by the word that selects them.

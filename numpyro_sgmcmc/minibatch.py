@@ -133,20 +133,38 @@ class first_rows_of(_choose_rows):
 
 
 class given_rows(_choose_rows):
-    """Takes the given rows; their number may differ from the ``subsample_size``."""
+    """
+    Takes the given rows; their number may differ from the ``subsample_size``. If ``parts`` devices
+    hold as many parts of the rows, sites are scaled as if this part stood for all.
+    """
 
-    def __init__(self, fn: Model, plates: tuple[Plate, ...], indices: Indices) -> None:
+    def __init__(
+        self, fn: Model, plates: tuple[Plate, ...], indices: Indices, parts: int = 1
+    ) -> None:
         self.sizes = {plate.name: plate.size for plate in plates}
         self.indices = {name: numbers_of(rows) for name, rows in indices.items()}
+        self.parts = parts
+        #: what the scale that the plate gives to its sites lacks
+        self.missing: dict[str, float] = {}
         super().__init__(fn)
 
+    def process_message(self, msg: dict[str, Any]) -> None:
+        super().process_message(msg)
+        if msg["type"] == "sample":
+            for frame in msg["cond_indep_stack"]:
+                if (factor := self.missing.get(frame.name, 1.0)) != 1.0:
+                    msg["scale"] = factor * (1.0 if msg["scale"] is None else msg["scale"])
+
     def rows(self, plate: Plate) -> Array:
-        if plate.size != self.sizes.get(plate.name):
+        here = self.sizes.get(plate.name)
+        # the size may be that of the rows that are here, or a number that was written out
+        if here is None or plate.size not in (here, here * self.parts):
             raise ValueError(
-                f"Plate '{plate.name}' has size {plate.size}, but had size"
-                f" {self.sizes.get(plate.name)} when the sampler was initialised. Call"
+                f"Plate '{plate.name}' has size {plate.size}, but had size {here} when the"
+                " sampler was initialised. Call"
                 " `mcmc.warmup` again, or use a new `MCMC` object, for data of another length."
             )
+        self.missing[plate.name] = here * self.parts / plate.size
         return self.indices[plate.name]
 
 
@@ -154,7 +172,7 @@ def with_rows(view: "MinibatchModel") -> Model:
     """The model as a function whose first argument is the rows of the minibatch."""
 
     def model(rows: Indices, *args: Any, **kwargs: Any) -> Any:
-        return given_rows(view.model, view.plates, rows)(*args, **kwargs)
+        return given_rows(view.model, view.plates, rows, view.parts)(*args, **kwargs)
 
     return model
 
@@ -194,6 +212,16 @@ class MinibatchModel(NamedTuple):
     minibatch_dependent: frozenset[str]
     #: of each argument that is on disk the plate by whose rows it is indexed, or None
     on_disk: tuple[str | None, ...] = ()
+    #: the number of devices that the rows are spread over, of which the model sees one's part
+    parts: int = 1
+
+    def on_each(self, parts: int) -> "MinibatchModel":
+        """The model on one of so many devices, with its part of the rows and of the minibatch."""
+        plates = (
+            Plate(name, size // parts, subsample_size // parts)
+            for name, size, subsample_size in self.plates
+        )
+        return self._replace(plates=tuple(plates), parts=parts)
 
     @property
     def dimension(self) -> int:
@@ -205,7 +233,7 @@ class MinibatchModel(NamedTuple):
         return {plate.name: jnp.arange(plate.subsample_size) for plate in self.plates}
 
     def _at(self, indices: Indices, rng_key: Array) -> Model:
-        model = given_rows(self.model, self.plates, indices)
+        model = given_rows(self.model, self.plates, indices, self.parts)
         return seed(model, rng_key, hide_types=NOT_SEEDED)
 
     def _read(self, indices: Indices, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:

@@ -19,7 +19,6 @@ import jax
 from jax import Array
 from jax.extend.core import Literal
 import jax.numpy as jnp
-import numpy as np
 import numpyro.distributions as dist
 from numpyro.ops.provenance import eval_provenance
 
@@ -67,6 +66,16 @@ def _count_nonfinite(x: Array) -> Array:
     return jnp.sum(~jnp.isfinite(x))
 
 
+@jax.jit
+def _first_nonfinite(x: Array) -> list[Array]:
+    """Its index, axis by axis; no process need hold all of the array."""
+    found, index = ~jnp.isfinite(x), []
+    for _ in range(x.ndim):
+        index.append(jnp.argmax(found.any(axis=tuple(range(1, found.ndim)))))
+        found = found[index[-1]]
+    return index
+
+
 def check_data(model: Callable, args: tuple, kwargs: dict) -> None:
     """
     :raises ValueError: if an array among the arguments has entries that are NaN or infinite.
@@ -77,7 +86,8 @@ def check_data(model: Callable, args: tuple, kwargs: dict) -> None:
         with jax.ensure_compile_time_eval():
             count = int(_count_nonfinite(x))
         if count:
-            first = tuple(np.argwhere(~np.isfinite(np.asarray(x)))[0].tolist())
+            with jax.ensure_compile_time_eval():
+                first = tuple(int(k) for k in _first_nonfinite(x))
             raise ValueError(
                 f"Argument '{name}' of the model, of shape {x.shape}, has {count} entries that are"
                 f" NaN or infinite, the first at index {first}. Drop these rows, or put any finite"

@@ -159,7 +159,9 @@ def measure_noise(
 
         zeros = [jnp.zeros_like(center) for _ in kinds]
         total, _ = lax.scan(one, zeros, random.split(draws_key, _NOISE_DRAWS))
-        variances = [variances / _NOISE_DRAWS for variances in total]
+        # the noise of a mean over devices, whose noises are independent
+        count = _NOISE_DRAWS * problem.parts
+        variances = [variances / count for variances in problem.mean(total)]
         return variances, anchor, (nonlinearity, rounding)
 
     variances, anchor, errors = problem.compiled(run)(gaussian.metric, metric)

@@ -17,6 +17,7 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.devices import EVERYWHERE, Shards
 from numpyro_sgmcmc.metric import IdentityMetric, Metric
 from numpyro_sgmcmc.minibatch import Indices, MinibatchModel, Plate, Values
 from numpyro_sgmcmc.subsampling import SCHEMES
@@ -327,12 +328,40 @@ def _parts(size: int) -> list[tuple[int, int, int]]:
 
 
 class Problem(NamedTuple):
-    """A model with its data, and how rows are drawn."""
+    """
+    A model with its data, and how rows are drawn. If the data are spread over devices, the
+    model is that of one of them, and what is asked of it is computed on all.
+    """
 
     view: MinibatchModel
     args: tuple
     kwargs: dict
     subsampling: str = "without_replacement"
+    #: how the data lie on the devices, or None if they are not spread
+    shards: Shards | None = None
+
+    @property
+    def parts(self) -> int:
+        """The number of devices that the rows are spread over."""
+        return 1 if self.shards is None else self.shards.parts
+
+    def mean(self, tree: Any) -> Any:
+        """The mean over the devices that hold other rows; arrays stay as they are without."""
+        if self.shards is None:
+            return tree
+        # one vector, and so one message
+        return ravel_pytree(tree)[1](self.shards.mean(ravel(tree)))
+
+    def for_each(self, function: Callable, entries: Any) -> Any:
+        """
+        The function of every entry along a leading axis: one after the other, which compiles in
+        half the time, or at once on devices, which would spend their time waiting for each other.
+        """
+        return lax.map(function, entries) if self.shards is None else jax.vmap(function)(entries)
+
+    def own(self, rng_key: Array) -> Array:
+        """A random key for each of the devices that hold other rows."""
+        return rng_key if self.shards is None else self.shards.own(rng_key)
 
     def unravel(self, flat: Array) -> Values:
         """A flat vector as values of the latent sites."""
@@ -347,11 +376,12 @@ class Problem(NamedTuple):
     def anchor(self, values: Values) -> Anchor:
         """The anchor at some values, by one pass over all data."""
         potential, key = self.potential(IdentityMetric()), random.key(0)
-        return Anchor(values, *full_data_gradient(potential, self.view.plates, values, key))
+        whole = full_data_gradient(potential, self.view.plates, values, key)
+        return Anchor(values, *self.mean(whole))
 
     def rows(self, rng_key: Array, step: Any = 0, scheme: str | None = None) -> dict[str, Array]:
         """The rows of a minibatch, drawn independently for each plate."""
-        draw = SCHEMES[scheme or self.subsampling]
+        draw, rng_key = SCHEMES[scheme or self.subsampling], self.own(rng_key)
         return {
             plate.name: draw(
                 random.fold_in(rng_key, k), jnp.asarray(step), plate.size, plate.subsample_size
@@ -365,11 +395,15 @@ class Problem(NamedTuple):
         plates = self.view.plates
         return max((plate.subsample_size / plate.size for plate in plates), default=1.0)
 
-    def program(self, function: Callable) -> tuple[Callable, list[Array], Any]:
+    def program(
+        self, function: Callable, inputs: Any = EVERYWHERE, outputs: Any = EVERYWHERE
+    ) -> tuple[Callable, list[Array], Any]:
         """
         ``function(problem, *arguments)`` under ``jit``, with the data as arguments of the
-        program and not as constants in it.
+        program and not as constants in it; on all devices that the data are spread over.
 
+        :param inputs: how each of the arguments lies on these devices.
+        :param outputs: how the result does.
         :return: the program, of the data and the arguments; the data; and what else the problem
             is made of, which tells problems that differ in their data alone from others.
         """
@@ -388,7 +422,15 @@ class Problem(NamedTuple):
             args, kwargs = jax.tree.unflatten(tree, merged)
             return function(empty._replace(args=args, kwargs=kwargs), *arguments)
 
-        return compiled_quickly(run), data, (tree, others)
+        if (shards := self.shards) is None:
+            return compiled_quickly(run), data, (tree, others)
+        specs = shards.of_leaves(is_data)
+
+        def everywhere(data: list[Array], *arguments: Any) -> Any:
+            each = inputs if isinstance(inputs, list) else [inputs] * len(arguments)
+            return shards.on_each(run, (specs, *each), outputs)(data, *arguments)
+
+        return compiled_quickly(everywhere), data, (tree, others, shards)
 
     def compiled(self, function: Callable) -> Callable:
         """The :meth:`program` of a function, of its arguments besides the problem."""

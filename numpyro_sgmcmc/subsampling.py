@@ -235,7 +235,7 @@ def sub_batches(batch_size: int) -> int:
     if batch_size < 2:
         raise ValueError(
             "The noise of the gradient cannot be estimated from minibatches of one row; use a"
-            " `subsample_size` of at least 2."
+            " `subsample_size` of at least 2, for each of the devices that rows are spread over."
         )
     fewest = min(_FEWEST_SUB_BATCHES, batch_size)
     return next(m for m in range(fewest, batch_size + 1) if batch_size % m == 0)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["README.md", "docs/adding_a_kernel.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/adding_a_kernel.md", "docs/many_devices.md"])
 def test_code_blocks(name):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     assert blocks

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax import Array, random
+from jax.experimental.multihost_utils import process_allgather
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
@@ -116,12 +117,25 @@ def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
             return None
         if isinstance(leaf, jax.Array):
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            array = np.ascontiguousarray(random.key_data(leaf) if is_key else leaf)
             found.update(f"{leaf.dtype}{leaf.shape}".encode())
-            found.update(array.reshape(-1).view(np.uint8).data)
+            for part in _parts_here(random.key_data(leaf) if is_key else leaf):
+                found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
         else:
             found.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
-    return found.hexdigest()
+    if all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
+        return found.hexdigest()
+    # every process has seen what it holds, and all are to come to the same answer
+    digests = process_allgather(np.frombuffer(found.digest(), np.uint8))
+    return hashlib.blake2b(digests.tobytes()).hexdigest()
+
+
+def _parts_here(array: Array) -> list[Array]:
+    """The array, or what this process holds of it, each part once."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return [array]
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
+    seen = {str(shard.index): shard.data for shard in reversed(shards)}
+    return [seen[index] for index in sorted(seen)]
 
 
 @contextmanager

@@ -13,11 +13,14 @@ import warnings
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
 
+from numpyro_sgmcmc.devices import found_shards
 from numpyro_sgmcmc.kernels._arguments import StepSize, fingerprint_of, positive, whole
 from numpyro_sgmcmc.kernels._judging import NOTHING_WRITTEN, Judging
+from numpyro_sgmcmc.kernels._spreading import check_chains
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Tuned
 from numpyro_sgmcmc.kernels._tuning import SelfTuning
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, as_arrays, full_data
@@ -64,6 +67,8 @@ class SGMCMCKernel(Judging, SelfTuning):
         :meth:`memory` twice: samples are then almost independent, as those of NUTS.
     :param init_strategy: a per-site initialization function of NumPyro.
     :param bool progress_bar: whether to show the phases of the tuning.
+    :param mesh: devices over which the rows of the data are spread
+        (:func:`~numpyro_sgmcmc.spread_rows`); None is the mesh over which they are, if any.
     :raises ValueError: if an argument has no meaning, here or when ``MCMC`` initialises the
         chain with a model or with data that minibatches cannot serve.
     """
@@ -89,6 +94,7 @@ class SGMCMCKernel(Judging, SelfTuning):
         steps_per_sample: int | None = None,
         init_strategy: Callable = init_to_uniform,
         progress_bar: bool = True,
+        mesh: Mesh | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -102,6 +108,7 @@ class SGMCMCKernel(Judging, SelfTuning):
             steps_per_sample=steps_per_sample,
             init_strategy=init_strategy,
             progress_bar=progress_bar,
+            mesh=mesh,
         )
         self._start_judging()
 
@@ -172,7 +179,8 @@ class SGMCMCKernel(Judging, SelfTuning):
             another one too.
         """
         new = copy(self)
-        new._view = self._view  # which a copy, like a pickle, does not have
+        # which a copy, like a pickle, does not have
+        new._view, new._mesh, new._shards = self._view, self._mesh, self._shards
         new._step_size = positive("step_size", step_size)
         each = self.steps_per_sample if steps_per_sample is None else steps_per_sample
         new._steps_per_sample = whole("steps_per_sample", each)
@@ -189,15 +197,20 @@ class SGMCMCKernel(Judging, SelfTuning):
         model_kwargs: dict,
     ) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
+        # chains that are traced all at once are not to trace the tuning too
+        traced = isinstance(rng_key, jax.core.Tracer)
+        batched = not is_prng_key(rng_key)
+        if (shards := found_shards(self._mesh, args, kwargs)) is not None:
+            check_chains(shards, rng_key.shape[0] if batched else 1, traced)
         view = self._read(args, kwargs)
         self._start_judging(num_warmup)
         self.check_warmup(num_warmup)
-        # chains that are traced all at once are not to trace the tuning too
-        traced = isinstance(rng_key, jax.core.Tracer)
         with jax.ensure_compile_time_eval() if traced else nullcontext():
             tuning = self._tuning_for(args, kwargs)
-        self.check_model(view, self._given_step_size or tuning.step_size, tuning.friction)
-        problem, batched = self._problem(args, kwargs), not is_prng_key(rng_key)
+        self.check_model(
+            self._initialised, self._given_step_size or tuning.step_size, tuning.friction
+        )
+        problem = self._whole(args, kwargs)
 
         def of_chains(function: Callable, **axes: Any) -> Callable:
             return jax.vmap(function, **axes) if batched else function
@@ -237,9 +250,12 @@ class SGMCMCKernel(Judging, SelfTuning):
 
             return of_chains(one, out_axes=self._axes(0, None))(z, *others)
 
-        program = self._compiled("start", start, problem, batched, self._level)
+        each = self._problem(args, kwargs)
+        program = self._compiled("start", start, each, batched, self._level)
         tuned = Tuned.of(tuning, dtype)
         state = program(rng_key, z, tuned, tuning.anchor, tuning.start, num_warmup)
+        if self._shards is not None:
+            state = self._placed(state)
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
             self.check_start(state, args, kwargs)
         return state
@@ -267,7 +283,11 @@ class SGMCMCKernel(Judging, SelfTuning):
         return self._view
 
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
-        return self._judged(self._sample(state, *as_arrays((model_args, model_kwargs))))
+        state = self._sample_everywhere(state, *as_arrays((model_args, model_kwargs)))
+        shards = self._shards
+        # one device would call Python, and the others send it the sums of their chains, or wait
+        apart = shards is not None and (shards.processes > 1 or shards.chains > 1)
+        return state if apart else self._judged(state)
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
         view = self._initialised
@@ -284,7 +304,7 @@ class SGMCMCKernel(Judging, SelfTuning):
         def constrain(problem: Problem, z: Values) -> Values:
             return problem.view.constrain(z, problem.args, problem.kwargs)
 
-        return self._compiled("constrain", constrain, self._problem(args, kwargs))
+        return self._compiled("constrain", constrain, self._whole(args, kwargs))
 
     def _check_same_data(self, args: tuple, kwargs: dict) -> None:
         """
@@ -303,6 +323,7 @@ class SGMCMCKernel(Judging, SelfTuning):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_view"] = None  # of data that are not in the pickle; `init` makes it anew
+        state["_mesh"] = state["_shards"] = None  # devices of this process; the data know theirs
         state["_programs"] = {}
         state["_diagnostics"] = NOTHING_WRITTEN
         return state

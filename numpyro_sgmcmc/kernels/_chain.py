@@ -15,12 +15,15 @@ import jax
 from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient
+from numpyro_sgmcmc.devices import EVERYWHERE, Shards, checked_mesh, found_shards
+from numpyro_sgmcmc.gradients import Gradient, minibatch_gradient, over_devices
 from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive, whole
 from numpyro_sgmcmc.kernels._reading import block_with, empty_block, rows_at
+from numpyro_sgmcmc.kernels._spreading import check_spread, check_traced
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step, Tuned
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, read_model
 from numpyro_sgmcmc.potentials import (
@@ -39,6 +42,11 @@ from numpyro_sgmcmc.stein import (
 )
 from numpyro_sgmcmc.subsampling import INDEPENDENT, SCHEMES
 
+#: The fields of a state that `MCMC` collects, or is asked for, and that are small.
+_COLLECTED = (
+    "i", "z", "step_size", "minibatch_potential", "nonfinite_steps", "configurational_temperature"
+)  # fmt: skip
+
 
 class Chain(MCMCKernel):
     """The part of a kernel that reads the model and moves a chain, or several, through it."""
@@ -56,6 +64,7 @@ class Chain(MCMCKernel):
         steps_per_sample: int | None,
         refresh_every: float | None,
         init_strategy: Callable,
+        mesh: Mesh | None,
     ) -> None:
         if not callable(model):
             raise ValueError(
@@ -74,8 +83,11 @@ class Chain(MCMCKernel):
             None if refresh_every is None else positive("refresh_every", refresh_every)
         )
         self._init_strategy = init_strategy
+        self._mesh = checked_mesh(mesh)
         #: Static facts of the model and the data, found in `init`, the same for every chain.
         self._view: MinibatchModel | None = None
+        #: How the data lie on devices, if they are spread.
+        self._shards: Shards | None = None
         #: Programs for any data with these facts.
         self._programs: dict[Any, Callable] = {}
 
@@ -115,6 +127,12 @@ class Chain(MCMCKernel):
         """The oracle for :meth:`step`; methods that need more than a gradient override it."""
         return minibatch_gradient(potential, rows, rng_key)
 
+    def gradient_of_all(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
+        """The oracle :meth:`gradient` of the devices that the rows are spread over, together."""
+        problem, sign_key = self._problem((), {}), random.fold_in(rng_key, 2)
+        gradient = self.gradient(potential, rows, problem.own(rng_key))
+        return over_devices(gradient, problem, problem.own(sign_key))
+
     def draw_rows(self, rng_key: Array, step: Array) -> dict[str, Array]:
         """The rows of a minibatch, drawn independently for each plate."""
         return self._problem((), {}).rows(rng_key, step)
@@ -125,6 +143,7 @@ class Chain(MCMCKernel):
 
         :raises ValueError: if the method cannot serve the model, or minibatches cannot.
         """
+        self._shards = found_shards(self._mesh, args, kwargs)
         view = read_model(self._model, self._init_strategy, args, kwargs)
         if view != self._view:
             self._view, self._programs = view, {}
@@ -149,17 +168,25 @@ class Chain(MCMCKernel):
             )
         if view.dimension == 0:
             raise ValueError("The model has no latent sites: there is nothing to sample.")
+        if self._shards is not None:
+            check_spread(self._whole(args, kwargs), self._shards)
         return view
 
     @property
     def _initialised(self) -> MinibatchModel:
+        """The model as a device sees it."""
         if self._view is None:
             raise RuntimeError(f"Call `{type(self).__name__}.init` first.")
-        return self._view
+        return self._view if self._shards is None else self._view.on_each(self._shards.parts)
 
     def _problem(self, args: tuple, kwargs: dict) -> Problem:
-        """The model with these data."""
-        return Problem(self._initialised, args, kwargs, self._subsampling)
+        """The model with these data, on each of the devices that they are spread over."""
+        return Problem(self._initialised, args, kwargs, self._subsampling, self._shards)
+
+    def _whole(self, args: tuple, kwargs: dict) -> Problem:
+        """The model with all data, of which no more than a few rows should be looked at."""
+        view = self._initialised if self._view is None else self._view
+        return Problem(view, args, kwargs, self._subsampling)
 
     def _compiled(self, name: str, function: Callable, problem: Problem, *facts: Any) -> Callable:
         """
@@ -205,8 +232,8 @@ class Chain(MCMCKernel):
         )
 
     @staticmethod
-    def _axes(chains: int | None, tuned: int | None) -> Any:
-        """Axes of a state for `vmap`: all chains have the same tuning."""
+    def _axes(chains: Any, tuned: Any) -> Any:
+        """What is to be said of each field of a state: all chains have the same tuning."""
         axes: dict[str, Any] = dict.fromkeys(SGMCMCState._fields, chains)
         return SGMCMCState(**(axes | {"tuned": tuned}))
 
@@ -215,6 +242,40 @@ class Chain(MCMCKernel):
         latents = self._initialised.latents
         sizes = [math.prod(latents[name].shape) for name in sorted(latents)]
         return np.repeat(np.arange(len(sizes)), sizes)
+
+    def _sample_everywhere(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
+        """One sample, on each of the devices that the data are spread over."""
+        if self._shards is None:
+            return self._sample(state, args, kwargs)
+        check_traced(self._shards, state, args, kwargs)
+        specs = self._on_devices(state)
+
+        def sample(problem: Problem, state: SGMCMCState) -> SGMCMCState:
+            return self._sample(state, problem.args, problem.kwargs)
+
+        # not kept: what a step is depends on the tuning
+        program, data, _ = self._problem(args, kwargs).program(sample, [specs], specs)
+        return self._placed(program(data, state))
+
+    def _placed(self, state: SGMCMCState) -> SGMCMCState:
+        """The state as it lies on the devices between samples."""
+        assert self._shards is not None
+        specs = self._on_devices(state)
+        if self._shards.processes > 1 and isinstance(specs, SGMCMCState):
+            # what NumPyro collects is to be seen by every process, whichever has the chain
+            specs = SGMCMCState(**(specs._asdict() | dict.fromkeys(_COLLECTED, EVERYWHERE)))
+        elif isinstance(state.i, jax.core.Tracer):
+            return state
+        return self._shards.place(state, specs)
+
+    def _on_devices(self, state: SGMCMCState) -> Any:
+        """How a state lies on the devices."""
+        assert self._shards is not None
+        if jnp.ndim(state.i) == 0:
+            return EVERYWHERE
+        chains = self._shards.of_chains
+        tuned = chains if jnp.ndim(state.tuned.step_size) else EVERYWHERE
+        return self._axes(chains, tuned)
 
     def _sample(self, state: SGMCMCState, args: tuple, kwargs: dict) -> SGMCMCState:
         """One sample of one chain or, along a leading axis, of several."""
@@ -283,7 +344,7 @@ class Chain(MCMCKernel):
         step_size = jnp.asarray(step_size, state.step_size.dtype)
         new, observed = self.step(
             state._replace(step_size=step_size),
-            self.gradient(potential, rows, model_key),
+            self.gradient_of_all(potential, rows, model_key),
             noise_key,
         )
         # The sum is not finite if any entry is not; squares could overflow before.

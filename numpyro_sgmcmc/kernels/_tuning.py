@@ -294,14 +294,18 @@ class SelfTuning(Chain):
                 self._start, problem=problem, tuned=tuned, anchor=anchor, num_warmup=samples // 2
             )
 
-            def one(start_of: tuple[Array, Values, Array]) -> SteinSums:
-                def sampled(_: Any, state: SGMCMCState) -> SGMCMCState:
-                    return self._sample(state, problem.args, problem.kwargs)
+            def sampled(_: Any, state: SGMCMCState) -> SGMCMCState:
+                return self._sample(state, problem.args, problem.kwargs)
 
+            def one(start_of: tuple[Array, Values, Array]) -> SteinSums:
                 return lax.fori_loop(0, samples, sampled, start(*start_of)).stein
 
-            # one after the other: a program for all at once takes twice as long to compile
-            return lax.map(one, (keys[0], z, keys[2]))
+            if problem.shards is None:
+                # one after the other: a program for all at once takes twice as long to compile
+                return lax.map(one, (keys[0], z, keys[2]))
+            # devices would spend their time in waiting for each other
+            chains = jax.vmap(start, out_axes=self._axes(0, None))(keys[0], z, keys[2])
+            return lax.fori_loop(0, samples, sampled, chains).stein
 
         compiled, dtype = problem.compiled(run), tuning.start.center.dtype
 
@@ -326,7 +330,7 @@ class SelfTuning(Chain):
             normal = random.normal(rng_key, gaussian.center.shape, gaussian.center.dtype)
             drawn = problem.unravel(gaussian.values(math.sqrt(self._temperature) * normal))
             rows, key = view.first_rows(), random.key(0)
-            energy = view.potential(drawn, rows, key, problem.args, problem.kwargs)
+            energy = problem.mean(view.potential(drawn, rows, key, problem.args, problem.kwargs))
             center = problem.unravel(gaussian.center)
             return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(energy), x, y), drawn, center)
 

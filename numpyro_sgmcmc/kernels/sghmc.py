@@ -22,7 +22,7 @@ from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
 from numpyro_sgmcmc.noise import ACCEPTED_BIAS, NoiseLevel, whitened_step
-from numpyro_sgmcmc.potentials import Potential, Rows
+from numpyro_sgmcmc.potentials import Potential, Problem, Rows
 
 #: The part of a step's drift that comes before its kicks.
 _DRIFT_BEFORE = {"aboba": 0.5, "obabo": 1.0}
@@ -215,10 +215,12 @@ class SGHMC(MomentumKernel):
     def check_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> None:
         if self._estimates:
             axes = self._axes(0, 0 if jnp.ndim(state.friction) else None)
-            one = partial(self._noise_at_start, args=args, kwargs=kwargs)
-            largest = float(
-                jnp.max(jax.jit(jax.vmap(one, (axes,)) if jnp.ndim(state.i) else one)(state))
-            )
+
+            def found(problem: Problem, state: SGMCMCState) -> Array:
+                one = partial(self._noise_at_start, args=problem.args, kwargs=problem.kwargs)
+                return jnp.max((jax.vmap(one, (axes,)) if jnp.ndim(state.i) else one)(state))
+
+            largest = float(self._problem(args, kwargs).compiled(found)(state))
             what = "The noise of the gradient at the initial values, of variance {:.4g},"
             friction = float(jnp.max(state.friction))
             self._check_friction(largest, float(jnp.max(state.step_size)), friction, what)
@@ -272,7 +274,7 @@ class SGHMC(MomentumKernel):
         def observe(key: Array) -> Observation:
             rows_key, model_key = random.split(key)
             rows = self.draw_rows(rows_key, jnp.zeros((), jnp.int32))
-            return self.gradient(potential, rows, model_key)(position)
+            return self.gradient_of_all(potential, rows, model_key)(position)
 
         def seen(running: tuple[Any, Array], key: Array) -> tuple[Any, None]:
             return noise.update(*running, observe(key)), None
