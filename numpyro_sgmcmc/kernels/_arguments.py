@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-import hashlib
 import math
 import os
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import jax
 from jax import Array, random
 from jax.flatten_util import ravel_pytree
-import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
+from numpyro_sgmcmc.fingerprint import fingerprint_of as fingerprint_of
 from numpyro_sgmcmc.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.minibatch import MinibatchModel
 from numpyro_sgmcmc.warmup import DENSE_BY_DEFAULT, PHASES, Tuning
@@ -105,23 +104,6 @@ def metric_of_guide(
     if view.dimension <= DENSE_BY_DEFAULT:
         covariance = np.cov(z.T).reshape(view.dimension, view.dimension)
     return from_covariance(covariance, z.mean(axis=0), dtype)
-
-
-def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
-    """Tells data from other data, without holding them; None of data that are traced."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    found = hashlib.blake2b(str(tree).encode())
-    for leaf in leaves:
-        if isinstance(leaf, jax.core.Tracer):
-            return None
-        if isinstance(leaf, jax.Array):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            array = np.ascontiguousarray(random.key_data(leaf) if is_key else leaf)
-            found.update(f"{leaf.dtype}{leaf.shape}".encode())
-            found.update(array.reshape(-1).view(np.uint8).data)
-        else:
-            found.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
-    return found.hexdigest()
 
 
 @contextmanager
