@@ -36,8 +36,16 @@ class Record:
         self.checkpoint: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _open(self) -> None:
         if self.path is None:
-            return self
+            return
         if self.writes:
             if not self._resume and self.path.exists():
                 put_aside(self.path)
@@ -54,7 +62,6 @@ class Record:
                 " under another name."
             )
         together(f"{self.path} is read")
-        return self
 
     def __exit__(self, *error: Any) -> None:
         if self._lock is not None:
