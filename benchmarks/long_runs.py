@@ -14,7 +14,7 @@ room for 5 GB, which are removed.
 """
 
 import argparse
-from collections.abc import Callable
+from functools import partial
 import json
 import os
 from pathlib import Path
@@ -63,28 +63,19 @@ def overhead(rounds: int, folder: Path) -> str:
     found = []
     for dimension, chains, samples in ((2, 1, 200_000), (100, 1, 50_000), (100, 4, 20_000)):
         settings = {"num_warmup": 0, "num_chains": chains, "chain_method": "vectorized"}
-        programs: dict[str, Callable] = {}
         data = rows(dimension)
+        names = ("MCMC", "memory", "store")
         # twice as many samples less as many: compilation is the same
-        for name in ("MCMC", "memory", "store"):
-            for times in (1, 2):
-
-                def run(name: str = name, times: int = times) -> None:
-                    given = settings | {"num_samples": times * samples, "progress_bar": False}
-                    if name == "MCMC":
-                        mcmc = MCMC(sampler(), **given)
-                    else:
-                        store = None if name == "memory" else folder / "run.zarr"
-                        mcmc = LongRun(sampler(), store=store, **given)
-                    mcmc.run(random.key(1), data)
-                    jax.block_until_ready(mcmc.last_state)
-                    shutil.rmtree(folder / "run.zarr", ignore_errors=True)
-
-                programs[f"{name} {times}"] = run
+        programs = {
+            f"{name} {times}": partial(
+                finished, name, settings | {"num_samples": times * samples}, data, folder
+            )
+            for name in names
+            for times in (1, 2)
+        }
         seconds = interleaved(programs, rounds)
         each = {
-            name: np.array(seconds[f"{name} 2"]) - np.array(seconds[f"{name} 1"])
-            for name in ("MCMC", "memory", "store")
+            name: np.array(seconds[f"{name} 2"]) - np.array(seconds[f"{name} 1"]) for name in names
         }
         micro = {name: 1e6 * np.median(x) / samples for name, x in each.items()}
         found.append(
@@ -93,6 +84,19 @@ def overhead(rounds: int, folder: Path) -> str:
         )
     header = ["parameters", "chains", "MCMC, us a sample", "LongRun in memory", "to a store"]
     return table([*header, "ratio in memory", "ratio to a store"], found)
+
+
+def finished(name: str, settings: dict, data: jax.Array, folder: Path) -> None:
+    settings = settings | {"progress_bar": False}
+    if name == "MCMC":
+        mcmc = MCMC(sampler(), **settings)
+    else:
+        mcmc = LongRun(
+            sampler(), store=folder / "run.zarr" if name == "store" else None, **settings
+        )
+    mcmc.run(random.key(1), data)
+    jax.block_until_ready(mcmc.last_state)
+    shutil.rmtree(folder / "run.zarr", ignore_errors=True)
 
 
 def disk(_: int, folder: Path) -> str:

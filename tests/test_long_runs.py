@@ -25,7 +25,7 @@ import pytest
 import xarray as xr
 
 from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data, summary, to_arviz
-from numpyro_sgmcmc.long_runs import checkpoint, driver, monitor, moments, store
+from numpyro_sgmcmc.long_runs import driver, moments, monitor, store
 from numpyro_sgmcmc.long_runs.records import FOLDER, Record
 
 pytestmark = arviz_marks("The draws do not have the law")
@@ -417,9 +417,7 @@ def test_monitored_draws_are_few():
     for chunk in np.split(x, [3, 1_000, 30_001], axis=1):
         found = monitor.with_draws(found, {"x": chunk}, where)
     assert found.kept.shape[1] <= 20_000 and found.seen == 60_000
-    assert np.array_equal(
-        found.kept[:, :, 0], x[:, :: found.stride, 0].astype(np.float32)
-    )
+    assert np.array_equal(found.kept[:, :, 0], x[:, :: found.stride, 0].astype(np.float32))
     assert 600 < monitor.least_size(found, "bulk") < 1_212
 
 

@@ -28,7 +28,7 @@ from numpyro_sgmcmc.long_runs.moments import Moments, no_moments, summary_of
 from numpyro_sgmcmc.long_runs.moments import with_draws as moments_with
 from numpyro_sgmcmc.long_runs.monitor import Monitored, least_size, places
 from numpyro_sgmcmc.long_runs.monitor import with_draws as monitored_with
-from numpyro_sgmcmc.long_runs.processes import agreed, watched
+from numpyro_sgmcmc.long_runs.processes import agreed, together, watched
 from numpyro_sgmcmc.long_runs.program import Program, joined, separated
 from numpyro_sgmcmc.long_runs.records import Record
 from numpyro_sgmcmc.minibatch import as_arrays, first_rows_of, full_data
@@ -36,7 +36,7 @@ from numpyro_sgmcmc.record import attributes, stein_of
 from numpyro_sgmcmc.rows import site_shapes
 
 #: What a call of the program is to take, and the bytes of draws that wait to be written.
-_SECONDS, _WAITING_BYTES = 0.5, 64_000_000
+_SECONDS, _WAITING_BYTES = 0.5, 32_000_000
 
 #: Targets are looked at after so many draws, and then whenever there are so many times more,
 #: as long as that takes no more than a small part of the time.
@@ -230,7 +230,7 @@ class LongRun(MCMC):
             lower, upper = 0, self._asked
         # what a warm-up of its own gives is its last state
         path = None if phase == "warmup" else self._path
-        with watched(path), Record(path, self._resume) as record:
+        with Record(path, self._resume) as record, watched(record.folder):
             found = record.checkpoint
             arguments = as_arrays((args, kwargs))
             skipped = lower + (upper - lower) % self.thinning
@@ -248,7 +248,8 @@ class LongRun(MCMC):
                     "rank": self._rank,
                 }
             if found is not None:
-                record.check(about, self._asked // self.thinning)
+                if record.writes:
+                    record.check(about, self._asked // self.thinning)
                 if found["tuning"] is not None:
                     self.sampler.adopt_tuning(found["tuning"])
             states = self._started(rng_key, init_params, arguments, found)
@@ -522,6 +523,7 @@ class _Run:
             }
         if self.record.path is not None:
             self.commit()
+            together()  # so that all of them can read
 
 
 def _diagnostics(kernel: Any, state: Any) -> str:

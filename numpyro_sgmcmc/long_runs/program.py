@@ -21,7 +21,7 @@ import numpy as np
 from numpyro.util import nested_attrgetter
 
 #: What a call may return of draws, in bytes for all chains.
-MOST_BYTES = 32_000_000
+MOST_BYTES = 16_000_000
 
 #: Collected fields of the state by name; the first is the sample.
 Fields = dict[str, Any]

@@ -12,6 +12,7 @@ import jax
 
 from numpyro_sgmcmc.long_runs import checkpoint
 from numpyro_sgmcmc.long_runs.identity import differences
+from numpyro_sgmcmc.long_runs.processes import together
 from numpyro_sgmcmc.long_runs.store import Store, put_aside
 
 #: Where in the store the checkpoint is; readers of Zarr do not see it.
@@ -36,21 +37,29 @@ class Record:
         self.checkpoint: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
+        failed: BaseException | None = None
         try:
             self._open()
+        except BaseException as error:
+            failed = error
+        try:
+            if self.path is not None:
+                together(failed)
+                self._load()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def _open(self) -> None:
-        if self.path is None:
-            return
         if self.writes:
+            assert self.path is not None
             if not self._resume and self.path.exists():
                 put_aside(self.path)
             self._begin_to_write()
-        together(f"{self.path} is locked")
+
+    def _load(self) -> None:
+        assert self.path is not None
         self.store = Store(self.path)
         file = self.path / FOLDER / "checkpoint"
         if file.exists():
@@ -61,11 +70,15 @@ class Record:
                 " is lost: the run cannot go on. `resume=False` begins anew and keeps the store"
                 " under another name."
             )
-        together(f"{self.path} is read")
 
     def __exit__(self, *error: Any) -> None:
         if self._lock is not None:
             self._lock.close()
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of what is not for readers of Zarr."""
+        return None if self.path is None else self.path / FOLDER
 
     def _begin_to_write(self) -> None:
         assert self.path is not None
@@ -130,11 +143,3 @@ class Record:
             self.path / FOLDER / "checkpoint",
             {"about": dict(about), "leaves": checkpoint.held(state), **content},
         )
-
-
-def together(what: str) -> None:
-    """Waits for the other processes, if there are any."""
-    if jax.process_count() > 1:
-        from jax.experimental.multihost_utils import sync_global_devices
-
-        sync_global_devices(what)
