@@ -33,6 +33,7 @@ PARTS = {
     "first": "benchmarks/running.py --only first",
     "chains": "benchmarks/running.py --only chains devices processes",
     "memory": "benchmarks/running.py --only memory",
+    "long_runs": "benchmarks/long_runs.py",
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",
     "suite": "benchmarks/suite.py --data {data} --cache {cache}",

@@ -4,10 +4,10 @@
 """
 A long run in a process of its own, for tests that kill it.
 
-    python tests/long_run.py STORE NUM_SAMPLES [hang=OPERATION:COUNT]
+    python tests/long_run.py STORE NUM_SAMPLES [hang=FILE:COUNT] [process=K:PORT] [fail=CHUNK]
 
-``hang=replace:7`` stops for ever in the middle of the seventh file that is put in its place, with
-half of it written, ``hang=checkpoint:3`` in the third checkpoint.
+``hang=checkpoint:3`` stops for ever in the middle of the third checkpoint, with half of it written;
+``process=1:12345`` is the second one of two processes; ``fail=20`` fails in the 20th chunk.
 """
 
 import os
@@ -17,7 +17,6 @@ import time
 
 import jax
 from jax import random
-import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 
@@ -39,29 +38,51 @@ def kernel(**settings):
     return SGHMC(model, step_size=0.005, friction=20.0, progress_bar=False, **settings)
 
 
-def hang_in(operation: str, count: int) -> None:
-    """Makes one of the writes hang half way, for the parent to kill it there."""
+def hang_in(name: str, count: int) -> None:
+    """Makes one of the writes of a file hang half way, for the parent to kill it there."""
     write, seen = checkpoint.write_atomically, 0
 
-    def stopping(path: Path, content) -> None:
+    def stopping(path: Path, *parts) -> None:
         nonlocal seen
-        seen += operation in ("replace", path.name)
+        seen += path.name == name
         if seen == count:
-            content = bytes(content)
+            content = b"".join(parts)
             path.with_name(f"{path.name}.new").write_bytes(content[: len(content) // 2])
             print("hangs", flush=True)
             time.sleep(1_000)
-        write(path, content)
+        write(path, *parts)
 
     checkpoint.write_atomically = store.write_atomically = stopping
+
+
+def fail_in(count: int) -> None:
+    """Makes a chunk fail."""
+    chunk, seen = driver._Run.chunk, 0
+
+    def failing(self, samples: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            print("fails", flush=True)
+            raise OSError("row 17 of rows.bin cannot be read")
+        chunk(self, samples)
+
+    driver._Run.chunk = failing
 
 
 def main() -> None:
     folder, num_samples, *options = sys.argv[1:]
     driver._SECONDS = 0.01  # many chunks in a short time
     for option in options:
-        operation, count = option.removeprefix("hang=").split(":")
-        hang_in(operation, int(count))
+        name, value = option.split("=")
+        if name == "hang":
+            file, count = value.split(":")
+            hang_in(file, int(count))
+        elif name == "fail":
+            fail_in(int(value))
+        else:
+            index, port = map(int, value.split(":"))
+            jax.distributed.initialize(f"localhost:{port}", 2, index)
     mcmc = LongRun(
         kernel(), num_warmup=300, num_samples=int(num_samples), num_chains=2, thinning=2,
         chain_method="vectorized", store=folder, checkpoint_every=0, progress_bar=False,
@@ -75,5 +96,4 @@ if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_compilation_cache_dir", os.environ.get("LONG_RUN_CACHE"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    assert jnp.ones(())
     main()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pickle
 import random as python_random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ import pytest
 import xarray as xr
 
 from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data, summary, to_arviz
-from numpyro_sgmcmc.long_runs import driver, moments, monitor, store
+from numpyro_sgmcmc.long_runs import checkpoint, driver, moments, monitor, store
 from numpyro_sgmcmc.long_runs.records import FOLDER, Record
 
 pytestmark = arviz_marks("The draws do not have the law")
@@ -445,10 +446,10 @@ def test_resumed_run_is_not_tuned_again(tmp_path, monkeypatch):
 CHILD = Path(__file__).with_name("long_run.py")
 
 
-def child(folder, *options, cache):
+def child(folder, *options, cache, samples=20_000, **pipes):
     return subprocess.Popen(
-        [sys.executable, CHILD, folder, "20000", *options],
-        stdout=subprocess.PIPE, text=True, env=os.environ | {"LONG_RUN_CACHE": str(cache)},
+        [sys.executable, CHILD, folder, str(samples), *options], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"LONG_RUN_CACHE": str(cache), "XLA_FLAGS": ""}, **pipes,
     )  # fmt: skip
 
 
@@ -503,3 +504,23 @@ def test_reader_sees_complete_draws(tmp_path):
             assert np.array_equal(posterior["mu"], stats["z.mu"])
             seen.append(count)
     assert process.returncode == 0 and len(set(seen)) > 3
+
+
+@pytest.mark.thorough
+def test_a_failing_process_stops_the_others(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    folder, settings = tmp_path / "run.zarr", {"cache": tmp_path / "cache", "samples": 10_000_000}
+    with (
+        child(folder, f"process=0:{port}", stderr=subprocess.PIPE, **settings) as first,
+        child(folder, f"process=1:{port}", "fail=20", **settings) as second,
+    ):
+        assert waits_for(second, "fails")
+        start = time.monotonic()
+        _, errors = first.communicate(timeout=60)
+        assert first.returncode != 0 and time.monotonic() - start < 60
+        assert "Process 1 has failed: OSError: row 17 of rows.bin cannot be read" in errors
+        second.kill()
+    kept = store.Store(folder).draws
+    assert checkpoint.load(folder / FOLDER / "checkpoint")["draws"] == kept > 0

@@ -30,11 +30,11 @@ _REMEDY = (
 )
 
 
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """The file with this content; whatever happens, it is the old one or the new one."""
+def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
+    """The file with this content, in parts; whatever happens, it is the old one or the new one."""
     new = path.with_name(f"{path.name}.new")
     with open(new, "wb") as file:
-        file.write(content)
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)
@@ -53,7 +53,7 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
     """Puts a checkpoint in the place of the one before."""
     body = pickle.dumps(dict(content), protocol=pickle.HIGHEST_PROTOCOL)
     header = _HEADER.pack(_MAGIC, VERSION, len(body), _checksum(body))
-    write_atomically(path, header + body)
+    write_atomically(path, header, body)
     flush_folder(path.parent)
 
 

@@ -323,7 +323,7 @@ class LongRun(MCMC):
             states = [started(*of_chain(k)) for k in range(count)]
             state = joined(states * (self.num_chains // count))
         if found is not None:
-            state = found["restored"](state)
+            state = found.pop("restored")(state)
         return separated(state, self.chain_method, self.num_chains)
 
 

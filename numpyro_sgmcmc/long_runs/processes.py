@@ -11,6 +11,7 @@ finds that another one has failed stops, with an error that names it. The folder
 all processes see.
 """
 
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 import json
@@ -27,7 +28,7 @@ from numpyro_sgmcmc.long_runs.checkpoint import write_atomically
 
 #: Seconds between signs of life, without any until a process is given up, and until a process
 #: that waits for a failed one is ended.
-BEAT, SILENCE, GRACE = 2.0, 25.0, 10.0
+BEAT, SILENCE, GRACE = 2.0, 25.0, 5.0
 
 #: The reasons to stop, by number.
 _REASONS = ("", "max_time", "target_ess", "target_mcse", "interrupt")
@@ -90,6 +91,7 @@ def watched(folder: Path | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        atexit.register(_end_at_once)
         text = f"{type(error).__name__}: {error}"
         if not any(word in text.lower() for word in _OF_OTHERS):
             watch.say("failed", text)
@@ -105,6 +107,16 @@ def watched(folder: Path | None) -> Iterator[None]:
         watch.say("done")
     finally:
         watch.stop()
+
+
+def _end_at_once() -> None:
+    """The end of a process in which or beside which one has failed: JAX would wait for minutes."""
+    if jax.process_index() == 0:
+        # without it the others are ended by JAX, before they can say why
+        time.sleep(BEAT + GRACE + 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class Watch:
