@@ -21,9 +21,12 @@ def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
             return None
         if isinstance(leaf, jax.Array):
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            array = np.ascontiguousarray(random.key_data(leaf) if is_key else leaf)
             found.update(f"{leaf.dtype}{leaf.shape}".encode())
-            found.update(array.reshape(-1).view(np.uint8).data)
+            # of an array that is spread over processes the part that is here
+            here = [shard.data for shard in leaf.addressable_shards]
+            for part in [leaf] if is_key or leaf.is_fully_addressable else here:
+                array = np.ascontiguousarray(random.key_data(part) if is_key else part)
+                found.update(array.reshape(-1).view(np.uint8).data)
         else:
             found.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
     return found.hexdigest()

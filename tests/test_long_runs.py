@@ -291,9 +291,9 @@ def test_one_writer(tmp_path):
 def test_stops(tmp_path):
     settings = {"num_samples": 10_000_000, "thinning": 1, "num_warmup": 100}
     start = time.monotonic()
-    # compilation is in the budget
+    # compilation is in the budget, but there is one chunk at least
     mcmc = run(long_run(tmp_path / "run.zarr", max_time=3.0, checkpoint_every=10, **settings))
-    assert mcmc.stopped == "max_time" and time.monotonic() - start < 6
+    assert mcmc.stopped == "max_time" and 3 < time.monotonic() - start < 30
     mcmc = run(long_run(target_ess=300.0, num_chains=2, chain_method="vectorized", **settings))
     assert mcmc.stopped == "target_ess"
     sizes = summary(mcmc).table["ess_bulk"].astype(float)
@@ -420,6 +420,13 @@ def test_monitored_draws_are_few():
     assert found.kept.shape[1] <= 20_000 and found.seen == 60_000
     assert np.array_equal(found.kept[:, :, 0], x[:, :: found.stride, 0].astype(np.float32))
     assert 600 < monitor.least_size(found, "bulk") < 1_212
+
+
+def test_warns_of_another_law():
+    """The verdict of the kernel reaches the user: in this run the noise is not corrected for."""
+    settings = SETTINGS | {"num_samples": 6_000, "num_chains": 2, "chain_method": "vectorized"}
+    with pytest.warns(UserWarning, match="The draws do not have the law of the posterior"):
+        run(long_run(sampler=SGHMC(model, step_size=0.03, friction=5.0), **settings))
 
 
 def test_callable_chain_method_is_refused():

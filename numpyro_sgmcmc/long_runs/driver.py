@@ -79,7 +79,8 @@ class LongRun(MCMC):
     :param float checkpoint_every: seconds between checkpoints.
     :param int rank: number of leading directions of the covariance that :attr:`moments` keeps.
     :param mcmc: the other arguments of ``MCMC``: ``num_chains``, ``thinning``, ``chain_method`` (by
-        its name), ``postprocess_fn``, ``progress_bar``. Chains on several devices advance together,
+        its name), ``postprocess_fn``, ``progress_bar``; the data are always arguments of the
+        program, as with ``jit_model_args=True``. Chains on several devices advance together,
         sequential ones in turn.
     :raises ValueError: if an argument has no meaning.
 
@@ -219,41 +220,26 @@ class LongRun(MCMC):
         self._args, self._kwargs = args, kwargs
         self._states = self._states_flat = None
         self._draws, self._stopped = None, None
-        given_key = rng_key
+        names, removed = _fields_of(self, extra_fields)
+        lower, upper = self._bounds()
+        skipped = lower + (upper - lower) % self.thinning
+        arguments = as_arrays((args, kwargs))
+        keys = rng_key
         if self.num_chains > 1 and is_prng_key(rng_key):
-            rng_key = random.split(rng_key, self.num_chains)
-        phase = self._collection_params["phase"]
-        lower, upper = self.num_warmup, self.num_warmup + self._asked
-        if phase == "warmup":
-            lower, upper = self._collection_params["lower"], self._collection_params["upper"]
-        elif self._warmup_state is not None:
-            lower, upper = 0, self._asked
+            keys = random.split(rng_key, self.num_chains)
         # what a warm-up of its own gives is its last state
-        path = None if phase == "warmup" else self._path
+        path = None if self._collection_params["phase"] == "warmup" else self._path
         with Record(path, self._resume) as record, watched(record.folder):
             found = record.checkpoint
-            arguments = as_arrays((args, kwargs))
-            skipped = lower + (upper - lower) % self.thinning
             about: dict[str, Any] = {}
             if path is not None:
-                about = identity.of_run(
-                    self.sampler, arguments, given_key, init_params, self._warmup_state
-                ) | {
-                    "num_chains": self.num_chains,
-                    "num_warmup": self.num_warmup,
-                    "thinning": self.thinning,
-                    "num_samples modulo thinning": self._asked % self.thinning,
-                    "chain_method": self.chain_method if self.num_chains > 1 else "",
-                    "extra_fields": ", ".join(extra_fields),
-                    "rank": self._rank,
-                }
+                about = self._identity(arguments, rng_key, init_params, extra_fields)
             if found is not None:
                 if record.writes:
                     record.check(about, self._asked // self.thinning)
                 if found["tuning"] is not None:
                     self.sampler.adopt_tuning(found["tuning"])
-            states = self._started(rng_key, init_params, arguments, found)
-            names, removed = _fields_of(self, extra_fields)
+            states = self._started(keys, init_params, arguments, found)
             program = Program(
                 self.sampler, self.postprocess_fn, names, *arguments,
                 method=self.chain_method, num_chains=self.num_chains, thinning=self.thinning,
@@ -286,6 +272,29 @@ class LongRun(MCMC):
                 self._moments = (run.progress.moments, dims)
                 self._set_collection_params()
             run.finish()
+
+    def _bounds(self) -> tuple[int, int]:
+        """After how many samples they are kept, and after how many the run ends."""
+        if self._collection_params["phase"] == "warmup":
+            return self._collection_params["lower"], self._collection_params["upper"]
+        if self._warmup_state is not None:
+            return 0, self._asked
+        return self.num_warmup, self.num_warmup + self._asked
+
+    def _identity(
+        self, arguments: tuple[tuple, dict], rng_key: Array, init_params: Any, extra_fields: Any
+    ) -> dict[str, Any]:
+        """What makes this run the same one in another process."""
+        found = identity.of_run(self.sampler, arguments, rng_key, init_params, self._warmup_state)
+        return found | {
+            "num_chains": self.num_chains,
+            "num_warmup": self.num_warmup,
+            "thinning": self.thinning,
+            "num_samples modulo thinning": self._asked % self.thinning,
+            "chain_method": self.chain_method if self.num_chains > 1 else "",
+            "extra_fields": ", ".join(extra_fields),
+            "rank": self._rank,
+        }
 
     def _started(
         self, rng_key: Array, init_params: Any, arguments: tuple[tuple, dict], found: dict | None
