@@ -128,5 +128,7 @@ def restored(leaves: Mapping[str, Any], template: Any) -> Any:
                 f" {value.dtype}{list(value.shape)} and is {expected.dtype}{list(expected.shape)}."
                 f" {_REMEDY}"
             )
+        if isinstance(expected, jax.Array) and len(expected.sharding.device_set) > 1:
+            value = jax.device_put(value, expected.sharding)
         values.append(value)
     return jax.tree.unflatten(tree, values)

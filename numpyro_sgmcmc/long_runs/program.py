@@ -169,8 +169,9 @@ class Program:
         return states, draws
 
 
-def _number(count: int) -> Array:
-    return jnp.asarray(count, jnp.int32)
+def _number(count: int) -> Any:
+    # not yet on a device, so that it goes with data that are spread over processes
+    return np.int32(count)
 
 
 def _arrays(tree: Any) -> Any:

@@ -52,14 +52,14 @@ class Store:
         """
         Begins a store without draws.
 
-        :param groups: metadata of arrays, made by :func:`variable` or :func:`constant`, by group
-            and name.
+        :param groups: metadata of arrays, made by :func:`variable`, by group and name.
         """
         for group, arrays in groups.items():
             self.nodes[group] = _group({})
             self.nodes |= {f"{group}/{name}": node for name, node in arrays.items()}
-        for path in self.nodes:
+        for path, node in self.nodes.items():
             (self.path / path).mkdir(parents=True, exist_ok=True)
+            _write_json(self.path / path / "zarr.json", node)
         self.publish(0)
 
     def append(self, start: int, values: Mapping[str, np.ndarray]) -> None:
@@ -95,7 +95,7 @@ class Store:
         for name, node in self.nodes.items():
             if (names := node.get("dimension_names")) and "draw" in names:
                 node["shape"][names.index("draw")] = draws
-            _write_json(self.path / name / "zarr.json", node)
+                _write_json(self.path / name / "zarr.json", node)
         self._write_root()
 
     def write(self, group: str, arrays: Mapping[str, tuple[list[str], np.ndarray]]) -> None:
@@ -108,7 +108,6 @@ class Store:
         for name, (dims, values) in arrays.items():
             path = f"{group}/{name}"
             self.nodes[path] = _array(values.shape, values.dtype, values.shape, dims)
-            (self.path / path / "c").parent.mkdir(parents=True, exist_ok=True)
             file = self._chunk(path, (0,) * values.ndim)
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, _words(values) if values.dtype.kind == "U" else _bytes(values))
