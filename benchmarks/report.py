@@ -34,6 +34,7 @@ PARTS = {
     "chains": "benchmarks/running.py --only chains devices processes",
     "memory": "benchmarks/running.py --only memory",
     "disk": "benchmarks/disk.py",
+    "long_runs": "benchmarks/long_runs.py",
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",
     "suite": "benchmarks/suite.py --data {data} --cache {cache}",

@@ -131,7 +131,7 @@ def to_arviz(
         if site["type"] == "sample" and site["is_observed"] and site["value"] is not None
     }
     groups: dict[str, Any] = {}
-    all_dims = _plate_dims(sites) | {k: list(v) for k, v in (dims or {}).items()}
+    all_dims = plate_dims(sites) | {k: list(v) for k, v in (dims or {}).items()}
     if posterior_predictive:
         values = sum(math.prod(site["fn"].shape()) for site in observed.values())
         check_size("posterior_predictive", mcmc, values, max_values)
@@ -211,7 +211,7 @@ def _is_factor(site: dict) -> bool:
     return type(site["fn"]).__name__ == "Unit"
 
 
-def _plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
+def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
     """Names of the dimensions of every site: of its plates, then of its events."""
     found = {}
     for name, site in sites.items():

@@ -28,7 +28,7 @@ import numpy as np
 from numpyro.distributions import biject_to
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.handlers import seed, substitute, trace
-from numpyro.infer.util import constrain_fn, potential_energy, unconstrain_fn
+from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy, unconstrain_fn
 from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.data import OfMinibatch, ReadRows, Watched, on_disk, replaced
@@ -325,6 +325,16 @@ class MinibatchModel(NamedTuple):
         with validation_enabled(False):
             values = constrain_fn(model, args, kwargs, z, return_deterministic=True)
         return {k: v for k, v in values.items() if k not in self.minibatch_dependent}
+
+    def log_densities(self, z: Values, args: tuple, kwargs: dict) -> dict[str, Array]:
+        """
+        The log density of every site, at some values of the latent ones and the first rows of the
+        data. Parameters are those of :meth:`potential`.
+        """
+        model = self._at(self.first_rows(), random.key(0))
+        with validation_enabled(False):
+            values = constrain_fn(model, args, kwargs, z)
+            return compute_log_probs(model, args, kwargs, values)[0]
 
     def unconstrain(self, values: Values, args: tuple, kwargs: dict) -> Values:
         """

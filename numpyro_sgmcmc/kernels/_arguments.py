@@ -5,19 +5,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-import hashlib
 import math
 import os
 from typing import Any
 
 import jax
 from jax import Array, random
-from jax.experimental.multihost_utils import process_allgather
 from jax.flatten_util import ravel_pytree
-import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
+from numpyro_sgmcmc.fingerprint import fingerprint_of as fingerprint_of
 from numpyro_sgmcmc.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.minibatch import MinibatchModel
 from numpyro_sgmcmc.warmup import DENSE_BY_DEFAULT, PHASES, Tuning
@@ -106,36 +104,6 @@ def metric_of_guide(
     if view.dimension <= DENSE_BY_DEFAULT:
         covariance = np.cov(z.T).reshape(view.dimension, view.dimension)
     return from_covariance(covariance, z.mean(axis=0), dtype)
-
-
-def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
-    """Tells data from other data, without holding them; None of data that are traced."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    found = hashlib.blake2b(str(tree).encode())
-    for leaf in leaves:
-        if isinstance(leaf, jax.core.Tracer):
-            return None
-        if isinstance(leaf, jax.Array):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            found.update(f"{leaf.dtype}{leaf.shape}".encode())
-            for part in _parts_here(random.key_data(leaf) if is_key else leaf):
-                found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-        else:
-            found.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
-    if all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
-        return found.hexdigest()
-    # every process has seen what it holds, and all are to come to the same answer
-    digests = process_allgather(np.frombuffer(found.digest(), np.uint8))
-    return hashlib.blake2b(digests.tobytes()).hexdigest()
-
-
-def _parts_here(array: Array) -> list[Array]:
-    """The array, or what this process holds of it, each part once."""
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return [array]
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
-    seen = {str(shard.index): shard.data for shard in reversed(shards)}
-    return [seen[index] for index in sorted(seen)]
 
 
 @contextmanager

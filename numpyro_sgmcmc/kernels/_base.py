@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
+import math
 from typing import Any, Self
 import warnings
 
@@ -18,6 +19,7 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.devices import found_shards
+from numpyro_sgmcmc.fingerprint import description_of
 from numpyro_sgmcmc.kernels._arguments import StepSize, fingerprint_of, positive, whole
 from numpyro_sgmcmc.kernels._judging import NOTHING_WRITTEN, Judging
 from numpyro_sgmcmc.kernels._spreading import check_chains
@@ -27,6 +29,12 @@ from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, as_arrays, f
 from numpyro_sgmcmc.potentials import Problem
 from numpyro_sgmcmc.starts import check_initial_values, initial_values, no_initial_values
 from numpyro_sgmcmc.warmup import Tuning
+
+#: What a kernel finds or counts, and is not part of what it was told.
+_NOT_SETTINGS = frozenset(
+    ("_model", "_view", "_programs", "_tuning", "_progress_bar", "_mesh", "_shards")
+    + ("_diagnostics", "_calls", "_has_warned", "_is_judged_outside")
+)
 
 
 class SGMCMCKernel(Judging, SelfTuning):
@@ -157,6 +165,48 @@ class SGMCMCKernel(Judging, SelfTuning):
             for plate in self._view.plates:
                 found[f"batch_size_{plate.name}"] = plate.subsample_size
         return found
+
+    def identity(self, args: tuple, kwargs: dict) -> dict[str, str | float]:
+        """
+        What the law of a run depends on, for telling a run from others also in another process:
+        the class of the kernel, its settings, the shapes of the latent sites, the density of every
+        site at some values of them and the first rows, and a fingerprint of the data.
+
+        :param args: arguments of the model.
+        :param kwargs: keyword arguments of the model.
+        """
+        args, kwargs = as_arrays((args, kwargs))
+        view = self._read(args, kwargs)
+        found: dict[str, str | float] = {"kernel": type(self).__name__}
+        for name, value in sorted(vars(self).items()):
+            if name not in _NOT_SETTINGS:
+                found[f"kernel's {name.strip('_')}"] = description_of(value)
+        if callable(self._step_size):
+            sizes = [float(self._step_size(jnp.asarray(i))) for i in (0, 10, 1_000, 100_000)]
+            found["kernel's step_size"] = description_of(sizes)
+        latents = sorted(view.latents.items())
+        found["latent sites"] = ", ".join(f"{k}: {x.dtype}{list(x.shape)}" for k, x in latents)
+
+        def densities(problem: Problem, z: Values) -> dict[str, Array]:
+            return problem.view.log_densities(z, problem.args, problem.kwargs)
+
+        # no special values: a prior with another width must make a difference
+        z = {k: jnp.cos(1.0 + jnp.arange(math.prod(x.shape))).reshape(x.shape) for k, x in latents}
+        z = {k: (z[k] / 2).astype(x.dtype) for k, x in latents}
+        program = self._compiled("densities", densities, self._problem(args, kwargs))
+        found |= {f"log density of '{k}'": float(x) for k, x in program(z).items()}
+        found["data"] = fingerprint_of(args, kwargs) or ""
+        # other devices draw other rows
+        found["mesh"] = str(dict(self._shards.mesh.shape)) if self._shards else "none"
+        return found
+
+    def adopt_tuning(self, tuning: Tuning) -> None:
+        """
+        Takes what this kernel found in another process, on the same data, instead of tuning anew.
+
+        :param tuning: :attr:`tuning` of the other kernel.
+        """
+        self._tuning = tuning
 
     @property
     def passes_per_sample(self) -> float:

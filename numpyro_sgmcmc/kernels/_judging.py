@@ -3,6 +3,8 @@
 
 """What a run says of itself while it goes on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 import inspect
 import math
 import time
@@ -49,9 +51,26 @@ class Judging:
         self._diagnostics = NOTHING_WRITTEN
         self._calls = -num_warmup  # of the progress bar; the warm-up ends at 0
         self._has_warned = False
+        self._is_judged_outside = False
+
+    @contextmanager
+    def judged_outside(self) -> Iterator[None]:
+        """Samples that are traced within it are for a loop that calls :meth:`judge` itself."""
+        self._is_judged_outside = True
+        try:
+            yield
+        finally:
+            self._is_judged_outside = False
+
+    def judge(self, state: SGMCMCState) -> None:
+        """Warns, once a run, if the draws so far have another law than the posterior."""
+        if not self._has_warned:
+            self._warns_of(stein_report(state.stein))
 
     def _judged(self, state: SGMCMCState) -> SGMCMCState:
         """The state as it is, in a program that judges the run at 64, 128, ... samples."""
+        if self._is_judged_outside:
+            return state
         loop, sums = _loop_of_numpyro(), state.stein
         if loop == "bar" and jnp.ndim(state.i) == 0:
             return state  # which `get_diagnostics_str` judges
@@ -90,11 +109,12 @@ class Judging:
         self._calls += 1
         due = self._calls >= _FEWEST_CALLS and self._calls.bit_count() == 1  # 64, 128, ...
         if due or time.monotonic() - written > _SECONDS_BETWEEN_DIAGNOSTICS:
-            text = f"step size {float(state.step_size):.2e}"
+            # of one chain, or the mean of several
+            text = f"step size {float(np.mean(state.step_size)):.2e}"
             found = stein_report(state.stein)
             if found is not None:
                 text += f", {found.summary()}"
-            text += f", minibatch potential {float(state.minibatch_potential):.4g}"
+            text += f", minibatch potential {float(np.mean(state.minibatch_potential)):.4g}"
             text += self.warnings(state)
             if self._warns_of(found):
                 text += ", NOT THE LAW OF THE POSTERIOR"
@@ -103,7 +123,7 @@ class Judging:
 
     def warnings(self, state: SGMCMCState) -> str:
         """What the progress bar is to say of a state that cannot be trusted."""
-        undone = int(state.nonfinite_steps)
+        undone = int(np.sum(state.nonfinite_steps))
         return f", {undone} NON-FINITE STEPS UNDONE: reduce the step size" if undone else ""
 
     def _warns_of(self, found: SteinReport | None) -> bool:

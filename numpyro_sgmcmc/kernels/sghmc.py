@@ -188,7 +188,7 @@ class SGHMC(MomentumKernel):
 
     def warnings(self, state: SGMCMCState) -> str:
         text = super().warnings(state)
-        if self._estimates and (used := float(state.friction_used)) > 1:
+        if self._estimates and (used := float(np.max(state.friction_used))) > 1:
             text += f", NOISE OF THE GRADIENT {used:.2g} TIMES WHAT THE FRICTION DISSIPATES"
         return text
 

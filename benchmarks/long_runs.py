@@ -1,0 +1,224 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Long runs: what the driver costs, memory and speed of runs to disk, and runs that are killed.
+
+    python benchmarks/long_runs.py [--only overhead disk kills] [--folder FOLDER]
+
+The first is measured in one process, in turns; each run to disk has a process of its own, with its
+resident memory noted every 0.2 seconds. The killed run is that of ``tests/long_run.py``, a
+checkpoint after every chunk: ten times it is killed at a random moment, and ten times in the
+middle of a file, with half of it written. The folder, by default one for temporary files, must have
+room for 5 GB, which are removed.
+"""
+
+import argparse
+from functools import partial
+import json
+import os
+from pathlib import Path
+import random as python_random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import jax
+from jax import random
+from measure import interleaved, ratio, table
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+from running import resident
+
+from numpyro_sgmcmc import SGHMC, LongRun
+from numpyro_sgmcmc.long_runs.store import Store
+
+PARTS = ("overhead", "disk", "kills")
+
+CHILD = Path(__file__).parent.parent / "tests" / "long_run.py"
+
+
+def normal(y):
+    """The mean of a normal distribution."""
+    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([y.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+
+def sampler(steps_per_sample: int = 1) -> SGHMC:
+    return SGHMC(normal, step_size=0.01, friction=50.0, steps_per_sample=steps_per_sample)
+
+
+def rows(dimension: int) -> jax.Array:
+    return random.normal(random.key(0), (20, dimension))
+
+
+def overhead(rounds: int, folder: Path) -> str:
+    """A sample by ``LongRun`` against one by ``MCMC``, compilation left out."""
+    found = []
+    for dimension, chains, samples in ((2, 1, 200_000), (100, 1, 50_000), (100, 4, 20_000)):
+        settings = {"num_warmup": 0, "num_chains": chains, "chain_method": "vectorized"}
+        data = rows(dimension)
+        names = ("MCMC", "memory", "store")
+        # twice as many samples less as many: compilation is the same
+        programs = {
+            f"{name} {times}": partial(
+                finished, name, settings | {"num_samples": times * samples}, data, folder
+            )
+            for name in names
+            for times in (1, 2)
+        }
+        seconds = interleaved(programs, rounds)
+        each = {
+            name: np.array(seconds[f"{name} 2"]) - np.array(seconds[f"{name} 1"]) for name in names
+        }
+        micro = {name: 1e6 * np.median(x) / samples for name, x in each.items()}
+        found.append(
+            [dimension, chains, *(f"{micro[name]:.1f}" for name in each)]
+            + [ratio(each[name], each["MCMC"]) for name in ("memory", "store")]
+        )
+    header = ["parameters", "chains", "MCMC, us a sample", "LongRun in memory", "to a store"]
+    return table([*header, "ratio in memory", "ratio to a store"], found)
+
+
+def finished(name: str, settings: dict, data: jax.Array, folder: Path) -> None:
+    settings = settings | {"progress_bar": False}
+    if name == "MCMC":
+        mcmc = MCMC(sampler(), **settings)
+    else:
+        mcmc = LongRun(
+            sampler(), store=folder / "run.zarr" if name == "store" else None, **settings
+        )
+    mcmc.run(random.key(1), data)
+    jax.block_until_ready(mcmc.last_state)
+    shutil.rmtree(folder / "run.zarr", ignore_errors=True)
+
+
+def disk(_: int, folder: Path) -> str:
+    """Runs to disk, in processes of their own."""
+    found = []
+    for dimension, draws, block in ((100, 1_000_000, 10), (100_000, 10_000, 1_000)):
+        done = subprocess.run(
+            [sys.executable, __file__, "--part", "disk", str(dimension), str(draws), str(block)]
+            + ["--folder", str(folder)],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        said = json.loads(done.stdout.splitlines()[-1])
+        found.append(
+            [f"{draws:,}", f"{dimension:,}", f"{said['megabytes']:,.0f}", f"{said['seconds']:.0f}"]
+            + [f"{said[name]:.0f}" for name in ("early", "late", "peak")]
+            + [f"{said['ess_seconds']:.1f} ({block:,})"]
+        )
+    header = ["draws", "parameters", "MB on disk", "seconds", "resident MB at a tenth"]
+    return table([*header, "at the end", "at most", "ESS of a block, seconds (size)"], found)
+
+
+def to_disk(dimension: int, draws: int, block: int, folder: Path) -> dict:
+    import arviz as az
+    import xarray as xr
+
+    store = folder / "run.zarr"
+    mcmc = LongRun(
+        sampler(), num_warmup=100, num_samples=draws, store=store, progress_bar=False
+    )  # fmt: skip
+    noted: list[tuple[int, float]] = []
+    ended = threading.Event()
+
+    def note() -> None:
+        while not ended.wait(0.2):
+            noted.append((mcmc._draws.count if mcmc._draws else 0, resident("VmRSS")))
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    start = time.perf_counter()
+    mcmc.run(random.key(1), rows(dimension))
+    seconds = time.perf_counter() - start
+    ended.set()
+    thread.join()
+    drawing = [memory for count, memory in noted if count > 0.1 * draws]
+    start = time.perf_counter()
+    with xr.open_datatree(store, engine="zarr", chunks=None) as tree:
+        assert dict(tree["posterior"].sizes) == {"chain": 1, "draw": draws, "mu_dim_0": dimension}
+        part = tree["posterior"].to_dataset().isel(mu_dim_0=slice(block)).load()
+    assert np.isfinite(az.ess(part)["mu"]).all()
+    ess_seconds = time.perf_counter() - start
+    size = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
+    shutil.rmtree(store)
+    return {
+        "megabytes": size / 1e6,
+        "seconds": seconds,
+        "early": drawing[0],
+        "late": drawing[-1],
+        "peak": max(drawing),
+        "ess_seconds": ess_seconds,
+    }
+
+
+def kills(_: int, folder: Path) -> str:
+    """Twenty kills of one run, and what is lost by them."""
+    environment = os.environ | {"LONG_RUN_CACHE": str(folder / "cache")}
+    rng = python_random.Random(0)
+
+    def child(store: str, *options: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, str(CHILD), str(folder / store), "200000", *options],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+        )  # fmt: skip
+
+    def waits_for(process: subprocess.Popen, word: str) -> bool:
+        return any(line.startswith(word) for line in process.stdout)
+
+    with child("whole.zarr") as process:
+        assert waits_for(process, "begins")
+        start = time.monotonic()
+        assert waits_for(process, "done")
+        longest = time.monotonic() - start
+    files = ("checkpoint", "zarr.json", "0")  # of the checkpoint, of metadata, of draws
+    counts, seen = {"random moments": 0, "checkpoint": 0, "zarr.json": 0, "0": 0}, []
+    for k in range(20):
+        where = files[k // 2 % 3] if k % 2 else None
+        options = [f"hang={where}:{rng.randint(2, 30)}"] if where else []
+        with child("killed.zarr", *options) as process:
+            assert waits_for(process, "hangs" if where else "begins"), "the run has ended before"
+            time.sleep(0 if where else rng.random() * longest / 2)
+            process.kill()
+        counts[where or "random moments"] += 1
+        seen.append(Store(folder / "killed.zarr").draws)
+    with child("killed.zarr") as process:
+        assert waits_for(process, "done")
+    one, other = (Store(folder / name) for name in ("whole.zarr", "killed.zarr"))
+    names = [name for name in one.nodes if "/" in name and not name.startswith("moments")]
+    same = all(one.read(name).tobytes() == other.read(name).tobytes() for name in names)
+    numbers = other.read("posterior/draw")
+    lost = len(set(range(100_000)) - set(numbers.tolist()))
+    doubled = len(numbers) - len(set(numbers.tolist()))
+    header = ["killed at random moments", "in a checkpoint", "in metadata", "in a chunk of draws"]
+    return table(
+        [*header, "draws at the kills", "draws lost", "doubled", "same bits"],
+        [[*counts.values(), f"{min(seen):,} to {max(seen):,}", lost, doubled, same]],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(to_disk(*map(int, options.part[1:]), options.folder)))
+        return
+    for part in options.only:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            print(f"{globals()[part].__doc__.strip()}\n")
+            print(globals()[part](options.rounds, Path(folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The draws of a run, in memory or in a store."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xarray as xr
+
+from numpyro_sgmcmc.long_runs.program import Fields
+from numpyro_sgmcmc.long_runs.records import Record
+from numpyro_sgmcmc.long_runs.store import Store, variable
+
+#: Names of ArviZ for fields of NumPyro's states.
+_NAMES = {
+    "adapt_state.step_size": "step_size",
+    "num_steps": "n_steps",
+    "accept_prob": "acceptance_rate",
+}
+
+
+class Draws:
+    """
+    :param shapes: shapes of what is collected of one draw of one chain.
+    :param str sample: the field of the sample.
+    :param removed: sites whose draws are not kept.
+    :param int num_chains: number of chains.
+    """
+
+    def __init__(
+        self, shapes: Fields, sample: str, removed: tuple[str, ...], num_chains: int
+    ) -> None:
+        self._sample = sample
+        self._removed = removed
+        if unknown := [name for name in removed if name not in shapes[self._sample]]:
+            raise ValueError(
+                f"There is no site {unknown} to leave out of the draws; there are"
+                f" {sorted(shapes[self._sample])}."
+            )
+        self._shapes = self._kept(shapes)
+        self._num_chains = num_chains
+        #: draws that are not in the store yet
+        self._waiting: list[Fields] = []
+        self._store: Store | None = None
+        self._stored = 0
+        #: draws of each chain
+        self.count = 0
+        self.waiting_bytes = 0
+
+    def sites_of(self, draws: Fields) -> dict[str, Any]:
+        """The sample by the names of its sites, those included that are not kept."""
+        return {name: x for name, x in _named({self._sample: draws[self._sample]}, self._sample)}
+
+    def add(self, draws: Fields) -> None:
+        """
+        :param draws: arrays of shape (chains, draws, ...), with all sites.
+        """
+        draws = self._kept(draws)
+        leaves = jax.tree.leaves(draws)
+        self.count += leaves[0].shape[1]
+        self.waiting_bytes += sum(x.nbytes for x in leaves)
+        self._waiting.append(draws)
+
+    def read(self) -> Fields:
+        """All draws."""
+        if self._store is None:
+            if not self._waiting:
+                draws = jax.tree.map(self._empty, self._shapes)
+            else:
+                draws = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *self._waiting)
+                self._waiting = [draws]
+            return jax.tree.map(jnp.asarray, draws)
+        store = Store(self._store.path)  # which another process may have written
+        # the names are in the order of the leaves
+        values = [store.read(path)[:, : self.count] for path, _ in self._paths(self._shapes)]
+        dtypes = [x.dtype for x in jax.tree.leaves(self._shapes)]
+        leaves = [jnp.asarray(x, dtype) for x, dtype in zip(values, dtypes, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
+
+    def begin_store(self, record: Record, dims: dict[str, list[str]], num_draws: int) -> None:
+        """
+        From here on draws go to the store.
+
+        :param dims: names of the dimensions of sites; others are numbered.
+        """
+        self._store = record.store
+        if record.checkpoint is not None or not record.writes:
+            return
+        groups: dict[str, dict[str, dict]] = {"posterior": {}, "sample_stats": {}}
+        constants: dict[str, dict[str, Any]] = {name: {} for name in groups}
+        chains = self._num_chains
+        for path, x in self._paths(self._shapes):
+            group, name = path.split("/")
+            names = dims.get(name, []) if group == "posterior" else []
+            if len(names) != len(x.shape):
+                names = [f"{name}_dim_{k}" for k in range(len(x.shape))]
+            groups[group][name] = variable(
+                (chains, *x.shape), x.dtype, ["chain", "draw", *names], num_draws
+            )
+            constants[group] |= {
+                d: ([d], np.arange(n)) for d, n in zip(names, x.shape, strict=True)
+            }
+        for group in [name for name in groups if not groups[name]]:
+            del groups[group], constants[group]
+        for group, arrays in groups.items():
+            arrays["draw"] = variable((), np.int64, ["draw"], num_draws)
+            constants[group]["chain"] = (["chain"], np.arange(chains))
+        record.begin(groups)
+        for group, coordinates in constants.items():
+            record.store.write(group, coordinates)
+        record.store.publish(0)
+
+    def write(self, record: Record, moments: xr.Dataset | None) -> None:
+        """Appends what waits to the store, and shows it to readers."""
+        if self._waiting:
+            draws = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *self._waiting)
+            values = dict(self._paths(draws))
+            numbers = np.arange(self._stored, self.count)
+            for group in {path.split("/")[0] for path in values}:
+                values[f"{group}/draw"] = numbers
+            record.store.append(self._stored, values)
+        if moments is not None:
+            arrays = {
+                _safe(str(name)): (list(map(str, x.dims)), x.values)
+                for name, x in moments.variables.items()
+            }
+            record.store.write("moments", arrays)
+        record.store.publish(self.count)
+        self.forget()
+
+    def cut(self, record: Record, count: int) -> None:
+        """The draws up to a checkpoint are those that there are."""
+        self.count = self._stored = count
+        if record.writes:
+            record.store.publish(count)
+
+    def forget(self) -> None:
+        """What waits is in the store, or another process writes it."""
+        self._waiting, self._stored, self.waiting_bytes = [], self.count, 0
+
+    def _kept(self, draws: Fields) -> Fields:
+        if not self._removed:
+            return draws
+        sample = {k: x for k, x in draws[self._sample].items() if k not in self._removed}
+        return draws | {self._sample: sample}
+
+    def _empty(self, x: Any) -> np.ndarray:
+        return np.zeros((self._num_chains, 0, *x.shape), x.dtype)
+
+    def _paths(self, draws: Fields) -> Iterator[tuple[str, Any]]:
+        """The arrays by their path in the store, in the order of the leaves."""
+        for field in sorted(draws):
+            group = "posterior" if field == self._sample else "sample_stats"
+            for name, x in _named({field: draws[field]}, self._sample):
+                yield f"{group}/{_safe(name)}", x
+
+
+def _named(draws: Fields, sample: str) -> Iterator[tuple[str, Any]]:
+    """Arrays by name; those of the sample by that of their site."""
+    for path, x in jax.tree_util.tree_flatten_with_path(draws)[0]:
+        words = [
+            str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path
+        ]
+        if words[0] == sample and len(words) > 1:
+            words = words[1:]
+        name = ".".join(words)
+        yield _NAMES.get(name, name), x
+
+
+def _safe(name: str) -> str:
+    # a slash would begin a group
+    return name.replace("/", ".")

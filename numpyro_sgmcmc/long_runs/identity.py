@@ -1,0 +1,58 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What makes a run the same run, in another process too."""
+
+import math
+from typing import Any
+
+import jax
+
+from numpyro_sgmcmc.fingerprint import description_of, fingerprint_of
+
+#: Log densities that differ by more than rounding are of another model.
+_TOLERANCE = 1e-4
+
+
+def of_run(
+    kernel: Any, arguments: tuple[tuple, dict], rng_key: Any, init_params: Any, start: Any
+) -> dict[str, Any]:
+    """
+    Words and numbers by what they say of the run.
+
+    :param arguments: positional and keyword arguments of the model.
+    :param start: the state from which a run without warm-up starts, or None.
+    """
+    found: dict[str, Any] = {"kernel": type(kernel).__name__}
+    if hasattr(kernel, "identity"):
+        found |= kernel.identity(*arguments)
+    else:
+        # of other kernels what they were told, and the data
+        for name, value in sorted(vars(kernel).items()):
+            if isinstance(value, str | int | float | bool):
+                found[f"kernel's {name.strip('_')}"] = description_of(value)
+        found["data"] = fingerprint_of(*arguments) or ""
+    found["random key"] = fingerprint_of((rng_key,), {})
+    found["init_params"] = fingerprint_of((init_params,), {}) if init_params is not None else ""
+    found["post_warmup_state"] = fingerprint_of((jax.tree.leaves(start),), {}) if start else ""
+    found["jax_enable_x64"] = bool(jax.config.read("jax_enable_x64"))
+    return found
+
+
+def differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
+    """What differs, in words."""
+    found = []
+    for name in sorted(here.keys() | there.keys()):
+        mine, its = here.get(name), there.get(name)
+        if isinstance(mine, float) and isinstance(its, float):
+            same = math.isclose(mine, its, rel_tol=_TOLERANCE) or (mine != mine and its != its)
+        else:
+            same = mine == its
+        if not same:
+            shown = len(f"{mine}{its}") < 200 and not _is_hash(mine) and not _is_hash(its)
+            found.append(f"{name} is {mine} and was {its}" if shown else f"another {name}")
+    return found
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 128

@@ -1,0 +1,89 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Draws of a few parameters, evenly spread over the run, by which a run sees when it is long enough.
+
+Where they would be too many, every other one is left out. What is left has about the effective
+sample size of all draws while it is several times smaller than the number of draws that are left,
+and never a much larger one.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import xarray as xr
+
+#: The most numbers that are looked at, and values that are kept.
+_NUMBERS, _VALUES = 100, 2_000_000
+
+#: Draws are kept for effective sample sizes so many times smaller.
+_SPARE = 4
+
+
+class Monitored(NamedTuple):
+    """
+    - **kept** - shape (chains, kept draws, numbers).
+    - **stride** - one of how many draws is kept.
+    - **seen** - draws of each chain so far.
+    """
+
+    kept: np.ndarray
+    stride: int
+    seen: int
+
+
+def places(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Which entries of every site are looked at: all of up to 100, and else as many of each."""
+    sizes = {name: int(np.prod(shape)) for name, shape in sorted(shapes.items())}
+    if sum(sizes.values()) <= _NUMBERS:
+        return {name: np.arange(size) for name, size in sizes.items()}
+    found, left = {}, _NUMBERS
+    for k, name in enumerate(sorted(sizes, key=lambda name: sizes[name])):
+        count = min(sizes[name], max(1, left // (len(sizes) - k)))
+        found[name] = np.unique(np.linspace(0, sizes[name] - 1, count).astype(int))
+        left = max(0, left - count)
+    return found
+
+
+def with_draws(
+    monitored: Monitored | None,
+    draws: dict[str, np.ndarray],
+    where: dict[str, np.ndarray],
+    target: float = 0.0,
+) -> Monitored:
+    """
+    :param draws: shape (chains, draws, ...) by site.
+    :param where: :func:`places`.
+    :param float target: effective sample size that is to be recognised.
+    """
+    columns = []
+    for name in sorted(where):
+        x = draws[name]
+        columns.append(x.reshape(*x.shape[:2], -1)[:, :, where[name]].astype(np.float32))
+    new = np.concatenate(columns, axis=-1)
+    chains, count, numbers = new.shape
+    if monitored is None:
+        monitored = Monitored(np.zeros((chains, 0, numbers), np.float32), 1, 0)
+    kept, stride, seen = monitored
+    kept = np.concatenate([kept, new[:, -seen % stride :: stride]], axis=1)
+    most = max(_VALUES // max(1, chains * numbers), _SPARE * target / chains, 100)
+    while kept.shape[1] > 2 * most:
+        kept, stride = kept[:, ::2].copy(), 2 * stride
+    return Monitored(kept, stride, seen + count)
+
+
+def least_size(monitored: Monitored, method: str) -> float:
+    """
+    The smallest effective sample size of the numbers that are looked at, NaN if it is not known.
+
+    :param str method: of ``arviz.ess``.
+    """
+    import arviz
+
+    if monitored.kept.shape[1] < 8:
+        return float("nan")
+    numbers: Any = xr.Dataset({"number": (("chain", "draw", "index"), monitored.kept)})
+    with np.errstate(invalid="ignore", divide="ignore"):  # of what never moves
+        sizes = arviz.ess(numbers, method=method)["number"].values
+    return float(np.nanmin(sizes)) if np.isfinite(sizes).any() else float("nan")

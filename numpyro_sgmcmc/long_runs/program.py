@@ -1,0 +1,203 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+The compiled loop of a long run: any number of samples by one program.
+
+A call takes :math:`k` times :math:`m` samples and keeps the last of each :math:`m`; both numbers
+are arguments of the program, and so are the data. Draws do not depend on how they are divided
+into calls.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from numpyro.util import nested_attrgetter
+
+#: What a call may return of draws, in bytes for all chains.
+MOST_BYTES = 16_000_000
+
+#: Collected fields of the state by name; the first is the sample.
+Fields = dict[str, Any]
+
+
+class Program:
+    """
+    The program of a run.
+
+    :param kernel: an initialised kernel.
+    :param postprocess: of the values of one chain, or None for that of the kernel.
+    :param fields: names of the fields to collect, the sample first.
+    :param args: arguments of the model, whose arrays become arguments of the program.
+    :param kwargs: keyword arguments of the model, likewise.
+    :param str method: ``"sequential"``, ``"vectorized"`` or ``"parallel"``.
+    :param int num_chains: number of chains.
+    :param int thinning: samples from one draw to the next.
+    :param list states: the states of the chains, as :func:`separated` gives them.
+    :param int num_draws: the most draws that a call can be asked for.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        postprocess: Callable | None,
+        fields: tuple[str, ...],
+        args: tuple,
+        kwargs: dict,
+        *,
+        method: str,
+        num_chains: int,
+        thinning: int,
+        states: list,
+        num_draws: int,
+    ) -> None:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
+        others = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+        data = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        batched = method == "vectorized" and num_chains > 1
+
+        def collected(state: Any, args: tuple, kwargs: dict) -> Fields:
+            found = nested_attrgetter(*fields)(state)
+            sample, *rest = [found] if len(fields) == 1 else found
+            constrain = postprocess or kernel.postprocess_fn(args, kwargs)
+            sample = (jax.vmap(constrain) if batched else constrain)(sample)
+            return dict(zip(fields, map(_arrays, (sample, *rest)), strict=True))
+
+        def run(data: list[Array], state: Any, segments: Array, steps: Array) -> tuple[Any, Fields]:
+            given = iter(data)
+            merged = [next(given) if here else x for here, x in zip(is_data, others, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, merged)
+
+            def sample(_: Any, state: Any) -> Any:
+                return kernel.sample(state, args, kwargs)
+
+            def segment(k: Array, carry: tuple[Any, Fields]) -> tuple[Any, Fields]:
+                state, draws = carry
+                # a loop for a single sample would cost some microseconds
+                state = (
+                    sample(0, state) if thinning == 1 else lax.fori_loop(0, steps, sample, state)
+                )
+                draws = jax.tree.map(
+                    lambda kept, x: lax.dynamic_update_index_in_dim(kept, x, k, 0),
+                    draws,
+                    collected(state, args, kwargs),
+                )
+                return state, draws
+
+            shapes = jax.eval_shape(lambda state: collected(state, args, kwargs), state)
+            empty = jax.tree.map(lambda x: jnp.zeros((self.capacity, *x.shape), x.dtype), shapes)
+            return lax.fori_loop(0, segments, segment, (state, empty))
+
+        self._method = method if num_chains > 1 else "single"
+        self._thinning = thinning
+        one = jax.tree.map(lambda x: x[0], states[0]) if self._method == "parallel" else states[0]
+        #: Shapes of what is collected of one draw: of one chain, or of all vectorized ones.
+        shapes = jax.eval_shape(lambda state: collected(state, args, kwargs), one)
+        self._batched = batched
+        self.shapes: Fields = (
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+            if batched
+            else shapes
+        )
+        each = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.shapes))
+        #: The most draws that a call returns.
+        self.capacity = int(min(max(1, MOST_BYTES // max(1, each * num_chains)), max(1, num_draws)))
+        if self._method == "parallel":
+            mesh = chain_mesh(num_chains)
+
+            def alone(data: list, state: Any, segments: Array, steps: Array) -> Any:
+                state = jax.tree.map(lambda x: x[0], state)
+                return jax.tree.map(lambda x: x[None], run(data, state, segments, steps))
+
+            everywhere, by_chain = PartitionSpec(), PartitionSpec("chain")
+            run_all: Callable = jax.shard_map(
+                alone,
+                mesh=mesh,
+                in_specs=(everywhere, by_chain, everywhere, everywhere),
+                out_specs=by_chain,
+                check_vma=False,
+            )
+            data = jax.device_put(data, NamedSharding(mesh, everywhere))
+        else:
+            run_all = run
+        self._data = data
+        self._run = jax.jit(run_all)
+        self._kernel = kernel
+        self._first = states[0]
+
+    def compile(self) -> None:
+        """Compiles the program, by a call that takes no samples."""
+        with getattr(self._kernel, "judged_outside", nullcontext)():
+            jax.block_until_ready(self._run(self._data, self._first, _number(0), _number(1)))
+        self._first = None
+
+    def __call__(self, states: list, segments: int, steps: int) -> tuple[list, Fields]:
+        """
+        :param states: the states of the chains.
+        :param int segments: how often samples are taken, and the last of them kept.
+        :param int steps: how many samples each time; with ``thinning=1`` always 1.
+        :return: the states after them, and what was kept, arrays of NumPy of shape
+            ``(chains, min(segments, capacity), ...)``.
+        """
+        if self._thinning == 1:
+            assert steps == 1
+        counts = _number(segments), _number(steps)
+        done = [self._run(self._data, state, *counts) for state in states]
+        kept = min(segments, self.capacity)
+        # an error of a program appears where its results are waited for
+        states = jax.block_until_ready([state for state, _ in done])
+        if self._method == "sequential":
+            draws = jax.tree.map(
+                lambda *chains: np.stack([np.asarray(x)[:kept] for x in chains]),
+                *(found for _, found in done),
+            )
+        elif self._method == "parallel":
+            draws = jax.tree.map(lambda x: np.array(x)[:, :kept].copy(), done[0][1])
+        elif self._batched:
+            draws = jax.tree.map(
+                lambda x: np.array(np.swapaxes(np.asarray(x)[:kept], 0, 1), order="C"), done[0][1]
+            )
+        else:
+            draws = jax.tree.map(lambda x: np.asarray(x)[None, :kept].copy(), done[0][1])
+        return states, draws
+
+
+def _number(count: int) -> Any:
+    # not yet on a device, so that it goes with data that are spread over processes
+    return np.int32(count)
+
+
+def _arrays(tree: Any) -> Any:
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def chain_mesh(num_chains: int) -> Mesh:
+    """A device for every chain."""
+    return Mesh(np.array(jax.local_devices()[:num_chains]), ("chain",))
+
+
+def separated(state: Any, method: str, num_chains: int) -> list:
+    """
+    The state of all chains, as ``MCMC.last_state`` has it, as a program takes it: a list of the
+    states of sequential chains, or of one state of all.
+    """
+    if method == "sequential" and num_chains > 1:
+        return [jax.tree.map(lambda x, k=k: x[k], state) for k in range(num_chains)]
+    if method == "parallel" and num_chains > 1:
+        sharding = NamedSharding(chain_mesh(num_chains), PartitionSpec("chain"))
+        return [jax.device_put(state, sharding)]
+    return [state]
+
+
+def joined(states: list) -> Any:
+    """The inverse of :func:`separated`."""
+    if len(states) == 1:
+        return states[0]
+    return jax.tree.map(lambda *chains: jnp.stack(chains), *states)

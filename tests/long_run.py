@@ -1,0 +1,99 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+A long run in a process of its own, for tests that kill it.
+
+    python tests/long_run.py STORE NUM_SAMPLES [hang=FILE:COUNT] [process=K:PORT] [fail=CHUNK]
+
+``hang=checkpoint:3`` stops for ever in the middle of the third checkpoint, with half of it written;
+``process=1:12345`` is the second one of two processes; ``fail=20`` fails in the 20th chunk.
+"""
+
+import os
+from pathlib import Path
+import sys
+import time
+
+import jax
+from jax import random
+import numpyro
+import numpyro.distributions as dist
+
+from numpyro_sgmcmc import SGHMC, LongRun
+from numpyro_sgmcmc.long_runs import checkpoint, driver, store
+
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+
+def data():
+    return 1 + random.normal(random.key(0), (100, 3))
+
+
+def kernel(**settings):
+    return SGHMC(model, step_size=0.005, friction=20.0, progress_bar=False, **settings)
+
+
+def hang_in(name: str, count: int) -> None:
+    """Makes one of the writes of a file hang half way, for the parent to kill it there."""
+    write, seen = checkpoint.write_atomically, 0
+
+    def stopping(path: Path, *parts) -> None:
+        nonlocal seen
+        seen += path.name == name
+        if seen == count:
+            content = b"".join(parts)
+            path.with_name(f"{path.name}.new").write_bytes(content[: len(content) // 2])
+            print("hangs", flush=True)
+            time.sleep(1_000)
+        write(path, *parts)
+
+    checkpoint.write_atomically = store.write_atomically = stopping
+
+
+def fail_in(count: int) -> None:
+    """Makes a chunk fail."""
+    chunk, seen = driver._Run.chunk, 0
+
+    def failing(self, samples: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            print("fails", flush=True)
+            raise OSError("row 17 of rows.bin cannot be read")
+        chunk(self, samples)
+
+    driver._Run.chunk = failing
+
+
+def main() -> None:
+    folder, num_samples, *options = sys.argv[1:]
+    driver._SECONDS = 0.01  # many chunks in a short time
+    for option in options:
+        name, value = option.split("=")
+        if name == "hang":
+            file, count = value.split(":")
+            hang_in(file, int(count))
+        elif name == "fail":
+            fail_in(int(value))
+        else:
+            index, port = map(int, value.split(":"))
+            jax.distributed.initialize(f"localhost:{port}", 2, index)
+    mcmc = LongRun(
+        kernel(), num_warmup=300, num_samples=int(num_samples), num_chains=2, thinning=2,
+        chain_method="vectorized", store=folder, checkpoint_every=0, progress_bar=False,
+    )  # fmt: skip
+    print("begins", flush=True)
+    mcmc.run(random.key(1), data(), extra_fields=("z.mu",))
+    print("done", mcmc.stopped, flush=True)
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("LONG_RUN_CACHE"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    main()

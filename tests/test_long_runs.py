@@ -1,0 +1,541 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Long runs give the draws of ``MCMC``, and lose none of them whatever happens."""
+
+import os
+from pathlib import Path
+import pickle
+import random as python_random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from generations import FIRST_GENERATION, arviz_marks
+import jax
+from jax import random
+import jax.numpy as jnp
+from long_run import data, kernel, model
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, NUTS
+import pytest
+import xarray as xr
+
+from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data, summary, to_arviz
+from numpyro_sgmcmc.long_runs import checkpoint, driver, moments, monitor, store
+from numpyro_sgmcmc.long_runs.records import FOLDER, Record
+
+pytestmark = arviz_marks("The draws do not have the law")
+
+KEY = random.key(1)
+SETTINGS = {"num_warmup": 20, "num_samples": 110, "thinning": 3, "progress_bar": False}
+
+
+def same(one, other):
+    """Whether two trees are equal to the last bit; the keys of chains aside."""
+    one, other = (jax.tree.leaves(jax.tree.map(as_numbers, tree)) for tree in (one, other))
+    return len(one) == len(other) and all(
+        np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in zip(one, other, strict=True)
+    )
+
+
+def as_numbers(x):
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(random.key_data(x) if is_key else x)
+
+
+def results(mcmc):
+    return mcmc.get_samples(True), mcmc.get_extra_fields(True), mcmc.last_state
+
+
+def long_run(path=None, sampler=None, **changes):
+    settings = SETTINGS | {"checkpoint_every": 0, "store": path} | changes
+    return LongRun(sampler or kernel(), **settings)
+
+
+def run(mcmc, y=None, key=KEY, **options):
+    mcmc.run(key, data() if y is None else y, **options)
+    return mcmc
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A run without interruption."""
+    return run(long_run(num_chains=2, chain_method="vectorized"))
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """A run that was interrupted, and the folder of its store."""
+    folder = tmp_path / "run.zarr"
+    monkeypatch.setattr(driver, "_SECONDS", 1e-9)  # a chunk is a sample
+    interrupt_after(monkeypatch, 60)
+    mcmc = long_run(folder, num_chains=2, chain_method="vectorized")
+    with pytest.warns(UserWarning, match="interrupted after .* The same script goes on"):
+        run(mcmc)
+    monkeypatch.undo()
+    return mcmc, folder
+
+
+def interrupt_after(monkeypatch, chunks):
+    """Ctrl-C after some chunks."""
+    show, seen = driver._Run.show, []
+
+    def interrupted(self, bar):
+        seen.append(show(self, bar))
+        if len(seen) == chunks:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(driver._Run, "show", interrupted)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("single", marks=pytest.mark.thorough),
+        "sequential",
+        "vectorized",
+        pytest.param("parallel", marks=pytest.mark.thorough),
+    ],
+)
+def test_draws_of_mcmc(method, tmp_path):
+    chains = {"num_chains": 1 if method == "single" else 3}
+    chains["chain_method"] = "parallel" if method == "single" else method
+    fields = ("z.mu", "dynamics.momentum")
+    start = {"mu": jnp.zeros((3, 3))} if method == "vectorized" else None
+    plain = MCMC(kernel(), **SETTINGS | chains)
+    run(plain, extra_fields=fields, init_params=start)
+    mcmc = run(long_run(tmp_path / "run.zarr", **chains), extra_fields=fields, init_params=start)
+    if method == "parallel":  # NumPyro's own differ by rounding from its sequential ones
+        for x, y in zip(*map(jax.tree.leaves, (results(mcmc)[0], results(plain)[0])), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+    else:
+        assert same(results(mcmc), results(plain))
+    assert mcmc.num_samples == 110 and mcmc.get_samples()["mu"].shape[1:] == (3,)
+    assert mcmc.stopped is None
+
+
+def test_sites_left_out_are_in_the_moments(tmp_path):
+    def two(y):
+        numpyro.sample("tau", dist.HalfNormal(1.0))
+        model(y)
+
+    settings = {"num_samples": 2_000, "thinning": 1, "num_chains": 2, "chain_method": "sequential"}
+    sampler = SGHMC(two, step_size=0.005, friction=20.0)
+    everything = run(long_run(sampler=sampler, **settings))
+    mcmc = run(
+        long_run(tmp_path / "run.zarr", sampler, rank=2, **settings), extra_fields=("~z.mu",)
+    )
+    assert set(mcmc.get_samples()) == {"tau"}
+    draws = {k: np.asarray(x, float) for k, x in everything.get_samples().items()}
+    stored = xr.open_datatree(tmp_path / "run.zarr", engine="zarr")["moments"]
+    for found in (mcmc.moments, stored):
+        for name, x in draws.items():
+            np.testing.assert_allclose(found[name].sel(statistic="mean"), x.mean(0), rtol=1e-12)
+            np.testing.assert_allclose(found[name].sel(statistic="sd"), x.std(0, ddof=1))
+    assert float(stored["mu"].sel(statistic="r_hat").max()) < 1.2
+
+
+def test_covariance_of_low_rank():
+    """A covariance of two directions and small noise is found, whatever the chunks."""
+    rng = np.random.default_rng(0)
+    directions = rng.normal(size=(2, 30)) * np.array([[3.0], [1.0]])
+    x = rng.normal(size=(3, 600, 2)) @ directions + 1e-4 * rng.normal(size=(3, 600, 30))
+    found = moments.no_moments({"x": (30,)}, 3, 4)
+    for chunk in np.split(x, [1, 7, 300, 301], axis=1):
+        found = moments.with_draws(found, {"x": chunk})
+    factors = moments.summary_of(found, {})["x_factors"].values
+    inside = x - x.mean(axis=1, keepdims=True)
+    covariance = np.einsum("cmi,cmj->ij", inside, inside) / (3 * 599)
+    np.testing.assert_allclose(factors.T @ factors, covariance, atol=1e-6)
+
+
+def test_one_program_without_data_in_it():
+    mcmc = long_run()
+    programs = []
+    compile_ = driver.Program.compile
+
+    def noted(self):
+        programs.append(self)
+        compile_(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver.Program, "compile", noted)
+        run(mcmc)
+    (program,) = programs
+    assert program._run._cache_size() == 1
+    count = np.int32(1)
+    text = program._run.lower(program._data, mcmc.last_state, count, count).as_text()
+    constants = [line for line in text.splitlines() if "stablehlo.constant" in line]
+    assert constants and not any("tensor<100x3xf32>" in line for line in constants)
+    assert "tensor<100x3xf32>" in text
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 0.001])
+def test_resumed_run_is_the_same(seconds, stopped, whole, monkeypatch):
+    mcmc, folder = stopped
+    assert mcmc.stopped == "interrupt"
+    count = mcmc.get_samples(True)["mu"].shape[1]
+    assert mcmc.num_samples == 3 * count < 110
+    assert same(mcmc.get_samples(True)["mu"], whole.get_samples(True)["mu"][:, :count])
+    assert to_arviz(mcmc)["posterior"].sizes["draw"] == count
+    monkeypatch.setattr(driver, "_SECONDS", seconds)  # other chunks
+    resumed = run(long_run(folder, num_chains=2, chain_method="vectorized"))
+    assert same(results(resumed), results(whole))
+    xr.testing.assert_allclose(resumed.moments, whole.moments, rtol=1e-12)
+
+
+def test_finished_run_is_read_and_extended(tmp_path, monkeypatch):
+    folder = tmp_path / "run.zarr"
+    first = run(long_run(folder))
+    chunks = []
+    chunk = driver._Run.chunk
+    monkeypatch.setattr(driver._Run, "chunk", lambda *x: chunks.append(chunk(*x)))
+    again = run(long_run(folder))
+    assert not chunks and same(results(again), results(first))
+    longer = run(long_run(folder, num_samples=140))
+    assert chunks and same(results(longer), results(run(long_run(num_samples=140))))
+    with pytest.raises(ValueError, match="has 46 draws of each chain already, more than the 20"):
+        run(long_run(folder, num_samples=62))
+
+
+@pytest.mark.thorough
+def test_begin_anew_keeps_the_old(tmp_path):
+    folder = tmp_path / "run.zarr"
+    run(long_run(folder))
+    run(long_run(folder, resume=False), key=random.key(7))
+    old, new = (store.Store(tmp_path / name) for name in ("run.zarr.1", "run.zarr"))
+    assert old.draws == new.draws == 36
+    assert not np.array_equal(old.read("posterior/mu"), new.read("posterior/mu"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("of value")
+    with pytest.raises(ValueError, match="is not a store of `LongRun`"):
+        run(long_run(tmp_path / "other"))
+
+
+def other_prior(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 9).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+
+FOREIGN = {
+    "num_warmup is 30 and was 20": ({"num_warmup": 30}, {}),
+    "thinning is 2 and was 3": ({"thinning": 2}, {}),
+    "another random key": ({}, {"key": random.key(2)}),
+    "another data": ({}, {"y": data() + 1}),
+    "latent sites is mu: float32.4.": ({}, {"y": jnp.ones((100, 4))}),
+    "num_chains is 3 and was 1": ({"num_chains": 3, "chain_method": "vectorized"}, {}),
+    "kernel's step_size is 0.006 and was 0.005": (
+        {"sampler": SGHMC(model, step_size=0.006, friction=20.0)}, {},
+    ),
+    "kernel is NUTS and was SGHMC": ({"sampler": NUTS(full_data(model))}, {}),
+    "log density of 'mu' is": ({"sampler": SGHMC(other_prior, step_size=0.005, friction=20.0)}, {}),
+    "extra_fields is z.mu and was": ({}, {"extra_fields": ("z.mu",)}),
+}  # fmt: skip
+
+
+def wide(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([y.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run.zarr"
+    run(long_run(folder))
+    return folder
+
+
+@pytest.mark.parametrize("said", FOREIGN)
+def test_other_run_is_refused(said, finished):
+    changes, options = FOREIGN[said]
+    if "latent" in said:
+        changes = {"sampler": SGHMC(wide, step_size=0.005, friction=20.0)}
+    before = store.Store(finished).read("posterior/mu")
+    with pytest.raises(ValueError, match=f"holds another run: .*{said}.*`resume=False`"):
+        run(long_run(finished, **changes), **options)
+    assert np.array_equal(store.Store(finished).read("posterior/mu"), before)
+
+
+def test_damaged_checkpoint_is_refused(tmp_path):
+    folder = tmp_path / "run.zarr"
+    run(long_run(folder))
+    file = folder / FOLDER / "checkpoint"
+    content = file.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    newer = bytearray(content)
+    newer[8] += 1
+    for damaged, said in (
+        (bytes(flipped), "is corrupted: its checksum differs"),
+        (content[:-10], "is truncated: .* of .* bytes"),
+        (bytes(newer), "has version 2 of the format, and this is version 1"),
+        (b"", "is not a checkpoint"),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=said):
+            run(long_run(folder))
+    file.unlink()
+    with pytest.raises(ValueError, match="36 draws, but its checkpoint .* is lost"):
+        run(long_run(folder))
+    file.write_bytes(content)
+    store.Store(folder).publish(30)
+    with pytest.raises(ValueError, match="has 30 draws .* checkpoint knows of 36"):
+        run(long_run(folder))
+
+
+def test_one_writer(tmp_path):
+    with Record(tmp_path / "run.zarr", True):
+        with pytest.raises(ValueError, match="Another process is writing"):
+            run(long_run(tmp_path / "run.zarr"))
+
+
+def test_stops(tmp_path):
+    settings = {"num_samples": 10_000_000, "thinning": 1, "num_warmup": 100}
+    start = time.monotonic()
+    # compilation is in the budget, but there is one chunk at least
+    mcmc = run(long_run(tmp_path / "run.zarr", max_time=3.0, checkpoint_every=10, **settings))
+    assert mcmc.stopped == "max_time" and 3 < time.monotonic() - start < 30
+    mcmc = run(long_run(target_ess=300.0, num_chains=2, chain_method="vectorized", **settings))
+    assert mcmc.stopped == "target_ess"
+    sizes = summary(mcmc).table["ess_bulk"].astype(float)
+    # a run looks whenever it is 1.3 times as long, and chunks may be longer
+    assert 300 <= sizes.min() < 30_000
+    mcmc = run(long_run(target_mcse=0.05, **settings))
+    assert mcmc.stopped == "target_mcse"
+    with pytest.raises(ValueError, match="`target_ess` must be a positive number; got 0"):
+        long_run(target_ess=0)
+
+
+@pytest.mark.thorough
+def test_failing_program_keeps_what_was_drawn(tmp_path):
+    folder, broken = tmp_path / "run.zarr", [True]
+    calls = []
+
+    def read(rows, y):
+        calls.append(1)
+        if broken[0] and len(calls) > 100:
+            raise OSError("row 17 of rows.bin cannot be read")
+        return np.asarray(y)[np.asarray(rows)]
+
+    def reading(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            rows = jax.pure_callback(read, jax.ShapeDtypeStruct((*i.shape, 3), y.dtype), i, y)
+            numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=rows)
+
+    def mcmc():
+        calls.clear()
+        return long_run(folder, SGHMC(reading, step_size=0.005, friction=20.0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_SECONDS", 1e-9)
+        # which of the two depends on when the program finds out
+        errors = (ValueError, jax.errors.JaxRuntimeError)
+        with pytest.raises(errors, match="row 17 of rows.bin"):
+            run(mcmc())
+    kept = store.Store(folder).draws
+    assert 0 < kept < 36
+    broken[0] = False
+    resumed = run(mcmc())
+    plain = run(MCMC(kernel(), **SETTINGS))
+    assert same(resumed.get_samples()["mu"][:kept], plain.get_samples()["mu"][:kept])
+    assert resumed.get_samples()["mu"].shape == (36, 3)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (40, 7), (300_000,)])
+def test_store_is_zarr(shape, tmp_path):
+    """What is appended in blocks, cut back and appended again is what zarr-python reads."""
+    zarr = pytest.importorskip("zarr")
+    rng = np.random.default_rng(0)
+    draws = 20 if len(shape) == 1 and shape[0] > 1_000 else 9_000
+    values = rng.normal(size=(2, draws, *shape)).astype(np.float32)
+    dims = ["chain", "draw", *(f"d{k}" for k in range(len(shape)))]
+    written = store.Store(tmp_path)
+    node = store.variable((2, *shape), np.float32, dims, draws)
+    number = store.variable((), np.int64, ["draw"], draws)
+    written.create({"posterior": {"x": node, "draw": number}})
+    for start, stop, shown in ((0, 1, 1), (1, 8, 8), (8, draws - 3, 5), (5, draws, draws)):
+        written.append(start, {
+            "posterior/x": values[:, start:stop], "posterior/draw": np.arange(start, stop)
+        })  # fmt: skip
+        written.publish(shown)
+        found = zarr.open_group(tmp_path, mode="r")["posterior"]
+        assert np.array_equal(found["x"][:], values[:, :shown])
+        assert found["draw"].shape == (shown,)
+    assert np.array_equal(store.Store(tmp_path).read("posterior/x"), values)
+    chunk = node["chunk_grid"]["configuration"]["chunk_shape"]
+    assert np.prod(chunk) * 4 <= 1 << 20 and (chunk[1] >= 64 or chunk[1] >= draws or shape)
+
+
+def test_opens_in_arviz(tmp_path):
+    import arviz as az
+
+    def plates(y):
+        with numpyro.plate("groups", 3):
+            mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+
+    sampler = SGHMC(plates, step_size=0.005, friction=20.0)
+    mcmc = run(long_run(tmp_path / "run.zarr", sampler, num_chains=2, chain_method="sequential"))
+    if FIRST_GENERATION:
+        tree = xr.open_datatree(tmp_path / "run.zarr", engine="zarr")
+        found = az.InferenceData.from_datatree(tree)
+    else:
+        found = az.from_zarr(tmp_path / "run.zarr")
+    expected = to_arviz(mcmc)
+    for group in ("posterior", "sample_stats"):
+        for name, x in expected[group].data_vars.items():
+            assert found[group][name].dims == x.dims
+            assert np.array_equal(found[group][name], x, equal_nan=True)
+    assert found["posterior"]["mu"].dims == ("chain", "draw", "groups")
+    assert found.attrs["algorithm"] == "SGHMC" and found.attrs["thinning"] == 3
+    assert az.ess(found)["mu"].shape == (3,)
+    assert az.from_numpyro(mcmc, log_likelihood=False)["posterior"].sizes["draw"] == 36
+    assert "mu[0]" in summary(mcmc).table.index
+
+
+@pytest.mark.thorough
+def test_warmup_then_run(tmp_path):
+    plain, mcmc = MCMC(kernel(), **SETTINGS), long_run(tmp_path / "run.zarr")
+    for each in (plain, mcmc):
+        each.warmup(KEY, data())
+        run(each, key=random.key(3))
+    assert same(results(mcmc), results(plain))
+    again = pickle.loads(pickle.dumps(mcmc))
+    assert same(again.get_samples(), plain.get_samples())
+
+
+def test_monitored_draws_are_few():
+    """Of a long run every so many draws are kept, and their size is that of all."""
+    rng = np.random.default_rng(0)
+    x = np.zeros((2, 60_000, 150))
+    noise = rng.normal(size=x.shape)
+    for k in range(1, x.shape[1]):
+        x[:, k] = 0.98 * x[:, k - 1] + noise[:, k]  # an effective draw in 99
+    where = monitor.places({"x": (150,)})
+    assert len(where["x"]) == 100
+    found = None
+    for chunk in np.split(x, [3, 1_000, 30_001], axis=1):
+        found = monitor.with_draws(found, {"x": chunk}, where)
+    assert found.kept.shape[1] <= 20_000 and found.seen == 60_000
+    assert np.array_equal(found.kept[:, :, 0], x[:, :: found.stride, 0].astype(np.float32))
+    assert 600 < monitor.least_size(found, "bulk") < 1_212
+
+
+def test_warns_of_another_law():
+    """The verdict of the kernel reaches the user: in this run the noise is not corrected for."""
+    settings = SETTINGS | {"num_samples": 6_000, "num_chains": 2, "chain_method": "vectorized"}
+    with pytest.warns(UserWarning, match="The draws do not have the law of the posterior"):
+        run(long_run(sampler=SGHMC(model, step_size=0.03, friction=5.0), **settings))
+
+
+def test_callable_chain_method_is_refused():
+    with pytest.raises(ValueError, match="needs chain_method='sequential'"):
+        long_run(chain_method=jax.vmap)
+
+
+@pytest.mark.thorough
+def test_resumed_run_is_not_tuned_again(tmp_path, monkeypatch):
+    folder = tmp_path / "run.zarr"
+    settings = {"num_chains": 2, "chain_method": "vectorized", "thinning": 1}
+    wholly = run(MCMC(CCAdL(wide, progress_bar=False), **SETTINGS | settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_SECONDS", 1e-9)
+        interrupt_after(patch, 60)
+        with pytest.warns(UserWarning, match="interrupted"):
+            run(long_run(folder, CCAdL(wide, progress_bar=False), **settings))
+    monkeypatch.setattr(CCAdL, "_find_tuning", None)
+    resumed = run(long_run(folder, CCAdL(wide, progress_bar=False), **settings))
+    assert same(results(resumed), results(wholly))
+    assert resumed.sampler.tuning.steps_per_sample == wholly.sampler.tuning.steps_per_sample
+
+
+CHILD = Path(__file__).with_name("long_run.py")
+
+
+def child(folder, *options, cache, samples=20_000, **pipes):
+    return subprocess.Popen(
+        [sys.executable, CHILD, folder, str(samples), *options], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"LONG_RUN_CACHE": str(cache), "XLA_FLAGS": ""}, **pipes,
+    )  # fmt: skip
+
+
+def waits_for(process, word):
+    for line in process.stdout:
+        if line.startswith(word):
+            return True
+    return False
+
+
+@pytest.mark.thorough
+def test_kills(tmp_path):
+    """Killed at random moments and in the middle of writes, a run loses and doubles nothing."""
+    cache, rng = tmp_path / "cache", python_random.Random(0)
+    with child(tmp_path / "whole.zarr", cache=cache) as whole:
+        assert waits_for(whole, "done") and whole.wait() == 0
+    folder, draws = tmp_path / "killed.zarr", []
+    for options in ([], ["hang=checkpoint:3"], [], ["hang=zarr.json:20"], ["hang=0:6"]):
+        with child(folder, *options, cache=cache) as process:
+            assert waits_for(process, "hangs" if options else "begins")
+            time.sleep(0 if options else 3 * rng.random())
+            process.kill()
+        draws.append(store.Store(folder).draws)
+    assert len(set(draws)) > 2, draws
+    with child(folder, cache=cache) as process:
+        assert waits_for(process, "done") and process.wait() == 0
+    one, other = (store.Store(tmp_path / name) for name in ("whole.zarr", "killed.zarr"))
+    for name in one.nodes:
+        if "/" in name and not name.startswith("moments"):
+            x, y = one.read(name), other.read(name)
+            assert np.array_equal(x, y, equal_nan=x.dtype.kind == "f"), name
+    assert np.array_equal(one.read("posterior/draw"), np.arange(10_000))
+
+
+@pytest.mark.thorough
+def test_reader_sees_complete_draws(tmp_path):
+    """Another process reads while the run writes: all variables have the same, complete draws."""
+    seen = []
+    with child(tmp_path / "run.zarr", cache=tmp_path / "cache") as process:
+        waits_for(process, "begins")
+        while process.poll() is None:
+            time.sleep(0.1)
+            if not (tmp_path / "run.zarr" / "zarr.json").exists():
+                continue
+            with xr.open_datatree(tmp_path / "run.zarr", engine="zarr", chunks=None) as tree:
+                posterior, stats = tree["posterior"].load(), tree["sample_stats"].load()
+            count = posterior.sizes["draw"]
+            assert stats.sizes["draw"] == count
+            assert np.array_equal(posterior["draw"], np.arange(count))
+            # what has not been written is zero
+            assert np.all(posterior["mu"] != 0) and np.all(stats["z.mu"] != 0)
+            assert np.array_equal(posterior["mu"], stats["z.mu"])
+            seen.append(count)
+    assert process.returncode == 0 and len(set(seen)) > 3
+
+
+@pytest.mark.thorough
+def test_a_failing_process_stops_the_others(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    folder, settings = tmp_path / "run.zarr", {"cache": tmp_path / "cache", "samples": 10_000_000}
+    with (
+        child(folder, f"process=0:{port}", stderr=subprocess.PIPE, **settings) as first,
+        child(folder, f"process=1:{port}", "fail=20", **settings) as second,
+    ):
+        assert waits_for(second, "fails")
+        start = time.monotonic()
+        _, errors = first.communicate(timeout=60)
+        assert first.returncode != 0 and time.monotonic() - start < 60
+        assert "Process 1 has failed: OSError: row 17 of rows.bin cannot be read" in errors
+        second.kill()
+    kept = store.Store(folder).draws
+    assert checkpoint.load(folder / FOLDER / "checkpoint")["draws"] == kept > 0
