@@ -3,19 +3,19 @@
 
 """
 One of several processes that sample together: what ``test_devices.py`` starts, as
-``python one_process.py process processes devices-of-each port chains where-to-write``.
+``python one_process.py process processes port devices-of-each chains where-to-write [for-ever]``.
 """
 
 import os
 import sys
 
-PROCESS, PROCESSES, DEVICES, PORT, CHAINS = map(int, sys.argv[1:6])
+PROCESS, PROCESSES, PORT, DEVICES, CHAINS = map(int, sys.argv[1:6])
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
 
-jax.distributed.initialize(f"localhost:{PORT}", PROCESSES, PROCESS)
+jax.distributed.initialize(f"localhost:{PORT}", PROCESSES, PROCESS, heartbeat_timeout_seconds=20)
 
 from known_posterior import X, Y, sample  # noqa: E402
 import numpy as np  # noqa: E402
@@ -34,10 +34,8 @@ here = slice(PROCESS % holders * part, (PROCESS % holders + 1) * part)
 data = spread_rows(mesh, X[here], Y[here])
 draws, state = sample(mesh, data)
 parts = [np.asarray(shard.data) for shard in state.z["w"].addressable_shards]
-np.savez(
-    sys.argv[6],
-    draws=draws,
-    last=np.stack(parts),
-    data=fingerprint_of(data, {}),
-    rows=data[0].shape,
-)
+found = {"draws": draws, "last": np.stack(parts), "rows": data[0].shape}
+np.savez(f"{sys.argv[6]}.npz", data=fingerprint_of(data, {}), **found)
+os.replace(f"{sys.argv[6]}.npz", sys.argv[6])  # whole when it is there
+while len(sys.argv) > 7:
+    sample(mesh, data, 10)

@@ -12,6 +12,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 
 import exact_laws
 import jax
@@ -26,6 +27,7 @@ import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
+from numpyro.util import fori_collect
 import pytest
 
 from numpyro_sgmcmc import SGLD, SMSUBU, CCAdL, spread_rows
@@ -168,16 +170,22 @@ def collectives(function, *arguments):
 
 @pytest.mark.parametrize("name", ["SGLD modified", "CCAdL"])
 def test_a_step_is_one_message(name):
-    """And what the loop of `MCMC` does besides sends nothing."""
-    args = spread_rows(MESH, X, Y)
-    kernel = KERNELS[name](kernel_table.model, init_strategy=CENTRE, mesh=MESH)
-    state = kernel.init(random.key(0), 10, None, args, {})
+    """And what the loop of `MCMC` does besides sends nothing, and no data."""
+    mesh = mesh_of(2, 4)
+    args = spread_rows(mesh, X, Y)
+    kernel = KERNELS[name](kernel_table.model, init_strategy=CENTRE, mesh=mesh)
+    state = kernel.init(random.split(random.key(0), 2), 10, None, args, {})
 
-    def one(state, args):
-        state = kernel.sample(state, args, {})
-        return state, kernel.postprocess_fn(args, {})(state.z)
+    def sample(values):
+        return kernel.sample(*values, {}), values[1]
 
-    assert collectives(one, state, args) == {"all-reduce": 1}
+    def kept(values):
+        return jax.vmap(kernel.postprocess_fn(values[1], {}))(values[0].z)
+
+    def loop(*values):
+        return fori_collect(5, 20, sample, values, transform=kept, progbar=False)
+
+    assert collectives(loop, state, args) == {"all-reduce": 1}
 
 
 # --- the noise ----------------------------------------------------------------------------
@@ -540,8 +548,7 @@ def start_processes(script, processes, *arguments):
     port = free_port()
     return [
         subprocess.Popen(
-            [*command, *map(str, (k, processes, arguments[0], port, *arguments[1:-1]))]
-            + [str(arguments[-1]).format(k)],
+            [*command, str(k), str(processes), str(port), *(str(x).format(k) for x in arguments)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             stderr=subprocess.PIPE,
             text=True,
@@ -553,25 +560,40 @@ def start_processes(script, processes, *arguments):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("processes", "devices", "chains"), [(2, 1, 1), (4, 1, 1), (2, 4, 2)])
 def test_processes(processes, devices, chains, tmp_path):
-    """They draw what one process with as many devices draws, and the law is right."""
-    where = tmp_path / "{}.npz"
-    started = start_processes("one_process.py", processes, devices, chains, where)
+    """
+    They draw what one process with as many devices draws, and the law is right. Of two that go on
+    one is killed: within a minute the other ends, and says which it was.
+    """
+    where = str(tmp_path / "{}.npz")
+    goes_on = ["for-ever"] if (processes, chains) == (2, 1) else []
+    started = start_processes("one_process.py", processes, devices, chains, where, *goes_on)
     try:
-        errors = [process.communicate(timeout=300)[1] for process in started]
+        if goes_on:
+            for k in range(2):
+                while not os.path.exists(where.format(k)):
+                    assert started[k].poll() is None, started[k].communicate()[1][-2_000:]
+                    time.sleep(0.1)
+            started[1].kill()
+            _, error = started[0].communicate(timeout=60)
+            assert re.search(r"unhealthy \(stopped sending heartbeats\):\n1\n", error)
+        else:
+            errors = [process.communicate(timeout=300)[1] for process in started]
+            for process, error in zip(started, errors, strict=True):
+                assert process.returncode == 0, error[-2_000:]
     finally:
         for process in started:
             process.kill()
-    for process, error in zip(started, errors, strict=True):
-        assert process.returncode == 0, error[-2_000:]
-    found = [np.load(str(where).format(k)) for k in range(processes)]
+            process.wait()
+            process.stderr.close()
+    found = [np.load(where.format(k)) for k in range(processes)]
     for name in ("draws", "data"):
         assert all(np.array_equal(one[name], found[0][name]) for one in found)
     if chains == 1:  # all have all chains
         last = np.concatenate([one["last"] for one in found])
         assert np.all(last == last[0])
     assert tuple(found[0]["rows"]) == known_posterior.X.shape
-    shape = (chains, 4) if chains > 1 else (processes * devices,)
-    data = spread_rows(mesh_of(*shape), known_posterior.X, known_posterior.Y)
-    here, _ = known_posterior.sample(mesh_of(*shape), data, 10)
+    mesh = mesh_of(chains, 4) if chains > 1 else mesh_of(processes * devices)
+    data = spread_rows(mesh, known_posterior.X, known_posterior.Y)
+    here, _ = known_posterior.sample(mesh, data, 10)
     np.testing.assert_allclose(found[0]["draws"][:, :1], here[:, :1], rtol=1e-2)
     check_posterior(found[0]["draws"])
