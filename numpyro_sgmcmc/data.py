@@ -91,6 +91,8 @@ class RowsOnDisk:
 
     def __init__(self, source: Any) -> None:
         self._source = _opened(source)
+        #: why the latest rows could not be read
+        self.failure: UnreadableRows | None = None
         self._requests: OrderedDict[bytes, Future] = OrderedDict()
         found = np.dtype(self._source.dtype)
         if found.kind not in "biuf" or not self._source.shape or not self._source.shape[0]:
@@ -172,7 +174,14 @@ class RowsOnDisk:
         :raises UnreadableRows: if one of them cannot be read.
         """
         numbers = np.asarray(numbers)
-        flat = numbers.reshape(-1).astype(np.int64)
+        try:
+            found = self._checked(numbers.reshape(-1).astype(np.int64))
+        except UnreadableRows as error:
+            self.failure = error
+            raise
+        return found.reshape(*numbers.shape, *self.shape[1:])
+
+    def _checked(self, flat: np.ndarray) -> np.ndarray:
         outside = flat[(flat < 0) | (flat >= len(self))]
         if outside.size:
             raise UnreadableRows(f"{self!r} has no row {outside[0]:,}.")
@@ -182,7 +191,7 @@ class RowsOnDisk:
                 total = np.sum(found)
             if not np.isfinite(total):
                 self._refuse_nonfinite(flat, found.reshape(len(flat), -1))
-        return found.reshape(*numbers.shape, *self.shape[1:])
+        return found
 
     def _refuse_nonfinite(self, numbers: np.ndarray, found: np.ndarray) -> None:
         """
@@ -278,6 +287,11 @@ def on_disk(arguments: Any) -> list[RowsOnDisk]:
     """The arguments of a model that are on disk."""
     leaves = jax.tree.leaves(arguments, is_leaf=_is_on_disk)
     return [leaf for leaf in leaves if _is_on_disk(leaf)]
+
+
+def failure_of(arguments: Any) -> UnreadableRows | None:
+    """Why a program with these arguments has failed, if it was for rows that cannot be read."""
+    return next((source.failure for source in on_disk(arguments) if source.failure), None)
 
 
 def replaced(arguments: Any, others: Sequence[Any]) -> Any:

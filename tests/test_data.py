@@ -19,7 +19,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
 
-from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk, UnreadableRows, to_arviz
+from numpyro_sgmcmc import SGLD, CCAdL, LongRun, RowsOnDisk, UnreadableRows, to_arviz
 from numpyro_sgmcmc.data import read_ahead
 
 ROWS = np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
@@ -269,6 +269,41 @@ def test_a_run_ends_where_a_row_cannot_be_read(tmp_path):
     mcmc = MCMC(kernel, num_warmup=100, num_samples=100, progress_bar=False)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"UnreadableRows: Row 70 of .*x.npy"):
         mcmc.run(random.key(0), npy(tmp_path, poisoned), Y)
+
+
+class Failing:
+    """Rows of which some are there for a while only."""
+
+    dtype, shape = X.dtype, X.shape
+
+    def __init__(self, reads):
+        self.left = reads
+
+    def __getitem__(self, rows):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("the disk does not answer")
+        return X[rows]
+
+
+def test_a_long_run_goes_on_when_the_disk_is_back(tmp_path):
+    """With everything drawn before, and to the draws that there would have been."""
+    whole = drawn("SGLD", X, num_samples=30_000).get_samples()["w"]
+
+    def long_run():
+        return LongRun(
+            KERNELS["SGLD"](model, init_strategy=CENTRE), num_warmup=70, num_samples=30_000,
+            store=tmp_path / "run.zarr", progress_bar=False,
+        )  # fmt: skip
+
+    mcmc = long_run()
+    with pytest.raises(UnreadableRows, match=r"Rows of .* cannot be read: OSError: the disk does"):
+        mcmc.run(random.key(0), RowsOnDisk(Failing(200)), Y)
+    kept = mcmc.get_samples()["w"]
+    assert 100 < len(kept) < 30_000 and np.array_equal(kept, whole[: len(kept)])
+    mcmc = long_run()
+    mcmc.run(random.key(0), RowsOnDisk(Failing(10**6)), Y)
+    assert np.array_equal(mcmc.get_samples()["w"], whole)
 
 
 @pytest.mark.arviz

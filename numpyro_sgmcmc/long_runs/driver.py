@@ -20,6 +20,7 @@ from numpyro.util import is_prng_key
 from tqdm.auto import tqdm
 import xarray as xr
 
+from numpyro_sgmcmc.data import failure_of
 from numpyro_sgmcmc.inference_data import plate_dims
 from numpyro_sgmcmc.long_runs import identity
 from numpyro_sgmcmc.long_runs.draws import Draws
@@ -424,9 +425,11 @@ class _Run:
         start = time.perf_counter()
         try:
             states, draws = self.program(progress.states, segments, steps)
-        except BaseException:
+        except BaseException as error:
             # not what the failed call did, and everything before it
             self.commit()
+            if unreadable := failure_of((self.mcmc._args, self.mcmc._kwargs)):
+                raise unreadable from error
             raise
         self.each, self.latest = (time.perf_counter() - start) / number, number
         moments, monitored = progress.moments, progress.monitored
