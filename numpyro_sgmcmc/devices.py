@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax, random
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
@@ -197,8 +198,6 @@ def _check_same_rows(k: int, rows: int) -> None:
     """
     :raises ValueError: in all processes, if one of them has another number of rows.
     """
-    from jax.experimental.multihost_utils import process_allgather
-
     counts = np.ravel(process_allgather(np.asarray(rows))).tolist()
     if len(set(counts)) > 1:
         listed = ", ".join(f"{count:,} in process {p}" for p, count in enumerate(counts))

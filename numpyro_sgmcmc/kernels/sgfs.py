@@ -63,7 +63,7 @@ class SGFS(SGMCMCKernel):
     :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
         is given, and else tuned.
     :param init_strategy: a per-site initialization function of NumPyro.
-    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning`` and
+    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning``, ``mesh`` and
         ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
