@@ -333,7 +333,7 @@ class LongRun(MCMC):
             state = joined(states * (self.num_chains // count))
         if found is not None:
             state = found.pop("restored")(state)
-        return separated(state, self.chain_method, self.num_chains)
+        return separated(state, self.chain_method, self.num_chains, arguments)
 
 
 class Progress(NamedTuple):
