@@ -166,7 +166,7 @@ def kills(_: int, folder: Path) -> str:
 
     def child(store: str, *options: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, str(CHILD), str(folder / store), "2000000", *options],
+            [sys.executable, str(CHILD), str(folder / store), "400000", *options],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
         )  # fmt: skip
 
@@ -198,7 +198,7 @@ def kills(_: int, folder: Path) -> str:
     names = [name for name in one.nodes if "/" in name and not name.startswith("moments")]
     same = all(one.read(name).tobytes() == other.read(name).tobytes() for name in names)
     numbers = other.read("posterior/draw")
-    lost = len(set(range(1_000_000)) - set(numbers.tolist()))
+    lost = len(set(range(200_000)) - set(numbers.tolist()))
     doubled = len(numbers) - len(set(numbers.tolist()))
     header = ["killed at random moments", "in a checkpoint", "in metadata", "in a chunk of draws"]
     return table(
