@@ -32,6 +32,8 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from numpyro_sgmcmc.data import on_disk
+
 ROWS, CHAINS = "rows", "chains"
 
 #: The same on all devices.
@@ -217,6 +219,12 @@ def found_shards(mesh: Mesh | None, args: tuple, kwargs: dict) -> Shards | None:
     found = [one for one in meshes if one is not None]
     if mesh is None and not found:
         return None
+    if sources := on_disk((args, kwargs)):
+        raise ValueError(
+            f"{sources[0]!r} stays on disk, where all devices would read the same rows: spread"
+            " arrays over the devices, `spread_rows(mesh, X)`, or read from disk on one device,"
+            " without a mesh."
+        )
     if not found:
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
         raise ValueError(

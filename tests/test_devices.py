@@ -30,7 +30,7 @@ from numpyro.infer import MCMC
 from numpyro.util import fori_collect
 import pytest
 
-from numpyro_sgmcmc import SGLD, SMSUBU, CCAdL, spread_rows
+from numpyro_sgmcmc import SGLD, SMSUBU, CCAdL, RowsOnDisk, spread_rows
 from numpyro_sgmcmc.kernels import _chain
 from numpyro_sgmcmc.kernels._arguments import fingerprint_of
 from numpyro_sgmcmc.metric import IdentityMetric
@@ -464,6 +464,8 @@ def test_runs_refused():
         run(args=(X, Y))
     with pytest.raises(ValueError, match=r"Not spread, though of 80 rows: args\.1; use"):
         run(args=(spread_rows(MESH, X), Y))
+    with pytest.raises(ValueError, match="stays on disk, where all devices would read the same"):
+        run(args=(RowsOnDisk(X), spread_rows(MESH, Y)))
     with pytest.raises(ValueError, match="different numbers of rows: 40, 80"):
         kernel = SGLD(lambda x, y, groups: kernel_table.model(x, y), mesh=MESH, **some)
         run(kernel, spread_rows(MESH, X, Y, np.ones(40)))

@@ -100,16 +100,18 @@ class LongRun(MCMC):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
         >>> y = 3 + jax.random.normal(jax.random.key(0), (1_000,))
-        >>> store = tempfile.mkdtemp() + "/run.zarr"
+        >>> folder = tempfile.TemporaryDirectory()
         >>> for num_samples in (1_000, 3_000):
         ...     mcmc = LongRun(
         ...         SGHMC(model, step_size=0.005, friction=20.0), num_warmup=500,
-        ...         num_samples=num_samples, store=store, progress_bar=False,
+        ...         num_samples=num_samples, store=f"{folder.name}/run.zarr",
+        ...         progress_bar=False,
         ...     )
         ...     mcmc.run(jax.random.key(1), y)  # the second time from the end of the first
         ...     print(mcmc.get_samples()["mu"].shape)
         (1000,)
         (3000,)
+        >>> folder.cleanup()
         >>> abs(mcmc.moments["mu"].sel(statistic="mean") - y.mean()).item() < 0.02
         True
     """
@@ -334,7 +336,7 @@ class LongRun(MCMC):
             state = joined(states * (self.num_chains // count))
         if found is not None:
             state = found.pop("restored")(state)
-        return separated(state, self.chain_method, self.num_chains)
+        return separated(state, self.chain_method, self.num_chains, arguments)
 
 
 class Progress(NamedTuple):

@@ -183,11 +183,21 @@ def chain_mesh(num_chains: int) -> Mesh:
     return Mesh(np.array(jax.local_devices()[:num_chains]), ("chain",))
 
 
-def separated(state: Any, method: str, num_chains: int) -> list:
+def separated(state: Any, method: str, num_chains: int, data: Any = ()) -> list:
     """
     The state of all chains, as ``MCMC.last_state`` has it, as a program takes it: a list of the
     states of sequential chains, or of one state of all.
+
+    :param data: a tree of what the program is called with; where it is spread over devices, the
+        state goes to all of them, as it comes back from the program.
     """
+    shardings = [x.sharding for x in jax.tree.leaves(data) if isinstance(x, jax.Array)]
+    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and s.num_devices > 1]
+    if meshes:
+        everywhere = NamedSharding(meshes[0], PartitionSpec())
+        state = jax.tree.map(
+            lambda x: jax.device_put(x, everywhere) if x.sharding.num_devices == 1 else x, state
+        )
     if method == "sequential" and num_chains > 1:
         return [jax.tree.map(lambda x, k=k: x[k], state) for k in range(num_chains)]
     if method == "parallel" and num_chains > 1:
