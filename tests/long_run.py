@@ -5,9 +5,12 @@
 A long run in a process of its own, for tests that kill it.
 
     python tests/long_run.py STORE NUM_SAMPLES [hang=FILE:COUNT] [process=K:PORT] [fail=CHUNK]
+        [seconds=SECONDS] [flush=0]
 
 ``hang=checkpoint:3`` stops for ever in the middle of the third checkpoint, with half of it written;
-``process=1:12345`` is the second one of two processes; ``fail=20`` fails in the 20th chunk.
+``process=1:12345`` is the second one of two processes; ``fail=20`` fails in the 20th chunk, and
+``seconds=0.002`` is how long a chunk takes; ``flush=0`` leaves it to the system when files go to
+the disk, which only a failure of the machine would show.
 """
 
 import os
@@ -80,6 +83,10 @@ def main() -> None:
             hang_in(file, int(count))
         elif name == "fail":
             fail_in(int(value))
+        elif name == "seconds":
+            driver._SECONDS = float(value)
+        elif name == "flush":
+            os.fsync = lambda file: None
         else:
             index, port = map(int, value.split(":"))
             jax.distributed.initialize(f"localhost:{port}", 2, index)

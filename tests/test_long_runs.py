@@ -463,7 +463,8 @@ CHILD = Path(__file__).with_name("long_run.py")
 
 def child(folder, *options, cache, samples=20_000, **pipes):
     return subprocess.Popen(
-        [sys.executable, CHILD, folder, str(samples), *options], stdout=subprocess.PIPE, text=True,
+        [sys.executable, CHILD, folder, str(samples), "flush=0", *options],
+        stdout=subprocess.PIPE, text=True,
         env=os.environ | {"LONG_RUN_CACHE": str(cache), "XLA_FLAGS": ""}, **pipes,
     )  # fmt: skip
 
@@ -478,25 +479,29 @@ def waits_for(process, word):
 @pytest.mark.thorough
 def test_kills(tmp_path):
     """Killed at random moments and in the middle of writes, a run loses and doubles nothing."""
-    cache, rng = tmp_path / "cache", python_random.Random(0)
-    with child(tmp_path / "whole.zarr", cache=cache) as whole:
+    settings = {"cache": tmp_path / "cache", "samples": 60_000}
+    with child(tmp_path / "whole.zarr", **settings) as whole:
         assert waits_for(whole, "done") and whole.wait() == 0
-    folder, draws = tmp_path / "killed.zarr", []
-    for options in ([], ["hang=checkpoint:3"], [], ["hang=zarr.json:20"], ["hang=0:6"]):
-        with child(folder, *options, cache=cache) as process:
-            assert waits_for(process, "hangs" if options else "begins")
-            time.sleep(0 if options else 3 * rng.random())
+    folder, draws, rng = tmp_path / "killed.zarr", [0], python_random.Random(0)
+    for option in ("", "hang=checkpoint:3", "", "hang=zarr.json:20", "hang=0:6"):
+        options = ["seconds=0.002", option] if option else ["seconds=0.002"]
+        with child(folder, *options, **settings) as process:
+            assert waits_for(process, "hangs" if option else "begins")
+            while not option and process.poll() is None and store.Store(folder).draws == draws[-1]:
+                time.sleep(0.01)
+            time.sleep(0 if option else 0.1 * rng.random())
+            assert process.poll() is None, "the run has ended before"
             process.kill()
         draws.append(store.Store(folder).draws)
     assert len(set(draws)) > 2, draws
-    with child(folder, cache=cache) as process:
+    with child(folder, **settings) as process:
         assert waits_for(process, "done") and process.wait() == 0
     one, other = (store.Store(tmp_path / name) for name in ("whole.zarr", "killed.zarr"))
     for name in one.nodes:
         if "/" in name and not name.startswith("moments"):
             x, y = one.read(name), other.read(name)
             assert np.array_equal(x, y, equal_nan=x.dtype.kind == "f"), name
-    assert np.array_equal(one.read("posterior/draw"), np.arange(10_000))
+    assert np.array_equal(one.read("posterior/draw"), np.arange(30_000))
 
 
 @pytest.mark.thorough

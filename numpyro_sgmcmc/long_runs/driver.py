@@ -380,8 +380,8 @@ class _Run:
         self.before = progress.seconds
         self.where = places({k: x.shape for k, x in draws.sites_of(program.shapes).items()})
         self.committed = -math.inf
-        #: seconds for a sample, and samples of the latest call
-        self.each, self.latest = 0.0, 1
+        #: seconds for a call without samples, for a sample, and samples of the latest call
+        self.call, self.each, self.latest = 0.0, 0.0, 1
         #: after how many draws, and when, the targets are looked at next
         self.look, self.look_after = _FEWEST_DRAWS, 0.0
         self.judged = 0
@@ -392,6 +392,9 @@ class _Run:
         if self.progress.done < self.total:
             self.commit()  # what the tuning has found is not to be lost
             self.program.compile()
+            start = time.perf_counter()
+            self.program(self.progress.states, 0, 1)
+            self.call = time.perf_counter() - start
         hidden = not mcmc.progress_bar or jax.process_index() > 0
         done = self.progress.done
         with (
@@ -433,7 +436,9 @@ class _Run:
             if unreadable := failure_of((self.mcmc._args, self.mcmc._kwargs)):
                 raise unreadable from error
             raise
-        self.each, self.latest = (time.perf_counter() - start) / number, number
+        took = time.perf_counter() - start
+        # what a call costs by itself says nothing of longer ones
+        self.each, self.latest = max(took - self.call, 0.1 * took) / number, number
         moments, monitored = progress.moments, progress.monitored
         if kept:
             sites = self.draws.sites_of(draws)
