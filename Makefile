@@ -34,13 +34,12 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What the newest ArviZ and JAX could break, of the kernels SGLD, SGHMC and CCAdL, given and tuned:
-# `make test-newest PYTHON=python3.12 VENV=.venv-newest`.
+# What the newest ArviZ and JAX could break: `make test-newest PYTHON=python3.12 VENV=.venv-newest`.
 test-newest: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not thorough' \
-		-k 'not (test_kernels and (PSGLD or SGFS or SGNHT or SMSUBU or modified or epochs or matrix or estimated or euler))' \
-		tests/test_inference_data.py tests/test_minibatch.py tests/test_kernels.py \
-		tests/test_diagnostics.py tests/test_plots.py tests/test_predictive.py numpyro_sgmcmc
+		-k 'not (test_kernels or test_diagnostics or test_devices) or CCAdL or arviz' \
+		tests/test_inference_data.py tests/test_plots.py tests/test_predictive.py tests/test_data.py \
+		tests/test_long_runs.py tests/test_kernels.py tests/test_diagnostics.py tests/test_devices.py numpyro_sgmcmc
 
 # Measures everything and writes the tables into README.md and docs/benchmarks.md; some of it with
 # PARTS="step_cost peers". DATA and CACHE are folders for the parts on real data.
