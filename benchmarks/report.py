@@ -21,7 +21,8 @@ import sys
 from measure import machine
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/many_devices.md")
+PAGES = ("benchmarks", "rows_on_disk", "many_devices", "internet_scale")
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
 #: The command of each part; a word in braces is an option of this script.
 PARTS = {
@@ -34,6 +35,8 @@ PARTS = {
     "chains": "benchmarks/running.py --only chains devices processes",
     "memory": "benchmarks/running.py --only memory",
     "disk": "benchmarks/disk.py",
+    "scale_check": "benchmarks/scale.py --only check",
+    "scale_clusters": "benchmarks/scale.py --only clusters",
     "long_runs": "benchmarks/long_runs.py --only overhead disk",
     "kills": "benchmarks/long_runs.py --only kills",
     "peers": "benchmarks/peers.py",
