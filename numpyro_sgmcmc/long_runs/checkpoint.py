@@ -121,14 +121,15 @@ def restored(leaves: Mapping[str, Any], template: Any) -> Any:
     values = []
     for name, (_, expected) in zip(names, paths, strict=True):
         found = leaves[name]
-        value = found.key() if isinstance(found, Key) else jnp.asarray(found)
+        value = found.key() if isinstance(found, Key) else np.asarray(found)
         if value.shape != expected.shape or value.dtype != expected.dtype:
             raise ValueError(
                 f"The state in the checkpoint is of another kernel or model: `{name}` was"
                 f" {value.dtype}{list(value.shape)} and is {expected.dtype}{list(expected.shape)}."
                 f" {_REMEDY}"
             )
-        if isinstance(expected, jax.Array) and len(expected.sharding.device_set) > 1:
-            value = jax.device_put(value, expected.sharding)
-        values.append(value)
+        several = isinstance(expected, jax.Array) and len(expected.sharding.device_set) > 1
+        # the devices may be those of several processes, all of which have read the same
+        places = {"out_shardings": expected.sharding} if several else {}
+        values.append(jax.jit(lambda x: x, **places)(value))
     return jax.tree.unflatten(tree, values)
