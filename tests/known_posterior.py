@@ -30,11 +30,11 @@ def model(x, y):
         numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
 
 
-def sample(mesh, data, samples=300):
+def sample(mesh, data, samples=300, run=MCMC, **options):
     """Draws of four chains, shape (chains, samples, 3), and the last state."""
     metric = COVARIANCE.astype(np.float32)
     kernel = CCAdL(model, 0.3, 2.0, metric=metric, steps_per_sample=4, mesh=mesh)
-    mcmc = MCMC(
+    mcmc = run(
         kernel,
         num_warmup=100,
         num_samples=samples,
@@ -42,6 +42,7 @@ def sample(mesh, data, samples=300):
         chain_method="vectorized",
         jit_model_args=True,
         progress_bar=False,
+        **options,
     )
     start = {"w": jnp.tile(jnp.asarray(MEAN, jnp.float32), (4, 1))}
     mcmc.run(random.key(2), *data, init_params=start)

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-One of several processes that sample together: what ``test_devices.py`` starts, as
-``python one_process.py process processes port devices-of-each chains where-to-write [for-ever]``.
+One of several processes that sample together, with a store for ever: what ``test_devices.py``
+starts as ``python one_process.py process processes port devices-of-each chains where-to-write
+[store]``.
 """
 
 import os
@@ -20,7 +21,7 @@ jax.distributed.initialize(f"localhost:{PORT}", PROCESSES, PROCESS, heartbeat_ti
 from known_posterior import X, Y, sample  # noqa: E402
 import numpy as np  # noqa: E402
 
-from numpyro_sgmcmc import spread_rows  # noqa: E402
+from numpyro_sgmcmc import LongRun, spread_rows  # noqa: E402
 from numpyro_sgmcmc.kernels._arguments import fingerprint_of  # noqa: E402
 
 shape, names = (PROCESSES * DEVICES // CHAINS,), ("rows",)
@@ -38,4 +39,8 @@ found = {"draws": draws, "last": np.stack(parts), "rows": data[0].shape}
 np.savez(f"{sys.argv[6]}.npz", data=fingerprint_of(data, {}), **found)
 os.replace(f"{sys.argv[6]}.npz", sys.argv[6])  # whole when it is there
 while len(sys.argv) > 7:
-    sample(mesh, data, 10)
+    for samples in (100, 300):  # the second time from the end of the first
+        draws, _ = sample(mesh, data, samples, LongRun, store=sys.argv[7])
+        assert np.array_equal(draws, found["draws"][:, :samples])
+    open(f"{sys.argv[6]}.long", "w").close()
+    sample(mesh, data, 10**9)

@@ -563,16 +563,17 @@ def start_processes(script, processes, *arguments):
 @pytest.mark.parametrize(("processes", "devices", "chains"), [(2, 1, 1), (4, 1, 1), (2, 4, 2)])
 def test_processes(processes, devices, chains, tmp_path):
     """
-    They draw what one process with as many devices draws, and the law is right. Of two that go on
-    one is killed: within a minute the other ends, and says which it was.
+    They draw what one process with as many devices draws, and the law is right; a long run draws
+    the same in two parts. Of two that go on one is killed: within a minute the other ends, and
+    says which it was.
     """
     where = str(tmp_path / "{}.npz")
-    goes_on = ["for-ever"] if (processes, chains) == (2, 1) else []
+    goes_on = [tmp_path / "run.zarr"] if (processes, chains) == (2, 1) else []
     started = start_processes("one_process.py", processes, devices, chains, where, *goes_on)
     try:
         if goes_on:
             for k in range(2):
-                while not os.path.exists(where.format(k)):
+                while not os.path.exists(f"{where.format(k)}.long"):
                     assert started[k].poll() is None, started[k].communicate()[1][-2_000:]
                     time.sleep(0.1)
             started[1].kill()
