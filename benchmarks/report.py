@@ -33,7 +33,7 @@ PARTS = {
     "first": "benchmarks/running.py --only first",
     "chains": "benchmarks/running.py --only chains devices processes",
     "memory": "benchmarks/running.py --only memory",
-    "long_runs": "benchmarks/long_runs.py --only overhead disk",
+    "long_runs": "benchmarks/long_runs.py --only disk",
     "kills": "benchmarks/long_runs.py --only kills",
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",
