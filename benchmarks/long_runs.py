@@ -6,10 +6,11 @@ Long runs: memory and speed of runs to disk, and runs that are killed.
 
     python benchmarks/long_runs.py [--only disk kills] [--folder FOLDER]
 
-Each run to disk has a process of its own, with its resident memory noted every 0.2 seconds. The killed run is that of ``tests/long_run.py``, a
-checkpoint after every chunk: ten times it is killed at a random moment after the first new draws,
-and ten times in the middle of a file, with half of it written. The folder, by default one for
-temporary files, must have room for 5 GB, which are removed.
+Each run to disk has a process of its own, with its resident memory noted every 0.2 seconds. The
+killed run is that of ``tests/long_run.py``, a checkpoint after every chunk: ten times it is killed
+at a random moment after the first new draws, and ten times in the middle of a file, with half of
+it written. The folder, by default one for temporary files, must have room for 5 GB, which are
+removed.
 """
 
 import argparse
