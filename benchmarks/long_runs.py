@@ -2,19 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Long runs: what the driver costs, memory and speed of runs to disk, and runs that are killed.
+Long runs: memory and speed of runs to disk, and runs that are killed.
 
-    python benchmarks/long_runs.py [--only overhead disk kills] [--folder FOLDER]
+    python benchmarks/long_runs.py [--only disk kills] [--folder FOLDER]
 
-The first is measured in one process, in turns; each run to disk has a process of its own, with its
-resident memory noted every 0.2 seconds. The killed run is that of ``tests/long_run.py``, a
-checkpoint after every chunk: ten times it is killed at a random moment after the first new draws,
-and ten times in the middle of a file, with half of it written. The folder, by default one for
-temporary files, must have room for 5 GB, which are removed.
+Each run to disk has a process of its own, with its resident memory noted every 0.2 seconds. The
+killed run is that of ``tests/long_run.py``, a checkpoint after every chunk: ten times it is killed
+at a random moment after the first new draws, and ten times in the middle of a file, with half of
+it written. The folder, by default one for temporary files, must have room for 5 GB, which are
+removed.
 """
 
 import argparse
-from functools import partial
 import json
 import os
 from pathlib import Path
@@ -28,17 +27,16 @@ import time
 
 import jax
 from jax import random
-from measure import interleaved, ratio, table
+from measure import table
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 from running import resident
 
 from numpyro_sgmcmc import SGHMC, LongRun
 from numpyro_sgmcmc.long_runs.store import Store
 
-PARTS = ("overhead", "disk", "kills")
+PARTS = ("disk", "kills")
 
 CHILD = Path(__file__).parent.parent / "tests" / "long_run.py"
 
@@ -56,47 +54,6 @@ def sampler(steps_per_sample: int = 1) -> SGHMC:
 
 def rows(dimension: int) -> jax.Array:
     return random.normal(random.key(0), (20, dimension))
-
-
-def overhead(rounds: int, folder: Path) -> str:
-    """A sample by ``LongRun`` against one by ``MCMC``, compilation left out."""
-    found = []
-    for dimension, chains, samples in ((2, 1, 200_000), (100, 4, 20_000)):
-        settings = {"num_warmup": 0, "num_chains": chains, "chain_method": "vectorized"}
-        data = rows(dimension)
-        names = ("MCMC", "memory", "store")
-        # twice as many samples less as many: compilation is the same
-        programs = {
-            f"{name} {times}": partial(
-                finished, name, settings | {"num_samples": times * samples}, data, folder
-            )
-            for name in names
-            for times in (1, 2)
-        }
-        seconds = interleaved(programs, rounds)
-        each = {
-            name: np.array(seconds[f"{name} 2"]) - np.array(seconds[f"{name} 1"]) for name in names
-        }
-        micro = {name: 1e6 * np.median(x) / samples for name, x in each.items()}
-        found.append(
-            [dimension, chains, *(f"{micro[name]:.1f}" for name in each)]
-            + [ratio(each[name], each["MCMC"]) for name in ("memory", "store")]
-        )
-    header = ["parameters", "chains", "MCMC, us a sample", "LongRun in memory", "to a store"]
-    return table([*header, "ratio in memory", "ratio to a store"], found)
-
-
-def finished(name: str, settings: dict, data: jax.Array, folder: Path) -> None:
-    settings = settings | {"progress_bar": False}
-    if name == "MCMC":
-        mcmc = MCMC(sampler(), **settings)
-    else:
-        mcmc = LongRun(
-            sampler(), store=folder / "run.zarr" if name == "store" else None, **settings
-        )
-    mcmc.run(random.key(1), data)
-    jax.block_until_ready(mcmc.last_state)
-    shutil.rmtree(folder / "run.zarr", ignore_errors=True)
 
 
 def disk(_: int, folder: Path) -> str:

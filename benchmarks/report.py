@@ -37,7 +37,7 @@ PARTS = {
     "disk": "benchmarks/disk.py",
     "scale_check": "benchmarks/scale.py --only check",
     "scale_clusters": "benchmarks/scale.py --only clusters",
-    "long_runs": "benchmarks/long_runs.py --only overhead disk",
+    "long_runs": "benchmarks/long_runs.py --only disk",
     "kills": "benchmarks/long_runs.py --only kills",
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",
