@@ -509,7 +509,7 @@ def test_kills(tmp_path):
     with child(tmp_path / "whole.zarr", cache=cache) as whole:
         assert waits_for(whole, "done") and whole.wait() == 0
     folder, draws = tmp_path / "killed.zarr", []
-    for options in ([], ["hang=checkpoint:3"], [], ["hang=zarr.json:20"], ["hang=0:6"]):
+    for options in ([], ["hang=checkpoint:3"], [], ["hang=zarr.json:20"], ["hang=0:30"]):
         with child(folder, *options, cache=cache) as process:
             assert waits_for(process, "hangs" if options else "begins")
             time.sleep(0 if options else 3 * rng.random())
@@ -556,7 +556,7 @@ def test_a_failing_process_stops_the_others(tmp_path):
     folder, settings = tmp_path / "run.zarr", {"cache": tmp_path / "cache", "samples": 10_000_000}
     with (
         child(folder, f"process=0:{port}", stderr=subprocess.PIPE, **settings) as first,
-        child(folder, f"process=1:{port}", "fail=20", **settings) as second,
+        child(folder, f"process=1:{port}", "fail=40", **settings) as second,
     ):
         assert waits_for(second, "fails")
         start = time.monotonic()
