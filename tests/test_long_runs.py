@@ -24,6 +24,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 import pytest
 import xarray as xr
+import zarr
 
 from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data, summary, to_arviz
 from numpyro_sgmcmc.long_runs import checkpoint, driver, moments, monitor, store
@@ -352,26 +353,52 @@ def test_failing_program_keeps_what_was_drawn(tmp_path):
 @pytest.mark.parametrize("shape", [(), (3,), (40, 7), (300_000,)])
 def test_store_is_zarr(shape, tmp_path):
     """What is appended in blocks, cut back and appended again is what zarr-python reads."""
-    zarr = pytest.importorskip("zarr")
     rng = np.random.default_rng(0)
     draws = 20 if len(shape) == 1 and shape[0] > 1_000 else 9_000
     values = rng.normal(size=(2, draws, *shape)).astype(np.float32)
     dims = ["chain", "draw", *(f"d{k}" for k in range(len(shape)))]
+    # of a run that was killed before its first checkpoint
+    store.Store(tmp_path).create({"posterior": {"x": store.variable((), bool, ["draw"], 7)}})
     written = store.Store(tmp_path)
     node = store.variable((2, *shape), np.float32, dims, draws)
     number = store.variable((), np.int64, ["draw"], draws)
     written.create({"posterior": {"x": node, "draw": number}})
+    written.publish(seen := 0)
     for start, stop, shown in ((0, 1, 1), (1, 8, 8), (8, draws - 3, 5), (5, draws, draws)):
         written.append(start, {
             "posterior/x": values[:, start:stop], "posterior/draw": np.arange(start, stop)
         })  # fmt: skip
+        # not published yet, they are in none of the metadata
+        metadata = zarr.open_group(tmp_path, mode="r", use_consolidated=False)
+        assert metadata["posterior/x"].shape == (2, seen, *shape)
         written.publish(shown)
         found = zarr.open_group(tmp_path, mode="r")["posterior"]
         assert np.array_equal(found["x"][:], values[:, :shown])
-        assert found["draw"].shape == (shown,)
+        assert found["draw"].shape == (seen := shown,)
     assert np.array_equal(store.Store(tmp_path).read("posterior/x"), values)
-    chunk = node["chunk_grid"]["configuration"]["chunk_shape"]
+    chunk = node["chunks"]
     assert np.prod(chunk) * 4 <= 1 << 20 and (chunk[1] >= 64 or chunk[1] >= draws or shape)
+
+
+@pytest.mark.parametrize("damaged, said", [(b"0123", "reshape"), (None, "1 of 1 files")])
+def test_damaged_draws_are_named(damaged, said, tmp_path):
+    """Draws that something else has cut off or removed are an error, and not zeros."""
+    written = store.Store(tmp_path)
+    written.create({"posterior": {"x": store.variable((2,), np.float32, ["chain", "draw"], 9)}})
+    written.append(0, {"posterior/x": np.ones((2, 5), np.float32)})
+    written.publish(5)
+    (file,) = (tmp_path / "posterior" / "x" / "c").rglob("0/0")
+    file.unlink() if damaged is None else file.write_bytes(damaged)
+    with pytest.raises(ValueError, match=f"`posterior/x` in the store .* is damaged: .*{said}"):
+        store.Store(tmp_path).read("posterior/x")
+
+
+def test_missing_zarr_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    monkeypatch.delitem(sys.modules, store.__name__)
+    assert long_run().stopped is None
+    with pytest.raises(ImportError, match=r"pip install 'numpyro_sgmcmc\[zarr\]'"):
+        long_run(tmp_path / "run.zarr")
 
 
 def test_opens_in_arviz(tmp_path):
@@ -483,7 +510,7 @@ def test_kills(tmp_path):
     with child(tmp_path / "whole.zarr", **settings) as whole:
         assert waits_for(whole, "done") and whole.wait() == 0
     folder, draws, rng = tmp_path / "killed.zarr", [0], python_random.Random(0)
-    for option in ("", "hang=checkpoint:3", "", "hang=zarr.json:20", "hang=0:6"):
+    for option in ("", "hang=checkpoint:3", "", "hang=zarr.json:20", "hang=0:30"):
         options = ["seconds=0.002", option] if option else ["seconds=0.002"]
         with child(folder, *options, **settings) as process:
             assert waits_for(process, "hangs" if option else "begins")
@@ -534,7 +561,7 @@ def test_a_failing_process_stops_the_others(tmp_path):
     folder, settings = tmp_path / "run.zarr", {"cache": tmp_path / "cache", "samples": 10_000_000}
     with (
         child(folder, f"process=0:{port}", stderr=subprocess.PIPE, **settings) as first,
-        child(folder, f"process=1:{port}", "fail=20", **settings) as second,
+        child(folder, f"process=1:{port}", "fail=40", **settings) as second,
     ):
         assert waits_for(second, "fails")
         start = time.monotonic()

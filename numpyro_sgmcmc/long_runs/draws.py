@@ -4,6 +4,7 @@
 """The draws of a run, in memory or in a store."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ import xarray as xr
 
 from numpyro_sgmcmc.long_runs.program import Fields
 from numpyro_sgmcmc.long_runs.records import Record
-from numpyro_sgmcmc.long_runs.store import Store, variable
 
 #: Names of ArviZ for fields of NumPyro's states.
 _NAMES = {
@@ -45,7 +45,7 @@ class Draws:
         self._num_chains = num_chains
         #: draws that are not in the store yet
         self._waiting: list[Fields] = []
-        self._store: Store | None = None
+        self._path: Path | None = None
         self._stored = 0
         #: draws of each chain
         self.count = 0
@@ -67,14 +67,16 @@ class Draws:
 
     def read(self) -> Fields:
         """All draws."""
-        if self._store is None:
+        if self._path is None:
             if not self._waiting:
                 draws = jax.tree.map(self._empty, self._shapes)
             else:
                 draws = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *self._waiting)
                 self._waiting = [draws]
             return jax.tree.map(jnp.asarray, draws)
-        store = Store(self._store.path)  # which another process may have written
+        from numpyro_sgmcmc.long_runs.store import Store
+
+        store = Store(self._path)  # which another process may have written
         # the names are in the order of the leaves
         values = [store.read(path)[:, : self.count] for path, _ in self._paths(self._shapes)]
         dtypes = [x.dtype for x in jax.tree.leaves(self._shapes)]
@@ -87,7 +89,9 @@ class Draws:
 
         :param dims: names of the dimensions of sites; others are numbered.
         """
-        self._store = record.store
+        from numpyro_sgmcmc.long_runs.store import variable
+
+        self._path = record.path
         if record.checkpoint is not None or not record.writes:
             return
         groups: dict[str, dict[str, dict]] = {"posterior": {}, "sample_stats": {}}
@@ -109,9 +113,9 @@ class Draws:
         for group, arrays in groups.items():
             arrays["draw"] = variable((), np.int64, ["draw"], num_draws)
             constants[group]["chain"] = (["chain"], np.arange(chains))
-        record.begin(groups)
+        record.store.create(groups, inference_library="numpyro_sgmcmc")
         for group, coordinates in constants.items():
-            record.store.write(group, coordinates)
+            record.store.write(group, xr.Dataset(coords=coordinates))
         record.store.publish(0)
 
     def write(self, record: Record, moments: xr.Dataset | None) -> None:
@@ -124,11 +128,8 @@ class Draws:
                 values[f"{group}/draw"] = numbers
             record.store.append(self._stored, values)
         if moments is not None:
-            arrays = {
-                _safe(str(name)): (list(map(str, x.dims)), x.values)
-                for name, x in moments.variables.items()
-            }
-            record.store.write("moments", arrays)
+            names = {name: _safe(str(name)) for name in moments.variables}
+            record.store.write("moments", moments.rename(names))
         record.store.publish(self.count)
         self.forget()
 

@@ -4,6 +4,7 @@
 """Runs that last for days: :class:`LongRun`."""
 
 from collections.abc import Callable
+from importlib import import_module
 import math
 import os
 from pathlib import Path
@@ -84,6 +85,7 @@ class LongRun(MCMC):
         program, as with ``jit_model_args=True``. Chains on several devices advance together,
         sequential ones in turn.
     :raises ValueError: if an argument has no meaning.
+    :raises ImportError: if there is a ``store``, and zarr is not installed.
 
     **Example:**
 
@@ -148,6 +150,8 @@ class LongRun(MCMC):
             raise ValueError(f"`checkpoint_every` must not be negative; got {checkpoint_every!r}.")
         if not isinstance(rank, int) or rank < 0:
             raise ValueError(f"`rank` must be a whole number, 0 or more; got {rank!r}.")
+        if store is not None:
+            import_module("numpyro_sgmcmc.long_runs.store")  # without zarr, say so at once
         self._path = None if store is None else Path(store).absolute()
         self._resume = resume
         self._max_time, self._target_ess, self._target_mcse = max_time, target_ess, target_mcse
@@ -535,11 +539,13 @@ class _Run:
         if self.record.writes:
             stein = stein_of(self.mcmc)
             found = attributes(self.mcmc, stein, self.progress.seconds)
-            self.record.store.attributes |= {
-                name: value.item() if isinstance(value, np.generic) else value
-                for name, value in found.items()
-                if not isinstance(value, float | np.floating) or math.isfinite(value)
-            }
+            self.record.store.describe(
+                {
+                    name: value.item() if isinstance(value, np.generic) else value
+                    for name, value in found.items()
+                    if not isinstance(value, float | np.floating) or math.isfinite(value)
+                }
+            )
         if self.record.path is not None:
             self.commit()
             together()  # so that all of them can read

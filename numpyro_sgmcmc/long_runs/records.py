@@ -6,14 +6,17 @@
 from collections.abc import Mapping
 import fcntl
 from pathlib import Path
-from typing import Any, Self
+import shutil
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
 from numpyro_sgmcmc.long_runs import checkpoint
 from numpyro_sgmcmc.long_runs.identity import differences
 from numpyro_sgmcmc.long_runs.processes import together
-from numpyro_sgmcmc.long_runs.store import Store, put_aside
+
+if TYPE_CHECKING:
+    from numpyro_sgmcmc.long_runs.store import Store
 
 #: Where in the store the checkpoint is; readers of Zarr do not see it.
 FOLDER = ".long_run"
@@ -33,6 +36,7 @@ class Record:
         self.writes = path is not None and jax.process_index() == 0
         self._resume = resume
         self._lock: Any = None
+        self.store: Store
         #: what the latest checkpoint says
         self.checkpoint: dict[str, Any] | None = None
 
@@ -59,6 +63,9 @@ class Record:
             self._begin_to_write()
 
     def _load(self) -> None:
+        # zarr is needed for nothing else
+        from numpyro_sgmcmc.long_runs.store import Store
+
         assert self.path is not None
         self.store = Store(self.path)
         file = self.path / FOLDER / "checkpoint"
@@ -130,11 +137,6 @@ class Record:
                 " begins anew and keeps the store under another name."
             )
 
-    def begin(self, groups: Mapping[str, Mapping[str, dict]]) -> None:
-        """A store without draws."""
-        self.store.nodes, self.store.attributes = {}, {"inference_library": "numpyro_sgmcmc"}
-        self.store.create(groups)
-
     def save(self, about: Mapping[str, Any], *, state: Any, **content: Any) -> None:
         """Writes a checkpoint, after the draws that belong to it."""
         assert self.path is not None
@@ -143,3 +145,12 @@ class Record:
             self.path / FOLDER / "checkpoint",
             {"about": dict(about), "leaves": checkpoint.held(state), **content},
         )
+
+
+def put_aside(path: Path) -> Path:
+    """Renames a store to the first free of ``NAME.1``, ``NAME.2``, ..."""
+    k = 1
+    while (new := path.with_name(f"{path.name}.{k}")).exists():
+        k += 1
+    shutil.move(path, new)
+    return new

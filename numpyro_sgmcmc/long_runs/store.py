@@ -4,30 +4,82 @@
 """
 Draws in a Zarr store (version 3 of the format) that can be read at any moment.
 
-Draws are appended in three steps: the chunks of the arrays, then the shape of each array, and last
-the metadata of the root, which repeat all shapes. Each file is replaced as a whole, so a reader of
-the root's ("consolidated") metadata sees all variables with the same number of complete draws,
-whatever happens. zarr-python does it in the order shape, chunks and does not flush files, so the
-files are written here; chunks are plain arrays in little-endian order.
+zarr-python would show a longer array before its new chunks are there, and one variable before the
+others. So chunks go to disk at once, and metadata wait in memory for :meth:`Store.publish`, which
+writes those of the arrays and last those of the root, which repeat all shapes. Each file is flushed
+and replaced as a whole, so a reader of the root's ("consolidated") metadata sees all variables with
+the same number of complete draws, whatever happens.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping
-import json
+from contextlib import contextmanager
+from functools import cached_property
 import math
 from pathlib import Path
-import shutil
-import struct
 from typing import Any
+import warnings
 
 import numpy as np
+import xarray as xr
 
 from numpyro_sgmcmc.long_runs.checkpoint import flush_folder, write_atomically
+
+try:
+    import zarr
+    from zarr.abc.buffer import Buffer, BufferPrototype
+    from zarr.abc.store import ByteRequest
+    from zarr.buffer import cpu
+    from zarr.storage import LocalStore, MemoryStore, WrapperStore
+except ImportError as error:
+    raise ImportError(
+        "`LongRun(store=...)` writes with zarr 3.1.6 or later: pip install 'numpyro_sgmcmc[zarr]'."
+    ) from error
 
 #: Bytes of a chunk, and the fewest and the most draws in it, as far as the other one allows.
 _CHUNK_BYTES, _FEWEST_DRAWS, _MOST_DRAWS = 1 << 20, 64, 8_192
 
-_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}]
-_CODECS_OF_WORDS = [{"name": "vlen-utf8"}]
+_METADATA = "zarr.json"
+
+
+class _Held(WrapperStore[MemoryStore]):
+    """
+    A folder whose metadata are held in memory. Nothing in it is deleted: a reader may need it.
+
+    :param folder: the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.metadata: dict[str, Buffer] = {}
+        super().__init__(MemoryStore(self.metadata))
+        self._folder, self._disk = folder, LocalStore(folder)
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        return await self._place(key).get(key, prototype, byte_range)
+
+    async def set(self, key: str, value: Buffer) -> None:
+        await asyncio.to_thread(self.set_sync, key, value)
+
+    # some versions of zarr call these two in the place of the two above
+    def get_sync(self, key: str, **options: Any) -> Buffer | None:
+        return self._place(key).get_sync(key, **options)
+
+    def set_sync(self, key: str, value: Buffer) -> None:
+        if key.endswith(_METADATA):
+            self.metadata[key] = value
+        else:
+            self.write(key, value)
+
+    def write(self, key: str, value: Buffer) -> None:
+        """Puts a file into the folder."""
+        file = self._folder / key
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, value.as_numpy_array().data)
+
+    def _place(self, key: str) -> MemoryStore | LocalStore:
+        return self._store if key.endswith(_METADATA) else self._disk
 
 
 class Store:
@@ -39,28 +91,22 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        root = path / "zarr.json"
-        content = json.loads(root.read_text()) if root.exists() else None
-        #: metadata of the groups and arrays by their path in the store
-        self.nodes: dict[str, dict] = {}
-        self.attributes: dict[str, Any] = {}
-        if content is not None:
-            self.attributes = content["attributes"]
-            self.nodes = content.get("consolidated_metadata", {}).get("metadata", {})
+        self._held = _Held(path)
+        for name in ("", *self.nodes) if self._exists else ():
+            key = f"{name}/{_METADATA}".lstrip("/")
+            self._held.metadata[key] = cpu.Buffer.from_bytes((path / key).read_bytes())
 
-    def create(self, groups: Mapping[str, Mapping[str, dict]]) -> None:
+    def create(self, groups: Mapping[str, Mapping[str, dict]], **attributes: Any) -> None:
         """
         Begins a store without draws.
 
-        :param groups: metadata of arrays, made by :func:`variable`, by group and name.
+        :param groups: the arrays, as :func:`variable` describes them, by group and name.
+        :param attributes: attributes of the store.
         """
+        root = zarr.create_group(self._held, overwrite=True, attributes=attributes)
         for group, arrays in groups.items():
-            self.nodes[group] = _group({})
-            self.nodes |= {f"{group}/{name}": node for name, node in arrays.items()}
-        for path, node in self.nodes.items():
-            (self.path / path).mkdir(parents=True, exist_ok=True)
-            _write_json(self.path / path / "zarr.json", node)
-        self.publish(0)
+            for name, settings in arrays.items():
+                root.create_array(f"{group}/{name}", **settings)
 
     def append(self, start: int, values: Mapping[str, np.ndarray]) -> None:
         """
@@ -68,91 +114,86 @@ class Store:
         :meth:`publish`.
 
         :param values: for each array over draws, by its path, its new values.
+        :raises ValueError: if a file of the store is not whole.
         """
         for name, array in values.items():
-            node = self.nodes[name]
-            axis, array = node["dimension_names"].index("draw"), array.astype(node["data_type"])
-            chunks = node["chunk_grid"]["configuration"]["chunk_shape"]
-            length, stop = chunks[axis], start + array.shape[axis]
-            for index, places in _grid(array.shape, chunks, axis):
-                for k in range(start // length, -(-stop // length)):
-                    file = self._chunk(name, (*index[:axis], k, *index[axis:]))
-                    first, last = max(start, k * length), min(stop, (k + 1) * length)
-                    content = np.zeros(chunks, array.dtype)
-                    if first > k * length:
-                        content = _content(file, content)
-                    here = slice(first - start, last - start)
-                    there = slice(first - k * length, last - k * length)
-                    part = array[(*places[:axis], here, *places[axis:])]
-                    inside = [slice(0, n) for n in part.shape]
-                    inside[axis] = there
-                    content[tuple(inside)] = part
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomically(file, _bytes(content))
+            place, axis = self._growing[name]
+            _resize(place, axis, start + array.shape[axis])
+            with _damage_named(self.path, name):
+                place[(slice(None),) * axis + (slice(start, None),)] = array.astype(place.dtype)
 
     def publish(self, draws: int) -> None:
         """Shows readers this many draws: those that have been appended, or fewer."""
-        for name, node in self.nodes.items():
-            if (names := node.get("dimension_names")) and "draw" in names:
-                node["shape"][names.index("draw")] = draws
-                _write_json(self.path / name / "zarr.json", node)
-        self._write_root()
+        for array, axis in self._growing.values():
+            _resize(array, axis, draws)
+        with warnings.catch_warnings():
+            # that they are not in the specification yet; all readers that we know of have them
+            warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
+            zarr.consolidate_metadata(self._held)
+        for key in sorted(self._held.metadata, key=_METADATA.__eq__):  # the root's last
+            file, value = self.path / key, self._held.metadata[key]
+            if not file.exists() or file.read_bytes() != value.to_bytes():
+                self._held.write(key, value)
+        flush_folder(self.path)
 
-    def write(self, group: str, arrays: Mapping[str, tuple[list[str], np.ndarray]]) -> None:
-        """
-        Writes a group of arrays that do not grow, or puts it in the place of an older one.
+    def write(self, group: str, dataset: xr.Dataset) -> None:
+        """Writes arrays that do not grow into a group, or puts them in the place of older ones."""
+        # words of fixed length are not in the specification of Zarr
+        words = {k: x.astype(object) for k, x in dataset.variables.items() if x.dtype.kind == "U"}
+        dataset.assign_coords(words).to_zarr(
+            self._held, group=group, mode="a", consolidated=False, write_empty_chunks=True
+        )
 
-        :param arrays: names of dimensions and values by name.
-        """
-        self.nodes[group] = _group({})
-        for name, (dims, values) in arrays.items():
-            path = f"{group}/{name}"
-            self.nodes[path] = _array(values.shape, values.dtype, values.shape, dims)
-            file = self._chunk(path, (0,) * values.ndim)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, _words(values) if values.dtype.kind == "U" else _bytes(values))
-            _write_json(self.path / path / "zarr.json", self.nodes[path])
-        _write_json(self.path / group / "zarr.json", self.nodes[group])
+    def describe(self, attributes: Mapping[str, Any]) -> None:
+        """Adds attributes of the store."""
+        self._root.attrs.update(attributes)
 
     @property
     def draws(self) -> int:
         """Number of draws that readers see."""
-        for node in self.nodes.values():
-            if (names := node.get("dimension_names")) and "draw" in names:
-                return node["shape"][names.index("draw")]
-        return 0
+        arrays = _growing_in(self._seen) if self._exists else {}
+        return next((x.shape[axis] for x, axis in arrays.values()), 0)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Paths of the groups and arrays that readers see."""
+        return [name for name, _ in self._seen.members(max_depth=None)]
 
     def read(self, name: str) -> np.ndarray:
-        """All values of an array."""
-        node = self.nodes[name]
-        shape, dtype = node["shape"], np.dtype(node["data_type"])
-        chunks = node["chunk_grid"]["configuration"]["chunk_shape"]
-        found = np.empty(shape, dtype)
-        for index, places in _grid(shape, chunks):
-            content = _content(self._chunk(name, index), np.empty(chunks, dtype))
-            found[places] = content[tuple(slice(0, n) for n in found[places].shape)]
-        return found
+        """
+        All values of an array that readers see.
 
-    def _chunk(self, name: str, index: tuple[int, ...]) -> Path:
-        return (self.path / name / "c").joinpath(*map(str, index))
+        :raises ValueError: if a file of the store is lost or not whole.
+        """
+        array: Any = self._seen[name]
+        with _damage_named(self.path, name):
+            if lost := array.nchunks - array.nchunks_initialized:
+                raise ValueError(f"{lost:,} of {array.nchunks:,} files are lost")
+            return array[...]
 
-    def _write_root(self) -> None:
-        # zarr-python wants the same entry, without nodes, of the groups inside, and groups first
-        groups, nodes = {}, {}
-        for path, node in sorted(self.nodes.items()):
-            if node["node_type"] == "group":
-                groups[path] = node | _consolidated({})
-            else:
-                nodes[path] = node
-        _write_json(
-            self.path / "zarr.json", _group(self.attributes) | _consolidated(groups | nodes)
-        )
-        flush_folder(self.path)
+    @property
+    def _exists(self) -> bool:
+        return (self.path / _METADATA).exists()
+
+    @property
+    def _seen(self) -> zarr.Group:
+        return zarr.open_group(self.path, mode="r", use_consolidated=True)
+
+    @cached_property
+    def _growing(self) -> dict[str, tuple[Any, int]]:
+        # so that a file that is not there is one that was lost
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            return _growing_in(self._root)
+
+    @property
+    def _root(self) -> zarr.Group:
+        return zarr.open_group(self._held, mode="r+", use_consolidated=False)
 
 
-def variable(shape: tuple[int, ...], dtype: Any, dims: list[str], num_draws: int) -> dict:
+def variable(shape: tuple[int, ...], dtype: Any, dims: list[str], num_draws: int) -> dict[str, Any]:
     """
-    Metadata of an array that grows along the dimension ``draw``, the first or the second.
+    An array that grows along the dimension ``draw``, the first or the second, as
+    ``zarr.create_array`` wants it.
 
     Chunks hold all chains and at least 64 draws, and so of a large site only a block of its
     values: to look at a few parameters little is read.
@@ -161,7 +202,9 @@ def variable(shape: tuple[int, ...], dtype: Any, dims: list[str], num_draws: int
     :param dims: names of the dimensions, with ``draw``.
     :param int num_draws: how many draws there are to be.
     """
-    dtype = _stored(dtype)
+    dtype = np.dtype(dtype)
+    # Zarr knows the data types of NumPy only
+    dtype = dtype if dtype.kind in "biuf" else np.dtype(np.float32)
     axis = dims.index("draw")
     block, most = list(shape), _CHUNK_BYTES // (_FEWEST_DRAWS * dtype.itemsize)
     for k in range(axis, len(block)):
@@ -169,96 +212,33 @@ def variable(shape: tuple[int, ...], dtype: Any, dims: list[str], num_draws: int
             block[k] = max(1, most // max(1, math.prod(block) // block[k]))
     draws = max(1, _CHUNK_BYTES // (max(1, math.prod(block)) * dtype.itemsize))
     draws = min(draws, _MOST_DRAWS, max(_FEWEST_DRAWS, num_draws))
-    whole, chunks = list(shape), block
-    whole.insert(axis, 0)
-    chunks.insert(axis, draws)
-    return _array(whole, dtype, [max(1, n) for n in chunks], dims)
-
-
-def _array(shape: Any, dtype: Any, chunks: Any, dims: list[str]) -> dict:
-    dtype = np.dtype(dtype)
-    fill: Any = {"b": False, "f": 0.0, "U": ""}.get(dtype.kind, 0)
     return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(map(int, shape)),
-        "data_type": "string" if dtype.kind == "U" else dtype.name,
-        "chunk_grid": {
-            "name": "regular",
-            "configuration": {"chunk_shape": [max(1, int(n)) for n in chunks]},
-        },
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": fill,
-        "codecs": _CODECS_OF_WORDS if dtype.kind == "U" else _CODECS,
-        "attributes": {},
-        "dimension_names": list(dims),
+        "shape": (*shape[:axis], 0, *shape[axis:]),
+        "chunks": tuple(max(1, n) for n in (*block[:axis], draws, *block[axis:])),
+        "dtype": dtype,
+        "dimension_names": dims,
+        # a tenth of the size would be saved for twice the processor time: draws are noise
+        "compressors": None,
     }
 
 
-def _group(attributes: dict) -> dict:
-    return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+def _growing_in(root: zarr.Group) -> dict[str, tuple[Any, int]]:
+    """The arrays over draws by their path, and which of the axes that is."""
+    arrays = {k: x for k, x in root.members(max_depth=None) if isinstance(x, zarr.Array)}
+    dims = {k: getattr(x.metadata, "dimension_names", None) or () for k, x in arrays.items()}
+    return {k: (x, dims[k].index("draw")) for k, x in arrays.items() if "draw" in dims[k]}
 
 
-def _consolidated(nodes: dict) -> dict:
-    inside = {"kind": "inline", "must_understand": False, "metadata": nodes}
-    return {"consolidated_metadata": inside}
+def _resize(array: zarr.Array, axis: int, draws: int) -> None:
+    array.resize((*array.shape[:axis], draws, *array.shape[axis + 1 :]))
 
 
-def _stored(dtype: Any) -> np.dtype:
-    """The data type in the store: Zarr knows those of NumPy only."""
-    dtype = np.dtype(dtype)
-    return dtype if dtype.kind in "biuf" else np.dtype(np.float32)
-
-
-def _grid(shape: Any, chunks: Any, left_out: int | None = None) -> Iterator[tuple[tuple, tuple]]:
-    """Of every chunk the index and the place in the array, without one of the axes."""
-    axes = [k for k in range(len(shape)) if k != left_out]
-    counts = [-(-shape[k] // chunks[k]) for k in axes]
-    for index in np.ndindex(*counts):
-        yield (
-            index,
-            tuple(
-                slice(i * chunks[k], min(shape[k], (i + 1) * chunks[k]))
-                for i, k in zip(index, axes, strict=True)
-            ),
-        )
-
-
-def _content(file: Path, like: np.ndarray) -> np.ndarray:
-    """
-    :raises ValueError: if the file is not whole.
-    """
-    found = np.fromfile(file, like.dtype.newbyteorder("<"))
-    if found.size != like.size:
+@contextmanager
+def _damage_named(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
         raise ValueError(
-            f"The file {file} of the store has {found.size:,} values where {like.size:,} belong:"
-            " something else has written into the store. Begin anew with `resume=False`."
-        )
-    return found.astype(like.dtype, copy=False).reshape(like.shape)
-
-
-def _bytes(values: np.ndarray) -> memoryview:
-    little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-    return little.reshape(-1).view(np.uint8).data
-
-
-def _words(values: np.ndarray) -> bytes:
-    """Their number, and each with its length before it."""
-    words = [word.encode() for word in values.ravel().tolist()]
-    found = [struct.pack("<I", len(words))]
-    return b"".join(found + [struct.pack("<I", len(word)) + word for word in words])
-
-
-def _write_json(path: Path, content: dict) -> None:
-    # there are no infinite numbers in JSON
-    text = json.dumps(content, allow_nan=False)
-    write_atomically(path, text.encode())
-
-
-def put_aside(path: Path) -> Path:
-    """Renames a store to the first free of ``NAME.1``, ``NAME.2``, ..."""
-    k = 1
-    while (new := path.with_name(f"{path.name}.{k}")).exists():
-        k += 1
-    shutil.move(path, new)
-    return new
+            f"`{name}` in the store {path} is damaged: {error}. Something else has written into the"
+            " store; begin anew with `resume=False`."
+        ) from error
