@@ -37,8 +37,8 @@ _MOST_BYTES = 2**31
 #: own, which takes Python less time than reading it into its place.
 _MANY_STRETCHES = 64
 
-#: Requests that are being read ahead, for each source; a chain has one or two.
-_MOST_REQUESTS = 64
+#: Requests that are read ahead, of each source: one or two for each chain on its own device.
+_MOST_REQUESTS = 32
 
 
 class UnreadableRows(OSError):

@@ -16,6 +16,9 @@ if version("jaxlib").startswith("0.10."):
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["MPLBACKEND"] = "Agg"
 
+#: Started by a test, as one of several processes.
+collect_ignore = ["one_process.py"]
+
 
 @pytest.fixture(autouse=True)
 def forget_programs(request):
