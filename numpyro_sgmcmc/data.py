@@ -33,9 +33,9 @@ import numpy as np
 #: More bytes than this are not read into one array: whoever asks for them wants all the rows.
 _MOST_BYTES = 2**31
 
-#: Of a file with more stretches of neighbouring rows than this each is read into bytes of its
-#: own, which takes Python less time than reading it into its place.
-_MANY_STRETCHES = 64
+#: Stretches of neighbouring rows of fewer bytes are read into bytes of their own, which takes
+#: Python less time than reading them into their places; joining longer ones would take longer.
+_SHORT_STRETCH = 2_048
 
 #: Requests that are read ahead, of each source: one or two for each chain on its own device.
 _MOST_REQUESTS = 32
@@ -185,12 +185,16 @@ class RowsOnDisk:
         outside = flat[(flat < 0) | (flat >= len(self))]
         if outside.size:
             raise UnreadableRows(f"{self!r} has no row {outside[0]:,}.")
-        found = self._source.read(flat).astype(self.dtype, copy=False)
-        if found.dtype.kind == "f":
-            with np.errstate(over="ignore", invalid="ignore"):
-                total = np.sum(found)
-            if not np.isfinite(total):
-                self._refuse_nonfinite(flat, found.reshape(len(flat), -1))
+        found = np.empty((len(flat), *self.shape[1:]), self.dtype)
+        each = max(1, self._source.most_bytes // max(1, self.row_bytes))
+        for k in range(0, len(flat), each):
+            numbers, part = flat[k : k + each], found[k : k + each]
+            self._source.read_into(part, numbers)
+            if part.dtype.kind == "f":
+                with np.errstate(over="ignore", invalid="ignore"):
+                    total = np.sum(part)
+                if not np.isfinite(total):
+                    self._refuse_nonfinite(numbers, part.reshape(len(part), -1))
         return found
 
     def _refuse_nonfinite(self, numbers: np.ndarray, found: np.ndarray) -> None:
@@ -351,9 +355,14 @@ class _Source(Protocol):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    #: what is best read at once, in bytes
+    most_bytes: int
 
-    def read(self, numbers: np.ndarray) -> np.ndarray:
-        """Rows by their numbers, in this order, shape ``(n, ...)``."""
+    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+        """
+        :param found: where to put the rows, shape ``(n, ...)``, of the data type of the device.
+        :param numbers: their numbers, in this order.
+        """
 
 
 def _opened(source: Any) -> _Source:
@@ -383,6 +392,9 @@ def _opened(source: Any) -> _Source:
 class _File:
     """A memory map, read by position: pages that are mapped would count as resident memory."""
 
+    #: so that what is read is still in the cache of the processor when it is checked
+    most_bytes = 2**18
+
     def __init__(self, mapped: np.memmap) -> None:
         self.path, self.shape, self.dtype = str(mapped.filename), mapped.shape, mapped.dtype
         self.name = f"'{self.path}'"
@@ -409,26 +421,25 @@ class _File:
         self.__dict__.update(state)
         self._open()
 
-    def read(self, numbers: np.ndarray) -> np.ndarray:
-        found = os.fstat(self._descriptor).st_size
-        if found != self._bytes:
-            rows = max(0, found - self._offset) // self._row_bytes
+    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if size != self._bytes:
+            rows = max(0, size - self._offset) // self._row_bytes
             raise UnreadableRows(
                 f"Row {numbers[0]:,} of {self.name} is not read: the file had {self._bytes:,} bytes"
                 f" when it was opened ({self.shape[0]:,} rows of {self._row_bytes:,}) and has"
-                f" {found:,} now, the first {rows:,} rows. Put the file back as it was, or begin"
+                f" {size:,} now, the first {rows:,} rows. Put the file back as it was, or begin"
                 " another run with it."
             )
         starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
         lengths = np.diff(starts, append=len(numbers)) * self._row_bytes
         places = (self._offset + numbers[starts] * self._row_bytes).tolist()
-        shape = (len(numbers), *self.shape[1:])
         try:
-            if len(starts) > _MANY_STRETCHES:
+            if lengths.mean() < _SHORT_STRETCH:
                 parts = map(os.pread, repeat(self._descriptor), lengths.tolist(), places)
-                values = np.frombuffer(b"".join(parts), self.dtype)
-                return values.reshape(shape)
-            values = np.empty(shape, self.dtype)
+                found[...] = np.frombuffer(b"".join(parts), self.dtype).reshape(found.shape)
+                return
+            values = found if found.dtype == self.dtype else np.empty(found.shape, self.dtype)
             buffer: Any = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
             for start, length, place in zip(starts, lengths, places, strict=True):
                 done, begin = 0, start * self._row_bytes
@@ -438,7 +449,8 @@ class _File:
                     if not count:
                         raise OSError("the file ends there")
                     done += count
-            return values
+            if values is not found:
+                found[...] = values
         except (OSError, ValueError) as error:
             raise UnreadableRows(
                 f"Rows of {self.name} between {numbers.min():,} and {numbers.max():,} cannot be"
@@ -449,6 +461,8 @@ class _File:
 class _Indexed:
     """Anything that can be indexed by rows."""
 
+    most_bytes = _MOST_BYTES
+
     def __init__(self, source: Any) -> None:
         self._held, self.shape, self.dtype = source, tuple(source.shape), np.dtype(source.dtype)
         file = getattr(getattr(source, "file", None), "filename", None)
@@ -457,7 +471,10 @@ class _Indexed:
         # HDF5 and Zarr want numbers that increase
         self._index = getattr(source, "oindex", source)
 
-    def read(self, numbers: np.ndarray) -> np.ndarray:
+    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+        found[...] = self._read(numbers)
+
+    def _read(self, numbers: np.ndarray) -> np.ndarray:
         if _is_in_memory(self._held):
             return np.take(self._held, numbers, axis=0)
         if tuple(self._held.shape) != self.shape or np.dtype(self._held.dtype) != self.dtype:
@@ -488,6 +505,8 @@ class _Indexed:
 class _Table:
     """A table of Arrow, whose columns are numbers."""
 
+    most_bytes = _MOST_BYTES
+
     def __init__(self, table: Any) -> None:
         self._table = table
         self.shape: tuple[int, ...] = (table.num_rows, table.num_columns)
@@ -501,13 +520,13 @@ class _Table:
                 f"Column '{missing[0]}' of {self.name} has missing values: fill or drop them."
             )
 
-    def read(self, numbers: np.ndarray) -> np.ndarray:
+    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
         if numbers[-1] - numbers[0] == len(numbers) - 1 and _increases(numbers):
             part = self._table.slice(int(numbers[0]), len(numbers))
         else:
             part = self._table.take(numbers)
-        columns = [np.asarray(column, self.dtype) for column in part.columns]
-        return np.stack(columns, axis=1)
+        for k, column in enumerate(part.columns):
+            found[:, k] = column
 
 
 def _is_in_memory(source: Any) -> bool:
