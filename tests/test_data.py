@@ -109,12 +109,13 @@ def drawn(name, x, y=Y, **options):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("SGLD epochs", {}),
         ("SGHMC estimated", {"num_chains": 2, "chain_method": "vectorized"}),
         ("CCAdL matrix free", {"progress_bar": True}),
         ("CCAdL tuned", {"kernel": {"steps_per_sample": 3}, "jit_model_args": True}),
-        ("SGFS", {"kernel": {"subsampling": "with_replacement"}, "num_chains": 2,
-                  "chain_method": "parallel"}),
+        pytest.param(
+            "SGLD", {"kernel": {"subsampling": "epochs"}, "num_chains": 2,
+                     "chain_method": "parallel"}, marks=pytest.mark.thorough,
+        ),
     ],
 )  # fmt: skip
 def test_draws_are_those_in_memory(name, options, tmp_path):
@@ -127,7 +128,7 @@ def test_draws_are_those_in_memory(name, options, tmp_path):
         assert np.array_equal(draws, there.get_samples()[site]), site
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_tuning_is_that_in_memory(tmp_path):
     found = CCAdL(model, progress_bar=False).tune(random.key(0), npy(tmp_path, X), Y)
     assert found.step_size == tuning().step_size

@@ -32,7 +32,7 @@ LAWFUL = [
 ]
 each_kernel = pytest.mark.parametrize("name", LAWFUL)
 #: One of each kind, for what the base class does alike for all.
-few_kernels = pytest.mark.parametrize("name", ["SGLD epochs", "SGHMC estimated", "CCAdL", "PSGLD"])
+few_kernels = pytest.mark.parametrize("name", ["SGLD epochs", "SGHMC estimated", "CCAdL"])
 HERE = Path(__file__).parent
 
 
