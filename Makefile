@@ -37,7 +37,7 @@ lint: $(VENV)/.ready
 # What the newest ArviZ and JAX could break: `make test-newest PYTHON=python3.12 VENV=.venv-newest`.
 test-newest: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not thorough' \
-		-k 'not (test_kernels or test_diagnostics or test_devices) or CCAdL or arviz' \
+		-k 'not (test_kernels or test_diagnostics or test_devices) or tuned or arviz or test_chains_over' \
 		tests/test_inference_data.py tests/test_plots.py tests/test_predictive.py tests/test_data.py \
 		tests/test_long_runs.py tests/test_kernels.py tests/test_diagnostics.py tests/test_devices.py numpyro_sgmcmc
 

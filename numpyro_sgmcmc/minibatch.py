@@ -119,17 +119,22 @@ class full_data(_choose_rows):
 
 
 class first_rows_of(_choose_rows):
-    """Takes the first rows of every plate, so that nothing is drawn at a cost of O(N)."""
+    """
+    Takes the first rows of every plate, so that nothing is drawn at a cost of O(N).
 
-    def __init__(self, fn: Model) -> None:
-        #: what was taken, by name of the plate
-        self.taken: dict[str, Array] = {}
+    :param taken: is told what was taken, by name of the plate.
+    """
+
+    def __init__(self, fn: Model, taken: dict[str, Array] | None = None) -> None:
+        self.taken = taken
         super().__init__(fn)
 
     def rows(self, plate: Plate) -> Array:
         check_plate(*plate)
-        self.taken[plate.name] = jnp.arange(plate.subsample_size)
-        return self.taken[plate.name]
+        rows = jnp.arange(plate.subsample_size)
+        if self.taken is not None:
+            self.taken[plate.name] = rows
+        return rows
 
 
 class given_rows(_choose_rows):
@@ -369,10 +374,12 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
     :raises ValueError: naming the site, plate or argument, and what to do about it.
     """
     check_data(model, args, kwargs)
-    first = first_rows_of(model)
+    taken: dict[str, Array] = {}
     watched = [Watched(source) for source in on_disk((args, kwargs))]
     with jax.ensure_compile_time_eval():
-        start = substitute(seed(first, random.key(0)), substitute_fn=init_strategy)
+        start = substitute(
+            seed(first_rows_of(model, taken), random.key(0)), substitute_fn=init_strategy
+        )
         seen_args, seen_kwargs = replaced((args, kwargs), watched)
         try:
             sites = trace(start).get_trace(*seen_args, **seen_kwargs)
@@ -412,7 +419,7 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
         except _NEEDS_A_VALUE as error:
             raise ValueError(_VALUE_NEEDED) from error
 
-    plate_of = tuple(_plate_of(source, first.taken) for source in watched)
+    plate_of = tuple(_plate_of(source, taken) for source in watched)
     check_lengths(plates, plate_of, on_disk((args, kwargs)))
     dependent = check_sites(model, sites, plates, given, args, kwargs)
     with jax.ensure_compile_time_eval():

@@ -323,11 +323,12 @@ def test_noise_of_the_devices(covariance, estimator):
 # --- kernels ------------------------------------------------------------------------------
 
 FAST = ("SGLD epochs", "CCAdL matrix free")
+SLOW = ("SGHMC estimated", "SGNHT", "CCAdL tuned", "SGFS", "SMSUBU")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in FAST else pytest.mark.thorough) for n in KERNELS],
+    [*FAST, *(pytest.param(name, marks=pytest.mark.thorough) for name in SLOW)],
 )
 def test_kernels(name):
     """They run, and all devices stay together."""
