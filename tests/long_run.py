@@ -24,7 +24,7 @@ import numpyro
 import numpyro.distributions as dist
 
 from numpyro_sgmcmc import SGHMC, LongRun
-from numpyro_sgmcmc.long_runs import checkpoint, driver, store
+from numpyro_sgmcmc.long_runs import checkpoint, running, store
 
 
 def model(y):
@@ -60,7 +60,7 @@ def hang_in(name: str, count: int) -> None:
 
 def fail_in(count: int) -> None:
     """Makes a chunk fail."""
-    chunk, seen = driver._Run.chunk, 0
+    chunk, seen = running.Running.chunk, 0
 
     def failing(self, samples: int) -> None:
         nonlocal seen
@@ -70,12 +70,12 @@ def fail_in(count: int) -> None:
             raise OSError("row 17 of rows.bin cannot be read")
         chunk(self, samples)
 
-    driver._Run.chunk = failing
+    running.Running.chunk = failing
 
 
 def main() -> None:
     folder, num_samples, *options = sys.argv[1:]
-    driver._SECONDS = 0.01  # many chunks in a short time
+    running._SECONDS = 0.01  # many chunks in a short time
     for option in options:
         name, value = option.split("=")
         if name == "hang":
@@ -84,7 +84,7 @@ def main() -> None:
         elif name == "fail":
             fail_in(int(value))
         elif name == "seconds":
-            driver._SECONDS = float(value)
+            running._SECONDS = float(value)
         elif name == "flush":
             os.fsync = lambda file: None
         else:

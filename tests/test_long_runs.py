@@ -27,7 +27,7 @@ import xarray as xr
 import zarr
 
 from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data, summary, to_arviz
-from numpyro_sgmcmc.long_runs import checkpoint, driver, moments, monitor, store
+from numpyro_sgmcmc.long_runs import checkpoint, driver, moments, monitor, running, store
 from numpyro_sgmcmc.long_runs.records import FOLDER, Record
 
 pytestmark = arviz_marks("The draws do not have the law")
@@ -73,7 +73,7 @@ def whole():
 def stopped(tmp_path, monkeypatch):
     """A run that was interrupted, and the folder of its store."""
     folder = tmp_path / "run.zarr"
-    monkeypatch.setattr(driver, "_SECONDS", 1e-9)  # a chunk is a sample
+    monkeypatch.setattr(running, "_SECONDS", 1e-9)  # a chunk is a sample
     interrupt_after(monkeypatch, 60)
     mcmc = long_run(folder, num_chains=2, chain_method="vectorized")
     with pytest.warns(UserWarning, match="interrupted after .* The same script goes on"):
@@ -84,14 +84,14 @@ def stopped(tmp_path, monkeypatch):
 
 def interrupt_after(monkeypatch, chunks):
     """Ctrl-C after some chunks."""
-    show, seen = driver._Run.show, []
+    show, seen = running.Running.show, []
 
     def interrupted(self, bar):
         seen.append(show(self, bar))
         if len(seen) == chunks:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(driver._Run, "show", interrupted)
+    monkeypatch.setattr(running.Running, "show", interrupted)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_resumed_run_is_the_same(seconds, stopped, whole, monkeypatch):
     assert mcmc.num_samples == 3 * count < 110
     assert same(mcmc.get_samples(True)["mu"], whole.get_samples(True)["mu"][:, :count])
     assert to_arviz(mcmc)["posterior"].sizes["draw"] == count
-    monkeypatch.setattr(driver, "_SECONDS", seconds)  # other chunks
+    monkeypatch.setattr(running, "_SECONDS", seconds)  # other chunks
     resumed = run(long_run(folder, num_chains=2, chain_method="vectorized"))
     assert same(results(resumed), results(whole))
     xr.testing.assert_allclose(resumed.moments, whole.moments, rtol=1e-12)
@@ -194,8 +194,8 @@ def test_finished_run_is_read_and_extended(tmp_path, monkeypatch):
     folder = tmp_path / "run.zarr"
     first = run(long_run(folder))
     chunks = []
-    chunk = driver._Run.chunk
-    monkeypatch.setattr(driver._Run, "chunk", lambda *x: chunks.append(chunk(*x)))
+    chunk = running.Running.chunk
+    monkeypatch.setattr(running.Running, "chunk", lambda *x: chunks.append(chunk(*x)))
     again = run(long_run(folder))
     assert not chunks and same(results(again), results(first))
     longer = run(long_run(folder, num_samples=140))
@@ -336,7 +336,7 @@ def test_failing_program_keeps_what_was_drawn(tmp_path):
         return long_run(folder, SGHMC(reading, step_size=0.005, friction=20.0))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_SECONDS", 1e-9)
+        patch.setattr(running, "_SECONDS", 1e-9)
         # which of the two depends on when the program finds out
         errors = (ValueError, jax.errors.JaxRuntimeError)
         with pytest.raises(errors, match="row 17 of rows.bin"):
@@ -475,7 +475,7 @@ def test_resumed_run_is_not_tuned_again(tmp_path, monkeypatch):
     settings = {"num_chains": 2, "chain_method": "vectorized", "thinning": 1}
     wholly = run(MCMC(CCAdL(wide, progress_bar=False), **SETTINGS | settings))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_SECONDS", 1e-9)
+        patch.setattr(running, "_SECONDS", 1e-9)
         interrupt_after(patch, 60)
         with pytest.warns(UserWarning, match="interrupted"):
             run(long_run(folder, CCAdL(wide, progress_bar=False), **settings))

@@ -3,46 +3,29 @@
 
 """Runs that last for days: :class:`LongRun`."""
 
-from collections.abc import Callable
 from importlib import import_module
-import math
 import os
 from pathlib import Path
 import time
-from typing import Any, NamedTuple
-import warnings
+from typing import Any
 
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
-import numpy as np
 from numpyro.infer import MCMC
 from numpyro.util import is_prng_key
-from tqdm.auto import tqdm
 import xarray as xr
 
-from numpyro_sgmcmc.data import failure_of
 from numpyro_sgmcmc.inference_data import plate_dims
 from numpyro_sgmcmc.long_runs import identity
 from numpyro_sgmcmc.long_runs.draws import Draws
-from numpyro_sgmcmc.long_runs.interrupts import first_interrupt_waits
 from numpyro_sgmcmc.long_runs.moments import Moments, no_moments, summary_of
-from numpyro_sgmcmc.long_runs.moments import with_draws as moments_with
-from numpyro_sgmcmc.long_runs.monitor import Monitored, least_size, places
-from numpyro_sgmcmc.long_runs.monitor import with_draws as monitored_with
-from numpyro_sgmcmc.long_runs.processes import agreed, together, watched
+from numpyro_sgmcmc.long_runs.processes import watched
 from numpyro_sgmcmc.long_runs.program import Program, joined, separated
 from numpyro_sgmcmc.long_runs.records import Record
+from numpyro_sgmcmc.long_runs.running import Limits, Progress, Running
 from numpyro_sgmcmc.minibatch import as_arrays, first_rows_of, full_data
-from numpyro_sgmcmc.record import attributes, stein_of
 from numpyro_sgmcmc.rows import site_shapes
-
-#: What a call of the program is to take, and the bytes of draws that wait to be written.
-_SECONDS, _WAITING_BYTES = 0.5, 32_000_000
-
-#: Targets are looked at after so many draws, and then whenever there are so many times more,
-#: as long as that takes no more than a small part of the time.
-_FEWEST_DRAWS, _GROWTH, _SHARE = 64, 1.3, 0.05
 
 
 class LongRun(MCMC):
@@ -154,8 +137,8 @@ class LongRun(MCMC):
             import_module("numpyro_sgmcmc.long_runs.store")  # without zarr, say so at once
         self._path = None if store is None else Path(store).absolute()
         self._resume = resume
-        self._max_time, self._target_ess, self._target_mcse = max_time, target_ess, target_mcse
-        self._checkpoint_every, self._rank = checkpoint_every, rank
+        self._limits = Limits(max_time, target_ess, target_mcse, checkpoint_every)
+        self._rank = rank
         self._moments: tuple[Moments, dict[str, list[str]]] | None = None
         self._stopped: str | None = None
 
@@ -268,8 +251,8 @@ class LongRun(MCMC):
             if found is not None:
                 progress = Progress(**found["progress"], states=states)
                 draws.cut(record, found["draws"])
-            run = _Run(
-                self, record, about, program, draws, progress,
+            run = Running(
+                self, self._limits, record, about, program, draws, progress,
                 total=upper, skipped=skipped, dims=dims, begin=begin,
             )  # fmt: skip
             try:
@@ -341,220 +324,6 @@ class LongRun(MCMC):
         if found is not None:
             state = found.pop("restored")(state)
         return separated(state, self.chain_method, self.num_chains, arguments)
-
-
-class Progress(NamedTuple):
-    """
-    How far a run has come.
-
-    - **done** - samples taken, warm-up included.
-    - **states** - states of the chains.
-    - **moments** - of all draws.
-    - **monitored** - draws of a few parameters.
-    - **seconds** - that it took so far, in all processes.
-    """
-
-    done: int
-    states: list
-    moments: Moments
-    monitored: Monitored | None
-    seconds: float
-
-
-class _Run:
-    """A run on its way; what it shows, writes and decides."""
-
-    def __init__(
-        self,
-        mcmc: LongRun,
-        record: Record,
-        about: dict[str, Any],
-        program: Program,
-        draws: Draws,
-        progress: Progress,
-        *,
-        total: int,
-        skipped: int,
-        dims: dict[str, list[str]],
-        begin: float,
-    ) -> None:
-        self.mcmc, self.record, self.about, self.program = mcmc, record, about, program
-        self.draws, self.progress, self.dims = draws, progress, dims
-        self.total, self.skipped, self.begin = total, skipped, begin
-        self.before = progress.seconds
-        self.where = places({k: x.shape for k, x in draws.sites_of(program.shapes).items()})
-        self.committed = -math.inf
-        #: seconds for a call without samples, for a sample, and samples of the latest call
-        self.call, self.each, self.latest = 0.0, 0.0, 1
-        #: after how many draws, and when, the targets are looked at next
-        self.look, self.look_after = _FEWEST_DRAWS, 0.0
-        self.judged = 0
-
-    def advance(self) -> str | None:
-        """Draws until the end, or gives the reason to stop before."""
-        mcmc = self.mcmc
-        if self.progress.done < self.total:
-            self.commit()  # what the tuning has found is not to be lost
-            self.program.compile()
-            start = time.perf_counter()
-            self.program(self.progress.states, 0, 1)
-            self.call = time.perf_counter() - start
-        hidden = not mcmc.progress_bar or jax.process_index() > 0
-        done = self.progress.done
-        with (
-            first_interrupt_waits() as interrupted,
-            tqdm(total=self.total, initial=done, unit="sample", disable=hidden) as bar,
-        ):
-            while self.progress.done < self.total:
-                reason, count = agreed(self.reason(interrupted), self.planned())
-                if reason:
-                    if reason == "interrupt":
-                        self.say_interrupted()
-                    return reason
-                self.chunk(count)
-                self.show(bar)
-        return None
-
-    def chunk(self, count: int) -> None:
-        """About so many samples, by one call of the program."""
-        progress, thinning = self.progress, self.mcmc.thinning
-        left = self.skipped - progress.done
-        if left > 0:
-            number, kept = min(count, left), 0
-        else:
-            # of the way from one draw to the next
-            gone = -left % thinning
-            number = min(count, thinning - gone)
-            kept = int(number == thinning - gone)
-            if gone == 0 and kept:
-                kept = min(count // thinning, self.program.capacity)
-                number = kept * thinning
-        single = thinning == 1
-        segments, steps = (number, 1) if single else (max(1, kept), number // max(1, kept))
-        start = time.perf_counter()
-        try:
-            states, draws = self.program(progress.states, segments, steps)
-        except BaseException as error:
-            # not what the failed call did, and everything before it
-            self.commit()
-            if unreadable := failure_of((self.mcmc._args, self.mcmc._kwargs)):
-                raise unreadable from error
-            raise
-        took = time.perf_counter() - start
-        # what a call costs by itself says nothing of longer ones
-        self.each, self.latest = max(took - self.call, 0.1 * took) / number, number
-        moments, monitored = progress.moments, progress.monitored
-        if kept:
-            sites = self.draws.sites_of(draws)
-            moments = moments_with(moments, sites)
-            monitored = monitored_with(monitored, sites, self.where, self.target_size)
-            self.draws.add(draws)
-        seconds = self.before + time.monotonic() - self.begin
-        self.progress = Progress(progress.done + number, states, moments, monitored, seconds)
-        due = time.monotonic() - self.committed >= self.mcmc._checkpoint_every
-        if due or self.draws.waiting_bytes > _WAITING_BYTES:
-            self.commit()
-
-    def planned(self) -> int:
-        """How many samples the next call is to take."""
-        left = self.total - self.progress.done
-        if not self.each:
-            return 1
-        seconds = _SECONDS
-        if self.mcmc._max_time is not None:
-            seconds = min(seconds, self.mcmc._max_time - (time.monotonic() - self.begin))
-        return max(1, min(left, int(seconds / self.each), 10 * self.latest))
-
-    @property
-    def target_size(self) -> float:
-        """The effective sample size that is asked for, whatever it is of."""
-        mcse = self.mcmc._target_mcse
-        return max(self.mcmc._target_ess or 0.0, 0.0 if mcse is None else mcse**-2)
-
-    def reason(self, interrupted: Callable[[], bool]) -> str:
-        """Why to stop now, or an empty word."""
-        mcmc, progress = self.mcmc, self.progress
-        if interrupted():
-            return "interrupt"
-        now = time.monotonic()
-        if mcmc._max_time is not None and self.each and now - self.begin >= mcmc._max_time:
-            return "max_time"
-        draws, monitored = self.draws.count, progress.monitored
-        if not self.target_size or monitored is None or draws < self.look or now < self.look_after:
-            return ""
-        found = ""
-        if mcmc._target_ess is not None and least_size(monitored, "bulk") >= mcmc._target_ess:
-            found = "target_ess"
-        elif (
-            mcmc._target_mcse is not None and least_size(monitored, "mean") >= mcmc._target_mcse**-2
-        ):
-            found = "target_mcse"
-        took = time.monotonic() - now
-        self.look, self.look_after = int(_GROWTH * draws), now + took + took / _SHARE
-        return found
-
-    def show(self, bar: tqdm) -> None:
-        """The progress bar, and what the kernel says of the draws."""
-        done = self.progress.done
-        bar.set_description("warmup" if done <= self.skipped else "sample", refresh=False)
-        kernel = self.mcmc.sampler
-        if not bar.disable:
-            state = self.progress.states[0]
-            bar.set_postfix_str(_diagnostics(kernel, state), refresh=False)
-        bar.update(done - bar.n)
-        if self.draws.count >= 2 * self.judged or done == self.total:
-            self.judged = max(self.draws.count, 1)
-            if hasattr(kernel, "judge"):
-                kernel.judge(joined(self.progress.states))
-
-    def say_interrupted(self) -> None:
-        kept = "" if self.record.path is None else " The same script goes on where it was."
-        warnings.warn(
-            f"The run was interrupted after {self.progress.done:,} of {self.total:,} samples, which"
-            f" are kept.{kept}",
-            stacklevel=4,
-        )
-
-    def commit(self) -> None:
-        """Writes what has been drawn, in an order in which nothing is lost or seen in part."""
-        self.committed = time.monotonic()
-        if self.record.path is None:
-            return
-        progress = self.progress
-        if not self.record.writes:
-            self.draws.forget()
-            return
-        moments = summary_of(progress.moments, self.dims) if progress.moments.draws else None
-        self.draws.write(self.record, moments)
-        self.record.save(
-            self.about,
-            draws=self.draws.count,
-            state=joined(progress.states),
-            tuning=getattr(self.mcmc.sampler, "tuning", None),
-            progress={k: v for k, v in progress._asdict().items() if k != "states"},
-        )
-
-    def finish(self) -> None:
-        """The facts of the run go to the store."""
-        if self.record.writes:
-            stein = stein_of(self.mcmc)
-            found = attributes(self.mcmc, stein, self.progress.seconds)
-            self.record.store.describe(
-                {
-                    name: value.item() if isinstance(value, np.generic) else value
-                    for name, value in found.items()
-                    if not isinstance(value, float | np.floating) or math.isfinite(value)
-                }
-            )
-        if self.record.path is not None:
-            self.commit()
-            together()  # so that all of them can read
-
-
-def _diagnostics(kernel: Any, state: Any) -> str:
-    if hasattr(kernel, "judge") or not np.ndim(getattr(state, "i", 0)):
-        return kernel.get_diagnostics_str(state)
-    return ""
 
 
 def _fields_of(mcmc: LongRun, extra_fields: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -4,7 +4,6 @@
 """The folder of a run: the store, the checkpoint in it, and who may write there."""
 
 from collections.abc import Mapping
-import fcntl
 from pathlib import Path
 import shutil
 from typing import TYPE_CHECKING, Any, Self
@@ -97,6 +96,10 @@ class Record:
                 " for `store`, or begin anew with `resume=False`, which renames it."
             )
         folder.mkdir(parents=True, exist_ok=True)
+        try:
+            import fcntl
+        except ImportError:  # of Windows: there two runs in one store are not noticed
+            return
         self._lock = open(folder / "lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
