@@ -6,7 +6,6 @@
 from importlib.metadata import version as _version
 
 from numpyro_sgmcmc.data import RowsOnDisk as RowsOnDisk
-from numpyro_sgmcmc.data import UnreadableRows as UnreadableRows
 from numpyro_sgmcmc.devices import spread_rows as spread_rows
 from numpyro_sgmcmc.diagnostics import autocorrelation_time as autocorrelation_time
 from numpyro_sgmcmc.diagnostics import compare as compare
@@ -35,5 +34,6 @@ from numpyro_sgmcmc.plots import plot_noise_spectrum as plot_noise_spectrum
 from numpyro_sgmcmc.plots import plot_stein as plot_stein
 from numpyro_sgmcmc.plots import plot_temperature as plot_temperature
 from numpyro_sgmcmc.predictive import loo as loo
+from numpyro_sgmcmc.sources import UnreadableRows as UnreadableRows
 
 __version__ = _version("numpyro_sgmcmc")

@@ -17,43 +17,43 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
 import hashlib
-from itertools import repeat
 import math
-import mmap
-import os
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-import weakref
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-#: More bytes than this are not read into one array: whoever asks for them wants all the rows.
-_MOST_BYTES = 2**31
-
-#: Stretches of neighbouring rows of fewer bytes are read into bytes of their own, which takes
-#: Python less time than reading them into their places; joining longer ones would take longer.
-_SHORT_STRETCH = 2_048
+from numpyro_sgmcmc.sources import MOST_BYTES, UnreadableRows, opened
 
 #: Requests that are read ahead, of each source: one or two for each chain on its own device.
 _MOST_REQUESTS = 32
 
 
-class UnreadableRows(OSError):
-    """Rows that cannot be read, or whose values cannot be data."""
+class IndexedByRows:
+    """What a model can index: ``X[i]``, ``X[i, 0]``."""
+
+    def rows(self, index: Any) -> Array:
+        """The rows of an index, an array of whole numbers of any shape, a number or a slice."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Array:
+        rows, rest = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
+        values = self.rows(rows)
+        axes = 1 if isinstance(rows, slice) else jnp.ndim(rows)
+        return values[(slice(None),) * axes + rest] if rest else values
 
 
 @jax.tree_util.register_static
-class RowsOnDisk:
+class RowsOnDisk(IndexedByRows):
     """
     An array whose rows stay where they are until a minibatch needs them: an argument of a model
     in the place of an array, which indexes it by the indices of the plate.
 
-    Rows are read in the order of the minibatches: those of one step for each of thousands of
-    neighbours on the disk, unless ``subsampling="clusters"`` of the kernel takes stretches of
-    neighbouring rows, which is many times faster.
+    A minibatch of :math:`n` rows in random places is :math:`n` small reads. With
+    ``subsampling="clusters"`` of the kernel it is ten or so stretches of neighbouring rows, which
+    are read many times faster.
 
     :param source: a ``numpy.memmap``, which is read without being mapped, so that resident memory
         stays what it is; the path of a ``.npy`` file; a dataset of HDF5 (``h5py``), an array of
@@ -90,7 +90,7 @@ class RowsOnDisk:
     """
 
     def __init__(self, source: Any) -> None:
-        self._source = _opened(source)
+        self._source = opened(source)
         #: why the latest rows could not be read
         self.failure: UnreadableRows | None = None
         self._requests: OrderedDict[bytes, Future] = OrderedDict()
@@ -139,18 +139,15 @@ class RowsOnDisk:
     def __repr__(self) -> str:
         return f"RowsOnDisk({self._source.name}, shape={self.shape}, dtype={self.dtype})"
 
-    def __getitem__(self, index: Any) -> Array:
-        """Rows by their numbers, an array of whole numbers of any shape, a number or a slice."""
-        rows, rest = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
-        if isinstance(rows, slice):
-            rows = np.arange(len(self))[rows]
+    def rows(self, index: Any) -> Array:
+        rows = np.arange(len(self))[index] if isinstance(index, slice) else index
         numbers = rows if isinstance(rows, jax.Array) else np.asarray(rows)
         if numbers.dtype.kind not in "iu":
             raise TypeError(
                 f"{self!r} is indexed by numbers of rows, such as the indices of a plate; got"
                 f" {index!r}."
             )
-        if numbers.size * self.row_bytes > _MOST_BYTES and not _is_traced(numbers):
+        if numbers.size * self.row_bytes > MOST_BYTES and not _is_traced(numbers):
             raise ValueError(
                 f"{numbers.size:,} rows of {self!r} are {numbers.size * self.row_bytes:,} bytes,"
                 " which are not read at once. Ask for some of them, `to_arviz(mcmc, rows=2_000)`"
@@ -159,10 +156,8 @@ class RowsOnDisk:
         if isinstance(numbers, jax.Array):
             shape = jax.ShapeDtypeStruct((*numbers.shape, *self.shape[1:]), self.dtype)
             # one read for all that is mapped over
-            values = jax.pure_callback(self.read, shape, numbers, vmap_method="expand_dims")
-        else:
-            values = jnp.asarray(self.read(numbers))
-        return values[(slice(None),) * numbers.ndim + rest] if rest else values
+            return jax.pure_callback(self.read, shape, numbers, vmap_method="expand_dims")
+        return jnp.asarray(self.read(numbers))
 
     def __iter__(self) -> Iterator[Array]:
         raise TypeError(f"{self!r} is not read row by row: index it, `X[i]`.")
@@ -189,7 +184,15 @@ class RowsOnDisk:
         each = max(1, self._source.most_bytes // max(1, self.row_bytes))
         for k in range(0, len(flat), each):
             numbers, part = flat[k : k + each], found[k : k + each]
-            self._source.read_into(part, numbers)
+            try:
+                self._source.read_into(part, numbers)
+            except UnreadableRows:
+                raise
+            except Exception as error:
+                raise UnreadableRows(
+                    f"Rows of {self._source.name} between {numbers.min():,} and"
+                    f" {numbers.max():,} cannot be read: {type(error).__name__}: {error}"
+                ) from error
             if part.dtype.kind == "f":
                 with np.errstate(over="ignore", invalid="ignore"):
                     total = np.sum(part)
@@ -244,7 +247,7 @@ class ReadRows(NamedTuple):
     values: tuple[Array, ...]
 
 
-class OfMinibatch:
+class OfMinibatch(IndexedByRows):
     """What a model sees in the place of :class:`RowsOnDisk` when its minibatch has been read."""
 
     def __init__(self, source: RowsOnDisk, numbers: Array, values: Array) -> None:
@@ -256,11 +259,9 @@ class OfMinibatch:
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, index: Any) -> Array:
-        rows, rest = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
+    def rows(self, index: Any) -> Array:
         # other rows than those of the plate have not been read
-        values = self._values if rows is self._numbers else self._source[rows]
-        return values[(slice(None), *rest)] if rest else values
+        return self._values if index is self._numbers else self._source.rows(index)
 
 
 class Watched(OfMinibatch):
@@ -270,9 +271,9 @@ class Watched(OfMinibatch):
         self._source = source
         self.indices: list[Any] = []
 
-    def __getitem__(self, index: Any) -> Array:
-        self.indices.append(index[0] if isinstance(index, tuple) else index)
-        return self._source[index]
+    def rows(self, index: Any) -> Array:
+        self.indices.append(index)
+        return self._source.rows(index)
 
 
 class ShapeOf(OfMinibatch):
@@ -281,10 +282,8 @@ class ShapeOf(OfMinibatch):
     def __init__(self, source: RowsOnDisk) -> None:
         self._source = source
 
-    def __getitem__(self, index: Any) -> Array:
-        rows, rest = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
-        values = jnp.zeros((*jnp.shape(rows), *self._source.shape[1:]), self._source.dtype)
-        return values[(slice(None), *rest)] if rest else values
+    def rows(self, index: Any) -> Array:
+        return jnp.zeros((*jnp.shape(index), *self._source.shape[1:]), self._source.dtype)
 
 
 def on_disk(arguments: Any) -> list[RowsOnDisk]:
@@ -293,9 +292,11 @@ def on_disk(arguments: Any) -> list[RowsOnDisk]:
     return [leaf for leaf in leaves if _is_on_disk(leaf)]
 
 
-def failure_of(arguments: Any) -> UnreadableRows | None:
+def failure_of(arguments: Any, error: BaseException) -> UnreadableRows | None:
     """Why a program with these arguments has failed, if it was for rows that cannot be read."""
-    return next((source.failure for source in on_disk(arguments) if source.failure), None)
+    failures = [source.failure for source in on_disk(arguments)]
+    # JAX gives the text of what was raised in a call back
+    return next((one for one in failures if one and str(one) in str(error)), None)
 
 
 def replaced(arguments: Any, others: Sequence[Any]) -> Any:
@@ -347,191 +348,3 @@ def _is_traced(x: Any) -> bool:
 @cache
 def _readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, thread_name_prefix="rows on disk")
-
-
-class _Source(Protocol):
-    """Where rows come from."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    #: what is best read at once, in bytes
-    most_bytes: int
-
-    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
-        """
-        :param found: where to put the rows, shape ``(n, ...)``, of the data type of the device.
-        :param numbers: their numbers, in this order.
-        """
-
-
-def _opened(source: Any) -> _Source:
-    """
-    :raises TypeError: if it has no rows.
-    """
-    if isinstance(source, str | Path):
-        if not str(source).endswith(".npy"):
-            raise ValueError(
-                f"'{source}' is not a .npy file: open it, and pass what has the rows, such as"
-                " `numpy.memmap(path, dtype, mode='r', shape=...)`, `h5py.File(path)['X']`,"
-                " `zarr.open(path)['X']` or a table of `pyarrow`."
-            )
-        source = np.load(source, mmap_mode="r")
-    if isinstance(source, np.memmap) and source.filename and source.flags.c_contiguous:
-        return _File(source)
-    if hasattr(source, "column_names") and hasattr(source, "take"):
-        return _Table(source)
-    if not (hasattr(source, "shape") and hasattr(source, "dtype")):
-        raise TypeError(
-            f"{type(source).__name__} has no rows to read: it needs `shape`, `dtype` and row"
-            " indexing, as `numpy.memmap`, `h5py.Dataset` and `zarr.Array` have them."
-        )
-    return _Indexed(source)
-
-
-class _File:
-    """A memory map, read by position: pages that are mapped would count as resident memory."""
-
-    #: so that what is read is still in the cache of the processor when it is checked
-    most_bytes = 2**18
-
-    def __init__(self, mapped: np.memmap) -> None:
-        self.path, self.shape, self.dtype = str(mapped.filename), mapped.shape, mapped.dtype
-        self.name = f"'{self.path}'"
-        self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        # a view of a map remembers the offset of the whole of it
-        whole = mapped._mmap  # type: ignore[attr-defined]
-        first = np.frombuffer(whole, np.uint8).ctypes.data
-        self._offset = mapped.ctypes.data - first
-        self._offset += mapped.offset - mapped.offset % mmap.ALLOCATIONGRANULARITY
-        self._open()
-        self._bytes = os.fstat(self._descriptor).st_size
-
-    def _open(self) -> None:
-        try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise UnreadableRows(f"{self.name} cannot be opened: {error.strerror}.") from error
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: x for k, x in self.__dict__.items() if k != "_descriptor"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
-
-    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
-        size = os.fstat(self._descriptor).st_size
-        if size != self._bytes:
-            rows = max(0, size - self._offset) // self._row_bytes
-            raise UnreadableRows(
-                f"Row {numbers[0]:,} of {self.name} is not read: the file had {self._bytes:,} bytes"
-                f" when it was opened ({self.shape[0]:,} rows of {self._row_bytes:,}) and has"
-                f" {size:,} now, the first {rows:,} rows. Put the file back as it was, or begin"
-                " another run with it."
-            )
-        starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
-        lengths = np.diff(starts, append=len(numbers)) * self._row_bytes
-        places = (self._offset + numbers[starts] * self._row_bytes).tolist()
-        try:
-            if lengths.mean() < _SHORT_STRETCH:
-                parts = map(os.pread, repeat(self._descriptor), lengths.tolist(), places)
-                found[...] = np.frombuffer(b"".join(parts), self.dtype).reshape(found.shape)
-                return
-            values = found if found.dtype == self.dtype else np.empty(found.shape, self.dtype)
-            buffer: Any = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-            for start, length, place in zip(starts, lengths, places, strict=True):
-                done, begin = 0, start * self._row_bytes
-                while done < length:
-                    part = buffer[begin + done : begin + length]
-                    count = os.preadv(self._descriptor, [part], place + done)
-                    if not count:
-                        raise OSError("the file ends there")
-                    done += count
-            if values is not found:
-                found[...] = values
-        except (OSError, ValueError) as error:
-            raise UnreadableRows(
-                f"Rows of {self.name} between {numbers.min():,} and {numbers.max():,} cannot be"
-                f" read: {error}."
-            ) from error
-
-
-class _Indexed:
-    """Anything that can be indexed by rows."""
-
-    most_bytes = _MOST_BYTES
-
-    def __init__(self, source: Any) -> None:
-        self._held, self.shape, self.dtype = source, tuple(source.shape), np.dtype(source.dtype)
-        file = getattr(getattr(source, "file", None), "filename", None)
-        named = f"{source!r}" if file is None else f"{source!r} of '{file}'"
-        self.name = f"an array of {type(source).__name__}" if _is_in_memory(source) else named
-        # HDF5 and Zarr want numbers that increase
-        self._index = getattr(source, "oindex", source)
-
-    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
-        found[...] = self._read(numbers)
-
-    def _read(self, numbers: np.ndarray) -> np.ndarray:
-        if _is_in_memory(self._held):
-            return np.take(self._held, numbers, axis=0)
-        if tuple(self._held.shape) != self.shape or np.dtype(self._held.dtype) != self.dtype:
-            raise UnreadableRows(
-                f"{self.name} had shape {self.shape} and dtype {self.dtype} when it was opened and"
-                f" has {tuple(self._held.shape)} and {self._held.dtype} now. Put it back as it was,"
-                " or begin another run with it."
-            )
-        wanted, order = np.unique(numbers, return_inverse=True)
-        try:
-            if wanted[-1] - wanted[0] == len(wanted) - 1:  # a slice is much faster
-                found = np.asarray(self._held[int(wanted[0]) : int(wanted[-1]) + 1])
-            else:
-                found = np.asarray(self._index[wanted])
-        except Exception as error:
-            raise UnreadableRows(
-                f"Rows of {self.name} between {wanted[0]:,} and {wanted[-1]:,} cannot be read:"
-                f" {type(error).__name__}: {error}"
-            ) from error
-        if found.shape != (len(wanted), *self.shape[1:]):
-            raise UnreadableRows(
-                f"{len(wanted):,} rows of {self.name}, between {wanted[0]:,} and {wanted[-1]:,},"
-                f" came with shape {found.shape} instead of {(len(wanted), *self.shape[1:])}."
-            )
-        return found if len(wanted) == len(numbers) and _increases(numbers) else found[order]
-
-
-class _Table:
-    """A table of Arrow, whose columns are numbers."""
-
-    most_bytes = _MOST_BYTES
-
-    def __init__(self, table: Any) -> None:
-        self._table = table
-        self.shape: tuple[int, ...] = (table.num_rows, table.num_columns)
-        kinds = [column.type.to_pandas_dtype() for column in table.columns]
-        self.dtype = np.result_type(*kinds)
-        self.name = f"a table of columns {', '.join(table.column_names)}"
-        if missing := [
-            n for n, c in zip(table.column_names, table.columns, strict=True) if c.null_count
-        ]:
-            raise ValueError(
-                f"Column '{missing[0]}' of {self.name} has missing values: fill or drop them."
-            )
-
-    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
-        if numbers[-1] - numbers[0] == len(numbers) - 1 and _increases(numbers):
-            part = self._table.slice(int(numbers[0]), len(numbers))
-        else:
-            part = self._table.take(numbers)
-        for k, column in enumerate(part.columns):
-            found[:, k] = column
-
-
-def _is_in_memory(source: Any) -> bool:
-    return isinstance(source, np.ndarray | jax.Array)
-
-
-def _increases(numbers: np.ndarray) -> bool:
-    return bool(np.all(np.diff(numbers) > 0))

@@ -237,7 +237,7 @@ def test_other_uses_are_refused(tmp_path, monkeypatch):
         x[ROWS[:, 0] > 0]
     with pytest.raises(TypeError, match="not read row by row"):
         list(x)
-    monkeypatch.setattr("numpyro_sgmcmc.data._MOST_BYTES", 1_000)
+    monkeypatch.setattr("numpyro_sgmcmc.data.MOST_BYTES", 1_000)
     with pytest.raises(
         ValueError, match=r"300 rows .* are 4,800 bytes, which are not read at once"
     ):
@@ -314,7 +314,7 @@ def test_arviz_reads_some_of_the_rows(tmp_path, monkeypatch):
     x = npy(tmp_path, X)
     mcmc = drawn("SGLD", x, num_warmup=5, num_samples=5)
     monkeypatch.setattr("numpyro_sgmcmc.rows.ROWS_FROM_DISK", 7)
-    monkeypatch.setattr("numpyro_sgmcmc.data._MOST_BYTES", 8 * x.row_bytes)
+    monkeypatch.setattr("numpyro_sgmcmc.data.MOST_BYTES", 8 * x.row_bytes)
     assert to_arviz(mcmc)["observed_data"]["y"].shape == (7,)
     data = to_arviz(mcmc, rows=[3, 5], log_likelihood=True)
     assert data["log_likelihood"]["y"].shape == (1, 5, 2)

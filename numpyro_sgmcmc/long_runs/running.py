@@ -147,7 +147,7 @@ class Running:
         except BaseException as error:
             # not what the failed call did, and everything before it
             self.commit()
-            if unreadable := failure_of((self.mcmc._args, self.mcmc._kwargs)):
+            if unreadable := failure_of((self.mcmc._args, self.mcmc._kwargs), error):
                 raise unreadable from error
             raise
         took = time.perf_counter() - start

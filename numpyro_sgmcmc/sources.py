@@ -1,0 +1,201 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Where rows on disk come from: a file, something that can be indexed, a table."""
+
+from itertools import repeat
+import math
+import mmap
+import os
+from pathlib import Path
+from typing import Any, Protocol
+import weakref
+
+import jax
+import numpy as np
+
+#: More bytes than this are not read into one array: whoever asks for them wants all the rows.
+MOST_BYTES = 2**31
+
+#: Stretches of neighbouring rows of fewer bytes are read into bytes of their own, which takes
+#: Python less time than reading them into their places; joining longer ones would take longer.
+_SHORT_STRETCH = 2_048
+
+
+class UnreadableRows(OSError):
+    """Rows that cannot be read, or whose values cannot be data."""
+
+
+class Source(Protocol):
+    """Where rows come from."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    #: what is best read at once, in bytes
+    most_bytes: int
+
+    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+        """
+        :param found: where to put the rows, shape ``(n, ...)``, of the data type of the device.
+        :param numbers: their numbers, in this order.
+        """
+
+
+def opened(source: Any) -> Source:
+    """
+    :raises TypeError: if it has no rows.
+    """
+    if isinstance(source, str | Path):
+        if not str(source).endswith(".npy"):
+            raise ValueError(
+                f"'{source}' is not a .npy file: open it, and pass what has the rows, such as"
+                " `numpy.memmap(path, dtype, mode='r', shape=...)`, `h5py.File(path)['X']`,"
+                " `zarr.open(path)['X']` or a table of `pyarrow`."
+            )
+        source = np.load(source, mmap_mode="r")
+    is_file = isinstance(source, np.memmap) and source.filename and source.flags.c_contiguous
+    if is_file and hasattr(os, "preadv"):
+        return _File(source)
+    if hasattr(source, "column_names") and hasattr(source, "take"):
+        return _Table(source)
+    if not (hasattr(source, "shape") and hasattr(source, "dtype")):
+        raise TypeError(
+            f"{type(source).__name__} has no rows to read: it needs `shape`, `dtype` and row"
+            " indexing, as `numpy.memmap`, `h5py.Dataset` and `zarr.Array` have them."
+        )
+    return _Indexed(source)
+
+
+class _File:
+    """A memory map, read by position: pages that are mapped would count as resident memory."""
+
+    #: so that what is read is still in the cache of the processor when it is checked
+    most_bytes = 2**18
+
+    def __init__(self, mapped: np.memmap) -> None:
+        self.path, self.shape, self.dtype = str(mapped.filename), mapped.shape, mapped.dtype
+        self.name = f"'{self.path}'"
+        self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        # a view of a map remembers the offset of the whole of it
+        whole = mapped._mmap  # type: ignore[attr-defined]
+        first = np.frombuffer(whole, np.uint8).ctypes.data
+        self._offset = mapped.ctypes.data - first
+        self._offset += mapped.offset - mapped.offset % mmap.ALLOCATIONGRANULARITY
+        self._open()
+        self._bytes = os.fstat(self._descriptor).st_size
+
+    def _open(self) -> None:
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise UnreadableRows(f"{self.name} cannot be opened: {error.strerror}.") from error
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: x for k, x in self.__dict__.items() if k != "_descriptor"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if size != self._bytes:
+            rows = max(0, size - self._offset) // self._row_bytes
+            raise UnreadableRows(
+                f"Row {numbers[0]:,} of {self.name} is not read: the file had {self._bytes:,} bytes"
+                f" when it was opened ({self.shape[0]:,} rows of {self._row_bytes:,}) and has"
+                f" {size:,} now, the first {rows:,} rows. Put the file back as it was, or begin"
+                " another run with it."
+            )
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
+        lengths = np.diff(starts, append=len(numbers)) * self._row_bytes
+        places = (self._offset + numbers[starts] * self._row_bytes).tolist()
+        if lengths.mean() < _SHORT_STRETCH:
+            parts = map(os.pread, repeat(self._descriptor), lengths.tolist(), places)
+            found[...] = np.frombuffer(b"".join(parts), self.dtype).reshape(found.shape)
+            return
+        values = found if found.dtype == self.dtype else np.empty(found.shape, self.dtype)
+        buffer: Any = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        begin = 0
+        for length, place in zip(lengths.tolist(), places, strict=True):
+            end = begin + length
+            while begin < end:
+                count = os.preadv(self._descriptor, [buffer[begin:end]], place)
+                if not count:
+                    raise OSError("the file ends there")
+                begin, place = begin + count, place + count
+        if values is not found:
+            found[...] = values
+
+
+class _Indexed:
+    """Anything that can be indexed by rows."""
+
+    most_bytes = MOST_BYTES
+
+    def __init__(self, source: Any) -> None:
+        self._held, self.shape, self.dtype = source, tuple(source.shape), np.dtype(source.dtype)
+        file = getattr(getattr(source, "file", None), "filename", None)
+        named = f"{source!r}" if file is None else f"{source!r} of '{file}'"
+        self.name = f"an array of {type(source).__name__}" if _is_in_memory(source) else named
+        # HDF5 and Zarr want numbers that increase
+        self._index = getattr(source, "oindex", source)
+
+    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+        if _is_in_memory(self._held):
+            found[...] = np.take(self._held, numbers, axis=0)
+            return
+        if tuple(self._held.shape) != self.shape or np.dtype(self._held.dtype) != self.dtype:
+            raise UnreadableRows(
+                f"{self.name} had shape {self.shape} and dtype {self.dtype} when it was opened and"
+                f" has {tuple(self._held.shape)} and {self._held.dtype} now. Put it back as it was,"
+                " or begin another run with it."
+            )
+        wanted, order = np.unique(numbers, return_inverse=True)
+        if wanted[-1] - wanted[0] == len(wanted) - 1:  # a slice is much faster
+            values = np.asarray(self._held[int(wanted[0]) : int(wanted[-1]) + 1])
+        else:
+            values = np.asarray(self._index[wanted])
+        if values.shape != (len(wanted), *self.shape[1:]):
+            raise UnreadableRows(
+                f"{len(wanted):,} rows of {self.name}, between {wanted[0]:,} and {wanted[-1]:,},"
+                f" came with shape {values.shape} instead of {(len(wanted), *self.shape[1:])}."
+            )
+        found[...] = values if len(values) == len(order) and _increases(numbers) else values[order]
+
+
+class _Table:
+    """A table of Arrow, whose columns are numbers."""
+
+    most_bytes = MOST_BYTES
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self.shape: tuple[int, ...] = (table.num_rows, table.num_columns)
+        kinds = [column.type.to_pandas_dtype() for column in table.columns]
+        self.dtype = np.result_type(*kinds)
+        self.name = f"a table of columns {', '.join(table.column_names)}"
+        if missing := [
+            n for n, c in zip(table.column_names, table.columns, strict=True) if c.null_count
+        ]:
+            raise ValueError(
+                f"Column '{missing[0]}' of {self.name} has missing values: fill or drop them."
+            )
+
+    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+        if numbers[-1] - numbers[0] == len(numbers) - 1 and _increases(numbers):
+            part = self._table.slice(int(numbers[0]), len(numbers))
+        else:
+            part = self._table.take(numbers)
+        for k, column in enumerate(part.columns):
+            found[:, k] = column
+
+
+def _is_in_memory(source: Any) -> bool:
+    return isinstance(source, np.ndarray | jax.Array)
+
+
+def _increases(numbers: np.ndarray) -> bool:
+    return bool(np.all(np.diff(numbers) > 0))
