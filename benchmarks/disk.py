@@ -33,7 +33,7 @@ from workloads import logistic
 
 from numpyro_sgmcmc import SGHMC, CCAdL, RowsOnDisk
 from numpyro_sgmcmc.minibatch import read_model
-from numpyro_sgmcmc.potentials import Problem
+from numpyro_sgmcmc.problem import Problem
 
 COLUMNS, BATCH_SIZE, STEPS, ROUNDS = 100, 500, 1_000, 5
 KERNELS = {

@@ -27,7 +27,7 @@ from numpyro_sgmcmc.covariance import Diagonal, Full, LowRank
 from numpyro_sgmcmc.gradients import ESTIMATORS, minibatch_gradient, product_gradient
 from numpyro_sgmcmc.metric import IdentityMetric
 from numpyro_sgmcmc.minibatch import read_model
-from numpyro_sgmcmc.potentials import Problem
+from numpyro_sgmcmc.problem import Problem
 
 N, BATCH = 12_214, 500
 

@@ -24,7 +24,8 @@ from numpyro_sgmcmc.metric import (
     from_covariance,
 )
 from numpyro_sgmcmc.minibatch import with_rows
-from numpyro_sgmcmc.potentials import Problem, Rows, full_data_gradient, over_all_data
+from numpyro_sgmcmc.potentials import Rows, full_data_gradient, over_all_data
+from numpyro_sgmcmc.problem import Problem
 
 _CENTER_STARTS, _CENTER_STEPS, _LEARNING_RATE = 6, 2_000, 0.05
 

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.covariance import Covariance, LowRankPlusDiagonal, column_sums
 from numpyro_sgmcmc.minibatch import BatchRows, count_of
-from numpyro_sgmcmc.potentials import Potential, Problem, Rows
+from numpyro_sgmcmc.potentials import Potential, Rows
+from numpyro_sgmcmc.problem import Problem
 from numpyro_sgmcmc.subsampling import sub_batches
 
 #: Gradients of single rows are held for as many rows at once as make this many numbers.

@@ -16,7 +16,8 @@ from numpyro_sgmcmc.approximation import Gaussian, find_curvature
 from numpyro_sgmcmc.covariance import Diagonal
 from numpyro_sgmcmc.gradients import sub_batch_gradient
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, Metric
-from numpyro_sgmcmc.potentials import Anchor, Problem
+from numpyro_sgmcmc.potentials import Anchor
+from numpyro_sgmcmc.problem import Problem
 from numpyro_sgmcmc.subsampling import finite_population_factor
 
 #: Draws at which the noise is measured, and lines along which the gradient of all data is;

@@ -32,7 +32,7 @@ Tuning is done once, before the chains start, and is the same for all of them:
     >>> from numpyro_sgmcmc.approximation import find_center, find_metric
     >>> from numpyro_sgmcmc.minibatch import read_model
     >>> from numpyro_sgmcmc.noise import measure_noise
-    >>> from numpyro_sgmcmc.potentials import Problem
+    >>> from numpyro_sgmcmc.problem import Problem
 
     >>> def model(y):
     ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -63,7 +63,8 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.approximation import find_center, find_metric
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric, Metric
 from numpyro_sgmcmc.noise import NoiseLevel, measure_noise
-from numpyro_sgmcmc.potentials import Anchor, Problem
+from numpyro_sgmcmc.potentials import Anchor
+from numpyro_sgmcmc.problem import Problem
 from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
 
 #: The metric is a full matrix up to this many parameters, diagonal above.

@@ -23,7 +23,8 @@ from numpyro_sgmcmc.gradients import (
 )
 from numpyro_sgmcmc.metric import IdentityMetric
 from numpyro_sgmcmc.minibatch import read_model
-from numpyro_sgmcmc.potentials import Problem, ravel
+from numpyro_sgmcmc.potentials import ravel
+from numpyro_sgmcmc.problem import Problem
 from numpyro_sgmcmc.subsampling import SCHEMES, finite_population_factor
 
 SIZES = {"rows": 60, "columns": 40}

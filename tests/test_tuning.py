@@ -36,7 +36,8 @@ from numpyro_sgmcmc.approximation import Gaussian, find_metric
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.minibatch import read_model
 from numpyro_sgmcmc.noise import NoiseLevel, measure_noise
-from numpyro_sgmcmc.potentials import Anchor, ControlVariate, Problem, full_data_gradient
+from numpyro_sgmcmc.potentials import Anchor, ControlVariate, full_data_gradient
+from numpyro_sgmcmc.problem import Problem, _quick_compilation
 from numpyro_sgmcmc.stein import start_sums, stein_report
 from numpyro_sgmcmc.warmup import Choices, Tuning, find_tuning
 
@@ -292,7 +293,7 @@ def test_one_pass_over_the_data(chunk, monkeypatch):
 def test_programs_that_compile_quickly():
     """Options of XLA where there are such; within another program there can be none."""
     # JAX 0.10 knows both, 0.12 only this one
-    assert "xla_backend_optimization_level" in potentials._quick_compilation()
+    assert "xla_backend_optimization_level" in _quick_compilation()
     found = Model(logistic, X, Y)
     anchor = found.problem.compiled(Problem.anchor)
     alone, inside = anchor(found.point), jax.jit(anchor)(found.point)

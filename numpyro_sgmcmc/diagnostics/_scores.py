@@ -19,7 +19,7 @@ from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, group
 from numpyro_sgmcmc.inference_data import arguments_of
 from numpyro_sgmcmc.metric import IdentityMetric
 from numpyro_sgmcmc.minibatch import as_arrays, full_data, read_model
-from numpyro_sgmcmc.potentials import Problem
+from numpyro_sgmcmc.problem import Problem
 from numpyro_sgmcmc.record import parameters
 
 #: Scores on all data are made for up to so many rows times draws, if nothing is said.

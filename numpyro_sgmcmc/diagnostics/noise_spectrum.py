@@ -19,7 +19,7 @@ from numpyro_sgmcmc.diagnostics._scores import Target, positions_of, problem_of
 from numpyro_sgmcmc.gradients import per_example_gradient
 from numpyro_sgmcmc.inference_data import arguments_of
 from numpyro_sgmcmc.minibatch import Plate
-from numpyro_sgmcmc.potentials import Problem
+from numpyro_sgmcmc.problem import Problem
 from numpyro_sgmcmc.subsampling import INDEPENDENT, finite_population_factor
 
 #: The matrix of eigenvectors of so many parameters takes a second.

@@ -26,7 +26,7 @@ from numpyro_sgmcmc.kernels._spreading import check_chains
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Tuned
 from numpyro_sgmcmc.kernels._tuning import SelfTuning
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, as_arrays, full_data
-from numpyro_sgmcmc.potentials import Problem
+from numpyro_sgmcmc.problem import Problem
 from numpyro_sgmcmc.starts import check_initial_values, initial_values, no_initial_values
 from numpyro_sgmcmc.warmup import Tuning
 

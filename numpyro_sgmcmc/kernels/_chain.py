@@ -26,13 +26,8 @@ from numpyro_sgmcmc.kernels._reading import block_with, empty_block, rows_at
 from numpyro_sgmcmc.kernels._spreading import check_spread, check_traced
 from numpyro_sgmcmc.kernels._state import SGMCMCState, Step, Tuned
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model, Values, read_model
-from numpyro_sgmcmc.potentials import (
-    Anchor,
-    Potential,
-    Problem,
-    Rows,
-    ravel,
-)
+from numpyro_sgmcmc.potentials import Anchor, Potential, Rows, ravel
+from numpyro_sgmcmc.problem import Problem
 from numpyro_sgmcmc.stein import (
     add_to_sums,
     batch_is_full,

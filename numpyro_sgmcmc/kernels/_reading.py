@@ -12,7 +12,7 @@ from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.data import ReadRows, RowsOnDisk, on_disk, read_ahead
-from numpyro_sgmcmc.potentials import Problem
+from numpyro_sgmcmc.problem import Problem
 
 #: A block holds the minibatches of so many steps, or fewer of so many bytes together.
 _MOST_STEPS, _MOST_BYTES = 64, 2**23

@@ -11,7 +11,7 @@ import numpy as np
 from numpyro_sgmcmc.devices import ROWS, Shards
 from numpyro_sgmcmc.kernels._state import SGMCMCState
 from numpyro_sgmcmc.minibatch import Values
-from numpyro_sgmcmc.potentials import Problem
+from numpyro_sgmcmc.problem import Problem
 
 #: Rounding errors are smaller, relative to the largest term, and what a model makes of a part of
 #: its rows that it should not, such as their mean, is larger.

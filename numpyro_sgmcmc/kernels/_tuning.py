@@ -29,7 +29,8 @@ from numpyro_sgmcmc.kernels._state import SGMCMCState, Tuned
 from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric, from_covariance
 from numpyro_sgmcmc.minibatch import Model, Values, as_arrays
 from numpyro_sgmcmc.noise import NoiseLevel
-from numpyro_sgmcmc.potentials import Anchor, Problem
+from numpyro_sgmcmc.potentials import Anchor
+from numpyro_sgmcmc.problem import Problem
 from numpyro_sgmcmc.stein import SteinSums, advice
 from numpyro_sgmcmc.warmup import PILOT_CHAINS, Choices, Tuning, find_tuning
 

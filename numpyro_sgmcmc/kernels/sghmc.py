@@ -22,7 +22,8 @@ from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
 from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step
 from numpyro_sgmcmc.minibatch import MinibatchModel, Model
 from numpyro_sgmcmc.noise import ACCEPTED_BIAS, NoiseLevel, whitened_step
-from numpyro_sgmcmc.potentials import Potential, Problem, Rows
+from numpyro_sgmcmc.potentials import Potential, Rows
+from numpyro_sgmcmc.problem import Problem
 
 #: The part of a step's drift that comes before its kicks.
 _DRIFT_BEFORE = {"aboba": 0.5, "obabo": 1.0}
