@@ -181,7 +181,7 @@ class RowsOnDisk(IndexedByRows):
         if outside.size:
             raise UnreadableRows(f"{self!r} has no row {outside[0]:,}.")
         found = np.empty((len(flat), *self.shape[1:]), self.dtype)
-        each = max(1, self._source.most_bytes // max(1, self.row_bytes))
+        each = max(1, MOST_BYTES // max(1, self.row_bytes))
         for k in range(0, len(flat), each):
             numbers, part = flat[k : k + each], found[k : k + each]
             try:
@@ -325,9 +325,10 @@ def read_ahead(
         wanted = [np.asarray(x) for x in now]
         for source, numbers in zip(sources, wanted, strict=True):
             source.request(numbers)
+        found = [source.take(numbers) for source, numbers in zip(sources, wanted, strict=True)]
         for source, numbers in zip(sources, following, strict=True):
             source.request(np.asarray(numbers))
-        return [source.take(numbers) for source, numbers in zip(sources, wanted, strict=True)]
+        return found
 
     shapes = [
         jax.ShapeDtypeStruct((*numbers.shape, *source.shape[1:]), source.dtype)

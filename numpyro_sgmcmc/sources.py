@@ -21,6 +21,9 @@ MOST_BYTES = 2**31
 #: Python less time than reading them into their places; joining longer ones would take longer.
 _SHORT_STRETCH = 2_048
 
+#: So many places in a file are asked whether they are in memory.
+_ASKED = 16
+
 
 class UnreadableRows(OSError):
     """Rows that cannot be read, or whose values cannot be data."""
@@ -32,8 +35,6 @@ class Source(Protocol):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    #: what is best read at once, in bytes
-    most_bytes: int
 
     def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
         """
@@ -69,9 +70,6 @@ def opened(source: Any) -> Source:
 
 class _File:
     """A memory map, read by position: pages that are mapped would count as resident memory."""
-
-    #: so that what is read is still in the cache of the processor when it is checked
-    most_bytes = 2**18
 
     def __init__(self, mapped: np.memmap) -> None:
         self.path, self.shape, self.dtype = str(mapped.filename), mapped.shape, mapped.dtype
@@ -110,16 +108,19 @@ class _File:
                 " another run with it."
             )
         starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
-        lengths = np.diff(starts, append=len(numbers)) * self._row_bytes
+        lengths = (np.diff(starts, append=len(numbers)) * self._row_bytes).tolist()
         places = (self._offset + numbers[starts] * self._row_bytes).tolist()
-        if lengths.mean() < _SHORT_STRETCH:
-            parts = map(os.pread, repeat(self._descriptor), lengths.tolist(), places)
+        if self._is_elsewhere(places):
+            for place, length in zip(places, lengths, strict=True):
+                os.posix_fadvise(self._descriptor, place, length, os.POSIX_FADV_WILLNEED)
+        if sum(lengths) < _SHORT_STRETCH * len(lengths):
+            parts = map(os.pread, repeat(self._descriptor), lengths, places)
             found[...] = np.frombuffer(b"".join(parts), self.dtype).reshape(found.shape)
             return
         values = found if found.dtype == self.dtype else np.empty(found.shape, self.dtype)
         buffer: Any = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         begin = 0
-        for length, place in zip(lengths.tolist(), places, strict=True):
+        for length, place in zip(lengths, places, strict=True):
             end = begin + length
             while begin < end:
                 count = os.preadv(self._descriptor, [buffer[begin:end]], place)
@@ -129,11 +130,22 @@ class _File:
         if values is not found:
             found[...] = values
 
+    def _is_elsewhere(self, places: list[int]) -> bool:
+        """Whether some of these places are not in memory: the system can fetch them at once."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return False
+        try:
+            for place in places[:: 1 + len(places) // _ASKED]:
+                os.preadv(self._descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:  # some file systems do not tell
+            return False
+        return False
+
 
 class _Indexed:
     """Anything that can be indexed by rows."""
-
-    most_bytes = MOST_BYTES
 
     def __init__(self, source: Any) -> None:
         self._held, self.shape, self.dtype = source, tuple(source.shape), np.dtype(source.dtype)
@@ -168,8 +180,6 @@ class _Indexed:
 
 class _Table:
     """A table of Arrow, whose columns are numbers."""
-
-    most_bytes = MOST_BYTES
 
     def __init__(self, table: Any) -> None:
         self._table = table

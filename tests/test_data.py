@@ -87,6 +87,24 @@ def test_rows_are_those_of_the_source(source, tmp_path):
     assert x.digest == twin.digest != npy(tmp_path, ROWS + 1).digest
 
 
+def test_rows_that_are_not_in_memory_are_fetched_at_once(tmp_path, monkeypatch):
+    x, (preadv, fetched) = npy(tmp_path, np.arange(50_000.0).reshape(500, 100)), (os.preadv, [])
+
+    def of_a_cold_file(*arguments):
+        if arguments[3:]:
+            raise BlockingIOError
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", of_a_cold_file)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: fetched.append(arguments[1:3]))
+    monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
+    stretches = np.concatenate([np.arange(k, k + 40) for k in (200, 30, 100)])
+    for numbers, count in ((np.array([7, 400, 8]), 3), (stretches, 3)):
+        fetched.clear()
+        assert np.array_equal(x.read(numbers)[:, 0], 100 * numbers)
+        assert len(fetched) == count and sum(size for _, size in fetched) == 800 * len(numbers)
+
+
 def test_data_types(tmp_path):
     for dtype, on_device in ((np.float64, np.float32), (np.int64, np.int32), (np.uint8, np.uint8)):
         x = npy(tmp_path, np.arange(6).astype(dtype))
