@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Long runs: memory and speed of runs to disk, and runs that are killed.
+Long runs: what a sample costs besides its steps, memory and speed of runs to disk, and runs that
+are killed.
 
-    python benchmarks/long_runs.py [--only disk kills] [--folder FOLDER]
+    python benchmarks/long_runs.py [--only overhead disk kills] [--folder FOLDER]
 
 Each run to disk has a process of its own, with its resident memory noted every 0.2 seconds. The
 killed run is that of ``tests/long_run.py``, a checkpoint after every chunk: ten times it is killed
@@ -14,6 +15,7 @@ removed.
 """
 
 import argparse
+from functools import partial
 import json
 import os
 from pathlib import Path
@@ -27,16 +29,19 @@ import time
 
 import jax
 from jax import random
-from measure import table
+from measure import ratio, table
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from running import resident
+from numpyro.infer import MCMC
+from running import resident, sghmc
+from step_cost import bound
+from workloads import workloads
 
 from numpyro_sgmcmc import SGHMC, LongRun
 from numpyro_sgmcmc.long_runs.store import Store
 
-PARTS = ("disk", "kills")
+PARTS = ("overhead", "disk", "kills")
 
 CHILD = Path(__file__).parent.parent / "tests" / "long_run.py"
 
@@ -54,6 +59,35 @@ def sampler(steps_per_sample: int = 1) -> SGHMC:
 
 def rows(dimension: int) -> jax.Array:
     return random.normal(random.key(0), (20, dimension))
+
+
+def overhead(rounds: int, folder: Path) -> str:
+    """A sample of SGHMC, from runs of two lengths, so that compilation does not count."""
+    found = []
+    for workload in workloads()[:2]:
+        kernel = sghmc(workload)(bound(workload))
+        short, long = 10 * workload.steps, 80 * workload.steps
+
+        def seconds(make, count, kernel=kernel, data=workload.data):
+            mcmc = make(kernel, num_warmup=0, num_samples=count, progress_bar=False)
+            start = time.perf_counter()
+            mcmc.run(random.key(0), *data)
+            return time.perf_counter() - start
+
+        to_disk = partial(LongRun, store=folder / "run.zarr", resume=False)
+        # as in a `LongRun`, data are arguments of the program and not constants in it
+        plain = partial(MCMC, jit_model_args=True)
+        ways = {"MCMC": plain, "LongRun": LongRun, "to disk": to_disk}
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name, make in ways.items():
+                taken[name].append(seconds(make, long) - seconds(make, short))
+        alone = np.array(taken["MCMC"])
+        each = [f"{np.median(x) / (long - short) * 1e6:.1f}" for x in taken.values()]
+        ratios = [ratio(np.array(taken[name]), alone) for name in ways if name != "MCMC"]
+        found.append([workload.name, *each, *ratios])
+    header = ["", "us a sample: MCMC", "LongRun", "with a store", "LongRun / MCMC"]
+    return table([*header, "with a store / MCMC"], found)
 
 
 def disk(_: int, folder: Path) -> str:
@@ -167,7 +201,7 @@ def kills(_: int, folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -37,6 +37,7 @@ PARTS = {
     "disk": "benchmarks/disk.py",
     "scale_check": "benchmarks/scale.py --only check",
     "scale_clusters": "benchmarks/scale.py --only clusters",
+    "overhead": "benchmarks/long_runs.py --only overhead",
     "long_runs": "benchmarks/long_runs.py --only disk",
     "kills": "benchmarks/long_runs.py --only kills",
     "peers": "benchmarks/peers.py",
