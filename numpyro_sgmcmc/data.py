@@ -48,8 +48,10 @@ class IndexedByRows:
 @jax.tree_util.register_static
 class RowsOnDisk(IndexedByRows):
     """
-    An array whose rows stay where they are until a minibatch needs them: an argument of a model
-    in the place of an array, which indexes it by the indices of the plate.
+    An array whose rows stay where they are until a minibatch needs them.
+
+    It is an argument of a model in the place of an array, which indexes it by the indices of the
+    plate.
 
     A minibatch of :math:`n` rows in random places is :math:`n` small reads. With
     ``subsampling="clusters"`` of the kernel it is ten or so stretches of neighbouring rows, which

@@ -135,8 +135,10 @@ def checked_mesh(mesh: Any) -> Mesh | None:
 
 def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
     """
-    Spreads arrays over the devices of a mesh by their first axis, the rows. They go to ``mcmc.run``
-    as any others do, of a kernel with ``mesh=mesh`` and an ``MCMC`` with ``jit_model_args=True``.
+    Spreads arrays over the devices of a mesh by their first axis, the rows.
+
+    They go to ``mcmc.run`` as any others do, of a kernel with ``mesh=mesh`` and an ``MCMC`` with
+    ``jit_model_args=True``.
 
     In one process every array has all rows. In several (``jax.distributed.initialize``) each
     process gives the rows that its own devices are to hold, as many as every other; all have to

@@ -16,7 +16,9 @@ def autocorrelation_time(
     run: Run, *, var_names: list[str] | None = None, unit: str = "draws"
 ) -> xr.Dataset:
     """
-    The integrated autocorrelation time of each parameter,
+    The integrated autocorrelation time of each parameter.
+
+    It is
 
     .. math:: \\tau = 1 + 2 \\sum_{t \\ge 1} \\rho_t ,
 

@@ -38,8 +38,9 @@ class Moments(NamedTuple):
 
 def moments(run: Run, *, var_names: list[str] | None = None) -> Moments:
     """
-    The marginal moments of a run, with their errors: what :func:`compare` needs of a reference
-    that took long, to keep it.
+    The marginal moments of a run, with their errors.
+
+    They are what :func:`compare` needs of a reference that took long, to keep it.
 
     :param run: an ``MCMC`` object or an ArviZ object.
     :param var_names: names of variables; None for all.
@@ -101,8 +102,9 @@ def compare(
     model_kwargs: dict | None = None,
 ) -> pd.DataFrame:
     """
-    The errors of runs against a reference whose law is right, such as a long run of NUTS, in
-    units of its standard deviations and beside the Monte-Carlo errors of both: with means
+    The errors of runs against a reference whose law is right, such as a long run of NUTS.
+
+    They are in units of its standard deviations, beside the Monte-Carlo errors of both: with means
     :math:`m`, standard deviations :math:`s` and effective sample sizes :math:`n`, those of the
     reference with a zero, of every number
 

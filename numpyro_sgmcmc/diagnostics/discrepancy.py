@@ -70,10 +70,11 @@ def kernel_stein_discrepancy(
     rng_key: Array | None = None,
 ) -> Discrepancy:
     """
-    How far the draws are from the posterior, by the largest mean that a Stein operator of the
-    posterior has under them over the unit ball of a reproducing kernel Hilbert space. It is 0
-    for the posterior and sees a wrong location, a wrong spread and a wrong shape; R-hat and
-    effective sample sizes see none of them.
+    How far the draws are from the posterior: their kernel Stein discrepancy.
+
+    It is the largest mean that a Stein operator of the posterior has under the draws, over the unit
+    ball of a reproducing kernel Hilbert space. It is 0 for the posterior and sees a wrong location,
+    a wrong spread and a wrong shape; R-hat and effective sample sizes see none of them.
 
     With :math:`\\phi` the whitened unconstrained parameters, :math:`s = \\nabla_\\phi \\log p`,
     :math:`r = \\phi - \\phi'` and the inverse multiquadric kernel

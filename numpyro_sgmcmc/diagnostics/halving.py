@@ -29,9 +29,10 @@ def step_halving(
     rng_key: Array | None = None,
 ) -> pd.DataFrame:
     """
-    How far expectations are from their values at step size zero, by Richardson's extrapolation
-    from step sizes :math:`h` and :math:`h / 2`: where the error is of order :math:`k` in
-    :math:`h`,
+    How far expectations are from their values at step size zero, from a second run.
+
+    By Richardson's extrapolation from step sizes :math:`h` and :math:`h / 2`, where the error is of
+    order :math:`k` in :math:`h`,
 
     .. math::
 

@@ -30,8 +30,9 @@ def gradient_noise(
     mcmc: MCMC, *, max_rows: int = 5_000, rng_key: Array | None = None
 ) -> xr.Dataset:
     """
-    The spectrum of the noise that the sampler sees: the eigenvalues of the covariance of the
-    minibatch gradient
+    The spectrum of the noise that the sampler sees.
+
+    It is that of the covariance of the minibatch gradient
 
     .. math:: V = f \\, \\frac{N^2}{n} S^2, \\qquad f = 1 - n / N \\text{ or } 1,
 

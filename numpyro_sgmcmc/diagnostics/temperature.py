@@ -34,8 +34,9 @@ class Temperature(NamedTuple):
 
 def kinetic_temperature(run: Run) -> Temperature:
     """
-    The kinetic temperature, :math:`p^\\top p / d` of each draw, with momenta
-    :math:`p \\sim N(0, T I)`:
+    The kinetic temperature.
+
+    Of each draw it is :math:`p^\\top p / d`, with momenta :math:`p \\sim N(0, T I)`:
 
     .. math:: \\frac{d}{T} \\, \\frac{p^\\top p}{d} \\sim \\chi^2_d .
 
@@ -79,8 +80,9 @@ def kinetic_temperature(run: Run) -> Temperature:
 
 def configurational_temperature(run: Run) -> Temperature:
     """
-    The configurational temperature (:mod:`numpyro_sgmcmc.stein`), from the share of each draw:
-    its mean is 1 for correct draws. A single draw's share has no known law.
+    The configurational temperature (:mod:`numpyro_sgmcmc.stein`), from the share of each draw.
+
+    Its mean is 1 for correct draws. A single draw's share has no known law.
 
     :param run: a run of a kernel of this package.
     :raises ValueError: if it was not collected, or where minibatches are not independent.

@@ -39,8 +39,9 @@ _NOT_SETTINGS = frozenset(
 
 class SGMCMCKernel(Judging, SelfTuning):
     """
-    Base class of the kernels of this package: a method adds its dynamics,
-    :meth:`init_dynamics` and :meth:`step`, as pure functions.
+    Base class of the kernels of this package.
+
+    A method adds its dynamics, :meth:`init_dynamics` and :meth:`step`, as pure functions.
 
     What is left out is tuned before the chains start, the same for all of them; see
     :mod:`numpyro_sgmcmc.warmup`.
@@ -79,6 +80,36 @@ class SGMCMCKernel(Judging, SelfTuning):
         (:func:`~numpyro_sgmcmc.spread_rows`); None is the mesh over which they are, if any.
     :raises ValueError: if an argument has no meaning, here or when ``MCMC`` initialises the
         chain with a model or with data that minibatches cannot serve.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGMCMCKernel
+
+        >>> class Descent(SGMCMCKernel):
+        ...     def init_dynamics(self, rng_key, position, friction):
+        ...         return ()  # nothing besides the position
+        ...
+        ...     def step(self, state, gradient, rng_key):
+        ...         observed = gradient(state.z)
+        ...         position = state.z - state.step_size * observed.gradient
+        ...         return state._replace(z=position), observed
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> y = 3 + jax.random.normal(jax.random.key(0), (1_000,))
+        >>> mcmc = MCMC(Descent(model, step_size=1e-4), num_warmup=100, num_samples=10,
+        ...             progress_bar=False)
+        >>> mcmc.run(jax.random.key(1), y)
+        >>> bool(abs(mcmc.get_samples()["mu"][-1] - y.mean()) < 0.05)
+        True
     """
 
     sample_field = "z"

@@ -388,6 +388,6 @@ class Chain(MCMCKernel):
 
 def _turned(dynamics: Any) -> Any:
     """With the momentum reversed: else a step that is undone would lead to the same place."""
-    if "momentum" not in dynamics._fields:
+    if "momentum" not in getattr(dynamics, "_fields", ()):
         return dynamics
     return dynamics._replace(momentum=-dynamics.momentum)

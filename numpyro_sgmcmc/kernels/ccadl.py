@@ -46,10 +46,11 @@ class CovarianceControlled(NamedTuple):
 
 class CCAdL(MomentumKernel):
     """
-    Covariance-controlled adaptive Langevin thermostat: an estimate :math:`\\hat V` of the
-    covariance of the gradient's noise, which may depend on the position and on the
-    direction, is dissipated by a friction of its own; a thermostat :math:`\\xi` takes up what
-    is left.
+    Covariance-controlled adaptive Langevin thermostat.
+
+    An estimate :math:`\\hat V` of the covariance of the gradient's noise, which may depend on the
+    position and on the direction, is dissipated by a friction of its own; a thermostat :math:`\\xi`
+    takes up what is left.
 
     With ``integrator="nogin"``, the default, a step is
 

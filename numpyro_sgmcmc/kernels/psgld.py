@@ -32,8 +32,9 @@ class Preconditioned(NamedTuple):
 
 class PSGLD(SGMCMCKernel):
     """
-    Preconditioned stochastic gradient Langevin dynamics: SGLD in coordinates that are scaled
-    by the size of their gradients, as in RMSprop.
+    Preconditioned stochastic gradient Langevin dynamics.
+
+    It is SGLD in coordinates that are scaled by the size of their gradients, as in RMSprop.
 
     .. math::
 

@@ -35,10 +35,11 @@ class ScaleAdapted(NamedTuple):
 
 class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
     """
-    SGHMC whose scales are learned in the warm-up from the size of the gradients: a preset for
-    neural networks, with step sizes that need no tuning. **Approximate**: nothing is known of
-    how far its draws are from the posterior, and the noise of the minibatches is not
-    corrected. Use it for predictions, with several chains, and look at them on held-out data.
+    SGHMC for neural networks, with scales from the size of the gradients; approximate.
+
+    The scales are learned in the warm-up, and step sizes need no tuning. Nothing is known of how
+    far its draws are from the posterior, and the noise of the minibatches is not corrected. Use it
+    for predictions, with several chains, and look at them on held-out data.
 
     With :math:`\\alpha = h A` and, elementwise, :math:`s = \\hat V^{-1/4}`
 

@@ -31,8 +31,10 @@ class Scored(NamedTuple):
 
 class SGFS(SGMCMCKernel):
     """
-    Stochastic gradient Fisher scoring: Langevin dynamics preconditioned so that the noise of
-    the minibatch takes the place of the noise that would have to be added.
+    Stochastic gradient Fisher scoring.
+
+    Langevin dynamics are preconditioned so that the noise of the minibatch takes the place of
+    the noise that would have to be added.
 
     .. math::
 

@@ -38,9 +38,11 @@ class Thermostatted(NamedTuple):
 
 class SGNHT(MomentumKernel):
     """
-    Stochastic gradient Nosé-Hoover thermostat: Langevin dynamics whose friction
-    :math:`\\xi` adapts until the kinetic temperature is :math:`T`, and so takes up noise of
-    the gradient that has the same variance in every direction.
+    Stochastic gradient Nosé-Hoover thermostat.
+
+    The friction :math:`\\xi` of Langevin dynamics adapts until the kinetic temperature is
+    :math:`T`, and so takes up noise of the gradient that has the same variance in every
+    direction.
 
     With ``integrator="badodab"``, the default, a step is, from one kick to the next,
 

@@ -18,9 +18,10 @@ from numpyro_sgmcmc.noise import NoiseLevel, whitened_step
 
 class SMSUBU(MomentumKernel):
     """
-    Symmetric minibatch splitting with the UBU integrator: Langevin dynamics with friction
-    :math:`A` whose minibatches go forward and backward through a random partition of the
-    rows, so that their noise cancels to second order in the step size.
+    Symmetric minibatch splitting with the UBU integrator.
+
+    The minibatches of Langevin dynamics with friction :math:`A` go forward and backward through a
+    random partition of the rows, so that their noise cancels to second order in the step size.
 
     .. math::
 

@@ -52,9 +52,10 @@ def plot_bias(
     figsize: tuple[float, float] | None = None,
 ) -> np.ndarray:
     """
-    The relative error of the variance of the draws against the step size, with lines of slope 1
-    and 2; and below, for the same runs, the effective sample size of the worst parameter and
-    its R-hat, which mostly become better where the error becomes larger.
+    The relative error of the variance of the draws against the step size.
+
+    There are lines of slope 1 and 2; below, for the same runs, the effective sample size of the
+    worst parameter and its R-hat, which mostly become better where the error becomes larger.
 
     Up to four errors are shown: from the Stein matrix (:mod:`numpyro_sgmcmc.stein`) that of the
     mean over the coordinates, :math:`|T_c - 1|` with the configurational temperature

@@ -22,16 +22,19 @@ def plot_noise_spectrum(
     noise: MCMC | xr.Dataset, ax: Axes | None = None, figsize: tuple[float, float] | None = None
 ) -> Axes:
     """
-    The eigenvalues of the covariance of the gradient's noise by their rank, their mean, and the
-    size at which the noise is as large as what the method itself has to set against it; see
-    :func:`gradient_noise`. Directions above that line, diamonds, spread too widely unless the
-    method knows the covariance of its noise; so do, less, those not far below it.
+    The eigenvalues of the covariance of the gradient's noise by their rank.
+
+    Beside them are their mean, and the size at which the noise is as large as what the method
+    itself has to set against it; see :func:`gradient_noise`. Directions above that line, diamonds,
+    spread too widely unless the method knows the covariance of its noise; so do, less, those not
+    far below it.
 
     :param noise: an ``MCMC`` object of a kernel of this package, or what
         :func:`gradient_noise` gives.
     :param ax: axes to draw into; None for a new figure.
     :param figsize: width and height of a new figure in inches.
     :return: the axes.
+    :raises ValueError: as :func:`gradient_noise`.
 
     **Example:**
 

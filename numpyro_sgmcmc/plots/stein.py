@@ -32,10 +32,11 @@ def plot_stein(
     figsize: tuple[float, float] | None = None,
 ) -> Axes:
     """
-    The eigenvalues of the Stein matrix (:mod:`numpyro_sgmcmc.stein`) of each latent site, from
-    the smallest to the largest: of a Gaussian posterior the ratios of the variances of the draws
-    to the right ones. They are 1 for correct draws, up to the noise of a finite run, which
-    spreads those of a site of :math:`k` parameters over the band
+    The eigenvalues of the Stein matrix (:mod:`numpyro_sgmcmc.stein`) of each latent site.
+
+    They go from the smallest to the largest: of a Gaussian posterior the ratios of the variances of
+    the draws to the right ones. They are 1 for correct draws, up to the noise of a finite run,
+    which spreads those of a site of :math:`k` parameters over the band
 
     .. math:: 1 \\pm \\left( 1.5 \\sqrt{2 (k - 1)} \\, \\bar\\sigma + 3 \\bar\\sigma_s \\right) ,
 

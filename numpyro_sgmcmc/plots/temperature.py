@@ -32,8 +32,9 @@ def plot_temperature(
     run: Run, axes: Sequence[Axes] | None = None, figsize: tuple[float, float] | None = None
 ) -> np.ndarray:
     """
-    Temperatures and thermostat over the draws, a line for each chain, in a panel for each that
-    was collected:
+    Temperatures and thermostat over the draws.
+
+    There is a line for each chain, in a panel for each that was collected:
 
     - the configurational temperature (:mod:`numpyro_sgmcmc.stein`), which is always there. That
       of one draw is noisy: the mean of the first :math:`n` draws is shown, and with several
