@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 import warnings
 
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.handlers import uncondition
 from numpyro.infer import MCMC, Predictive
+from numpyro.primitives import Messenger
 import xarray as xr
 
 from numpyro_sgmcmc.minibatch import as_arrays
-from numpyro_sgmcmc.record import attributes, latent_shapes, stein_group, stein_of
+from numpyro_sgmcmc.record import attributes, latent_shapes, stein_group, stein_of, variable_name
 from numpyro_sgmcmc.rows import Rows, full_sites, keep_rows, log_likelihood_of
 from numpyro_sgmcmc.stein import advice
 
@@ -42,15 +44,18 @@ def to_arviz(
     max_values: int = MAX_VALUES,
 ) -> Any:
     """
-    The results of a run for ArviZ, on the full data: groups ``posterior``,
-    ``sample_stats`` (the collected fields of the state), ``stein`` (the variance ratio of
-    each parameter and its standard error, see :mod:`numpyro_sgmcmc.stein`), ``observed_data``,
-    ``constant_data`` (the array arguments of the model), and on request
-    ``log_likelihood`` and ``posterior_predictive``.
+    The results of a run for ArviZ, on the full data.
+
+    Its groups are ``posterior``, ``sample_stats`` (the collected fields of the state), ``stein``
+    (the variance ratio of each parameter and its standard error, see
+    :mod:`numpyro_sgmcmc.stein`), ``observed_data``, ``constant_data`` (the array arguments of the
+    model), and on request ``log_likelihood`` and ``posterior_predictive``.
 
     Variables have the shape ``(chain, draw, *site)``. Names of dimensions are those of
     the plates and of ``infer={"event_dims": [...]}``; ``dims`` adds to them. Nothing of a
-    minibatch is in the result. Plain ``arviz.from_numpyro(mcmc)`` gives the same posterior.
+    minibatch is in the result. Plain ``arviz.from_numpyro(mcmc)`` gives the same posterior. A
+    slash in the name of a site, as those of ``flax_module`` have, becomes a dot, since in ArviZ 1.x
+    it would begin a group.
 
     With more rows than memory is there for, ``rows=2_000`` draws so many of them at random:
     all groups then hold these rows only, at a cost that grows with their number and not with
@@ -131,7 +136,7 @@ def to_arviz(
         if site["type"] == "sample" and site["is_observed"] and site["value"] is not None
     }
     groups: dict[str, Any] = {}
-    all_dims = plate_dims(sites) | {k: list(v) for k, v in (dims or {}).items()}
+    all_dims = plate_dims(sites) | {variable_name(k): list(v) for k, v in (dims or {}).items()}
     if posterior_predictive:
         values = sum(math.prod(site["fn"].shape()) for site in observed.values())
         check_size("posterior_predictive", mcmc, values, max_values)
@@ -141,7 +146,7 @@ def to_arviz(
             return_sites=[name for name in observed if not _is_factor(observed[name])],
             batch_ndims=2,
         )
-        groups["posterior_predictive"] = jax.device_get(predict(key, *args, **kwargs))
+        groups["posterior_predictive"] = _variables(predict(key, *args, **kwargs))
     if constant_data:
         plates = {s["args"][0]: name for name, s in sites.items() if s["type"] == "plate"}
         known = [np.asarray(site["value"]) for site in observed.values()]
@@ -161,16 +166,34 @@ def to_arviz(
                     name, [plate, *(f"{name}_dim_{k}" for k in range(1, argument.ndim))]
                 )
         groups["constant_data"] = found or None
+    view.sampler = SimpleNamespace(
+        model=_SitesAsVariables(model),
+        _max_tree_depth=getattr(view.sampler, "_max_tree_depth", None),
+    )
+    view._states = view._states | {view._sample_field: _variables(draws)}
+    view._states_flat = None
     data = arviz.from_numpyro(view, coords=coords, dims=all_dims, log_likelihood=False, **groups)
     if log_likelihood:
         values = sum(math.prod(site["fn"].batch_shape) for site in observed.values())
         check_size("log_likelihood", mcmc, values, max_values)
         terms = log_likelihood_of(model, draws, args, kwargs, batch_ndims=2)
-        _add_group(arviz, data, "log_likelihood", jax.device_get(terms), coords, all_dims)
+        _add_group(arviz, data, "log_likelihood", _variables(terms), coords, all_dims)
     if stein is not None:
         _add_dataset(data, "stein", stein_group(stein, latent_shapes(mcmc)))
     data.attrs.update(attributes(mcmc, stein, sampling_time) | dict(attrs or {}))
     return data
+
+
+class _SitesAsVariables(Messenger):
+    """A model whose sites have the names of the variables of the result."""
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] in ("sample", "deterministic"):
+            msg["name"] = variable_name(msg["name"])
+
+
+def _variables(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {variable_name(name): x for name, x in jax.device_get(values).items()}
 
 
 def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:
@@ -212,7 +235,7 @@ def _is_factor(site: dict) -> bool:
 
 
 def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
-    """Names of the dimensions of every site: of its plates, then of its events."""
+    """Names of the dimensions of the variable of every site: its plates, then its events."""
     found = {}
     for name, site in sites.items():
         if site["type"] not in ("sample", "deterministic"):
@@ -220,7 +243,7 @@ def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
         frames = sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)
         events = site["infer"].get("event_dims", []) if site["type"] == "sample" else []
         if frames or events:
-            found[name] = [frame.name for frame in frames] + list(events)
+            found[variable_name(name)] = [frame.name for frame in frames] + list(events)
     return found
 
 

@@ -16,6 +16,7 @@ from numpyro.infer.util import constrain_fn, unconstrain_fn
 
 from numpyro_sgmcmc.inference_data import MAX_VALUES, arguments_of, check_size, to_arviz
 from numpyro_sgmcmc.minibatch import Plate
+from numpyro_sgmcmc.record import variable_name
 from numpyro_sgmcmc.rows import (
     Rows,
     at_rows,
@@ -41,9 +42,10 @@ def loo(
     max_values: int = MAX_VALUES,
 ) -> Any:
     """
-    PSIS-LOO of a run on a large data set, from the log likelihood of some of its
-    observations: ``arviz.loo_subsample`` of ArviZ 1.x, without the array of
-    (chains, draws, :math:`N`) that it starts from.
+    PSIS-LOO of a run on a large data set, from the log likelihood of some of its observations.
+
+    It is ``arviz.loo_subsample`` of ArviZ 1.x, without the array of (chains, draws, :math:`N`) that
+    it starts from.
 
     With the log density :math:`\\hat\\ell_i = \\log p(y_i \\mid \\hat\\theta)` of every
     observation at one point :math:`\\hat\\theta` and a simple random sample :math:`S` of
@@ -106,7 +108,7 @@ def loo(
     sites = site_shapes(model, draws, args, kwargs)
     plates = subsampled_plates(sites)
     name = _observed_site(sites, var_name)
-    shape = sites[name]["fn"].batch_shape
+    variable, shape = variable_name(name), sites[name]["fn"].batch_shape
     axes = {
         frame.name: len(shape) + frame.dim
         for frame in sites[name]["cond_indep_stack"]
@@ -128,7 +130,7 @@ def loo(
         )
         check_size("log_likelihood", mcmc, math.prod(shape), max_values, remedy)
         data = to_arviz(mcmc, rows=others or None, **options)
-        return arviz.loo(data, var_name=name, pointwise=pointwise)
+        return arviz.loo(data, var_name=variable, pointwise=pointwise)
 
     if np.ndim(observations) == 0:
         observations = np.minimum(observations, math.prod(shape))
@@ -137,7 +139,7 @@ def loo(
     positions = np.unravel_index(chosen, shape)
     rows = others | {plate: np.unique(positions[axis]) for plate, axis in axes.items()}
     data = to_arviz(mcmc, rows=rows, **options)
-    terms = data["log_likelihood"][name]
+    terms = data["log_likelihood"][variable]
     chain_and_draw, dims = terms.dims[:2], terms.dims[2:]
     known = {2 + axis: rows[plate] for plate, axis in axes.items()}
     whole = _only_known(terms.values, known, (*terms.shape[:2], *shape))
@@ -156,15 +158,15 @@ def loo(
         {
             "posterior": data["posterior"].to_dataset(),
             "log_likelihood": xarray.Dataset(
-                {name: (terms.dims, whole)}, {dim: terms[dim] for dim in chain_and_draw}
+                {variable: (terms.dims, whole)}, {dim: terms[dim] for dim in chain_and_draw}
             ),
-            "observed_data": xarray.Dataset({name: (dims, at_point)}),
+            "observed_data": xarray.Dataset({variable: (dims, at_point)}),
         }
     )
     return arviz.loo_subsample(
         tree,
         chosen,
-        var_name=name,
+        var_name=variable,
         pointwise=pointwise,
         method="plpd",
         log_lik_fn=lambda observed, _: observed,

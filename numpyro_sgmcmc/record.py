@@ -60,16 +60,22 @@ def attributes(
     return found
 
 
+def variable_name(site: str) -> str:
+    """The name of a site among the results: in a tree of groups a slash would begin another."""
+    return site.replace("/", ".")
+
+
 def parameters(shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], list[str]]:
     """
-    Labels of the unconstrained parameters, as ArviZ writes them, and the site of each, in the
+    Labels of the unconstrained parameters, as ArviZ writes them, and the variable of each, in the
     order of the flat vector.
 
     :param shapes: shapes of the unconstrained values of the latent sites.
     """
     labels, sites = [], []
-    for name in sorted(shapes):
-        for index in product(*map(range, shapes[name])):
+    for site in sorted(shapes):
+        name = variable_name(site)
+        for index in product(*map(range, shapes[site])):
             labels.append(f"{name}[{', '.join(map(str, index))}]" if index else name)
             sites.append(name)
     return labels, sites
@@ -84,7 +90,7 @@ def stein_group(stein: SteinReport, shapes: dict[str, tuple[int, ...]]) -> xr.Da
     """
     labels, sites = parameters(shapes)
     if len(stein.ratios) != len(labels):
-        labels = sites = sorted(shapes)
+        labels = sites = [variable_name(site) for site in sorted(shapes)]
     site_of = np.asarray(sites)
     variables: dict[str, Any] = {
         "variance_ratio": stein.ratios,
@@ -92,7 +98,7 @@ def stein_group(stein: SteinReport, shapes: dict[str, tuple[int, ...]]) -> xr.Da
     }
     if stein.matrix is not None:
         values, spread = np.zeros(len(labels)), np.zeros(len(labels))
-        for site in sorted(shapes):
+        for site in dict.fromkeys(sites):
             block = np.flatnonzero(site_of == site)
             values[block] = np.linalg.eigvalsh(stein.matrix[np.ix_(block, block)])
             spread[block] = stein.eigenvalue_spread(len(block))

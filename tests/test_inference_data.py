@@ -19,8 +19,10 @@ from numpyro.infer.initialization import init_to_value
 import pytest
 from scipy.special import expit
 
-from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, full_data, to_arviz
+from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, LongRun, full_data, summary, to_arviz
+from numpyro_sgmcmc.diagnostics._scores import Target, scores_of
 from numpyro_sgmcmc.diagnostics.runs import group
+from numpyro_sgmcmc.predictive import loo
 from numpyro_sgmcmc.rows import choose_rows, row_numbers
 
 pytestmark = arviz_marks(
@@ -147,6 +149,34 @@ def test_same_as_nuts_on_the_full_data(mcmc):
     assert group(theirs, "observed_data").equals(group(ours, "observed_data"))
     assert group(theirs, "posterior")["w"].dims == group(ours, "posterior")["w"].dims
     assert "diverging" in group(theirs, "sample_stats")
+
+
+def test_slashes_in_the_names_of_sites(tmp_path):
+    """As the sites of `flax_module` have them; "a/c" comes after "a.b" and before "a0"."""
+
+    def model(y):
+        b, c = numpyro.sample("a.b", dist.Normal(0, 1)), numpyro.sample("a/c", dist.Normal(0, 2))
+        d = numpyro.sample("a0", dist.Normal(0, 4).expand([2]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("net/y", dist.Normal(b + c + d[0], 20), obs=y[i])
+
+    kernel = SGHMC(model, step_size=0.3, friction=0.5, steps_per_sample=20)
+    mcmc = LongRun(kernel, num_warmup=200, num_samples=1_000, store=tmp_path / "run.zarr",
+                   num_chains=2, chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc.run(random.key(0), X[:, 0])
+    options = {"log_likelihood": True, "posterior_predictive": True, "dims": {"net/y": ["row"]}}
+    data = to_arviz(mcmc, **options)
+    for name in ("observed_data", "posterior_predictive", "log_likelihood"):
+        assert list(group(data, name).data_vars) == ["net.y"] and "row" in group(data, name).dims
+    assert group(data, "stein")["parameter"].values.tolist() == ["a.b", "a.c", "a0[0]", "a0[1]"]
+    draws = mcmc.get_samples(group_by_chain=True)
+    assert np.array_equal(group(data, "posterior")["a.c"], draws["a/c"])
+    assert list(summary(mcmc, var_names=["a/c"]).table.index) == ["a.c"]
+    mean = float(mcmc.moments["a.c"].sel(statistic="mean"))
+    assert mean == pytest.approx(float(draws["a/c"].mean()), abs=1e-4)
+    positions = scores_of(data, Target(model, (X[:, 0],)), 2_000).positions
+    assert np.array_equal(positions[..., 1], draws["a/c"])
+    assert loo(mcmc).n_data_points == N
 
 
 def test_size_guard(mcmc):

@@ -20,7 +20,7 @@ from numpyro_sgmcmc.inference_data import arguments_of
 from numpyro_sgmcmc.metric import IdentityMetric
 from numpyro_sgmcmc.minibatch import as_arrays, full_data, read_model
 from numpyro_sgmcmc.problem import Problem
-from numpyro_sgmcmc.record import parameters
+from numpyro_sgmcmc.record import parameters, variable_name
 
 #: Scores on all data are made for up to so many rows times draws, if nothing is said.
 _AFFORDABLE = 2e8
@@ -118,7 +118,7 @@ def problem_of(target: Target) -> Problem:
 def _thinned(data: Any, problem: Problem, draws: int) -> dict[str, np.ndarray]:
     """Values of the latent sites at evenly spaced draws, shape (chains, draws, ...)."""
     known, latents = group(data, "posterior"), sorted(problem.view.latents)
-    missing = [name for name in latents if known is None or name not in known]
+    missing = [name for name in latents if known is None or variable_name(name) not in known]
     if missing:
         raise ValueError(
             f"The model has the latent sites {latents}, but the draws have no {missing}. Give the"
@@ -131,7 +131,7 @@ def _thinned(data: Any, problem: Problem, draws: int) -> dict[str, np.ndarray]:
         raise ValueError("The run has a single draw: two or more are needed.")
     chosen = np.linspace(0, count - 1, each).round().astype(int)
     return {
-        name: posterior[name].transpose("chain", "draw", ...).values[:, chosen]
+        name: posterior[variable_name(name)].transpose("chain", "draw", ...).values[:, chosen]
         for name in problem.view.latents
     }
 

@@ -12,6 +12,7 @@ from numpyro.infer import MCMC
 import xarray as xr
 
 from numpyro_sgmcmc.inference_data import to_arviz
+from numpyro_sgmcmc.record import variable_name
 
 #: An ``MCMC`` object after its run, of any kernel, or an ArviZ object.
 Run = Any
@@ -62,7 +63,8 @@ def draws_of(data: Any, var_names: str | Sequence[str] | None = None) -> xr.Data
     posterior = group(data, "posterior")
     assert posterior is not None
     if var_names is not None:
-        var_names = [var_names] if isinstance(var_names, str) else list(var_names)
+        var_names = [var_names] if isinstance(var_names, str) else var_names
+        var_names = [variable_name(name) for name in var_names]
         unknown = [name for name in var_names if name not in posterior]
         if unknown:
             raise ValueError(

@@ -58,8 +58,9 @@ class Summary(NamedTuple):
 
 def summary(run: Run, *, var_names: list[str] | None = None, **options: Any) -> Summary:
     """
-    ``arviz.summary`` with what it cannot know: whether the draws have the right spread, what
-    they cost, and a verdict.
+    ``arviz.summary`` with what it cannot know.
+
+    That is whether the draws have the right spread, what they cost, and a verdict.
 
     The relative error of the variance of a parameter is :math:`r_i - 1` of
     :mod:`numpyro_sgmcmc.stein`; it is for the unconstrained parameter, so that a site with a
@@ -109,9 +110,10 @@ def summary(run: Run, *, var_names: list[str] | None = None, **options: Any) -> 
 
     data = as_data(run)
     posterior = draws_of(data, var_names)
+    names = None if var_names is None else list(posterior.data_vars)
     options = {"round_to": "none"} | options
     with np.errstate(invalid="ignore", divide="ignore"):  # R-hat of what never moves
-        table = arviz.summary(data, var_names=var_names, **options)
+        table = arviz.summary(data, var_names=names, **options)
     missing = [name for name in ("sd", "ess_bulk", "r_hat") if name not in table]
     if missing:
         raise ValueError(

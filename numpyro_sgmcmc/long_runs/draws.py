@@ -14,6 +14,7 @@ import xarray as xr
 
 from numpyro_sgmcmc.long_runs.program import Fields
 from numpyro_sgmcmc.long_runs.records import Record
+from numpyro_sgmcmc.record import variable_name
 
 #: Names of ArviZ for fields of NumPyro's states.
 _NAMES = {
@@ -128,8 +129,7 @@ class Draws:
                 values[f"{group}/draw"] = numbers
             record.store.append(self._stored, values)
         if moments is not None:
-            names = {name: _safe(str(name)) for name in moments.variables}
-            record.store.write("moments", moments.rename(names))
+            record.store.write("moments", moments)
         record.store.publish(self.count)
         self.forget()
 
@@ -157,7 +157,7 @@ class Draws:
         for field in sorted(draws):
             group = "posterior" if field == self._sample else "sample_stats"
             for name, x in _named({field: draws[field]}, self._sample):
-                yield f"{group}/{_safe(name)}", x
+                yield f"{group}/{variable_name(name)}", x
 
 
 def _named(draws: Fields, sample: str) -> Iterator[tuple[str, Any]]:
@@ -170,8 +170,3 @@ def _named(draws: Fields, sample: str) -> Iterator[tuple[str, Any]]:
             words = words[1:]
         name = ".".join(words)
         yield _NAMES.get(name, name), x
-
-
-def _safe(name: str) -> str:
-    # a slash would begin a group
-    return name.replace("/", ".")

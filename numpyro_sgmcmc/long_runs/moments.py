@@ -26,6 +26,8 @@ from typing import NamedTuple
 import numpy as np
 import xarray as xr
 
+from numpyro_sgmcmc.record import variable_name
+
 #: Values that are turned into double precision at a time.
 _BLOCK = 4_000_000
 
@@ -111,11 +113,12 @@ def summary_of(moments: Moments, dims: dict[str, list[str]]) -> xr.Dataset:
     ``SITE_factors`` over ``direction``: the covariance within the chains is
     :math:`\\sum_k F_{ka} F_{kb}`, and on its diagonal the variance.
 
-    :param dims: names of the dimensions of sites.
+    :param dims: names of the dimensions of variables.
     """
     n, variables, start = moments.draws, {}, 0
-    for name in sorted(moments.mean):
-        means, squares = moments.mean[name], moments.squares[name]
+    for site in sorted(moments.mean):
+        name = variable_name(site)
+        means, squares = moments.mean[site], moments.squares[site]
         chains, shape = len(means), means.shape[1:]
         names = dims.get(name) or [f"{name}_dim_{k}" for k in range(len(shape))]
         mean = means.mean(axis=0)
