@@ -83,8 +83,9 @@ class _choose_rows(Messenger):
 
 class full_data(_choose_rows):
     """
-    Effect handler under which every subsampled plate of a model is complete: its indices
-    are :math:`0, \\ldots, N - 1` and its sites are not scaled.
+    Effect handler under which every subsampled plate of a model is complete.
+
+    Its indices are :math:`0, \\ldots, N - 1`, and its sites are not scaled.
 
     ``Predictive`` and ``log_likelihood`` see all rows of ``full_data(model)``, in their
     order; of the model itself they would see one random minibatch. The wrapped model can
@@ -92,6 +93,7 @@ class full_data(_choose_rows):
 
     :param fn: a model with NumPyro primitives. May be left out to use the handler as a
         context manager.
+    :raises UnreadableRows: on evaluation, if rows on disk cannot be read.
 
     **Example:**
 
@@ -393,6 +395,11 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
                 f" the whole array need one in memory. The model raised: {error}"
             ) from error
         except ValueError as error:
+            if "invalid shape of numpyro.subsample" in str(error):
+                raise ValueError(
+                    f"{error}. The data must have as many rows as the plate, in the dimension that"
+                    " `event_dim` leaves to it: make the two lengths equal."
+                ) from error
             if "broadcast" not in str(error):
                 raise
             raise ValueError(

@@ -6,12 +6,26 @@
 from functools import partial
 import re
 
+from bad_inputs import (
+    PAGE,
+    N,
+    X,
+    Y,
+    bad_inputs,
+    ccadl,
+    no_subsampling,
+    regression,
+    run,
+    said_of,
+    section,
+    sgld,
+    wide,
+)
 from flax import linen
 from jax import random
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from numpyro.contrib.control_flow import scan
 from numpyro.contrib.module import flax_module
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
@@ -20,186 +34,14 @@ import pytest
 
 from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL
 
-N = 40
-X = np.random.default_rng(0).standard_normal((N, 3)).astype(np.float32)
-Y = (X[:, 0] > 0).astype(np.int32)
 
-
-def run(kernel, *args, init_params=None, **kwargs):
-    mcmc = MCMC(kernel, num_warmup=1, num_samples=2, progress_bar=False)
-    mcmc.run(random.key(0), *args, init_params=init_params, **kwargs)
-    return mcmc
-
-
-def regression(x, y, batch_size=10):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
-
-
-def subsampled_regression(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", N, subsample_size=10):
-        mean = numpyro.subsample(x, event_dim=1) @ w
-        numpyro.sample("y", dist.Normal(mean, 1), obs=numpyro.subsample(y, event_dim=0))
-
-
-def local_latent(x, y):
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        z = numpyro.sample("z", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(z, 1), obs=y[i])
-
-
-def masked_observation(x, y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i], obs_mask=x[i, 0] > 0)
-
-
-def discrete_latent(x, y):
-    k = numpyro.sample("k", dist.Bernoulli(0.5))
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(k, 1), obs=y[i])
-
-
-def delta_latent(x, y):
-    mu = numpyro.sample("mu", dist.Delta(1.0))
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
-
-
-def outside_the_plate(x, y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        batch = y[i]
-    numpyro.sample("y", dist.Normal(mu, 1).expand([10]).to_event(1), obs=batch)
-
-
-def observations_not_indexed(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y)
-
-
-def predictors_not_indexed(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y[i])
-
-
-def one_row_not_indexed(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", N, subsample_size=1) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y)
-
-
-def given_minibatches(x, y):
-    """As for SVI: a plate of N rows around data of a minibatch."""
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", 1000, subsample_size=x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-
-
-def half_given(x, y):
-    """Predictors indexed by the plate, observations passed in as a minibatch."""
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y)
-
-
-def plate_in_scan(x, y):
-    phi = numpyro.sample("phi", dist.Normal(0, 1))
-
-    def step(previous, t):
-        with numpyro.plate("rows", N, subsample_size=10) as i:
-            numpyro.sample("x", dist.Normal(phi, 1), obs=x[i, t])
-        return previous, None
-
-    scan(step, 0.0, jnp.arange(3))
-
-
-def no_latent(x, y):
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(0, 1), obs=y[i])
-
-
-def no_subsampling(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", N) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
-
-
-def wrong_support(x, y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        numpyro.sample("y", dist.Gamma(2, jnp.exp(mu)), obs=y[i])
-
-
-def closes_over_numpy(y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(X[i] @ w, 1), obs=y[i])
-
-
-def wide(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([1001]).to_event(1))
-    with numpyro.plate("rows", N, subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(x[i, 0] * w.sum(), 1), obs=y[i])
-
-
-def sgld(model, **options):
-    return SGLD(model, **({"step_size": 1e-3} | options))
-
-
-def ccadl(model, **options):
-    return CCAdL(model, **({"step_size": 1e-2, "friction": 1.0} | options))
-
-
-WITH_NAN = X.copy()
-WITH_NAN[7, 2] = np.nan
-
-
-BAD_MODELS = {
-    "local latents": (
-        local_latent,
-        (X, Y),
-        "Latent site 'z' is inside the subsampled plate 'rows'",
-    ),
-    "obs_mask": (masked_observation, (X, Y), "'y' has an `obs_mask`.*handlers.mask"),
-    "discrete": (discrete_latent, (X, Y), "'k' is discrete.*MixtureSameFamily"),
-    "Delta": (delta_latent, (X, Y), "'mu' has a Delta.*numpyro.deterministic"),
-    "outside": (outside_the_plate, (X, Y), "'y' depends on the minibatch of plate 'rows'.*outside"),
-    "obs not indexed": (
-        observations_not_indexed,
-        (X, Y),
-        "'y' are not indexed by the plate: .* 40",
-    ),
-    "fn not indexed": (predictors_not_indexed, (X, Y), r"minibatch: .*index it with the plate's"),
-    "one row": (one_row_not_indexed, (X, Y), "'y' are not indexed by the plate: .* 40 rows"),
-    "SVI style": (given_minibatches, (X[:10], Y[:10]), "does not use its indices.*as for SVI"),
-    "half SVI style": (half_given, (X, Y[:10]), "observations of site 'y' .*without the plate's"),
-    "scan": (plate_in_scan, (X, Y), "plate 'rows', which is subsampled inside `scan`"),
-    "no latent": (no_latent, (X, Y), "no latent sites"),
-    "zero": (partial(regression, batch_size=0), (X, Y), "subsample_size=0.*from 1 to its size 40"),
-    "negative": (partial(regression, batch_size=-3), (X, Y), "subsample_size=-3"),
-    "too many": (partial(regression, batch_size=41), (X, Y), "subsample_size=41.*size 40"),
-    "float size": (partial(regression, batch_size=2.5), (X, Y), "both must be Python integers"),
-    "short data": (regression, (X[:30], Y), r"argument 'x' of shape \(30, 3\), which has 30 rows"),
-    "long data": (regression, (X, np.append(Y, Y)), r"argument 'y' of shape \(80,\)"),
-    "short subsample": (subsampled_regression, (X, Y[:30]), r"numpyro.plate\(rows, 40.*\(30,\)"),
-    "NaN": (regression, (WITH_NAN, Y), r"Argument 'x'.*1 entries.*first at index \(7, 2\)"),
-    "infinite": (regression, (X, np.full(N, np.inf)), "Argument 'y'"),
-    "support": (wrong_support, (X, Y), "not finite at site 'y' .values from 0 to 1"),
-    "NumPy closure": (closes_over_numpy, (Y,), "NumPy array that is not one of its arguments"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_MODELS)
-@pytest.mark.filterwarnings("ignore:.*out-of-support")
-def test_bad_models_are_refused(case):
-    model, args, message = BAD_MODELS[case]
-    with pytest.raises(ValueError, match=message):
-        run(sgld(model), *args)
+@pytest.mark.parametrize("title", bad_inputs())
+def test_bad_inputs_are_refused(title):
+    """And the page of errors says what they say."""
+    refused, message = bad_inputs()[title]
+    said = said_of(refused)
+    assert re.search(message, said)
+    assert section(title, said) in PAGE.read_text(), "run `python tests/bad_inputs.py`"
 
 
 @pytest.mark.parametrize("kernel", [SGLD, SGHMC, SGNHT, CCAdL])
