@@ -7,7 +7,7 @@ DATA ?=
 QUICK ?=
 NOTEBOOKS ?= $(wildcard $(if $(QUICK),,notebooks/*.ipynb) notebooks/papers/*.ipynb)
 
-.PHONY: demo test test-thorough lint test-newest bench docs notebooks clean
+.PHONY: demo test test-thorough lint test-newest bench docs dist notebooks clean
 
 # Made again when the dependencies change.
 $(VENV)/.ready: pyproject.toml
@@ -51,6 +51,21 @@ docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
+# The wheel and the sdist, each installed into an empty environment where the README's code runs; of
+# another Python with `make dist PYTHON=python3.13`.
+dist:
+	rm -rf dist build/dist
+	$(PYTHON) -m venv build/dist/builder
+	build/dist/builder/bin/python -m pip install --quiet build
+	build/dist/builder/bin/python -m build
+	sed -n '/^```python$$/,/^```$$/{/^```/!p;}' README.md > build/dist/readme.py
+	set -e; for package in dist/*; do \
+		echo "$$package on $$($(PYTHON) --version)"; \
+		$(PYTHON) -m venv --clear build/dist/empty; \
+		build/dist/empty/bin/python -m pip install --quiet "$$package"; \
+		(cd build/dist && MPLBACKEND=Agg empty/bin/python readme.py); \
+	done
+
 # Runs the notebooks and keeps what they print and draw, some of them with NOTEBOOKS="one.ipynb two.ipynb";
 # DATA is a folder with the papers' data (notebooks/papers/data_sets.py). QUICK=1 runs those on the
 # papers in a few minutes, two at a time, on less and into build/, to see that all of it runs.
@@ -63,4 +78,4 @@ notebooks: $(VENV)/.ready
 	@$(if $(QUICK),,$(BIN)/python -m nbconvert --to notebook --inplace --coalesce-streams $(NOTEBOOKS))
 
 clean:
-	rm -rf .venv .venv-newest build pictures docs/_build
+	rm -rf .venv .venv-newest build dist pictures docs/_build
