@@ -21,11 +21,12 @@ import sys
 from measure import machine
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("benchmarks", "rows_on_disk", "many_devices", "internet_scale")
+PAGES = ("benchmarks", "diagnostics", "rows_on_disk", "many_devices", "internet_scale")
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
 #: The command of each part; a word in braces is an option of this script.
 PARTS = {
+    "posterior": "benchmarks/posterior.py --picture docs/nuts_and_minibatches.png",
     "too_wide": "examples/too_wide.py",
     "step_cost": "benchmarks/step_cost.py --only by_hand",
     "growth": "benchmarks/step_cost.py --only rows parameters",
