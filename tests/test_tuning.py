@@ -73,7 +73,7 @@ def run(kernel, *args, num_warmup=300, num_samples=1_000, chains=4, key=1, **opt
 
 @pytest.fixture(scope="module")
 def nuts():
-    mcmc = run(NUTS(full_data(logistic)), X, Y, num_samples=2_000)
+    mcmc = run(NUTS(full_data(logistic), dense_mass=True), X, Y, num_samples=2_000)
     return np.asarray(mcmc.get_samples(True)["w"], float)
 
 
@@ -694,7 +694,7 @@ def test_no_centre():
 @pytest.mark.thorough
 def test_warns_of_bad_runs_and_only_of_them(tuning):
     """Too large a step, a wrong metric, two modes: found out. Thirty good seeds: silence."""
-    mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_samples=1_000, chains=30)
+    mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_samples=500, chains=30)
     sums = mcmc.last_state.stein
     reports = [stein_report(jax.tree.map(lambda x, k=k: x[k], sums)) for k in range(30)]
     assert [r.problem() for r in reports] == [None] * 30
@@ -703,7 +703,7 @@ def test_warns_of_bad_runs_and_only_of_them(tuning):
     plain = kernel.tune(random.key(0), X, Y)
     with pytest.warns(UserWarning, match="do not have the law of the posterior"):
         large = plain._replace(step_size=10 * plain.step_size)
-        run(SGHMC(logistic, tuning=large), X, Y, num_samples=2_000)
+        run(SGHMC(logistic, tuning=large, steps_per_sample=20), X, Y)
     wrong = tuning.metric._replace(factor=jnp.eye(D), inverse=jnp.eye(D))
     with pytest.warns(UserWarning, match="do not have the law of the posterior"):
         run(CCAdL(logistic, tuning=tuning._replace(metric=wrong)), X, Y, num_samples=2_000)
