@@ -25,6 +25,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+# what a block of no language has is not Python
+highlight_language = "text"
 nb_execution_mode = "off"  # notebooks are committed with their outputs
 
 #: Where names of other projects are documented, for machines that cannot ask these projects.
