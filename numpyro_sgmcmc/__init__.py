@@ -5,8 +5,9 @@
 
 from importlib.metadata import version as _version
 
-from numpyro_sgmcmc.data import RowsOnDisk as RowsOnDisk
-from numpyro_sgmcmc.devices import spread_rows as spread_rows
+from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk as RowsOnDisk
+from numpyro_sgmcmc.data.sharding import spread_rows as spread_rows
+from numpyro_sgmcmc.data.sources import UnreadableRows as UnreadableRows
 from numpyro_sgmcmc.diagnostics import autocorrelation_time as autocorrelation_time
 from numpyro_sgmcmc.diagnostics import compare as compare
 from numpyro_sgmcmc.diagnostics import configurational_temperature as configurational_temperature
@@ -17,7 +18,7 @@ from numpyro_sgmcmc.diagnostics import moments as moments
 from numpyro_sgmcmc.diagnostics import stein_matrix as stein_matrix
 from numpyro_sgmcmc.diagnostics import step_halving as step_halving
 from numpyro_sgmcmc.diagnostics import summary as summary
-from numpyro_sgmcmc.inference_data import to_arviz as to_arviz
+from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate as NoiseEstimate
 from numpyro_sgmcmc.kernels import PSGLD as PSGLD
 from numpyro_sgmcmc.kernels import SGFS as SGFS
 from numpyro_sgmcmc.kernels import SGHMC as SGHMC
@@ -28,12 +29,12 @@ from numpyro_sgmcmc.kernels import ApproximateScaleAdaptedSGHMC as ApproximateSc
 from numpyro_sgmcmc.kernels import CCAdL as CCAdL
 from numpyro_sgmcmc.kernels import SGMCMCKernel as SGMCMCKernel
 from numpyro_sgmcmc.long_runs import LongRun as LongRun
-from numpyro_sgmcmc.minibatch import full_data as full_data
 from numpyro_sgmcmc.plots import plot_bias as plot_bias
 from numpyro_sgmcmc.plots import plot_noise_spectrum as plot_noise_spectrum
 from numpyro_sgmcmc.plots import plot_stein as plot_stein
 from numpyro_sgmcmc.plots import plot_temperature as plot_temperature
-from numpyro_sgmcmc.predictive import loo as loo
-from numpyro_sgmcmc.sources import UnreadableRows as UnreadableRows
+from numpyro_sgmcmc.results.inference_data import to_arviz as to_arviz
+from numpyro_sgmcmc.results.loo import loo as loo
+from numpyro_sgmcmc.target.model import full_data as full_data
 
 __version__ = _version("numpyro_sgmcmc")

@@ -35,7 +35,7 @@ parameters, pass. And it knows only the places where the chains have been: not a
 has found, nor a tail into which none has gone yet.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -66,67 +66,60 @@ class SteinSums(NamedTuple):
     Running sums of a chain after its warm-up, for :math:`S`.
 
     - **center** - :math:`c`, shape (d,): the mean of the second half of the warm-up.
-    - **variances** - the diagonal of :math:`M`, shape (d,).
-    - **weight** - number of positions in that mean.
     - **steps** - number of steps in the sums that follow.
     - **samples** - number of samples in them.
     - **matrix** - sum of :math:`(\\phi - c) g^\\top / T` over past batches, shape (d, d), up to
       100 parameters; above, shape (0, 0).
     - **current_matrix** - the same over the current batch: single precision would lose the terms
       of single steps in the sum over all of a long run.
-    - **sizes** - number of parameters in each of k groups, shape (k,): 1, a group for each
-      parameter, or of many parameters a group for each latent site.
-    - **current** - sums over the current batch, shape (1 + k,): of the diagonal of
-      :math:`(\\phi - c) g^\\top / T`, over all coordinates, and of the terms of :math:`r_i` of
-      each group.
+    - **current** - sums over the current batch, shape (1 + k,): of the mean of the diagonal of
+      :math:`(\\phi - c) g^\\top / T`, and of the terms of :math:`r_i`, their mean in each of k
+      groups: a group for each parameter, or of many parameters a group for each latent site.
     - **batches** - the same for past batches of equal length, shape (64, 1 + k).
     - **length** - number of samples in each batch.
     """
 
     center: Array
-    variances: Array
-    weight: Array
     steps: Array
     samples: Array
     matrix: Array
     current_matrix: Array
-    sizes: Array
     current: Array
     batches: Array
     length: Array
 
 
-def start_sums(position: Array, variances: Array, site_of: np.ndarray) -> SteinSums:
+def start_sums(position: Array, sites: Sequence[int]) -> SteinSums:
     """
+    The sums of a chain before its first step.
+
     :param position: the initial position of one chain, shape ``(d,)``.
-    :param variances: the diagonal of :math:`M`, shape ``(d,)``.
-    :param site_of: for each parameter the number of its site.
+    :param sites: number of parameters of each latent site, in the order of the vector.
     """
     size, dtype = position.shape[0], position.dtype
-    sizes = np.ones(size) if size <= COORDINATES else np.bincount(site_of)
-    groups = len(sizes)
+    groups = size if size <= COORDINATES else len(sites)
     edge = size if size <= MATRIX_DIMENSION else 0
     none = jnp.zeros((), jnp.int32)
     return SteinSums(
         center=position,
-        variances=variances,
-        weight=none,
         steps=none,
         samples=none,
         matrix=jnp.zeros((edge, edge), dtype),
         current_matrix=jnp.zeros((edge, edge), dtype),
-        sizes=jnp.asarray(sizes, dtype),
         current=jnp.zeros(1 + groups, dtype),
         batches=jnp.zeros((_BATCHES, 1 + groups), dtype),
         length=none + 1,
     )
 
 
-def center_sums(sums: SteinSums, position: Array, counts: Array) -> SteinSums:
-    """Takes a position of the warm-up into the mean :math:`c`, if ``counts``."""
-    weight = sums.weight + counts
-    step = counts / jnp.maximum(weight, 1).astype(position.dtype)
-    return sums._replace(center=sums.center + step * (position - sums.center), weight=weight)
+def center_sums(sums: SteinSums, position: Array, number: Array) -> SteinSums:
+    """
+    Takes a position of the warm-up into the mean :math:`c`.
+
+    :param number: how many it is the last of; 0 if it does not count.
+    """
+    share = jnp.where(number > 0, 1 / jnp.maximum(number, 1).astype(position.dtype), 0.0)
+    return sums._replace(center=sums.center + share * (position - sums.center))
 
 
 def add_to_sums(
@@ -135,8 +128,9 @@ def add_to_sums(
     gradient: Array,
     counts: Array,
     temperature: float,
-    site_of: np.ndarray,
+    sites: Sequence[int],
     direction: Callable[[Array], Array],
+    variances: Array,
 ) -> tuple[SteinSums, Array]:
     """
     Adds one step.
@@ -145,19 +139,18 @@ def add_to_sums(
     :param gradient: minibatch gradient, shape ``(d,)``.
     :param counts: whether the step counts.
     :param float temperature: :math:`T`.
-    :param site_of: for each parameter the number of its site.
+    :param sites: number of parameters of each latent site, in the order of the vector.
     :param direction: :math:`L` of the metric, a linear function.
+    :param variances: the diagonal of :math:`M = L L^\\top`, shape ``(d,)``.
     :return: the sums, and this step's share of the configurational temperature.
     """
     away = jnp.where(counts, position - sums.center, 0.0)
     scaled = jnp.where(counts, gradient, 0.0) / temperature
-    share = away @ scaled
-    terms = direction(away) * direction(scaled) / sums.variances
-    groups = sums.sizes.shape[0]
-    if groups != terms.shape[0]:
+    share = away @ scaled / position.shape[0]
+    terms = direction(away) * direction(scaled) / variances
+    if sums.current.shape[0] != 1 + terms.shape[0]:
         # each site is a stretch of the vector
-        ends = np.searchsorted(site_of, np.arange(groups), side="right")
-        terms = jnp.stack([jnp.sum(x) for x in jnp.split(terms, ends[:-1])])
+        terms = jnp.stack([jnp.mean(x) for x in jnp.split(terms, np.cumsum(sites)[:-1])])
     matrix = sums.current_matrix
     if matrix.size:
         matrix = matrix + away[:, None] * scaled
@@ -165,24 +158,13 @@ def add_to_sums(
         steps=sums.steps + counts,
         current_matrix=matrix,
         current=sums.current + jnp.concatenate([share[None], terms]),
-    ), share / position.shape[0]
+    ), share
 
 
 def batch_is_full(sums: SteinSums) -> Array:
     """Whether :func:`close_batch` is due, for a chain or for several alike."""
-    samples, length = _counts(sums)
+    samples, length = sums.samples.ravel()[0], sums.length.ravel()[0]
     return (samples > 0) & (samples % length == 0)
-
-
-def has_paired_batches(sums: SteinSums) -> Array:
-    """Whether :func:`close_batch` has just made one batch of every two."""
-    samples, length = _counts(sums)
-    return (length > 1) & (samples == _BATCHES // 2 * length)
-
-
-def _counts(sums: SteinSums) -> tuple[Array, Array]:
-    """The number of samples, in all and in each batch: the same in all chains."""
-    return sums.samples.ravel()[0], sums.length.ravel()[0]
 
 
 def close_batch(sums: SteinSums) -> SteinSums:
@@ -303,7 +285,7 @@ def stein_report(running: SteinSums) -> SteinReport | None:
         ...     SGLD(model, step_size=0.01), num_warmup=100, num_samples=400, progress_bar=False
         ... )
         >>> mcmc.run(jax.random.key(1), y)
-        >>> report = stein_report(mcmc.last_state.stein)
+        >>> report = stein_report(mcmc.last_state.monitor.stein)
         >>> print(f"{report.temperature:.1f} +- {report.error:.2f}")
         2.0 +- 0.02
         >>> "configurational temperature" in report.problem()
@@ -317,63 +299,31 @@ def stein_report(running: SteinSums) -> SteinReport | None:
     sums: Any = jax.tree.map(on_the_host, jax.device_get(running))
     if not sums.steps.any():
         return None
-    samples, length = _counts(sums)
-    return report_of_estimates(_estimates(sums, int(samples // length), np))
-
-
-class Estimates(NamedTuple):
-    """
-    What a :class:`SteinReport` says, as arrays, over all chains.
-
-    - **means** - the configurational temperature and the k variance ratios, shape (1 + k,).
-    - **errors** - their standard errors, shape (1 + k,).
-    - **matrix** - :math:`S`, shape (d, d), or (0, 0) for more than 100 parameters.
-    - **samples** - number of samples.
-    """
-
-    means: Any
-    errors: Any
-    matrix: Any
-    samples: Any
-
-
-def estimates_at_pairs(sums: SteinSums) -> Estimates:
-    """
-    What a callback is to know of sums of which :func:`has_paired_batches` is true. A callback may
-    wait for ever for large arrays: JAX copies them in threads that callbacks of other devices
-    may hold.
-    """
-    return _estimates(sums, _BATCHES // 2, jnp)
-
-
-def _estimates(sums: SteinSums, complete: int, xp: Any) -> Estimates:
-    """
-    :param sums: the sums of a chain, or of several along a leading axis.
-    :param int complete: number of batches that are full.
-    :param xp: the module of the arrays, ``numpy`` or ``jax.numpy``.
-    """
     if sums.steps.ndim == 0:
         sums = jax.tree.map(lambda x: x[None], sums)
-    steps, samples = sums.steps.sum(), sums.samples.sum()
-    # all coordinates, then each group
-    sizes = xp.concatenate([sums.sizes[0].sum(keepdims=True), sums.sizes[0]])
-    totals = (sums.batches.sum(axis=1) + sums.current).sum(axis=0)
+    steps, samples, length = int(sums.steps.sum()), int(sums.samples.sum()), int(sums.length[0])
+    means = (sums.batches.sum(axis=1) + sums.current).sum(axis=0) / steps
     # steps that were not finite are in no sum; there are few, or the run says so
-    per_batch = sums.length[0] * (steps / samples)  # a product of the counts may be too large
-    errors = _batch_error(sums.batches[:, :complete] / (per_batch * sizes), xp)
+    per_batch = length * steps / samples
+    complete = int(sums.samples[0]) // length
+    errors = _batch_error(sums.batches[:, :complete] / per_batch)
     matrix = (sums.matrix + sums.current_matrix).sum(axis=0) / steps
-    return Estimates(totals / (steps * sizes), errors, matrix, samples)
+    return _report(means, errors, matrix, samples)
 
 
-def report_of_estimates(found: Estimates) -> SteinReport:
-    """The report, with infinite errors where there are too few samples for a verdict."""
-    means, errors, matrix, samples = (np.asarray(x, np.float64) for x in found)
+def _report(means: np.ndarray, errors: np.ndarray, matrix: np.ndarray, samples: int) -> SteinReport:
+    """
+    The report, with infinite errors where there are too few samples for a verdict.
+
+    :param means: the configurational temperature and the k variance ratios, shape ``(1 + k,)``.
+    :param errors: their standard errors.
+    :param matrix: :math:`S`, shape ``(d, d)``, or ``(0, 0)`` for more than 100 parameters.
+    :param int samples: number of samples.
+    """
     if samples < _FEWEST_SAMPLES:
         errors = np.full(means.shape, math.inf)
     symmetric = (matrix + matrix.T) / 2 if matrix.size else None
-    return SteinReport(
-        float(means[0]), float(errors[0]), means[1:], errors[1:], symmetric, int(samples)
-    )
+    return SteinReport(float(means[0]), float(errors[0]), means[1:], errors[1:], symmetric, samples)
 
 
 def report_of_draws(
@@ -401,11 +351,11 @@ def report_of_draws(
     matrix = np.zeros((0, 0))
     if size <= MATRIX_DIMENSION:
         matrix = np.einsum("cni,cnj->ij", away, gradients, optimize=True) / (chains * draws)
-    errors = _batch_error(batches, np)
-    return report_of_estimates(Estimates(series.mean(axis=(0, 1)), errors, matrix, chains * draws))
+    series = series.astype(np.float64)
+    return _report(series.mean(axis=(0, 1)), _batch_error(batches), matrix, chains * draws)
 
 
-def _batch_error(batches: Any, xp: Any) -> Any:
+def _batch_error(batches: np.ndarray) -> np.ndarray:
     """
     Standard errors of means of a series from means of its batches, shape (chains, batches, k),
     for batches that may be shorter than the series remembers: as if their means were a
@@ -413,12 +363,12 @@ def _batch_error(batches: Any, xp: Any) -> Any:
     """
     count = batches.shape[0] * batches.shape[1]
     if count < FEWEST_BATCHES:
-        return xp.full(batches.shape[2], math.inf)
+        return np.full(batches.shape[2], math.inf)
     away = batches - batches.mean(axis=(0, 1))
-    variance = xp.mean(away**2, axis=(0, 1))
-    lagged = xp.mean(away[:, 1:] * away[:, :-1], axis=(0, 1))
-    memory = xp.clip(lagged / xp.maximum(variance, 1e-30), 0.0, 0.9)
-    return xp.sqrt(variance / (count - 1) * (1 + memory) / (1 - memory))
+    variance = np.mean(away**2, axis=(0, 1))
+    lagged = np.mean(away[:, 1:] * away[:, :-1], axis=(0, 1))
+    memory = np.clip(lagged / np.maximum(variance, 1e-30), 0.0, 0.9)
+    return np.sqrt(variance / (count - 1) * (1 + memory) / (1 - memory))
 
 
 def advice(problem: str) -> str:

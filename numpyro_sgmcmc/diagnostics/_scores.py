@@ -16,11 +16,11 @@ from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, group
-from numpyro_sgmcmc.inference_data import arguments_of
-from numpyro_sgmcmc.metric import IdentityMetric
-from numpyro_sgmcmc.minibatch import as_arrays, full_data, read_model
-from numpyro_sgmcmc.problem import Problem
-from numpyro_sgmcmc.record import parameters, variable_name
+from numpyro_sgmcmc.results.facts import parameters, variable_name
+from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.model import as_arrays, full_data, read_model
+from numpyro_sgmcmc.target.target import Target
 
 #: Scores on all data are made for up to so many rows times draws, if nothing is said.
 _AFFORDABLE = 2e8
@@ -32,19 +32,19 @@ _AT_ONCE, _MINIBATCHES_AT_ONCE = 8, 64
 _COMPARED = 32
 
 
-class Target(NamedTuple):
+class RunModel(NamedTuple):
     """The model of the posterior with its arguments, or None where it is not known."""
 
     model: Callable | None
     args: tuple = ()
     kwargs: dict | None = None
 
-    def or_of(self, *runs: Run) -> "Target":
+    def or_of(self, *runs: Run) -> "RunModel":
         """This one if it is known, and else that of the first ``MCMC`` object."""
         if self.model is None:
             for run in runs:
                 if isinstance(run, MCMC):
-                    return Target(run.sampler.model, *arguments_of(run))
+                    return RunModel(run.sampler.model, *arguments_of(run))
         return self
 
 
@@ -65,7 +65,7 @@ class Scores(NamedTuple):
 
 
 def scores_of(
-    run: Run, target: Target, draws: int, scores: str = "auto", rng_key: Array | None = None
+    run: Run, run_model: RunModel, draws: int, scores: str = "auto", rng_key: Array | None = None
 ) -> Scores:
     """
     The score at some of the draws, evenly spaced.
@@ -78,25 +78,25 @@ def scores_of(
         raise ValueError(f"`scores` must be 'auto', 'full' or 'minibatch'; got {scores!r}.")
     if draws < 2:
         raise ValueError(f"`draws` must be at least 2; got {draws}.")
-    model, args, kwargs = target.or_of(run)
+    model, args, kwargs = run_model.or_of(run)
     if model is None:
         raise ValueError(
             "The score of the posterior needs the model: give the `MCMC` object, or with an ArviZ"
             " object `model=` and `model_args=`, as they were in `mcmc.run(rng_key, *model_args)`."
         )
     data = as_data(run)
-    problem = problem_of(Target(model, args, kwargs))
-    flat = positions_of(problem, _thinned(data, problem, draws))
+    target = target_of(RunModel(model, args, kwargs))
+    flat = positions_of(target, _thinned(data, target, draws))
     every = flat.reshape(-1, flat.shape[-1])
-    labels, sites = parameters({name: x.shape for name, x in problem.view.latents.items()})
+    labels, sites = parameters({name: x.shape for name, x in target.view.latents.items()})
     _check_moves(every, labels)
-    rows = math.prod(plate.size for plate in problem.view.plates)
+    rows = math.prod(plate.size for plate in target.view.plates)
     affordable = scores == "auto" and rows * len(every) <= _AFFORDABLE
-    exact = scores == "full" or affordable or not problem.view.plates
+    exact = scores == "full" or affordable or not target.view.plates
     if exact:
-        found = _full_scores(problem, every)
+        found = _full_scores(target, every)
     else:
-        found = _estimated_scores(problem, every, random.key(0) if rng_key is None else rng_key)
+        found = _estimated_scores(target, every, random.key(0) if rng_key is None else rng_key)
     temperature = float(data.attrs.get("temperature", 1.0))
     return Scores(
         flat.astype(np.float64),
@@ -107,17 +107,17 @@ def scores_of(
     )
 
 
-def problem_of(target: Target) -> Problem:
+def target_of(run_model: RunModel) -> Target:
     """The model with its minibatches, of which the kernels show the full-data view."""
-    model: Any = target.model
-    args, kwargs = as_arrays((tuple(target.args), target.kwargs or {}))
+    model: Any = run_model.model
+    args, kwargs = as_arrays((tuple(run_model.args), run_model.kwargs or {}))
     raw = model.fn if isinstance(model, full_data) else model
-    return Problem(read_model(raw, init_to_uniform, args, kwargs), args, kwargs)
+    return Target(read_model(raw, init_to_uniform, args, kwargs), args, kwargs)
 
 
-def _thinned(data: Any, problem: Problem, draws: int) -> dict[str, np.ndarray]:
+def _thinned(data: Any, target: Target, draws: int) -> dict[str, np.ndarray]:
     """Values of the latent sites at evenly spaced draws, shape (chains, draws, ...)."""
-    known, latents = group(data, "posterior"), sorted(problem.view.latents)
+    known, latents = group(data, "posterior"), sorted(target.view.latents)
     missing = [name for name in latents if known is None or variable_name(name) not in known]
     if missing:
         raise ValueError(
@@ -132,7 +132,7 @@ def _thinned(data: Any, problem: Problem, draws: int) -> dict[str, np.ndarray]:
     chosen = np.linspace(0, count - 1, each).round().astype(int)
     return {
         name: posterior[variable_name(name)].transpose("chain", "draw", ...).values[:, chosen]
-        for name in problem.view.latents
+        for name in target.view.latents
     }
 
 
@@ -146,39 +146,39 @@ def _check_moves(every: np.ndarray, labels: list[str]) -> None:
         )
 
 
-def positions_of(problem: Problem, values: dict[str, Any]) -> np.ndarray:
+def positions_of(target: Target, values: dict[str, Any]) -> np.ndarray:
     """Unconstrained positions of draws, shape ``(chains, draws, d)``."""
 
-    def run(problem: Problem, values: dict[str, Array]) -> Array:
+    def run(target: Target, values: dict[str, Array]) -> Array:
         def one(draw: dict[str, Array]) -> Array:
-            return ravel_pytree(problem.view.unconstrain(draw, problem.args, problem.kwargs))[0]
+            return ravel_pytree(target.view.unconstrain(draw, target.args, target.kwargs))[0]
 
         return jax.vmap(jax.vmap(one))(values)
 
-    return np.asarray(problem.compiled(run)({k: jnp.asarray(x) for k, x in values.items()}))
+    return np.asarray(target.compiled(run)({k: jnp.asarray(x) for k, x in values.items()}))
 
 
-def _full_scores(problem: Problem, every: np.ndarray) -> np.ndarray:
-    def run(problem: Problem, every: Array) -> Array:
+def _full_scores(target: Target, every: np.ndarray) -> np.ndarray:
+    def run(target: Target, every: Array) -> Array:
         def one(x: Array) -> Array:
-            return -ravel_pytree(problem.anchor(problem.unravel(x)).gradient)[0]
+            return -ravel_pytree(target.anchor(target.unravel(x)).gradient)[0]
 
         return lax.map(one, every, batch_size=_AT_ONCE)
 
-    return np.asarray(problem.compiled(run)(jnp.asarray(every)))
+    return np.asarray(target.compiled(run)(jnp.asarray(every)))
 
 
-def _estimated_scores(problem: Problem, every: np.ndarray, rng_key: Array) -> np.ndarray:
+def _estimated_scores(target: Target, every: np.ndarray, rng_key: Array) -> np.ndarray:
     """On a minibatch of its own for each draw, of the kind that has less noise."""
 
-    def run(problem: Problem, points: Array, center: Array, rng_key: Array) -> list[Array]:
+    def run(target: Target, points: Array, center: Array, rng_key: Array) -> list[Array]:
         # any anchor will do: the estimates are unbiased
-        anchor = problem.anchor(problem.unravel(center))
-        kinds = [problem.potential(IdentityMetric(), kind) for kind in (None, anchor)]
+        anchor = target.anchor(target.unravel(center))
+        kinds = [target.potential(IdentityMetric(), kind) for kind in (None, anchor)]
 
         def one(point: tuple[Array, Array]) -> list[Array]:
             rows_key, model_key = random.split(point[1])
-            values, rows = problem.unravel(point[0]), problem.rows(rows_key)
+            values, rows = target.unravel(point[0]), target.rows(rows_key)
             return [-ravel_pytree(jax.grad(kind)(values, rows, model_key))[0] for kind in kinds]
 
         keys = random.split(rng_key, len(points))
@@ -187,7 +187,7 @@ def _estimated_scores(problem: Problem, every: np.ndarray, rng_key: Array) -> np
     count, some = len(every), every[:: max(1, len(every) // _COMPARED)]
     # some of them twice more, to see which kind has less noise
     points = jnp.asarray(np.concatenate([every, some, some]))
-    found = problem.compiled(run)(points, jnp.asarray(every.mean(axis=0)), rng_key)
+    found = target.compiled(run)(points, jnp.asarray(every.mean(axis=0)), rng_key)
     kinds = [np.asarray(x) for x in found]
     noise = [np.sum(np.diff(x[count:].reshape(2, *some.shape), axis=0) ** 2) for x in kinds]
     return kinds[int(np.argmin(noise))][:count]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from numpyro_sgmcmc.diagnostics._scores import Target, scores_of
+from numpyro_sgmcmc.diagnostics._scores import RunModel, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import discrepancy_of
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, effective_sizes, flat_draws
 
@@ -166,7 +166,7 @@ def compare(
     """
     if not isinstance(runs, dict):  # ArviZ objects are mappings, too
         runs = {str(as_data(runs).attrs.get("algorithm", "run")): runs}
-    target = Target(model, model_args, model_kwargs).or_of(reference, *runs.values())
+    run_model = RunModel(model, model_args, model_kwargs).or_of(reference, *runs.values())
     data = {name: as_data(run) for name, run in runs.items()}
     covariance, kept, floor = None, None, math.nan
     if isinstance(reference, Moments):
@@ -177,7 +177,7 @@ def compare(
         half = len(kept) // 2
         floor = sliced_wasserstein(kept[:half], kept[half:])
         if discrepancy:
-            every = scores_of(right_data, target, draws).positions
+            every = scores_of(right_data, run_model, draws).positions
             covariance = np.atleast_2d(np.cov(every.reshape(-1, every.shape[-1]), rowvar=False))
     rows = {}
     for name, run in data.items():
@@ -186,7 +186,7 @@ def compare(
         if kept is not None:
             row |= {"wasserstein": sliced_wasserstein(values, kept), "wasserstein_floor": floor}
         if discrepancy:
-            ksd = discrepancy_of(scores_of(run, target, draws), covariance)
+            ksd = discrepancy_of(scores_of(run, run_model, draws), covariance)
             row |= {"ksd_squared": ksd.squared, "ksd_error": ksd.error}
         rows[name] = row | {"ess": float(found.mean_size.min())}
     return pd.DataFrame.from_dict(rows, orient="index")

@@ -13,9 +13,9 @@ from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.diagnostics._scores import Scores, Target, scores_of
+from numpyro_sgmcmc.diagnostics._scores import RunModel, Scores, scores_of
 from numpyro_sgmcmc.diagnostics.runs import Run
-from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, from_covariance
+from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, from_covariance
 
 #: Rows of the matrix of pairs that exist at once.
 _ROWS = 256
@@ -147,8 +147,8 @@ def kernel_stein_discrepancy(
     """
     if statistic not in ("U", "V"):
         raise ValueError(f"`statistic` must be 'U' or 'V'; got {statistic!r}.")
-    target = Target(model, model_args, model_kwargs)
-    found = scores_of(run, target, draws, scores, rng_key)
+    run_model = RunModel(model, model_args, model_kwargs)
+    found = scores_of(run, run_model, draws, scores, rng_key)
     return discrepancy_of(found, covariance, statistic)
 
 

@@ -14,7 +14,8 @@ import pandas as pd
 import xarray as xr
 
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, effective_sizes, flat_draws
-from numpyro_sgmcmc.inference_data import arguments_of
+from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.target.host import has_traced_arguments
 
 Functions = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
@@ -130,7 +131,7 @@ def _run_again(run: Run, rng_key: Array | None) -> MCMC:
         thinning=run.thinning,
         chain_method=run.chain_method,
         progress_bar=run.progress_bar,
-        jit_model_args=run._jit_model_args,
+        jit_model_args=has_traced_arguments(run),
     )
     args, kwargs = arguments_of(run)
     again.run(random.key(1) if rng_key is None else rng_key, *args, **kwargs)

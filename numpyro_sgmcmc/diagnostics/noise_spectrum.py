@@ -14,13 +14,13 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
-from numpyro_sgmcmc.covariance import Full
-from numpyro_sgmcmc.diagnostics._scores import Target, positions_of, problem_of
-from numpyro_sgmcmc.gradients import per_example_gradient
-from numpyro_sgmcmc.inference_data import arguments_of
-from numpyro_sgmcmc.minibatch import Plate
-from numpyro_sgmcmc.problem import Problem
-from numpyro_sgmcmc.subsampling import INDEPENDENT, finite_population_factor
+from numpyro_sgmcmc.data.subsampling import SCHEMES
+from numpyro_sgmcmc.diagnostics._scores import RunModel, positions_of, target_of
+from numpyro_sgmcmc.gradients.covariance import Full
+from numpyro_sgmcmc.gradients.estimators import per_example_gradient
+from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.target.model import Plate
+from numpyro_sgmcmc.target.target import Target
 
 #: The matrix of eigenvectors of so many parameters takes a second.
 _LARGEST_SPECTRUM = 500
@@ -75,9 +75,9 @@ def gradient_noise(
         True
     """
     settings, state = _settings_and_state(mcmc)
-    problem = problem_of(Target(None).or_of(mcmc))
-    problem = problem._replace(subsampling=settings["subsampling"])
-    plates, size = problem.view.plates, problem.view.dimension
+    target = target_of(RunModel(None).or_of(mcmc))
+    target = target._replace(scheme=SCHEMES[settings["subsampling"]])
+    plates, size = target.view.plates, target.view.dimension
     if not plates:
         raise ValueError("No plate of the model has a `subsample_size`: its gradient has no noise.")
     if size > _LARGEST_SPECTRUM:
@@ -87,22 +87,22 @@ def gradient_noise(
             " eigenvalues is `to_arviz(mcmc).attrs['noise_variance']` of a tuned run."
         )
     rows_key, model_key = random.split(random.key(0) if rng_key is None else rng_key)
-    rows = _some_rows(problem, rows_key, max_rows)
+    rows = _some_rows(target, rows_key, max_rows)
     # the oracle is for a minibatch of these rows, the sampler has another
     factors = {
-        plate.name: _variance_factor(problem.subsampling, plate) * len(rows[plate.name])
+        plate.name: _variance_factor(settings["subsampling"], plate) * len(rows[plate.name])
         for plate in plates
     }
 
-    draws = {name: x for name, x in mcmc.get_samples().items() if name in problem.view.latents}
+    draws = {name: x for name, x in mcmc.get_samples().items() if name in target.view.latents}
     draws = {name: x[None] for name, x in draws.items()}
-    mean = jnp.asarray(positions_of(problem, draws).mean(axis=(0, 1)))
+    mean = jnp.asarray(positions_of(target, draws).mean(axis=(0, 1)))
 
-    def covariance(problem: Problem, mean: Array, metric: Any, anchor: Any, rows: Any) -> Array:
-        potential, at = problem.potential(metric, anchor), metric.coordinates(mean)
+    def covariance(target: Target, mean: Array, metric: Any, anchor: Any, rows: Any) -> Array:
+        potential, at = target.potential(metric, anchor), metric.coordinates(mean)
         return per_example_gradient(potential, rows, model_key, factors, Full(size))(at).noise
 
-    matrix = problem.compiled(covariance)(mean, state.tuned.metric, state.anchor, rows)
+    matrix = target.compiled(covariance)(mean, state.fixed.metric, state.fixed.anchor, rows)
     attrs = {
         "algorithm": settings["algorithm"],
         "step_size": float(state.step_size),
@@ -131,15 +131,17 @@ def _settings_and_state(mcmc: MCMC) -> tuple[dict[str, Any], Any]:
     state = mcmc.last_state
     if np.ndim(state.i) == 0:
         return kernel.settings, state
-    shared = np.ndim(state.tuned.step_size) == 0
-    one = jax.tree.map(lambda x: x[0], state._replace(tuned=None))
-    tuned = state.tuned if shared else jax.tree.map(lambda x: x[0], state.tuned)
-    return kernel.settings, one._replace(tuned=tuned)
+    fixed = state.fixed
+    if np.ndim(fixed.step_size):  # of chains one after the other, or on devices
+        fixed = jax.tree.map(lambda x: x[0], fixed)
+    elif fixed.anchor is not None and np.ndim(fixed.anchor.potential):
+        fixed = fixed._replace(anchor=jax.tree.map(lambda x: x[0], fixed.anchor))
+    return kernel.settings, state._replace(step_size=state.step_size[0], fixed=fixed)
 
 
-def _some_rows(problem: Problem, rng_key: Array, max_rows: int) -> dict[str, Array]:
+def _some_rows(target: Target, rng_key: Array, max_rows: int) -> dict[str, Array]:
     """All rows of each plate, or some; of several plates few, as each meets all others."""
-    plates = problem.view.plates
+    plates = target.view.plates
     found = {}
     for k, plate in enumerate(plates):
         most = max_rows if len(plates) == 1 else max(plate.subsample_size, math.isqrt(max_rows))
@@ -153,16 +155,16 @@ def _some_rows(problem: Problem, rng_key: Array, max_rows: int) -> dict[str, Arr
 def _variance_factor(subsampling: str, plate: Plate) -> float:
     """:math:`f / n`, for the covariance of all rows with denominator :math:`N - 1`."""
     size, batch_size = plate.size, plate.subsample_size
-    if subsampling == "with_replacement":
+    if not SCHEMES[subsampling].distinct:
         return (size - 1) / size / batch_size
     # a single minibatch of an epoch, too, is drawn without replacement
-    return finite_population_factor("without_replacement", size, batch_size) / batch_size
+    return (1 - batch_size / size) / batch_size
 
 
 def _balance(settings: Mapping[str, Any], h: float) -> dict[str, float | str]:
     """The noise that is as large as what the method sets against it, and what that is."""
     temperature = settings["temperature"]
-    if settings["subsampling"] not in INDEPENDENT:
+    if not SCHEMES[settings["subsampling"]].independent:
         return {}  # the noises of several steps cancel
     if "friction" in settings:
         balance = 4 * temperature * math.tanh(settings["friction"] * h / 2) / h**2

@@ -11,8 +11,8 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
-from numpyro_sgmcmc.inference_data import to_arviz
-from numpyro_sgmcmc.record import variable_name
+from numpyro_sgmcmc.results.facts import variable_name
+from numpyro_sgmcmc.results.inference_data import to_arviz
 
 #: An ``MCMC`` object after its run, of any kernel, or an ArviZ object.
 Run = Any

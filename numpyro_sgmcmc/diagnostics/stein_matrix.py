@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jax import Array
 import numpy as np
 
-from numpyro_sgmcmc.diagnostics._scores import Target, scores_of
+from numpyro_sgmcmc.diagnostics._scores import RunModel, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import metric_of, whitened
 from numpyro_sgmcmc.diagnostics.runs import Run
 from numpyro_sgmcmc.stein import SteinReport, report_of_draws
@@ -66,8 +66,8 @@ def stein_matrix(
         >>> report.problem() is None, abs(report.temperature - 1) < 4 * report.error
         (True, True)
     """
-    target = Target(model, model_args, model_kwargs)
-    found = scores_of(run, target, draws, scores, rng_key)
+    run_model = RunModel(model, model_args, model_kwargs)
+    found = scores_of(run, run_model, draws, scores, rng_key)
     metric = metric_of(found, covariance)
     positions, gradients = whitened(found, metric)
     return report_of_draws(positions, -gradients, metric)

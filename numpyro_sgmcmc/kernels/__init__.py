@@ -3,9 +3,8 @@
 
 """The sampling methods, one in each file."""
 
-from numpyro_sgmcmc.kernels._base import SGMCMCKernel as SGMCMCKernel
-from numpyro_sgmcmc.kernels._state import SGMCMCState as SGMCMCState
 from numpyro_sgmcmc.kernels.ccadl import CCAdL as CCAdL
+from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel as SGMCMCKernel
 from numpyro_sgmcmc.kernels.psgld import PSGLD as PSGLD
 from numpyro_sgmcmc.kernels.scale_adapted import (
     ApproximateScaleAdaptedSGHMC as ApproximateScaleAdaptedSGHMC,
@@ -15,3 +14,4 @@ from numpyro_sgmcmc.kernels.sghmc import SGHMC as SGHMC
 from numpyro_sgmcmc.kernels.sgld import SGLD as SGLD
 from numpyro_sgmcmc.kernels.sgnht import SGNHT as SGNHT
 from numpyro_sgmcmc.kernels.smsubu import SMSUBU as SMSUBU
+from numpyro_sgmcmc.kernels.state import SGMCMCState as SGMCMCState

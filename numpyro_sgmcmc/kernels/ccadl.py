@@ -3,29 +3,37 @@
 
 """Covariance-controlled adaptive Langevin thermostat."""
 
+from dataclasses import dataclass
 import math
 from typing import Any, NamedTuple
 
 from jax import Array, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.covariance import FEW_LANCZOS_STEPS, LANCZOS_STEPS
-from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.integrators import (
+from numpyro_sgmcmc.gradients.covariance import FEW_LANCZOS_STEPS, LANCZOS_STEPS
+from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
+from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance
+from numpyro_sgmcmc.kernels.integrators import (
     covariance_controlled,
     drift,
     euler_kick,
-    kick,
     ornstein_uhlenbeck,
     thermostat,
 )
-from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive
-from numpyro_sgmcmc.kernels._momentum import MomentumKernel
-from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
-from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
-from numpyro_sgmcmc.minibatch import MinibatchModel, Model
-from numpyro_sgmcmc.noise import NoiseLevel, euler_step, whitened_step
-from numpyro_sgmcmc.potentials import Potential, Rows
+from numpyro_sgmcmc.kernels.kernel import Traits
+from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
+from numpyro_sgmcmc.kernels.settings import (
+    check_not_matrix_free,
+    covariance_settings,
+    one_of,
+    positive,
+    recorded,
+)
+from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
+from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, largest_of, whitened_step
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 
 class CovarianceControlled(NamedTuple):
@@ -34,7 +42,7 @@ class CovarianceControlled(NamedTuple):
     - **thermostat** - :math:`\\xi`, the friction that the thermostat has come to, a scalar.
     - **noise_covariance** - :math:`\\hat V`, the covariance of the noise of the minibatch
       gradient, averaged over past steps: its diagonal, shape (d,), all of it, (d, d), a
-      :class:`~numpyro_sgmcmc.covariance.LowRankPlusDiagonal`, or nothing if matrix-free.
+      :class:`~numpyro_sgmcmc.gradients.covariance.LowRankPlusDiagonal`, or nothing if matrix-free.
     - **observations** - the number of minibatches that :math:`\\hat V` has seen.
     """
 
@@ -104,30 +112,13 @@ class CCAdL(MomentumKernel):
         schedule; None is tuned.
     :param float friction: :math:`A`, the strength of the added noise and the initial
         thermostat :math:`\\xi_0`, per unit of time; None is tuned.
-    :param str integrator: ``"nogin"``, ``"symmetric"`` or ``"euler"``.
+    :param str integrator: ``"nogin"``; ``"symmetric"``, or another of the splittings in
+        :mod:`numpyro_sgmcmc.kernels.splittings`, with C D O D C in its middle; or ``"euler"``.
     :param float thermal_mass: :math:`\\mu`; larger is slower to adapt and fluctuates less. The
         paper has 1 in this convention (its :math:`\\mu = d`). None is 10, and more for fewer
         than 100 parameters, :math:`1000 / d`; ``math.inf`` is a constant friction.
-    :param str covariance: how :math:`\\hat V` is held: ``"diagonal"``; ``"full"``, at most 1,000
-        parameters; ``"low_rank"``, the leading directions and the diagonal; or
-        ``"matrix_free"``, products only, with :math:`V(\\theta)` at the current position from
-        an independent minibatch and nothing averaged. None is ``"full"`` for up to 100
-        parameters; above, ``"diagonal"``, and ``"low_rank"`` if the tuning has measured more
-        than a little noise. See below.
-    :param str estimator: how it is observed: ``"sub_batches"``, ``"two_cotangents"`` or
-        ``"per_example"``; see :mod:`numpyro_sgmcmc.gradients`.
-    :param window: number of steps over which it is averaged; ``math.inf`` for all steps
-        since the start, as in the paper. None is enough for an error of the average that
-        widens the draws by less than a per cent: 100 steps for the diagonal, more in
-        proportion to the number of parameters for the full matrix.
-    :param int rank: number of leading directions for ``covariance="low_rank"``.
-    :param float temperature: temperature :math:`T`.
-    :param str subsampling: ``"without_replacement"`` or ``"with_replacement"``.
-    :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
-        is given, and else tuned.
-    :param init_strategy: a per-site initialization function of NumPyro.
-    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning``, ``mesh`` and
-        ``progress_bar``; see :class:`SGMCMCKernel`.
+    :param NoiseEstimate noise: how :math:`\\hat V` is represented, observed and averaged.
+    :param str covariance: short for ``noise=NoiseEstimate(covariance=...)``.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -159,142 +150,119 @@ class CCAdL(MomentumKernel):
         >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
     """
 
-    corrects_noise = True
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Settings(MomentumKernel.Settings):
+        integrator: str = recorded("nogin")
+        thermal_mass: float | None = None
+        noise: NoiseEstimate | None = None
+        covariance: str | None = None
 
-    def __init__(
-        self,
-        model: Model,
-        step_size: StepSize | None = None,
-        friction: float | None = None,
-        *,
-        integrator: str = "nogin",
-        thermal_mass: float | None = None,
-        covariance: str | None = None,
-        estimator: str = "sub_batches",
-        window: float | None = None,
-        rank: int = 20,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, step_size, friction, **options)
-        self._integrator = one_of("integrator", integrator, ("euler", "symmetric", "nogin"))
-        fixed = thermal_mass is None or thermal_mass == math.inf
-        self._given_mass = thermal_mass if fixed else positive("thermal_mass", thermal_mass)
-        self._noise_settings = NoiseSettings.checked(covariance, estimator, window, rank)
-        if covariance == "matrix_free" and integrator == "symmetric":
-            raise ValueError(
-                "integrator='symmetric' needs the covariance before the gradient, which"
-                " covariance='matrix_free' does not hold; use integrator='nogin'."
-            )
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            one_of("integrator", self.integrator, ("euler", "symmetric", "nogin", *SPLITTINGS))
+            if self.thermal_mass is not None and self.thermal_mass != math.inf:
+                self.set(thermal_mass=positive("thermal_mass", self.thermal_mass))
+            noise = covariance_settings(self.noise, self.covariance, True, "")
+            self.set(noise=noise, covariance=None)
+            splitting = self.splitting
+            if splitting and not splitting.gradient_before_middle:
+                check_not_matrix_free(noise, self.integrator, "nogin")
 
-    @property
-    def order(self) -> int:
-        return 1 if self._integrator == "euler" else 2
+        @property
+        def splitting(self) -> Splitting | None:
+            """The splitting around the control and the thermostat; None is Euler's method."""
+            names = {"nogin": "aboba", "symmetric": "baoab"}
+            return SPLITTINGS.get(names.get(self.integrator, self.integrator))
+
+    given: "CCAdL.Settings"
 
     @property
-    def settings(self) -> dict[str, str | int | float]:
-        found = super().settings | {"integrator": self._integrator}
-        return found | ({} if self._view is None else {"covariance": self._noise.covariance})
+    def traits(self) -> Traits:
+        splitting = self.given.splitting
+        if splitting is None:
+            return Traits(1, True, corrects_noise=True)
+        return Traits(2, splitting.gradient_at_end, corrects_noise=True)
 
-    @property
-    def _thermal_mass(self) -> float:
-        # the thermostat fluctuates by 1 / sqrt(mu d), which few parameters would feel
-        automatic = 10 * max(1.0, 100 / self._initialised.dimension)
-        return automatic if self._given_mass is None else self._given_mass
-
-    @property
-    def _noise(self) -> NoiseEstimate:
-        tuning, steps = self._tuning, LANCZOS_STEPS
-        if tuning is not None and tuning.noise is not None:
-            # D is small where the step is as short as the noise asks for
-            is_short = tuning.step_size**2 * tuning.noise.largest <= 1.001 * self._temperature
-            steps = FEW_LANCZOS_STEPS if is_short else LANCZOS_STEPS
-        return self._noise_settings.on(self._initialised, self._subsampling, self._level, steps)
-
-    def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
-        self._noise_settings.on(view, self._subsampling, self._level)
-
-    @property
-    def gradient_at_end(self) -> bool:
-        return self._integrator != "nogin"
+    def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
+        assert self.given.noise is not None
+        level = largest_of(tuning.noise)
+        # D is small where the step is as short as the noise asks for
+        short = level is not None and tuning.step_size**2 * level <= 1.001 * self.given.temperature
+        steps = FEW_LANCZOS_STEPS if short else LANCZOS_STEPS
+        return self.given.noise.resolved(target, level, steps)
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        if self._integrator == "euler":
+        if self.given.splitting is None:
             friction = 0.5
             return euler_step(noise, friction), friction
         # V is known with an error and for the average position: what is left of the noise
         # widens a direction by up to h v / (2 A)
-        step_size = whitened_step(noise, longest=1.0 if self._integrator == "nogin" else 0.5)
+        longest = 1.0 if self.given.integrator == "nogin" else 0.5
+        step_size = whitened_step(noise, longest)
         return step_size, min(max(0.7, 2.5 * step_size * noise.largest), 2.5)
 
-    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> CovarianceControlled:
-        xi = jnp.asarray(friction, position.dtype)
-        momentum = self.fresh_momentum(rng_key, position)
-        return CovarianceControlled(momentum, xi, *self._noise.start(position))
-
-    def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
-        return self._noise.oracle(self, potential, rows, rng_key)
+    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> CovarianceControlled:
+        momentum = fresh_momentum(rng_key, position, self.given.temperature)
+        xi = jnp.asarray(fixed.friction, position.dtype)
+        return CovarianceControlled(momentum, xi, *fixed.layout.noise.start(position))
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        method = {"euler": self._euler, "symmetric": self._symmetric, "nogin": self._nogin}
-        return method[self._integrator](state, gradient, rng_key)
-
-    def _euler(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, temperature, noise = state.step_size, self._temperature, self._noise
+        given, h, noise = self.given, state.step_size, state.fixed.layout.noise
         p, xi, average, count = state.dynamics
-        position = drift(state.z, p, h)
-        observed = gradient(position)
-        control = noise.held.product(noise.current(average, observed), p)
-        damping = h / (2 * temperature) * control + xi * p
-        normal = random.normal(rng_key, p.shape, p.dtype)
-        p = euler_kick(p, observed.gradient, damping, state.friction * temperature, h, normal)
-        xi = thermostat(xi, jnp.mean(p**2), h, temperature, self._thermal_mass)
-        dynamics = CovarianceControlled(p, xi, *noise.update(average, count, observed))
-        return state._replace(z=position, dynamics=dynamics), observed
+        temperature, diffusion = given.temperature, state.fixed.friction * given.temperature
+        apply = noise.representation.apply
 
-    def _symmetric(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, temperature, noise = state.step_size, self._temperature, self._noise
-        p, xi, average, count = state.dynamics
+        def adapted(xi: Array, energy: Array, step_size: Array) -> Array:
+            """The map D."""
+            # the thermostat fluctuates by 1 / sqrt(mu d), which few parameters would feel
+            mass = given.thermal_mass or 10 * max(1.0, 100 / p.shape[0])
+            return thermostat(xi, energy, step_size, temperature, mass)
 
-        def control(p: Array) -> Array:
-            return noise.held.apply(average, lambda v: jnp.exp(-(h**2) * v / (4 * temperature)), p)
+        def control(covariance: Any, p: Array) -> Array:
+            """The map C."""
+            return apply(covariance, lambda v: jnp.exp(-(h**2) * v / (4 * temperature)), p)
 
-        position = drift(state.z, p, h / 2)
-        p = control(p)
-        xi = thermostat(xi, jnp.mean(p**2), h / 2, temperature, self._thermal_mass)
-        normal = random.normal(rng_key, p.shape, p.dtype)
-        p = ornstein_uhlenbeck(p, xi, state.friction * temperature, h, normal)
-        xi = thermostat(xi, jnp.mean(p**2), h / 2, temperature, self._thermal_mass)
-        p = control(p)
-        position = drift(position, p, h / 2)
-        observed = gradient(position)
-        p = kick(p, observed.gradient, h)
-        dynamics = CovarianceControlled(p, xi, *noise.update(average, count, observed))
-        return state._replace(z=position, dynamics=dynamics), observed
+        def middle(p: Array, evaluation: Evaluation | None) -> tuple[Array, Array]:
+            """C D(h/2) O D(h/2) C."""
+            covariance = average if evaluation is None else noise.current(average, evaluation)
+            normal = random.normal(rng_key, p.shape, p.dtype)
+            p = control(covariance, p)
+            half = adapted(xi, jnp.mean(p**2), h / 2)
+            p = ornstein_uhlenbeck(p, half, diffusion, h, normal)
+            whole = adapted(half, jnp.mean(p**2), h / 2)
+            return control(covariance, p), whole
 
-    def _nogin(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, temperature, noise = state.step_size, self._temperature, self._noise
-        p, xi, average, count = state.dynamics
-        noise_key, probe_key = random.split(rng_key)
-        position = drift(state.z, p, h / 2)
-        observed = gradient(position)
-        covariance = noise.current(average, observed)
-        p = kick(p, observed.gradient, h / 2)
-        if self._thermal_mass < math.inf:
-            # what half a kick's noise has added to the kinetic energy is not heat
-            probe = random.normal(probe_key, p.shape, p.dtype)
-            added = h**2 / 4 * noise.held.trace(covariance, probe) / p.shape[0]
-            xi = thermostat(xi, jnp.mean(p**2) - added, h, temperature, self._thermal_mass)
-        scale = jnp.sqrt(temperature * jnp.tanh(state.friction * h / 2))
+        def nogin(p: Array, evaluation: Evaluation | None) -> tuple[Array, Array]:
+            """D, and the O of NOGIN."""
+            assert evaluation is not None
+            noise_key, probe_key = random.split(rng_key)
+            covariance, here = noise.current(average, evaluation), xi
+            if given.thermal_mass != math.inf:
+                # what half a kick's noise has added to the kinetic energy is not heat
+                probe = random.normal(probe_key, p.shape, p.dtype)
+                added = h**2 / 4 * noise.representation.trace(covariance, probe) / p.shape[0]
+                here = adapted(xi, jnp.mean(p**2) - added, h)
 
-        def inverse(x: Array) -> Array:
-            def function(v: Array) -> Array:
-                return 1 / (1 + jnp.tanh(xi * h / 2) + h**2 * v / (4 * temperature))
+            def inverse(x: Array) -> Array:
+                damping = jnp.tanh(here * h / 2)
+                return apply(
+                    covariance, lambda v: 1 / (1 + damping + h**2 * v / (4 * temperature)), x
+                )
 
-            return noise.held.apply(covariance, function, x)
+            scale = jnp.sqrt(temperature * jnp.tanh(state.fixed.friction * h / 2))
+            normal = random.normal(noise_key, p.shape, p.dtype)
+            return covariance_controlled(p, inverse, scale * normal), here
 
-        normal = random.normal(noise_key, p.shape, p.dtype)
-        p = covariance_controlled(p, inverse, scale * normal)
-        p = kick(p, observed.gradient, h / 2)
-        position = drift(position, p, h / 2)
-        dynamics = CovarianceControlled(p, xi, *noise.update(average, count, observed))
-        return state._replace(z=position, dynamics=dynamics), observed
+        if (splitting := given.splitting) is not None:
+            inner = nogin if given.integrator == "nogin" else middle
+            position, p, xi, evaluation = splitting.step(state.z, p, gradient, h, inner)
+        else:
+            position = drift(state.z, p, h)
+            evaluation = gradient(position)
+            product = noise.representation.product(noise.current(average, evaluation), p)
+            damping = h / (2 * temperature) * product + xi * p
+            normal = random.normal(rng_key, p.shape, p.dtype)
+            p = euler_kick(p, evaluation.gradient, damping, diffusion, h, normal)
+            xi = adapted(xi, jnp.mean(p**2), h)
+        dynamics = CovarianceControlled(p, xi, *noise.update(average, count, evaluation))
+        return state._replace(z=position, dynamics=dynamics), evaluation

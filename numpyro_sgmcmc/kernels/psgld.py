@@ -3,6 +3,7 @@
 
 """Stochastic gradient Langevin dynamics with the RMSprop preconditioner."""
 
+from dataclasses import dataclass
 import math
 from typing import Any, NamedTuple
 
@@ -10,14 +11,14 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.integrators import langevin
-from numpyro_sgmcmc.kernels._arguments import StepSize, positive, whole
-from numpyro_sgmcmc.kernels._base import SGMCMCKernel
-from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
-from numpyro_sgmcmc.minibatch import Model
-from numpyro_sgmcmc.noise import ACCEPTED_BIAS, NoiseLevel
-from numpyro_sgmcmc.warmup import Tuning
+from numpyro_sgmcmc.gradients.estimators import Gradient
+from numpyro_sgmcmc.kernels.integrators import langevin
+from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+from numpyro_sgmcmc.kernels.settings import positive, recorded, whole
+from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 
 class Preconditioned(NamedTuple):
@@ -64,7 +65,6 @@ class PSGLD(SGMCMCKernel):
     Li et al. divide the gradient by :math:`N`: their :math:`\\epsilon_t` is :math:`2 h / N`
     and their :math:`\\lambda` is :math:`\\text{damping} / N` here.
 
-    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior variance times a gradient,
         or a schedule; None is tuned.
     :param float damping: keeps :math:`G` finite where the gradients vanish, in units of the
@@ -72,13 +72,6 @@ class PSGLD(SGMCMCKernel):
     :param int window: number of steps over which squares are averaged.
     :param bool frozen: keep the preconditioner after the warm-up as it is then.
     :param bool gamma_term: add :math:`\\Gamma`, at the cost of :math:`d` gradients a step.
-    :param float temperature: temperature :math:`T`.
-    :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`.
-    :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
-        is given, and else tuned.
-    :param init_strategy: a per-site initialization function of NumPyro.
-    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning``, ``mesh`` and
-        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -108,34 +101,37 @@ class PSGLD(SGMCMCKernel):
         >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
     """
 
-    def __init__(
-        self,
-        model: Model,
-        step_size: StepSize | None = None,
-        *,
-        damping: float = 1e-3,
-        window: int = 100,
-        frozen: bool = True,
-        gamma_term: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, step_size, **options)
-        self._damping = positive("damping", damping)
-        self._window = whole("window", window)
-        self._frozen = bool(frozen)
-        self._gamma_term = bool(gamma_term)
-        if self._frozen and self._gamma_term:
-            raise ValueError(
-                "`gamma_term` makes up for a preconditioner that follows the position; with"
-                " frozen=True it is constant and the term is zero. Use frozen=False."
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Settings(SGMCMCKernel.Settings):
+        damping: float = 1e-3
+        window: int = 100
+        frozen: bool = recorded(True)
+        gamma_term: bool = recorded(False)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.set(
+                damping=positive("damping", self.damping),
+                window=whole("window", self.window),
+                frozen=bool(self.frozen),
+                gamma_term=bool(self.gamma_term),
             )
+            if self.frozen and self.gamma_term:
+                raise ValueError(
+                    "`gamma_term` makes up for a preconditioner that follows the position; with"
+                    " frozen=True it is constant and the term is zero. Use frozen=False."
+                )
 
-    @property
-    def settings(self) -> dict[str, str | int | float]:
-        return super().settings | {"frozen": self._frozen, "gamma_term": self._gamma_term}
+    given: "PSGLD.Settings"
 
-    def check_warmup(self, num_warmup: int) -> None:
-        if self._frozen and num_warmup == 0:
+    def check(
+        self,
+        target: Target,
+        num_warmup: int,
+        fixed: Fixed | None = None,
+        state: SGMCMCState | None = None,
+    ) -> None:
+        if self.given.frozen and num_warmup == 0:
             raise ValueError(
                 "PSGLD finds its preconditioner in the warm-up, but num_warmup=0. Use a warm-up,"
                 " or frozen=False."
@@ -144,30 +140,32 @@ class PSGLD(SGMCMCKernel):
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature) * _scale(noise), None
 
-    def memory(self, tuning: Tuning) -> float:
-        return super().memory(tuning) * (1.0 if tuning.noise is None else _scale(tuning.noise))
+    def relaxation_time(self, tuning: Tuning) -> float:
+        return super().relaxation_time(tuning) * (
+            1.0 if tuning.noise is None else _scale(tuning.noise)
+        )
 
-    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Preconditioned:
+    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> Preconditioned:
         return Preconditioned(jnp.zeros_like(position), jnp.zeros((), jnp.int32))
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, (before, count) = state.step_size, state.dynamics
-        adapts = (state.i < state.warmup_steps) | (not self._frozen)
+        adapts = (state.i < state.fixed.warmup_steps) | (not self.given.frozen)
         count = count + adapts
-        kappa = adapts / jnp.clip(count, 1, self._window).astype(before.dtype)
-        observed = gradient(state.z)
-        mean_square = before + kappa * (observed.gradient**2 - before)
+        kappa = adapts / jnp.clip(count, 1, self.given.window).astype(before.dtype)
+        evaluation = gradient(state.z)
+        mean_square = before + kappa * (evaluation.gradient**2 - before)
         root = jnp.sqrt(mean_square)
-        scale = 1 / (self._damping + root)
-        force = observed.gradient
-        if self._gamma_term:
+        scale = 1 / (self.given.damping + root)
+        force = evaluation.gradient
+        if self.given.gamma_term:
             curvature = _hessian_diagonal(lambda x: gradient(x).gradient, state.z)
             slope = kappa * force * curvature / jnp.maximum(root, jnp.finfo(root.dtype).tiny)
-            force = force + self._temperature * scale * slope
+            force = force + self.given.temperature * scale * slope
         noise = random.normal(rng_key, state.z.shape, state.z.dtype)
         # elementwise, Langevin dynamics with step size h G
-        position = langevin(state.z, force, h * scale, self._temperature, noise)
-        return state._replace(z=position, dynamics=Preconditioned(mean_square, count)), observed
+        position = langevin(state.z, force, h * scale, self.given.temperature, noise)
+        return state._replace(z=position, dynamics=Preconditioned(mean_square, count)), evaluation
 
 
 def _hessian_diagonal(gradient: Any, position: Array) -> Array:

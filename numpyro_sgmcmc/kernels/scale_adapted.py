@@ -3,17 +3,18 @@
 
 """Scale-adapted stochastic gradient Hamiltonian Monte Carlo, for neural networks."""
 
-import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax import Array, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.kernels._arguments import StepSize, positive
-from numpyro_sgmcmc.kernels._base import SGMCMCKernel
-from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
-from numpyro_sgmcmc.minibatch import Model
+from numpyro_sgmcmc.gradients.estimators import Gradient
+from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+from numpyro_sgmcmc.kernels.momentum import fresh_momentum
+from numpyro_sgmcmc.kernels.settings import StepSize, positive, recorded
+from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.target.target import Target
 
 #: Gradients smaller than the root of this, of parameters that do nothing, count as this.
 _SMALLEST = 1e-8
@@ -22,13 +23,13 @@ _SMALLEST = 1e-8
 class ScaleAdapted(NamedTuple):
     """
     - **momentum** - momentum :math:`p` of every coordinate, shape (d,).
-    - **memory** - :math:`\\tau`, the number of steps that the averages remember, shape (d,).
+    - **window** - :math:`\\tau`, the number of steps of the averages, shape (d,).
     - **mean_gradient** - :math:`\\bar g`, average of the gradient, shape (d,).
     - **mean_square** - :math:`\\hat V`, average of its square, shape (d,).
     """
 
     momentum: Array
-    memory: Array
+    window: Array
     mean_gradient: Array
     mean_square: Array
 
@@ -63,10 +64,8 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
     the variance of the added noise of :math:`v`, as if all of :math:`\\hat V` were noise of the
     gradient; for potentials that are sums over many data this leaves nothing, and is left out.
 
-    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, or a schedule.
     :param float momentum_decay: :math:`\\alpha`.
-    :param options: the other arguments of :class:`SGMCMCKernel`; nothing is tuned.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -99,44 +98,48 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
         >>> assert jnp.abs(fit - jnp.tanh(2 * x)).max() < 0.1
     """
 
-    def __init__(
+    @dataclass(frozen=True, eq=False)
+    class Settings(SGMCMCKernel.Settings):
+        step_size: StepSize | None = 0.01
+        momentum_decay: float = recorded(0.05)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.set(momentum_decay=positive("momentum_decay", self.momentum_decay))
+
+    given: "ApproximateScaleAdaptedSGHMC.Settings"
+
+    def check(
         self,
-        model: Model,
-        step_size: StepSize = 0.01,
-        momentum_decay: float = 0.05,
-        **options: Any,
+        target: Target,
+        num_warmup: int,
+        fixed: Fixed | None = None,
+        state: SGMCMCState | None = None,
     ) -> None:
-        super().__init__(model, step_size, **options)
-        self._momentum_decay = positive("momentum_decay", momentum_decay)
-
-    @property
-    def settings(self) -> dict[str, str | int | float]:
-        return super().settings | {"momentum_decay": self._momentum_decay}
-
-    def check_warmup(self, num_warmup: int) -> None:
         if num_warmup == 0:
             raise ValueError(
                 "ApproximateScaleAdaptedSGHMC finds its scales in the warm-up, but num_warmup=0."
                 " Use a warm-up of some thousand steps."
             )
 
-    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> ScaleAdapted:
+    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> ScaleAdapted:
         one = jnp.ones_like(position)
-        momentum = random.normal(rng_key, position.shape, position.dtype)
-        momentum = math.sqrt(self._temperature) * momentum
+        momentum = fresh_momentum(rng_key, position, self.given.temperature)
         return ScaleAdapted(momentum, one, jnp.zeros_like(position), one)
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, (p, memory, mean, square) = state.step_size, state.dynamics
-        observed = gradient(state.z)
-        g = observed.gradient
-        adapts = state.i < state.warmup_steps
-        rate = jnp.where(adapts, 1 / (memory + 1), 0.0)
-        memory = jnp.where(adapts, memory * (1 - mean**2 / square) + 1, memory)
+        h, (p, window, mean, square) = state.step_size, state.dynamics
+        evaluation = gradient(state.z)
+        g = evaluation.gradient
+        adapts = state.i < state.fixed.warmup_steps
+        rate = jnp.where(adapts, 1 / (window + 1), 0.0)
+        window = jnp.where(adapts, window * (1 - mean**2 / square) + 1, window)
         mean, square = mean + rate * (g - mean), square + rate * (g**2 - square)
         scale = jnp.maximum(square, _SMALLEST) ** -0.25
         noise = random.normal(rng_key, p.shape, p.dtype)
-        alpha = self._momentum_decay
-        p = (1 - alpha) * p - h * scale * g + jnp.sqrt(2 * alpha * self._temperature) * noise
+        alpha = self.given.momentum_decay
+        p = (1 - alpha) * p - h * scale * g + jnp.sqrt(2 * alpha * self.given.temperature) * noise
         position = state.z + h * scale * p
-        return state._replace(z=position, dynamics=ScaleAdapted(p, memory, mean, square)), observed
+        return state._replace(
+            z=position, dynamics=ScaleAdapted(p, window, mean, square)
+        ), evaluation

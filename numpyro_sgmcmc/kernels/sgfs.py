@@ -3,19 +3,20 @@
 
 """Stochastic gradient Fisher scoring."""
 
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jax import Array, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.kernels._arguments import StepSize
-from numpyro_sgmcmc.kernels._base import SGMCMCKernel
-from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
-from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
-from numpyro_sgmcmc.minibatch import MinibatchModel, Model
-from numpyro_sgmcmc.noise import ACCEPTED_BIAS, NoiseLevel
-from numpyro_sgmcmc.potentials import Potential, Rows
+from numpyro_sgmcmc.gradients.estimators import Gradient
+from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance
+from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel, Traits
+from numpyro_sgmcmc.kernels.settings import covariance_settings
+from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 
 class Scored(NamedTuple):
@@ -52,21 +53,10 @@ class SGFS(SGMCMCKernel):
     Where that does not hold, or if the diagonal is all that is held and directions are
     correlated, it is not, however small the step.
 
-    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`. At least one
-        plate must have a ``subsample_size``.
     :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule; None
         is tuned. In the paper's letters :math:`B = I` and :math:`\\epsilon = 2 h`.
-    :param str covariance: how :math:`\\hat M` is held; see :class:`CCAdL`.
-    :param str estimator: how it is observed; see :class:`CCAdL`.
-    :param window: number of steps over which it is averaged; see :class:`CCAdL`.
-    :param int rank: leading directions held by ``covariance="low_rank"``.
-    :param float temperature: temperature :math:`T`.
-    :param str subsampling: ``"without_replacement"`` or ``"with_replacement"``.
-    :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
-        is given, and else tuned.
-    :param init_strategy: a per-site initialization function of NumPyro.
-    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning``, ``mesh`` and
-        ``progress_bar``; see :class:`SGMCMCKernel`.
+    :param NoiseEstimate noise: how :math:`\\hat M` is estimated.
+    :param str covariance: short for ``noise=NoiseEstimate(covariance=...)``.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -95,56 +85,45 @@ class SGFS(SGMCMCKernel):
         >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
     """
 
-    corrects_noise = True
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Settings(SGMCMCKernel.Settings):
+        noise: NoiseEstimate | None = None
+        covariance: str | None = None
 
-    def __init__(
-        self,
-        model: Model,
-        step_size: StepSize | None = None,
-        *,
-        covariance: str | None = None,
-        estimator: str = "sub_batches",
-        window: float | None = None,
-        rank: int = 20,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, step_size, **options)
-        self._noise_settings = NoiseSettings.checked(covariance, estimator, window, rank)
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            noise = covariance_settings(self.noise, self.covariance, True, "")
+            self.set(noise=noise, covariance=None)
+
+    given: "SGFS.Settings"
 
     @property
-    def _noise(self) -> NoiseEstimate:
-        return self._with_information(self._initialised)
+    def traits(self) -> Traits:
+        return Traits(corrects_noise=True)
 
-    def _with_information(self, view: MinibatchModel) -> NoiseEstimate:
+    def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
         """The estimate of N I + V / T: that of V, with n / N added to the factors."""
-        noise = self._noise_settings.on(view, self._subsampling, self._level)
-        factors = {
-            plate.name: plate.subsample_size / plate.size
-            + noise.factors[plate.name] / self._temperature
-            for plate in view.plates
-        }
-        return noise._replace(factors=factors)
-
-    def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
-        self._with_information(view)
+        assert self.given.noise is not None
+        noise = self.given.noise.resolved(target, largest_of(tuning.noise))
+        shares = {plate.name: plate.subsample_size / plate.size for plate in target.view.plates}
+        factors = tuple(
+            (name, shares[name] + factor / self.given.temperature) for name, factor in noise.factors
+        )
+        return replace(noise, factors=factors)
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         # as for SGLD with the noise corrected: the Fisher information is one of the curvatures
         return 2 * ACCEPTED_BIAS / noise.curvature, None
 
-    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Scored:
-        return Scored(*self._noise.start(position))
-
-    def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
-        return self._noise.oracle(self, potential, rows, rng_key)
+    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> Scored:
+        return Scored(*fixed.layout.noise.start(position))
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, noise, (average, count) = state.step_size, self._noise, state.dynamics
-        observed = gradient(state.z)
-        information = noise.current(average, observed)
+        h, noise, (average, count) = state.step_size, state.fixed.layout.noise, state.dynamics
+        evaluation = gradient(state.z)
+        information = noise.current(average, evaluation)
         normal = random.normal(rng_key, state.z.shape, state.z.dtype)
-        force = observed.gradient + jnp.sqrt(2 * self._temperature / h) * normal
-        position = state.z - noise.held.apply(information, lambda m: 2 / (m + 2 / h), force)
-        return state._replace(
-            z=position, dynamics=Scored(*noise.update(average, count, observed))
-        ), observed
+        force = evaluation.gradient + jnp.sqrt(2 * self.given.temperature / h) * normal
+        inverse = noise.representation.apply(information, lambda m: 2 / (m + 2 / h), force)
+        dynamics = Scored(*noise.update(average, count, evaluation))
+        return state._replace(z=state.z - inverse, dynamics=dynamics), evaluation

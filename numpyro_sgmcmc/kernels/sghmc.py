@@ -3,6 +3,7 @@
 
 """Stochastic gradient Hamiltonian Monte Carlo."""
 
+from dataclasses import dataclass
 from functools import partial
 import math
 from typing import Any, NamedTuple
@@ -13,20 +14,30 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import brentq
 
-from numpyro_sgmcmc.covariance import Covariance, Diagonal
-from numpyro_sgmcmc.gradients import Gradient, Observation
-from numpyro_sgmcmc.integrators import drift, kick
-from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, whole
-from numpyro_sgmcmc.kernels._momentum import MomentumKernel
-from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
-from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step
-from numpyro_sgmcmc.minibatch import MinibatchModel, Model
-from numpyro_sgmcmc.noise import ACCEPTED_BIAS, NoiseLevel, whitened_step
-from numpyro_sgmcmc.potentials import Potential, Rows
-from numpyro_sgmcmc.problem import Problem
-
-#: The part of a step's drift that comes before its kicks.
-_DRIFT_BEFORE = {"aboba": 0.5, "obabo": 1.0}
+from numpyro_sgmcmc.gradients.covariance import Covariance, Diagonal
+from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
+from numpyro_sgmcmc.gradients.noise_estimate import (
+    NoiseEstimate,
+    RunningCovariance,
+    gradient_oracle,
+)
+from numpyro_sgmcmc.kernels.chains import axes_of
+from numpyro_sgmcmc.kernels.integrators import drift, kick
+from numpyro_sgmcmc.kernels.kernel import Traits
+from numpyro_sgmcmc.kernels.momentum import Momentum, MomentumKernel, fresh_momentum
+from numpyro_sgmcmc.kernels.settings import (
+    check_not_matrix_free,
+    covariance_settings,
+    one_of,
+    recorded,
+    whole,
+)
+from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
+from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.transition import flattened
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of, whitened_step
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 
 class MomentumWithNoise(NamedTuple):
@@ -87,29 +98,22 @@ class SGHMC(MomentumKernel):
     noise: :math:`h^2 \\hat V / 4 \\le T \\tau`, for Euler's method
     :math:`h \\hat V / 2 \\le A T`, in every direction.
 
-    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
         schedule; None is tuned.
     :param float friction: friction :math:`A`, per unit of time; None is tuned.
-    :param str integrator: ``"aboba"``, ``"baoab"``, ``"obabo"`` or ``"euler"``.
+    :param str integrator: ``"aboba"``, ``"baoab"``, ``"obabo"``, those in
+        :mod:`numpyro_sgmcmc.kernels.splittings`, or ``"euler"``.
     :param noise_variance: :math:`\\hat V`, in the coordinates of the metric: a number; for each
         latent site an array that broadcasts to its unconstrained shape; or ``"estimated"``
         from the minibatches. In the last case the kernel refuses to start where the friction
         does not cover the noise, and where it does not later, no noise is added in that
         direction: the field ``friction_used`` is then above 1, and ``to_arviz`` warns.
-    :param str covariance: how :math:`\\hat V` is held; see :class:`CCAdL`.
-    :param str estimator: how it is observed; see :class:`CCAdL`.
-    :param window: number of steps over which it is averaged; see :class:`CCAdL`.
-    :param int rank: leading directions held by ``covariance="low_rank"``.
+    :param NoiseEstimate noise: how :math:`\\hat V` is estimated, with
+        ``noise_variance="estimated"``.
+    :param str covariance: short for ``noise=NoiseEstimate(covariance=...)``.
     :param int resample_momentum: draw a new momentum every so many steps; never if None.
-    :param float temperature: temperature :math:`T`.
     :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`. With
         ``noise_variance``, ``"without_replacement"`` or ``"with_replacement"``.
-    :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
-        is given, and else tuned.
-    :param init_strategy: a per-site initialization function of NumPyro.
-    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning``, ``mesh`` and
-        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -140,142 +144,207 @@ class SGHMC(MomentumKernel):
         >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
     """
 
-    def __init__(
-        self,
-        model: Model,
-        step_size: StepSize | None = None,
-        friction: float | None = None,
-        *,
-        integrator: str = "aboba",
-        noise_variance: float | dict[str, Any] | str = 0.0,
-        covariance: str | None = None,
-        estimator: str = "sub_batches",
-        window: float | None = None,
-        rank: int = 20,
-        resample_momentum: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, step_size, friction, **options)
-        self._resample_momentum = (
-            None if resample_momentum is None else whole("resample_momentum", resample_momentum)
-        )
-        self._integrator = one_of("integrator", integrator, ("euler", *_DRIFT_BEFORE, "baoab"))
-        self._estimates = isinstance(noise_variance, str)
-        self._noise_settings = NoiseSettings.checked(covariance, estimator, window, rank)
-        if self._estimates:
-            one_of("noise_variance", noise_variance, ("estimated",))
-            noise_variance = 0.0
-            if covariance == "matrix_free" and integrator == "baoab":
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Settings(MomentumKernel.Settings):
+        integrator: str = recorded("aboba")
+        noise_variance: float | dict[str, Any] | str = 0.0
+        noise: NoiseEstimate | None = None
+        covariance: str | None = None
+        resample_momentum: int | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.resample_momentum is not None:
+                whole("resample_momentum", self.resample_momentum)
+            one_of("integrator", self.integrator, ("euler", *SPLITTINGS))
+            remedy = "give `noise_variance='estimated'`"
+            noise = covariance_settings(self.noise, self.covariance, self.estimates, remedy)
+            self.set(noise=noise, covariance=None)
+            if self.estimates:
+                one_of("noise_variance", self.noise_variance, ("estimated",))
+                splitting = self.splitting
+                if splitting and not splitting.gradient_before_middle:
+                    check_not_matrix_free(noise, self.integrator, "aboba")
+                return
+            given = self.noise_variance
+            if not isinstance(given, dict) and np.ndim(given) > 0:
                 raise ValueError(
-                    "integrator='baoab' needs the covariance before the gradient, which"
-                    " covariance='matrix_free' does not hold; use integrator='aboba'."
+                    "`noise_variance` must be a number, a dict with an array for each latent site,"
+                    f" or 'estimated'; got an array of shape {np.shape(given)}."
                 )
-        if not isinstance(noise_variance, dict) and np.ndim(noise_variance) > 0:
-            raise ValueError(
-                "`noise_variance` must be a number, a dict with an array for each latent site, or"
-                f" 'estimated'; got an array of shape {np.shape(noise_variance)}."
-            )
-        self._noise_variance = jax.tree.map(np.asarray, noise_variance)
-        values = jax.tree.leaves(self._noise_variance)
-        if not all(np.all(np.isfinite(v)) and np.all(v >= 0) for v in values):
-            raise ValueError(
-                f"`noise_variance` must be finite and not negative; got {noise_variance}."
-            )
-        self.corrects_noise = self._estimates or any(np.any(v > 0) for v in values)
+            variances = jax.tree.map(np.asarray, given)
+            leaves = jax.tree.leaves(variances)
+            if not all(np.all(np.isfinite(v)) and np.all(v >= 0) for v in leaves):
+                raise ValueError(f"`noise_variance` must be finite and not negative; got {given}.")
+            self.set(noise_variance=variances)
+
+        @property
+        def estimates(self) -> bool:
+            """Whether the noise is estimated from the minibatches."""
+            return isinstance(self.noise_variance, str)
+
+        @property
+        def splitting(self) -> Splitting | None:
+            """The splitting around the Ornstein-Uhlenbeck map; None is Euler's method."""
+            return SPLITTINGS.get(self.integrator)
+
+    given: "SGHMC.Settings"
+
+    @property
+    def traits(self) -> Traits:
+        given = self.given
+        variances = [] if given.estimates else jax.tree.leaves(given.noise_variance)
+        corrects = given.estimates or any(np.any(v > 0) for v in variances)
+        if given.splitting is None:
+            return Traits(1, True, corrects)
+        return Traits(2 if corrects else 1, given.splitting.gradient_at_end, corrects)
 
     @property
     def default_fields(self) -> tuple[str, ...]:
-        return (*super().default_fields, *(["friction_used"] if self._estimates else []))
+        return (*super().default_fields, *(["friction_used"] if self.given.estimates else []))
 
-    def warnings(self, state: SGMCMCState) -> str:
-        text = super().warnings(state)
-        if self._estimates and (used := float(np.max(state.friction_used))) > 1:
-            text += f", NOISE OF THE GRADIENT {used:.2g} TIMES WHAT THE FRICTION DISSIPATES"
-        return text
+    def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
+        estimate = self.given.noise
+        return None if estimate is None else estimate.resolved(target, largest_of(tuning.noise))
 
-    @property
-    def order(self) -> int:
-        return 2 if self._integrator != "euler" and self.corrects_noise else 1
+    def constants(self, target: Target) -> Any:
+        """The given variance of the noise, a scalar or for each entry of the flat position."""
+        if self.given.estimates:
+            return ()
+        return jnp.asarray(_flat_noise_variance(self.given.noise_variance, target))
 
-    @property
-    def settings(self) -> dict[str, str | int | float]:
-        return super().settings | {"integrator": self._integrator}
-
-    @property
-    def _noise(self) -> NoiseEstimate:
-        return self._noise_settings.on(self._initialised, self._subsampling, self._level)
-
-    def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
-        if self._estimates:
-            self._noise_settings.on(view, self._subsampling, self._level)
-            return
-        assert friction is not None
-        variance = float(np.max(self._flat_noise_variance(view)))
-        self._check_friction(variance, step_size, friction, "`noise_variance` of {:.4g}")
-
-    def check_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> None:
-        if self._estimates:
-            axes = self._axes(0, 0 if jnp.ndim(state.friction) else None)
-
-            def found(problem: Problem, state: SGMCMCState) -> Array:
-                one = partial(self._noise_at_start, args=problem.args, kwargs=problem.kwargs)
-                return jnp.max((jax.vmap(one, (axes,)) if jnp.ndim(state.i) else one)(state))
-
-            largest = float(self._problem(args, kwargs).compiled(found)(state))
-            what = "The noise of the gradient at the initial values, of variance {:.4g},"
-            friction = float(jnp.max(state.friction))
-            self._check_friction(largest, float(jnp.max(state.step_size)), friction, what)
-
-    def _check_friction(
-        self, variance: float, step_size: float, friction: float, what: str
+    def check(
+        self,
+        target: Target,
+        num_warmup: int,
+        fixed: Fixed | None = None,
+        state: SGMCMCState | None = None,
     ) -> None:
-        """
-        :raises ValueError: if the friction dissipates less than noise of this variance adds.
-        """
-        kept, taken = self._balance(step_size, friction)
-        if variance * taken <= kept * (1 + 1e-9):  # so that the remedy itself is accepted
+        if fixed is None or self.given.estimates != (state is not None):
             return
-        h, temperature = step_size, self._temperature
-
-        def excess(h: float) -> float:
-            kept, taken = self._balance(h, friction)
-            return float(variance * taken - kept)
-
-        smaller = brentq(excess, 1e-8 * h, h)
-        if self._integrator == "euler":
-            needed = h * variance / (2 * temperature)
+        if state is None:
+            variance, what = np.asarray(fixed.constants), "`noise_variance` of {:.4g}"
         else:
-            part = h**2 * variance / (4 * temperature)
-            needed = 2 / h * np.arctanh(part) if part < 1 else np.inf
-        elsewhere = ", `init_strategy` to start nearer to the posterior" if self._estimates else ""
-        more = f"a friction of at least {needed:.4g}, or " if needed < np.inf else ""
-        raise ValueError(
-            f"{what.format(variance)} is more than friction={friction:.4g} can dissipate at"
-            f" step_size={h:.4g}, which is {kept / taken:.4g}. Use {more}a step size of at most"
-            f" {smaller:.4g}{elsewhere}, or CCAdL, which has no such limit."
-        )
+            variance = np.asarray(target.compiled(partial(_noise_at_start, self))(state))
+            what = "The noise of the gradient at the initial values, of variance {:.4g},"
+        rates = float(np.asarray(fixed.step_size)), float(np.asarray(fixed.friction))
+        _check_friction(self.given, float(variance.max()), *rates, what)
 
-    def _balance(self, h: Any, friction: Any) -> tuple[Any, Any]:
-        """
-        The variance of the noise to add is the first of these numbers less the second times
-        the variance of the gradient's noise.
-        """
-        if self._integrator == "euler":
-            return 2 * h * friction * self._temperature, h**2
-        xp = jnp if isinstance(h, Array) else np
-        kept = -self._temperature * xp.expm1(-2 * friction * h)
-        return kept, h**2 / 4 * (1 + xp.exp(-friction * h)) ** 2
+    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        friction = 1.0
+        # h v / (2 A) is the relative error of the variance, or what the friction has to cover
+        accepted = 0.25 if self.given.estimates else ACCEPTED_BIAS
+        largest = 2 * accepted * friction / max(noise.largest, 1e-30)
+        return min(whitened_step(noise), largest), friction
 
-    def _noise_at_start(self, state: SGMCMCState, args: tuple, kwargs: dict) -> Array:
-        """The largest variance of the gradient's noise of one chain at its initial values."""
-        _, position, potential = self.flattened(state, args, kwargs)
-        noise = self._noise
+    def init_dynamics(
+        self, rng_key: Array, position: Array, fixed: Fixed
+    ) -> Momentum | MomentumWithNoise:
+        momentum = fresh_momentum(rng_key, position, self.given.temperature)
+        if (noise := fixed.layout.noise) is None:
+            return Momentum(momentum)
+        zero = jnp.zeros((), position.dtype)
+        average, count = noise.start(position)
+        return MomentumWithNoise(momentum, average, count, zero)
+
+    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+        given, h, fixed, dynamics = self.given, state.step_size, state.fixed, state.dynamics
+        noise, p = fixed.layout.noise, dynamics.momentum
+        if given.resample_momentum is not None:
+            rng_key, momentum_key = random.split(rng_key)
+            fresh = fresh_momentum(momentum_key, p, given.temperature)
+            p = jnp.where(state.i % given.resample_momentum == 0, fresh, p)
+        normal = random.normal(rng_key, p.shape, p.dtype)
+
+        def added(evaluation: Evaluation | None) -> tuple[Array, Array]:
+            """The noise to add, and the part of it that the noise of the gradient stands in for."""
+            kept, taken = _balance(given, h, fixed.friction)
+            representation: Covariance = Diagonal()
+            covariance = jnp.asarray(fixed.constants, p.dtype) if noise is None else None
+            if noise is not None:
+                representation, covariance = noise.representation, dynamics.noise_covariance
+                if evaluation is not None:
+                    covariance = noise.current(covariance, evaluation)
+            used = representation.largest(covariance, normal) * taken / kept
+            root = representation.apply(
+                covariance, lambda v: jnp.sqrt(jnp.maximum(kept - taken * v, 0.0)), normal
+            )
+            return root, used
+
+        def middle(p: Array, evaluation: Evaluation | None) -> tuple[Array, Array]:
+            """O, with as much less noise as the gradient has."""
+            root, used = added(evaluation)
+            return jnp.exp(-fixed.friction * h) * p + root, used
+
+        if (splitting := given.splitting) is not None:
+            position, p, used, evaluation = splitting.step(state.z, p, gradient, h, middle)
+        else:
+            position = drift(state.z, p, h)
+            evaluation = gradient(position)
+            root, used = added(evaluation)
+            p = kick(p, evaluation.gradient + fixed.friction * p, h) + root
+        if noise is None:
+            return state._replace(z=position, dynamics=Momentum(p)), evaluation
+        average, count = noise.update(dynamics.noise_covariance, dynamics.observations, evaluation)
+        after = MomentumWithNoise(p, average, count, used)
+        return state._replace(z=position, dynamics=after), evaluation
+
+
+def _balance(given: "SGHMC.Settings", h: Any, friction: Any) -> tuple[Any, Any]:
+    """
+    The variance of the noise to add is the first of these numbers less the second times
+    the variance of the gradient's noise.
+    """
+    if given.splitting is None:
+        return 2 * h * friction * given.temperature, h**2
+    xp = jnp if isinstance(h, Array) else np
+    kept = -given.temperature * xp.expm1(-2 * friction * h)
+    return kept, h**2 / 4 * (1 + xp.exp(-friction * h)) ** 2
+
+
+def _check_friction(
+    given: "SGHMC.Settings", variance: float, step_size: float, friction: float, what: str
+) -> None:
+    """
+    :raises ValueError: if the friction dissipates less than noise of this variance adds.
+    """
+    kept, taken = _balance(given, step_size, friction)
+    if variance * taken <= kept * (1 + 1e-6):  # so that the remedy itself is accepted
+        return
+    h, temperature = step_size, given.temperature
+
+    def excess(h: float) -> float:
+        kept, taken = _balance(given, h, friction)
+        return float(variance * taken - kept)
+
+    smaller = brentq(excess, 1e-8 * h, h)
+    if given.splitting is None:
+        needed = h * variance / (2 * temperature)
+    else:
+        part = h**2 * variance / (4 * temperature)
+        needed = 2 / h * np.arctanh(part) if part < 1 else np.inf
+    elsewhere = ", `init_strategy` to start nearer to the posterior" if given.estimates else ""
+    more = f"a friction of at least {needed:.4g}, or " if needed < np.inf else ""
+    raise ValueError(
+        f"{what.format(variance)} is more than friction={friction:.4g} can dissipate at"
+        f" step_size={h:.4g}, which is {kept / taken:.4g}. Use {more}a step size of at most"
+        f" {smaller:.4g}{elsewhere}, or CCAdL, which has no such limit."
+    )
+
+
+def _noise_at_start(method: SGHMC, target: Target, state: SGMCMCState) -> Array:
+    """The largest variance of the gradient's noise at the initial values of all chains."""
+
+    def one(state: SGMCMCState) -> Array:
+        _, position, potential = flattened(target, state)
+        noise = state.fixed.layout.noise
+        assert noise is not None
         steps = 1_000 if noise.window == math.inf else int(noise.window)
 
-        def observe(key: Array) -> Observation:
+        def observe(key: Array) -> Evaluation:
             rows_key, model_key = random.split(key)
-            rows = self.draw_rows(rows_key, jnp.zeros((), jnp.int32))
-            return self.gradient_of_all(potential, rows, model_key)(position)
+            rows = target.rows(rows_key)
+            return gradient_oracle(target, potential, rows, model_key, noise)(position)
 
         def seen(running: tuple[Any, Array], key: Array) -> tuple[Any, None]:
             return noise.update(*running, observe(key)), None
@@ -284,124 +353,32 @@ class SGHMC(MomentumKernel):
         first = keys[0]
         (average, _), _ = lax.scan(seen, noise.start(position), keys[1:])
         probe = random.normal(first, position.shape, position.dtype)
-        return noise.held.largest(noise.current(average, observe(first)), probe)
+        return noise.representation.largest(noise.current(average, observe(first)), probe)
 
-    def _flat_noise_variance(self, view: MinibatchModel) -> np.ndarray:
-        """A scalar, or the estimate for each entry of the flat position."""
-        given = self._noise_variance
-        if not isinstance(given, dict):
-            return given
-        if set(given) != set(view.latents):
-            raise ValueError(
-                f"`noise_variance` must have an entry for each latent site {sorted(view.latents)};"
-                f" found {sorted(given)}."
-            )
-        for name, latent in view.latents.items():
-            try:
-                np.broadcast_to(given[name], latent.shape)
-            except ValueError as error:
-                raise ValueError(
-                    f"`noise_variance['{name}']` has shape {np.shape(given[name])}, but the"
-                    f" unconstrained value of site '{name}' has shape {latent.shape}."
-                ) from error
-        # the flat position has the sites in the order of their names
-        return np.concatenate(
-            [np.broadcast_to(given[k], view.latents[k].shape).ravel() for k in sorted(given)]
+    if jnp.ndim(state.i) == 0:
+        return one(state)
+    return jnp.max(jax.vmap(one, (axes_of(state),))(state))
+
+
+def _flat_noise_variance(given: Any, target: Target) -> np.ndarray:
+    """A scalar, or the estimate for each entry of the flat position."""
+    if not isinstance(given, dict):
+        return given
+    latents = target.view.latents
+    if set(given) != set(latents):
+        raise ValueError(
+            f"`noise_variance` must have an entry for each latent site {sorted(latents)};"
+            f" found {sorted(given)}."
         )
-
-    @property
-    def gradient_at_end(self) -> bool:
-        return self._integrator != "aboba"
-
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        friction = 1.0
-        # h v / (2 A) is the relative error of the variance, or what the friction has to cover
-        accepted = 0.25 if self._estimates else ACCEPTED_BIAS
-        largest = 2 * accepted * friction / max(noise.largest, 1e-30)
-        return min(whitened_step(noise), largest), friction
-
-    def init_dynamics(
-        self, rng_key: Array, position: Array, friction: Any
-    ) -> Momentum | MomentumWithNoise:
-        momentum = self.fresh_momentum(rng_key, position)
-        if not self._estimates:
-            return Momentum(momentum)
-        zero = jnp.zeros((), position.dtype)
-        return MomentumWithNoise(momentum, *self._noise.start(position), zero)
-
-    def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
-        if not self._estimates:
-            return super().gradient(potential, rows, rng_key)
-        return self._noise.oracle(self, potential, rows, rng_key)
-
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        p = state.dynamics.momentum
-        if self._resample_momentum is not None:
-            rng_key, momentum_key = random.split(rng_key)
-            fresh = self.fresh_momentum(momentum_key, p)
-            p = jnp.where(state.i % self._resample_momentum == 0, fresh, p)
-        state = state._replace(dynamics=state.dynamics._replace(momentum=p))
-        normal = random.normal(rng_key, p.shape, p.dtype)
-        method = {"euler": self._euler, "baoab": self._baoab}
-        state, observed = method.get(self._integrator, self._kicks_around)(state, gradient, normal)
-        if self._estimates:
-            _, average, count, _ = dynamics = state.dynamics
-            average, count = self._noise.update(average, count, observed)
-            state = state._replace(
-                dynamics=dynamics._replace(noise_covariance=average, observations=count)
-            )
-        return state, observed
-
-    def _euler(self, state: SGMCMCState, gradient: Gradient, normal: Array) -> Step:
-        h, p = state.step_size, state.dynamics.momentum
-        position = drift(state.z, p, h)
-        observed = gradient(position)
-        added, used = self._added_noise(state, observed, normal)
-        p = kick(p, observed.gradient + state.friction * p, h) + added
-        return self._moved(state, position, p, used), observed
-
-    def _baoab(self, state: SGMCMCState, gradient: Gradient, normal: Array) -> Step:
-        h, p = state.step_size, state.dynamics.momentum
-        position = drift(state.z, p, h / 2)
-        added, used = self._added_noise(state, None, normal)
-        p = jnp.exp(-state.friction * h) * p + added
-        position = drift(position, p, h / 2)
-        observed = gradient(position)
-        p = kick(p, observed.gradient, h)
-        return self._moved(state, position, p, used), observed
-
-    def _kicks_around(self, state: SGMCMCState, gradient: Gradient, normal: Array) -> Step:
-        h, p = state.step_size, state.dynamics.momentum
-        before = _DRIFT_BEFORE[self._integrator]
-        position = drift(state.z, p, before * h)
-        observed = gradient(position)
-        p = kick(p, observed.gradient, h / 2)
-        added, used = self._added_noise(state, observed, normal)
-        p = jnp.exp(-state.friction * h) * p + added
-        p = kick(p, observed.gradient, h / 2)
-        position = drift(position, p, (1 - before) * h)
-        return self._moved(state, position, p, used), observed
-
-    def _added_noise(
-        self, state: SGMCMCState, observed: Observation | None, normal: Array
-    ) -> tuple[Array, Array]:
-        """The noise to add, and the part of it that the noise of the gradient stands in for."""
-        kept, taken = self._balance(state.step_size, state.friction)
-        held: Covariance = Diagonal()
-        covariance = jnp.asarray(self._flat_noise_variance(self._initialised), normal.dtype)
-        if self._estimates:
-            held, covariance = self._noise.held, state.dynamics.noise_covariance
-            if observed is not None:
-                covariance = self._noise.current(covariance, observed)
-
-        def root(v: Array) -> Array:
-            return jnp.sqrt(jnp.maximum(kept - taken * v, 0.0))
-
-        used = held.largest(covariance, normal) * taken / kept
-        return held.apply(covariance, root, normal), used
-
-    def _moved(self, state: SGMCMCState, position: Array, p: Array, used: Array) -> SGMCMCState:
-        dynamics = state.dynamics._replace(momentum=p)
-        if self._estimates:
-            dynamics = dynamics._replace(friction_used=used)
-        return state._replace(z=position, dynamics=dynamics)
+    for name, latent in latents.items():
+        try:
+            np.broadcast_to(given[name], latent.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"`noise_variance['{name}']` has shape {np.shape(given[name])}, but the"
+                f" unconstrained value of site '{name}' has shape {latent.shape}."
+            ) from error
+    # the flat position has the sites in the order of their names
+    return np.concatenate(
+        [np.broadcast_to(given[k], latents[k].shape).ravel() for k in sorted(given)]
+    )

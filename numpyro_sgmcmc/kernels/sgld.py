@@ -3,19 +3,20 @@
 
 """Stochastic gradient Langevin dynamics."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax import Array, random
 
-from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.integrators import langevin
-from numpyro_sgmcmc.kernels._arguments import StepSize
-from numpyro_sgmcmc.kernels._base import SGMCMCKernel
-from numpyro_sgmcmc.kernels._noise import NoiseEstimate, NoiseSettings
-from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
-from numpyro_sgmcmc.minibatch import MinibatchModel, Model
-from numpyro_sgmcmc.noise import ACCEPTED_BIAS, NoiseLevel
-from numpyro_sgmcmc.potentials import Potential, Rows
+from numpyro_sgmcmc.gradients.estimators import Gradient
+from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance
+from numpyro_sgmcmc.kernels.integrators import langevin
+from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel, Traits
+from numpyro_sgmcmc.kernels.settings import covariance_settings, recorded
+from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 
 class Overdamped(NamedTuple):
@@ -51,21 +52,11 @@ class SGLD(SGMCMCKernel):
     adds: :math:`\\sqrt{2 h T} (I - \\tfrac{h}{4 T} \\hat V) R`. The factor is then
     :math:`(1 + h^2 v^2 / 16) / (1 - h \\lambda / 2)`.
 
-    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule; None
         is tuned.
     :param bool modified: correct for the noise of the minibatch to first order.
-    :param str covariance: how :math:`\\hat V` is held; see :class:`CCAdL`.
-    :param str estimator: how it is observed; see :class:`CCAdL`.
-    :param window: number of steps over which it is averaged; see :class:`CCAdL`.
-    :param int rank: leading directions held by ``covariance="low_rank"``.
-    :param float temperature: temperature :math:`T`.
-    :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`.
-    :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
-        is given, and else tuned.
-    :param init_strategy: a per-site initialization function of NumPyro.
-    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning``, ``mesh`` and
-        ``progress_bar``; see :class:`SGMCMCKernel`.
+    :param NoiseEstimate noise: how :math:`\\hat V` is estimated, with ``modified=True``.
+    :param str covariance: short for ``noise=NoiseEstimate(covariance=...)``.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -97,62 +88,52 @@ class SGLD(SGMCMCKernel):
         >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
     """
 
-    def __init__(
-        self,
-        model: Model,
-        step_size: StepSize | None = None,
-        *,
-        modified: bool = False,
-        covariance: str | None = None,
-        estimator: str = "sub_batches",
-        window: float | None = None,
-        rank: int = 20,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, step_size, **options)
-        self.corrects_noise = bool(modified)
-        self._noise_settings = NoiseSettings.checked(covariance, estimator, window, rank)
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Settings(SGMCMCKernel.Settings):
+        modified: bool = recorded(False)
+        noise: NoiseEstimate | None = None
+        covariance: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.set(modified=bool(self.modified))
+            noise = covariance_settings(
+                self.noise, self.covariance, self.modified, "give `modified=True`"
+            )
+            self.set(noise=noise, covariance=None)
+
+    given: "SGLD.Settings"
 
     @property
-    def settings(self) -> dict[str, str | int | float]:
-        return super().settings | {"modified": self.corrects_noise}
+    def traits(self) -> Traits:
+        return Traits(corrects_noise=self.given.modified)
 
-    @property
-    def _noise(self) -> NoiseEstimate:
-        return self._noise_settings.on(self._initialised, self._subsampling, self._level)
-
-    def check_model(self, view: MinibatchModel, step_size: float, friction: float | None) -> None:
-        if self.corrects_noise:
-            self._noise_settings.on(view, self._subsampling, self._level)
+    def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
+        estimate = self.given.noise
+        return None if estimate is None else estimate.resolved(target, largest_of(tuning.noise))
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         # h (v + lambda) / 2 is the relative error of the variance, less v if it is corrected
-        if not self.corrects_noise:
+        if not self.given.modified:
             return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature), None
         largest = 0.5 / max(noise.largest, 1e-30)
         return min(2 * ACCEPTED_BIAS / noise.curvature, largest), None
 
     def init_dynamics(
-        self, rng_key: Array, position: Array, friction: Any
+        self, rng_key: Array, position: Array, fixed: Fixed
     ) -> Overdamped | OverdampedWithNoise:
-        if not self.corrects_noise:
-            return Overdamped()
-        return OverdampedWithNoise(*self._noise.start(position))
-
-    def gradient(self, potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
-        if not self.corrects_noise:
-            return super().gradient(potential, rows, rng_key)
-        return self._noise.oracle(self, potential, rows, rng_key)
+        noise = fixed.layout.noise
+        return Overdamped() if noise is None else OverdampedWithNoise(*noise.start(position))
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, temperature, dynamics = state.step_size, self._temperature, state.dynamics
-        observed = gradient(state.z)
+        h, temperature, dynamics = state.step_size, self.given.temperature, state.dynamics
+        evaluation = gradient(state.z)
         normal = random.normal(rng_key, state.z.shape, state.z.dtype)
-        if self.corrects_noise:
-            covariance = self._noise.current(dynamics.noise_covariance, observed)
-            normal = normal - h / (4 * temperature) * self._noise.held.product(covariance, normal)
-            dynamics = OverdampedWithNoise(
-                *self._noise.update(dynamics.noise_covariance, dynamics.observations, observed)
-            )
-        position = langevin(state.z, observed.gradient, h, temperature, normal)
-        return state._replace(z=position, dynamics=dynamics), observed
+        if (noise := state.fixed.layout.noise) is not None:
+            covariance = noise.current(dynamics.noise_covariance, evaluation)
+            product = noise.representation.product(covariance, normal)
+            normal = normal - h / (4 * temperature) * product
+            average, count = dynamics
+            dynamics = OverdampedWithNoise(*noise.update(average, count, evaluation))
+        position = langevin(state.z, evaluation.gradient, h, temperature, normal)
+        return state._replace(z=position, dynamics=dynamics), evaluation

@@ -3,26 +3,21 @@
 
 """Stochastic gradient Nosé-Hoover thermostat."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import jax
 from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.integrators import (
-    drift,
-    euler_kick,
-    kick,
-    ornstein_uhlenbeck,
-    thermostat,
-)
-from numpyro_sgmcmc.kernels._arguments import StepSize, one_of, positive
-from numpyro_sgmcmc.kernels._momentum import MomentumKernel
-from numpyro_sgmcmc.kernels._state import SGMCMCState, Step
-from numpyro_sgmcmc.minibatch import Model
-from numpyro_sgmcmc.noise import NoiseLevel, euler_step, whitened_step
+from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
+from numpyro_sgmcmc.kernels.integrators import drift, euler_kick, ornstein_uhlenbeck, thermostat
+from numpyro_sgmcmc.kernels.kernel import Traits
+from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
+from numpyro_sgmcmc.kernels.settings import one_of, positive, recorded
+from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
+from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, whitened_step
 
 
 class Thermostatted(NamedTuple):
@@ -72,23 +67,16 @@ class SGNHT(MomentumKernel):
     not, at any step size. A thermostat for each coordinate or each site helps where the
     difference is between these.
 
-    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
         schedule; None is tuned.
     :param float friction: :math:`A`, the strength of the added noise and the initial
         friction :math:`\\xi_0`, per unit of time; None is tuned.
-    :param str integrator: ``"badodab"`` or ``"euler"``.
+    :param str integrator: ``"badodab"``, or another of the splittings in
+        :mod:`numpyro_sgmcmc.kernels.splittings` with D O D in its middle, or ``"euler"``.
     :param str thermostats: ``"one"``, or one for each ``"site"`` or ``"coordinate"``, which
         sees the kinetic energy of its own coordinates.
     :param float thermal_mass: :math:`\\mu`; larger is slower to adapt and fluctuates less. The
         papers have 1 in this convention (their :math:`\\mu = d`).
-    :param float temperature: temperature :math:`T`.
-    :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`.
-    :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
-        is given, and else tuned.
-    :param init_strategy: a per-site initialization function of NumPyro.
-    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning``, ``mesh`` and
-        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -121,86 +109,76 @@ class SGNHT(MomentumKernel):
         >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
     """
 
-    def __init__(
-        self,
-        model: Model,
-        step_size: StepSize | None = None,
-        friction: float | None = None,
-        *,
-        integrator: str = "badodab",
-        thermostats: str = "one",
-        thermal_mass: float = 1.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, step_size, friction, **options)
-        self._integrator = one_of("integrator", integrator, ("euler", "badodab"))
-        self._thermostats = one_of("thermostats", thermostats, ("one", "site", "coordinate"))
-        self._thermal_mass = positive("thermal_mass", thermal_mass)
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Settings(MomentumKernel.Settings):
+        integrator: str = recorded("badodab")
+        thermostats: str = recorded("one")
+        thermal_mass: float = 1.0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            one_of("integrator", self.integrator, ("euler", "badodab", *SPLITTINGS))
+            one_of("thermostats", self.thermostats, ("one", "site", "coordinate"))
+            self.set(thermal_mass=positive("thermal_mass", self.thermal_mass))
+
+        @property
+        def splitting(self) -> Splitting | None:
+            """The splitting around D O D; None is Euler's method."""
+            return SPLITTINGS.get("baoab" if self.integrator == "badodab" else self.integrator)
+
+    given: "SGNHT.Settings"
 
     @property
-    def order(self) -> int:
-        return 1 if self._integrator == "euler" else 2
-
-    @property
-    def settings(self) -> dict[str, str | int | float]:
-        own: dict[str, str | int | float] = {
-            "integrator": self._integrator,
-            "thermostats": self._thermostats,
-        }
-        return super().settings | own
-
-    @property
-    def gradient_at_end(self) -> bool:
-        return self._integrator == "badodab"
+    def traits(self) -> Traits:
+        splitting = self.given.splitting
+        return Traits() if splitting is None else Traits(2, splitting.gradient_at_end)
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         friction = 0.5
-        if self._integrator == "badodab":
-            return whitened_step(noise), friction
-        return euler_step(noise, friction), friction
+        if self.given.splitting is None:
+            return euler_step(noise, friction), friction
+        return whitened_step(noise), friction
 
-    def init_dynamics(self, rng_key: Array, position: Array, friction: Any) -> Thermostatted:
-        sites = len(self._initialised.latents)
-        shape = {"one": (), "site": (sites,), "coordinate": position.shape}[self._thermostats]
-        momentum = self.fresh_momentum(rng_key, position)
-        return Thermostatted(momentum, jnp.full(shape, friction, position.dtype))
+    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> Thermostatted:
+        sites = len(fixed.layout.sites)
+        shape = {"one": (), "site": (sites,), "coordinate": position.shape}[self.given.thermostats]
+        momentum = fresh_momentum(rng_key, position, self.given.temperature)
+        return Thermostatted(momentum, jnp.full(shape, fixed.friction, position.dtype))
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        method = {"euler": self._euler, "badodab": self._badodab}
-        return method[self._integrator](state, gradient, rng_key)
+        h, (p, xi), sites = state.step_size, state.dynamics, state.fixed.layout.sites
+        given, diffusion = self.given, state.fixed.friction * self.given.temperature
+        normal = random.normal(rng_key, p.shape, p.dtype)
 
-    def _euler(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, (p, xi) = state.step_size, state.dynamics
-        observed = gradient(state.z)
-        noise = random.normal(rng_key, p.shape, p.dtype)
-        damping, diffusion = self._for_coordinates(xi) * p, state.friction * self._temperature
-        p = euler_kick(p, observed.gradient, damping, diffusion, h, noise)
-        position = drift(state.z, p, h)
-        return state._replace(
-            z=position, dynamics=Thermostatted(p, self._adapted(xi, p, h))
-        ), observed
+        def adapted(xi: Array, p: Array, step_size: Array) -> Array:
+            """The map D."""
+            energy = _kinetic_temperature(p, given.thermostats, sites)
+            return thermostat(xi, energy, step_size, given.temperature, given.thermal_mass)
 
-    def _badodab(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, (p, xi) = state.step_size, state.dynamics
-        position = drift(state.z, p, h / 2)
-        xi = self._adapted(xi, p, h / 2)
-        noise = random.normal(rng_key, p.shape, p.dtype)
-        damping, diffusion = self._for_coordinates(xi), state.friction * self._temperature
-        p = ornstein_uhlenbeck(p, damping, diffusion, h, noise)
-        xi = self._adapted(xi, p, h / 2)
-        position = drift(position, p, h / 2)
-        observed = gradient(position)
-        p = kick(p, observed.gradient, h)
-        return state._replace(z=position, dynamics=Thermostatted(p, xi)), observed
+        def damping(xi: Array) -> Array:
+            return jnp.repeat(xi, np.array(sites)) if given.thermostats == "site" else xi
 
-    def _adapted(self, xi: Array, p: Array, step_size: Array) -> Array:
-        energy = p**2
-        if self._thermostats == "one":
-            energy = jnp.mean(energy)
-        elif self._thermostats == "site":
-            sites = self._site_of()
-            energy = jax.ops.segment_sum(energy, sites, len(xi)) / np.bincount(sites)
-        return thermostat(xi, energy, step_size, self._temperature, self._thermal_mass)
+        def middle(p: Array, _: Evaluation | None) -> tuple[Array, Array]:
+            """D(h/2) O D(h/2)."""
+            half = adapted(xi, p, h / 2)
+            p = ornstein_uhlenbeck(p, damping(half), diffusion, h, normal)
+            return p, adapted(half, p, h / 2)
 
-    def _for_coordinates(self, xi: Array) -> Array:
-        return xi[self._site_of()] if self._thermostats == "site" else xi
+        if (splitting := given.splitting) is not None:
+            position, p, xi, evaluation = splitting.step(state.z, p, gradient, h, middle)
+        else:
+            evaluation = gradient(state.z)
+            p = euler_kick(p, evaluation.gradient, damping(xi) * p, diffusion, h, normal)
+            position = drift(state.z, p, h)
+            xi = adapted(xi, p, h)
+        return state._replace(z=position, dynamics=Thermostatted(p, xi)), evaluation
+
+
+def _kinetic_temperature(p: Array, thermostats: str, sites: tuple[int, ...]) -> Array:
+    """What each of the thermostats sees."""
+    energy = p**2
+    if thermostats == "coordinate":
+        return energy
+    if thermostats == "one":
+        return jnp.mean(energy)
+    return jnp.stack([jnp.mean(x) for x in jnp.split(energy, np.cumsum(sites)[:-1])])

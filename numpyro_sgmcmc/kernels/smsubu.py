@@ -3,17 +3,17 @@
 
 """Kinetic Langevin dynamics by UBU with symmetric minibatch sweeps."""
 
-from typing import Any
+from dataclasses import dataclass
 
 from jax import Array, random
 
-from numpyro_sgmcmc.gradients import Gradient
-from numpyro_sgmcmc.integrators import free_flight, kick
-from numpyro_sgmcmc.kernels._arguments import StepSize
-from numpyro_sgmcmc.kernels._momentum import MomentumKernel
-from numpyro_sgmcmc.kernels._state import Momentum, SGMCMCState, Step
-from numpyro_sgmcmc.minibatch import Model
-from numpyro_sgmcmc.noise import NoiseLevel, whitened_step
+from numpyro_sgmcmc.gradients.estimators import Gradient
+from numpyro_sgmcmc.kernels.integrators import free_flight, kick
+from numpyro_sgmcmc.kernels.kernel import Traits
+from numpyro_sgmcmc.kernels.momentum import Momentum, MomentumKernel
+from numpyro_sgmcmc.kernels.settings import recorded
+from numpyro_sgmcmc.kernels.state import SGMCMCState, Step
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, whitened_step
 
 
 class SMSUBU(MomentumKernel):
@@ -30,7 +30,7 @@ class SMSUBU(MomentumKernel):
         (\\theta, p) &\\leftarrow U_{h/2}(\\theta, p),
 
     with :math:`U_t` the exact solution of the dynamics without force over a time :math:`t`,
-    see :func:`~numpyro_sgmcmc.integrators.free_flight`. A sweep has :math:`2 N / n` steps;
+    see :func:`~numpyro_sgmcmc.kernels.integrators.free_flight`. A sweep has :math:`2 N / n` steps;
     draws from the middle of a sweep carry more of the noise than those from its end.
 
     Nothing is estimated and nothing corrected: the method is for data of which several
@@ -42,13 +42,7 @@ class SMSUBU(MomentumKernel):
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
         schedule; None is tuned.
     :param float friction: friction :math:`A`, per unit of time; None is tuned.
-    :param float temperature: temperature :math:`T`.
     :param str subsampling: how rows are drawn; the method has ``"symmetric_sweeps"``.
-    :param int steps_per_sample: number of steps between two samples; None is 1 if the step size
-        is given, and else tuned.
-    :param init_strategy: a per-site initialization function of NumPyro.
-    :param options: ``metric``, ``gradient``, ``refresh_every``, ``tuning``, ``mesh`` and
-        ``progress_bar``; see :class:`SGMCMCKernel`.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -78,20 +72,13 @@ class SMSUBU(MomentumKernel):
         >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
     """
 
-    def __init__(
-        self,
-        model: Model,
-        step_size: StepSize | None = None,
-        friction: float | None = None,
-        *,
-        subsampling: str = "symmetric_sweeps",
-        **options: Any,
-    ) -> None:
-        super().__init__(model, step_size, friction, subsampling=subsampling, **options)
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Settings(MomentumKernel.Settings):
+        subsampling: str = recorded("symmetric_sweeps")
 
     @property
-    def order(self) -> int:
-        return 2
+    def traits(self) -> Traits:
+        return Traits(order=2)
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         # the noise cancels if a sweep is short
@@ -100,9 +87,9 @@ class SMSUBU(MomentumKernel):
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
         h, p = state.step_size, state.dynamics.momentum
         noise = random.normal(rng_key, (2, 2, *p.shape), p.dtype)
-        friction, temperature = state.friction, self._temperature
+        friction, temperature = state.fixed.friction, self.given.temperature
         position, p = free_flight(state.z, p, friction, temperature, h / 2, noise[0])
-        observed = gradient(position)
-        p = kick(p, observed.gradient, h)
+        evaluation = gradient(position)
+        p = kick(p, evaluation.gradient, h)
         position, p = free_flight(position, p, friction, temperature, h / 2, noise[1])
-        return state._replace(z=position, dynamics=Momentum(p)), observed
+        return state._replace(z=position, dynamics=Momentum(p)), evaluation

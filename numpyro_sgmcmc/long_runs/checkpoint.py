@@ -21,7 +21,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-_MAGIC, VERSION = b"SGMCMCRN", 1
+_MAGIC, VERSION = b"SGMCMCRN", 2
 _HEADER = struct.Struct("<8sIQ32s")
 
 _REMEDY = (

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import xarray as xr
 
+from numpyro_sgmcmc.long_runs.folder import RunFolder
 from numpyro_sgmcmc.long_runs.program import Fields
-from numpyro_sgmcmc.long_runs.records import Record
-from numpyro_sgmcmc.record import variable_name
+from numpyro_sgmcmc.results.facts import variable_name
 
 #: Names of ArviZ for fields of NumPyro's states.
 _NAMES = {
@@ -84,7 +84,7 @@ class Draws:
         leaves = [jnp.asarray(x, dtype) for x, dtype in zip(values, dtypes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
 
-    def begin_store(self, record: Record, dims: dict[str, list[str]], num_draws: int) -> None:
+    def begin_store(self, folder: RunFolder, dims: dict[str, list[str]], num_draws: int) -> None:
         """
         From here on draws go to the store.
 
@@ -92,8 +92,8 @@ class Draws:
         """
         from numpyro_sgmcmc.long_runs.store import variable
 
-        self._path = record.path
-        if record.checkpoint is not None or not record.writes:
+        self._path = folder.path
+        if folder.checkpoint is not None or not folder.writes:
             return
         groups: dict[str, dict[str, dict]] = {"posterior": {}, "sample_stats": {}}
         constants: dict[str, dict[str, Any]] = {name: {} for name in groups}
@@ -114,12 +114,12 @@ class Draws:
         for group, arrays in groups.items():
             arrays["draw"] = variable((), np.int64, ["draw"], num_draws)
             constants[group]["chain"] = (["chain"], np.arange(chains))
-        record.store.create(groups, inference_library="numpyro_sgmcmc")
+        folder.store.create(groups, inference_library="numpyro_sgmcmc")
         for group, coordinates in constants.items():
-            record.store.write(group, xr.Dataset(coords=coordinates))
-        record.store.publish(0)
+            folder.store.write(group, xr.Dataset(coords=coordinates))
+        folder.store.publish(0)
 
-    def write(self, record: Record, moments: xr.Dataset | None) -> None:
+    def write(self, folder: RunFolder, moments: xr.Dataset | None) -> None:
         """Appends what waits to the store, and shows it to readers."""
         if self._waiting:
             draws = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *self._waiting)
@@ -127,17 +127,17 @@ class Draws:
             numbers = np.arange(self._stored, self.count)
             for group in {path.split("/")[0] for path in values}:
                 values[f"{group}/draw"] = numbers
-            record.store.append(self._stored, values)
+            folder.store.append(self._stored, values)
         if moments is not None:
-            record.store.write("moments", moments)
-        record.store.publish(self.count)
+            folder.store.write("moments", moments)
+        folder.store.publish(self.count)
         self.forget()
 
-    def cut(self, record: Record, count: int) -> None:
+    def cut(self, folder: RunFolder, count: int) -> None:
         """The draws up to a checkpoint are those that there are."""
         self.count = self._stored = count
-        if record.writes:
-            record.store.publish(count)
+        if folder.writes:
+            folder.store.publish(count)
 
     def forget(self) -> None:
         """What waits is in the store, or another process writes it."""

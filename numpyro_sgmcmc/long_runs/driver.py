@@ -12,23 +12,26 @@ from typing import Any
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
-from numpyro.infer import MCMC
 from numpyro.util import is_prng_key
 import xarray as xr
 
-from numpyro_sgmcmc.inference_data import plate_dims
 from numpyro_sgmcmc.long_runs import identity
 from numpyro_sgmcmc.long_runs.draws import Draws
+from numpyro_sgmcmc.long_runs.folder import RunFolder
 from numpyro_sgmcmc.long_runs.moments import Moments, no_moments, summary_of
 from numpyro_sgmcmc.long_runs.processes import watched
 from numpyro_sgmcmc.long_runs.program import Program, joined, separated
-from numpyro_sgmcmc.long_runs.records import Record
 from numpyro_sgmcmc.long_runs.running import Limits, Progress, Running
-from numpyro_sgmcmc.minibatch import as_arrays, first_rows_of, full_data
-from numpyro_sgmcmc.rows import site_shapes
+from numpyro_sgmcmc.results.inference_data import plate_dims
+from numpyro_sgmcmc.results.kept_rows import site_shapes
+from numpyro_sgmcmc.target.host import HostedRun, is_initialised
+from numpyro_sgmcmc.target.model import as_arrays, first_rows_of, full_data
+
+#: How many samples of a run have been compared with those of another.
+COMPARED = "samples compared"
 
 
-class LongRun(MCMC):
+class LongRun(HostedRun):
     """
     NumPyro's ``MCMC`` for runs that do not fit into memory, or into the life of a process.
 
@@ -172,22 +175,9 @@ class LongRun(MCMC):
             raise ValueError("There are no draws yet: call `run` first.")
         return summary_of(*self._moments)
 
-    @property
-    def _states(self) -> Any:
-        # what `MCMC` keeps in memory is read when it is asked for
-        if self._given_states is not None or self._draws is None:
-            return self._given_states
-        return self._draws.read()
-
-    @_states.setter
-    def _states(self, states: Any) -> None:
-        self._given_states = states
-
-    def _get_states_flat(self) -> Any:
-        states = self._states if self._states_flat is None else None
-        if states is None:
-            return self._states_flat
-        return jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), states)
+    def stored_draws(self) -> dict[str, Any] | None:
+        """The draws so far, read from the store or from memory."""
+        return None if self._draws is None else self._draws.read()
 
     def run(
         self,
@@ -207,8 +197,7 @@ class LongRun(MCMC):
         init_params = jax.tree.map(
             lambda x: lax.convert_element_type(x, jnp.result_type(x)), init_params
         )
-        self._args, self._kwargs = args, kwargs
-        self._states = self._states_flat = None
+        self.begin(args, kwargs)
         self._draws, self._stopped = None, None
         names, removed = _fields_of(self, extra_fields)
         lower, upper = self._bounds()
@@ -218,17 +207,21 @@ class LongRun(MCMC):
         if self.num_chains > 1 and is_prng_key(rng_key):
             keys = random.split(rng_key, self.num_chains)
         # what a warm-up of its own gives is its last state
-        path = None if self._collection_params["phase"] == "warmup" else self._path
-        with Record(path, self._resume) as record, watched(record.folder):
-            found = record.checkpoint
+        path = None if self.only_warms_up else self._path
+        with RunFolder(path, self._resume) as folder, watched(folder.hidden):
+            found = folder.checkpoint
             about: dict[str, Any] = {}
             if path is not None:
-                about = self._identity(arguments, rng_key, init_params, extra_fields)
+                same = arguments, rng_key, init_params, extra_fields
+                samples = upper if found is None else found["about"][COMPARED]
+                about = self._identity(samples, *same)
+                if found is not None and folder.writes:
+                    folder.check(about, self._asked // self.thinning)
+                if samples != upper:  # the run is extended
+                    about = self._identity(upper, *same)
             if found is not None:
-                if record.writes:
-                    record.check(about, self._asked // self.thinning)
                 if found["tuning"] is not None:
-                    self.sampler.adopt_tuning(found["tuning"])
+                    self.sampler.tuning = found["tuning"]
             states = self._started(keys, init_params, arguments, found)
             program = Program(
                 self.sampler, self.postprocess_fn, names, *arguments,
@@ -239,7 +232,7 @@ class LongRun(MCMC):
             sites = draws.sites_of(program.shapes)
             dims = _dims_of(self.sampler, program.shapes[names[0]], arguments)
             if path is not None:
-                draws.begin_store(record, dims, (upper - lower) // self.thinning)
+                draws.begin_store(folder, dims, (upper - lower) // self.thinning)
             shapes = {name: x.shape for name, x in sites.items()}
             progress = Progress(
                 done=0,
@@ -250,33 +243,40 @@ class LongRun(MCMC):
             )
             if found is not None:
                 progress = Progress(**found["progress"], states=states)
-                draws.cut(record, found["draws"])
+                draws.cut(folder, found["draws"])
             run = Running(
-                self, self._limits, record, about, program, draws, progress,
+                self, self._limits, folder, about, program, draws, progress,
                 total=upper, skipped=skipped, dims=dims, begin=begin,
             )  # fmt: skip
             try:
                 self._stopped = run.advance()
             finally:
-                self._last_state = joined(run.progress.states)
+                self.end(joined(run.progress.states))
                 self._moments = (run.progress.moments, dims)
-                self._set_collection_params()
             run.finish()
 
     def _bounds(self) -> tuple[int, int]:
         """After how many samples they are kept, and after how many the run ends."""
-        if self._collection_params["phase"] == "warmup":
-            return self._collection_params["lower"], self._collection_params["upper"]
-        if self._warmup_state is not None:
+        if self.only_warms_up:
+            return self.warmup_bounds
+        if self.post_warmup_state is not None:
             return 0, self._asked
         return self.num_warmup, self.num_warmup + self._asked
 
     def _identity(
-        self, arguments: tuple[tuple, dict], rng_key: Array, init_params: Any, extra_fields: Any
+        self,
+        samples: int,
+        arguments: tuple[tuple, dict],
+        rng_key: Array,
+        init_params: Any,
+        extra_fields: Any,
     ) -> dict[str, Any]:
-        """What makes this run the same one in another process."""
-        found = identity.of_run(self.sampler, arguments, rng_key, init_params, self._warmup_state)
+        """What makes this run, up to so many samples, the same one in another process."""
+        found = identity.of_run(
+            self.sampler, arguments, samples, rng_key, init_params, self.post_warmup_state
+        )
         return found | {
+            COMPARED: samples,
             "num_chains": self.num_chains,
             "num_warmup": self.num_warmup,
             "thinning": self.thinning,
@@ -309,12 +309,12 @@ class LongRun(MCMC):
         def of_chain(k: int) -> tuple[Array, Any]:
             return jax.tree.map(lambda x: x[k], (rng_key, init_params))
 
-        if self._warmup_state is not None:
-            if getattr(self.sampler, "_sample_fn", None) is None:
+        if self.post_warmup_state is not None:
+            if not is_initialised(self.sampler):
                 started(*((rng_key, init_params) if alone else of_chain(0)))
             self.sampler.postprocess_fn(args, kwargs)  # refuses other data than those of the state
             key = rng_key[0] if self.sampler.is_ensemble_kernel else rng_key
-            state = self._warmup_state._replace(rng_key=key)
+            state = self.post_warmup_state._replace(rng_key=key)
         elif alone:
             state = started(rng_key, init_params)
         else:
@@ -330,8 +330,9 @@ def _fields_of(mcmc: LongRun, extra_fields: Any) -> tuple[tuple[str, ...], tuple
     """The fields to collect, and the sites to leave out, as ``MCMC.run`` reads them."""
     if not isinstance(extra_fields, tuple | list):
         raise ValueError(f"`extra_fields` must be a tuple or a list; got {extra_fields!r}.")
-    names = dict.fromkeys((mcmc._sample_field, *mcmc._default_fields, *extra_fields))
-    mark = f"~{mcmc._sample_field}."
+    sample_field, others = mcmc.fields
+    names = dict.fromkeys((sample_field, *others, *extra_fields))
+    mark = f"~{sample_field}."
     removed = tuple(name.removeprefix(mark) for name in names if name.startswith(mark))
     return tuple(name for name in names if not name.startswith(mark)), removed
 

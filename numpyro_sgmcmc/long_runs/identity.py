@@ -8,24 +8,30 @@ from typing import Any
 
 import jax
 
-from numpyro_sgmcmc.fingerprint import description_of, fingerprint_of
+from numpyro_sgmcmc.data.fingerprint import description_of, fingerprint_of
 
 #: Log densities that differ by more than rounding are of another model.
 _TOLERANCE = 1e-4
 
 
 def of_run(
-    kernel: Any, arguments: tuple[tuple, dict], rng_key: Any, init_params: Any, start: Any
+    kernel: Any,
+    arguments: tuple[tuple, dict],
+    samples: int,
+    rng_key: Any,
+    init_params: Any,
+    start: Any,
 ) -> dict[str, Any]:
     """
     Words and numbers by what they say of the run.
 
     :param arguments: positional and keyword arguments of the model.
+    :param int samples: number of samples, warm-up included, over which schedules are compared.
     :param start: the state from which a run without warm-up starts, or None.
     """
     found: dict[str, Any] = {"kernel": type(kernel).__name__}
     if hasattr(kernel, "identity"):
-        found |= kernel.identity(*arguments)
+        found |= kernel.identity(*arguments, samples)
     else:
         # of other kernels what they were told, and the data
         for name, value in sorted(vars(kernel).items()):

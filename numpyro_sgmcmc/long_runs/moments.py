@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import xarray as xr
 
-from numpyro_sgmcmc.record import variable_name
+from numpyro_sgmcmc.results.facts import variable_name
 
 #: Values that are turned into double precision at a time.
 _BLOCK = 4_000_000

@@ -10,7 +10,6 @@ into calls.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -129,13 +128,11 @@ class Program:
             run_all = run
         self._data = data
         self._run = jax.jit(run_all)
-        self._kernel = kernel
         self._first = states[0]
 
     def compile(self) -> None:
         """Compiles the program, by a call that takes no samples."""
-        with getattr(self._kernel, "judged_outside", nullcontext)():
-            jax.block_until_ready(self._run(self._data, self._first, _number(0), _number(1)))
+        jax.block_until_ready(self._run(self._data, self._first, _number(0), _number(1)))
         self._first = None
 
     def __call__(self, states: list, segments: int, steps: int) -> tuple[list, Fields]:

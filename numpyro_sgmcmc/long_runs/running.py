@@ -14,17 +14,18 @@ import numpy as np
 from numpyro.infer import MCMC
 from tqdm.auto import tqdm
 
-from numpyro_sgmcmc.data import failure_of
+from numpyro_sgmcmc.data.rows_on_disk import failure_of
 from numpyro_sgmcmc.long_runs.draws import Draws
+from numpyro_sgmcmc.long_runs.effective_size import Monitored, least_size, places
+from numpyro_sgmcmc.long_runs.effective_size import with_draws as monitored_with
+from numpyro_sgmcmc.long_runs.folder import RunFolder
 from numpyro_sgmcmc.long_runs.interrupts import first_interrupt_waits
 from numpyro_sgmcmc.long_runs.moments import Moments, summary_of
 from numpyro_sgmcmc.long_runs.moments import with_draws as moments_with
-from numpyro_sgmcmc.long_runs.monitor import Monitored, least_size, places
-from numpyro_sgmcmc.long_runs.monitor import with_draws as monitored_with
 from numpyro_sgmcmc.long_runs.processes import agreed, together
 from numpyro_sgmcmc.long_runs.program import Program, joined
-from numpyro_sgmcmc.long_runs.records import Record
-from numpyro_sgmcmc.record import attributes, stein_of
+from numpyro_sgmcmc.results.facts import attributes, stein_of
+from numpyro_sgmcmc.target.host import arguments
 
 #: What a call of the program is to take, and the bytes of draws that wait to be written.
 _SECONDS, _WAITING_BYTES = 0.5, 32_000_000
@@ -76,7 +77,7 @@ class Running:
         self,
         mcmc: MCMC,
         limits: Limits,
-        record: Record,
+        folder: RunFolder,
         about: dict[str, Any],
         program: Program,
         draws: Draws,
@@ -87,7 +88,7 @@ class Running:
         dims: dict[str, list[str]],
         begin: float,
     ) -> None:
-        self.mcmc, self.limits, self.record = mcmc, limits, record
+        self.mcmc, self.limits, self.folder = mcmc, limits, folder
         self.about, self.program = about, program
         self.draws, self.progress, self.dims = draws, progress, dims
         self.total, self.skipped, self.begin = total, skipped, begin
@@ -147,7 +148,7 @@ class Running:
         except BaseException as error:
             # not what the failed call did, and everything before it
             self.commit()
-            if unreadable := failure_of((self.mcmc._args, self.mcmc._kwargs), error):
+            if unreadable := failure_of(arguments(self.mcmc), error):
                 raise unreadable from error
             raise
         took = time.perf_counter() - start
@@ -212,11 +213,11 @@ class Running:
         bar.update(done - bar.n)
         if self.draws.count >= 2 * self.judged or done == self.total:
             self.judged = max(self.draws.count, 1)
-            if hasattr(kernel, "judge"):
-                kernel.judge(joined(self.progress.states))
+            if hasattr(kernel, "monitor"):
+                kernel.monitor.judge(joined(self.progress.states))
 
     def say_interrupted(self) -> None:
-        kept = "" if self.record.path is None else " The same script goes on where it was."
+        kept = "" if self.folder.path is None else " The same script goes on where it was."
         warnings.warn(
             f"The run was interrupted after {self.progress.done:,} of {self.total:,} samples, which"
             f" are kept.{kept}",
@@ -226,15 +227,15 @@ class Running:
     def commit(self) -> None:
         """Writes what has been drawn, in an order in which nothing is lost or seen in part."""
         self.committed = time.monotonic()
-        if self.record.path is None:
+        if self.folder.path is None:
             return
         progress = self.progress
-        if not self.record.writes:
+        if not self.folder.writes:
             self.draws.forget()
             return
         moments = summary_of(progress.moments, self.dims) if progress.moments.draws else None
-        self.draws.write(self.record, moments)
-        self.record.save(
+        self.draws.write(self.folder, moments)
+        self.folder.save(
             self.about,
             draws=self.draws.count,
             state=joined(progress.states),
@@ -244,22 +245,22 @@ class Running:
 
     def finish(self) -> None:
         """The facts of the run go to the store."""
-        if self.record.writes:
+        if self.folder.writes:
             stein = stein_of(self.mcmc)
             found = attributes(self.mcmc, stein, self.progress.seconds)
-            self.record.store.describe(
+            self.folder.store.describe(
                 {
                     name: value.item() if isinstance(value, np.generic) else value
                     for name, value in found.items()
                     if not isinstance(value, float | np.floating) or math.isfinite(value)
                 }
             )
-        if self.record.path is not None:
+        if self.folder.path is not None:
             self.commit()
             together()  # so that all of them can read
 
 
 def _diagnostics(kernel: Any, state: Any) -> str:
-    if hasattr(kernel, "judge") or not np.ndim(getattr(state, "i", 0)):
+    if hasattr(kernel, "monitor") or not np.ndim(getattr(state, "i", 0)):
         return kernel.get_diagnostics_str(state)
     return ""

@@ -1,0 +1,353 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Rows that live outside of device memory, of which a model sees those of its minibatch.
+
+:class:`RowsOnDisk` wraps a file or whatever else has rows. In a compiled program ``X[i]`` is a
+call back to Python, which reads the rows ``i``; that serves wherever a model is evaluated. The
+steps of a sampler do not wait for it: the minibatches to come are a function of the random key
+and the number of the step, and so a kernel asks for those of many steps at once
+(:func:`read_ahead`) and says, while it works on them, which ones it will ask for next. A thread
+reads these in the meantime.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, cached_property
+import hashlib
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_sgmcmc.data.sources import MOST_BYTES, UnreadableRows, opened
+
+#: Requests that are read ahead, of each source: one or two for each chain on its own device.
+_MOST_REQUESTS = 32
+
+
+class IndexedByRows:
+    """What a model can index: ``X[i]``, ``X[i, 0]``."""
+
+    def rows(self, index: Any) -> Array:
+        """The rows of an index, an array of whole numbers of any shape, a number or a slice."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Array:
+        rows, rest = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
+        values = self.rows(rows)
+        axes = 1 if isinstance(rows, slice) else jnp.ndim(rows)
+        return values[(slice(None),) * axes + rest] if rest else values
+
+
+@jax.tree_util.register_static
+class RowsOnDisk(IndexedByRows):
+    """
+    An array whose rows stay where they are until a minibatch needs them.
+
+    It is an argument of a model in the place of an array, which indexes it by the indices of the
+    plate.
+
+    A minibatch of :math:`n` rows in random places is :math:`n` small reads. With
+    ``subsampling="blocks"`` of the kernel it is ten or so stretches of neighbouring rows, which
+    are read many times faster.
+
+    :param source: a ``numpy.memmap``, which is read without being mapped, so that resident memory
+        stays what it is; the path of a ``.npy`` file; a dataset of HDF5 (``h5py``), an array of
+        Zarr, a table of Arrow (``pyarrow``, columns of numbers; of a Parquet file convert it to
+        the Arrow IPC format first, which can be read by rows); or any object with ``shape``,
+        ``dtype`` and row indexing ``source[numbers]``. Shape :math:`(N, \\ldots)`, of numbers or
+        truth values; 64 bits become 32 unless JAX has them enabled.
+    :raises TypeError: if the source has no shape or data type.
+    :raises ValueError: if its rows are not numbers.
+    :raises UnreadableRows: on reading, if the source has changed or ends early, or if a row has
+        entries that are NaN or infinite; it says which.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, numpy as np, tempfile
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import CCAdL, RowsOnDisk
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", y.shape[0], subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> path = f"{tempfile.mkdtemp()}/y.npy"
+        >>> np.save(path, 3 + np.random.default_rng(0).standard_normal(100_000, np.float32))
+        >>> kernel = CCAdL(model, subsampling="blocks")
+        >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=500, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), RowsOnDisk(path))
+        >>> print(f"{mcmc.get_samples()['mu'].mean():.2f}")
+        3.00
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = opened(source)
+        #: why the latest rows could not be read
+        self.failure: UnreadableRows | None = None
+        self._requests: OrderedDict[bytes, Future] = OrderedDict()
+        found = np.dtype(self._source.dtype)
+        if found.kind not in "biuf" or not self._source.shape or not self._source.shape[0]:
+            raise ValueError(
+                f"{self._source.name} has dtype {found} and shape {tuple(self._source.shape)}; rows"
+                " must be numbers or truth values, and there must be some. Convert strings to"
+                " numbers of categories before."
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """:math:`(N, \\ldots)`."""
+        return tuple(self._source.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Data type of the rows on the device."""
+        return jax.dtypes.canonicalize_dtype(self._source.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on the device."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells these rows from others: of their shape and the content of 64 of them."""
+        some = np.unique(np.linspace(0, len(self) - 1, 64).astype(np.int64))
+        found = hashlib.blake2b(f"{self.shape}{self.dtype}".encode())
+        found.update(np.ascontiguousarray(self.read(some)).tobytes())
+        return found.hexdigest()
+
+    def __repr__(self) -> str:
+        return f"RowsOnDisk({self._source.name}, shape={self.shape}, dtype={self.dtype})"
+
+    def rows(self, index: Any) -> Array:
+        rows = np.arange(len(self))[index] if isinstance(index, slice) else index
+        numbers = rows if isinstance(rows, jax.Array) else np.asarray(rows)
+        if numbers.dtype.kind not in "iu":
+            raise TypeError(
+                f"{self!r} is indexed by numbers of rows, such as the indices of a plate; got"
+                f" {index!r}."
+            )
+        if numbers.size * self.row_bytes > MOST_BYTES and not _is_traced(numbers):
+            raise ValueError(
+                f"{numbers.size:,} rows of {self!r} are {numbers.size * self.row_bytes:,} bytes,"
+                " which are not read at once. Ask for some of them, `to_arviz(mcmc, rows=2_000)`"
+                " or `X[:2_000]`."
+            )
+        if isinstance(numbers, jax.Array):
+            shape = jax.ShapeDtypeStruct((*numbers.shape, *self.shape[1:]), self.dtype)
+            # one read for all that is mapped over
+            return jax.pure_callback(self.read, shape, numbers, vmap_method="expand_dims")
+        return jnp.asarray(self.read(numbers))
+
+    def __iter__(self) -> Iterator[Array]:
+        raise TypeError(f"{self!r} is not read row by row: index it, `X[i]`.")
+
+    def read(self, numbers: Any) -> np.ndarray:
+        """
+        :param numbers: numbers of rows, any shape.
+        :return: the rows, shape ``(*numbers.shape, ...)``.
+        :raises UnreadableRows: if one of them cannot be read.
+        """
+        numbers = np.asarray(numbers)
+        try:
+            found = self._checked(numbers.reshape(-1).astype(np.int64))
+        except UnreadableRows as error:
+            self.failure = error
+            raise
+        return found.reshape(*numbers.shape, *self.shape[1:])
+
+    def _checked(self, flat: np.ndarray) -> np.ndarray:
+        outside = flat[(flat < 0) | (flat >= len(self))]
+        if outside.size:
+            raise UnreadableRows(f"{self!r} has no row {outside[0]:,}.")
+        found = np.empty((len(flat), *self.shape[1:]), self.dtype)
+        each = max(1, MOST_BYTES // max(1, self.row_bytes))
+        for k in range(0, len(flat), each):
+            numbers, part = flat[k : k + each], found[k : k + each]
+            try:
+                self._source.read_into(part, numbers)
+            except UnreadableRows:
+                raise
+            except Exception as error:
+                raise UnreadableRows(
+                    f"Rows of {self._source.name} between {numbers.min():,} and"
+                    f" {numbers.max():,} cannot be read: {type(error).__name__}: {error}"
+                ) from error
+            if part.dtype.kind == "f":
+                with np.errstate(over="ignore", invalid="ignore"):
+                    total = np.sum(part)
+                if not np.isfinite(total):
+                    self._refuse_nonfinite(numbers, part.reshape(len(part), -1))
+        return found
+
+    def _refuse_nonfinite(self, numbers: np.ndarray, found: np.ndarray) -> None:
+        """
+        :raises UnreadableRows: unless it was only the sum that was too large.
+        """
+        where = np.argwhere(~np.isfinite(found))
+        if len(where):
+            row, column = where[0]
+            raise UnreadableRows(
+                f"Row {numbers[row]:,} of {self!r} has {found[row, column]} at position {column}:"
+                " drop such rows, or put any finite value there and mask the site with"
+                " `numpyro.handlers.mask`."
+            )
+
+    def request(self, numbers: np.ndarray) -> Future:
+        """Begins to read rows, or finds that it has been asked for them before."""
+        key = numbers.tobytes()
+        found = self._requests.pop(key, None)
+        if found is None:
+            found = _readers().submit(self.read, numbers)
+        self._requests[key] = found
+        while len(self._requests) > _MOST_REQUESTS:
+            self._requests.popitem(last=False)
+        return found
+
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        """Rows that were asked for by :meth:`request`, or are read now."""
+        try:
+            return self.request(numbers).result()
+        finally:
+            self._requests.pop(numbers.tobytes(), None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_requests": OrderedDict()}
+
+
+class ReadRows(NamedTuple):
+    """
+    Rows of a plate whose values have been read.
+
+    - **numbers** - their numbers, shape (n,).
+    - **values** - of each :class:`RowsOnDisk` of the plate its values, shape (n, ...).
+    """
+
+    numbers: Array
+    values: tuple[Array, ...]
+
+
+class OfMinibatch(IndexedByRows):
+    """What a model sees in the place of :class:`RowsOnDisk` when its minibatch has been read."""
+
+    def __init__(self, source: RowsOnDisk, numbers: Array, values: Array) -> None:
+        self._source, self._numbers, self._values = source, numbers, values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def rows(self, index: Any) -> Array:
+        # other rows than those of the plate have not been read
+        return self._values if index is self._numbers else self._source.rows(index)
+
+
+class Watched(OfMinibatch):
+    """Remembers by what the model indexes it."""
+
+    def __init__(self, source: RowsOnDisk) -> None:
+        self._source = source
+        self.indices: list[Any] = []
+
+    def rows(self, index: Any) -> Array:
+        self.indices.append(index)
+        return self._source.rows(index)
+
+
+class ShapeOf(OfMinibatch):
+    """Stands in where only shapes matter, so that nothing is read."""
+
+    def __init__(self, source: RowsOnDisk) -> None:
+        self._source = source
+
+    def rows(self, index: Any) -> Array:
+        return jnp.zeros((*jnp.shape(index), *self._source.shape[1:]), self._source.dtype)
+
+
+def on_disk(arguments: Any) -> list[RowsOnDisk]:
+    """The arguments of a model that are on disk."""
+    leaves = jax.tree.leaves(arguments, is_leaf=_is_on_disk)
+    return [leaf for leaf in leaves if _is_on_disk(leaf)]
+
+
+def failure_of(arguments: Any, error: BaseException) -> UnreadableRows | None:
+    """Why a program with these arguments has failed, if it was for rows that cannot be read."""
+    failures = [source.failure for source in on_disk(arguments)]
+    # JAX gives the text of what was raised in a call back
+    return next((one for one in failures if one and str(one) in str(error)), None)
+
+
+def replaced(arguments: Any, others: Sequence[Any]) -> Any:
+    """The arguments with others in the places of those :func:`on_disk`."""
+    remaining = iter(others)
+    return jax.tree.map(
+        lambda leaf: next(remaining) if _is_on_disk(leaf) else leaf,
+        arguments,
+        is_leaf=_is_on_disk,
+    )
+
+
+def read_ahead(
+    requests: Sequence[tuple[RowsOnDisk, Array, Array]],
+) -> tuple[Array, ...]:
+    """
+    Reads rows in one call back to Python, while a thread begins to read those that will be asked
+    for next.
+
+    :param requests: for each source the numbers of the rows, and of those that follow.
+    :return: the rows of each source, shape ``(*numbers.shape, ...)``.
+    """
+    sources = [source for source, _, _ in requests]
+
+    def read(now: list[Any], following: list[Any]) -> list[np.ndarray]:
+        wanted = [np.asarray(x) for x in now]
+        for source, numbers in zip(sources, wanted, strict=True):
+            source.request(numbers)
+        found = [source.take(numbers) for source, numbers in zip(sources, wanted, strict=True)]
+        for source, numbers in zip(sources, following, strict=True):
+            source.request(np.asarray(numbers))
+        return found
+
+    shapes = [
+        jax.ShapeDtypeStruct((*numbers.shape, *source.shape[1:]), source.dtype)
+        for source, numbers, _ in requests
+    ]
+    now, following = ([x[k] for x in requests] for k in (1, 2))
+    return tuple(jax.pure_callback(read, shapes, now, following))
+
+
+def _is_on_disk(leaf: Any) -> bool:
+    return isinstance(leaf, RowsOnDisk)
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, thread_name_prefix="rows on disk")

@@ -1,0 +1,264 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Rows spread over many devices, and chains over another axis of them.
+
+A device of ``P`` holds :math:`N / P` rows and draws :math:`n / P` of them at each step, so that
+no row ever moves: the minibatch is a stratified sample. What device :math:`p` computes,
+
+.. math::
+
+    \\tilde U_p(z) = -\\log p(z) - \\frac{N}{n / P} \\sum_{i \\in S_p} \\log p(x_i \\mid z),
+
+is by itself an unbiased estimate of the potential up to what its rows differ from the others',
+and the step uses the mean over the devices,
+
+.. math:: \\tilde U = \\frac1P \\sum_p \\tilde U_p, \\qquad
+    \\operatorname{Cov}(\\nabla \\tilde U)
+        = \\frac{1}{P^2} \\sum_p \\operatorname{Cov}(\\nabla \\tilde U_p),
+
+with one all-reduce of the potential, the gradient and what is known of its noise. All devices
+of a chain then make the same step, with the same random numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array, lax, random
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from numpyro_sgmcmc.data.rows_on_disk import on_disk
+
+ROWS, CHAINS = "rows", "chains"
+
+#: The same on all devices.
+EVERYWHERE = PartitionSpec()
+
+_MAKE_A_MESH = (
+    "make it with `jax.make_mesh((8,), ('rows',))`, or with `jax.make_mesh((2, 4), ('chains',"
+    " 'rows'))` to lay chains over devices too"
+)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """
+    How the data lie on the devices: static facts, the same for all data of one layout.
+
+    - **mesh** - the devices, with an axis ``rows`` and perhaps an axis ``chains``.
+    - **spread** - which leaves of the model's arguments are spread over ``rows``.
+    """
+
+    mesh: Mesh
+    spread: tuple[bool, ...]
+
+    @property
+    def parts(self) -> int:
+        """The number of devices that the rows are spread over."""
+        return int(self.mesh.shape[ROWS])
+
+    @property
+    def chains(self) -> int:
+        """The number of parts that the chains are laid over."""
+        return int(self.mesh.shape.get(CHAINS, 1))
+
+    @property
+    def processes(self) -> int:
+        """The number of processes whose devices these are."""
+        return len({device.process_index for device in self.mesh.devices.flat})
+
+    def own(self, rng_key: Array) -> Array:
+        """A random key of its own for each device that holds other rows."""
+        return random.fold_in(rng_key, lax.axis_index(ROWS))
+
+    def mean(self, vector: Array) -> Array:
+        """The mean of a vector over the devices that hold other rows: one all-reduce."""
+        return lax.psum(vector, ROWS) / self.parts
+
+    def on_each(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
+        """
+        The function on every device, with its part of the data.
+
+        :param inputs: of each argument how it lies on the devices, for `jax.shard_map`.
+        :param outputs: the same of the result.
+        """
+        # what the devices agree on is tested, and not a type that all of NumPyro would have to have
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
+        )
+
+    def of_leaves(self, is_data: list[bool]) -> list[PartitionSpec]:
+        """How those leaves of the model's arguments lie on the devices that are data."""
+        return [
+            PartitionSpec(ROWS) if spread else EVERYWHERE
+            for spread, here in zip(self.spread, is_data, strict=True)
+            if here
+        ]
+
+    @property
+    def of_chains(self) -> PartitionSpec:
+        """How an array lies on the devices whose leading axis is that of the chains."""
+        return PartitionSpec(CHAINS) if CHAINS in self.mesh.shape else EVERYWHERE
+
+    def place(self, tree: Any, specs: Any) -> Any:
+        """The arrays where they belong."""
+        shardings = jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec),
+            specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+        return jax.jit(lambda x: x, out_shardings=shardings)(tree)
+
+
+def checked_mesh(mesh: Any) -> Mesh | None:
+    """
+    The mesh with axes whose shardings XLA propagates.
+
+    :raises ValueError: if it is no mesh, or has other axes than ``rows`` and ``chains``.
+    """
+    if mesh is None:
+        return None
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"`mesh` must be a `jax.sharding.Mesh`; got {mesh!r}: {_MAKE_A_MESH}.")
+    if ROWS not in mesh.axis_names or not set(mesh.axis_names) <= {ROWS, CHAINS}:
+        raise ValueError(
+            f"The mesh has the axes {mesh.axis_names}, but needs 'rows', and may have 'chains':"
+            f" {_MAKE_A_MESH}."
+        )
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
+    """
+    Spreads arrays over the devices of a mesh by their first axis, the rows.
+
+    They go to ``mcmc.run`` as any others do, of a kernel with ``mesh=mesh`` and an ``MCMC`` with
+    ``jit_model_args=True``.
+
+    In one process every array has all rows. In several (``jax.distributed.initialize``) each
+    process gives the rows that its own devices are to hold, as many as every other; all have to
+    call this.
+
+    :param mesh: devices with an axis ``rows``, and ``chains`` if chains are laid over devices too.
+    :param arrays: NumPy or JAX arrays.
+    :return: the array, or a tuple of them if there are several.
+    :raises ValueError: if the rows cannot be divided among the devices, or the mesh has no rows.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, numpy as np
+        >>> from numpyro_sgmcmc import spread_rows
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("rows",))
+        >>> X, y = spread_rows(mesh, np.ones((800, 3)), np.zeros(800))
+        >>> X.shape, len(X.addressable_shards) == jax.device_count()
+        ((800, 3), True)
+    """
+    checked = checked_mesh(mesh)
+    if checked is None or not arrays:
+        raise ValueError("`spread_rows` needs a mesh and arrays: `spread_rows(mesh, X, y)`.")
+    sharding = NamedSharding(checked, PartitionSpec(ROWS))
+    several = Shards(checked, ()).processes > 1
+    _check_rows(checked, [np.shape(array) for array in arrays], several)
+    put = jax.make_array_from_process_local_data if several else _device_put
+    placed = tuple(put(sharding, array) for array in arrays)
+    return placed[0] if len(placed) == 1 else placed
+
+
+def _device_put(sharding: NamedSharding, array: Any) -> Array:
+    return jax.device_put(array, sharding)
+
+
+def _check_rows(mesh: Mesh, shapes: list[tuple[int, ...]], several: bool) -> None:
+    """
+    :raises ValueError: if a device would hold more rows than another.
+    """
+    axis = mesh.axis_names.index(ROWS)
+    here = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    held = np.where(np.reshape(here, mesh.devices.shape))[axis]
+    parts = len(set(held.tolist())) if several else int(mesh.shape[ROWS])
+    where = f"the {parts} devices of this process" if several else f"{parts} devices"
+    for k, shape in enumerate(shapes):
+        if not shape:
+            raise ValueError(
+                f"Array {k} is a number and has no rows; pass it to the model as it is."
+            )
+        if several:
+            _check_same_rows(k, shape[0])
+        if shape[0] % parts:
+            raise ValueError(
+                f"Array {k} has {shape[0]:,} rows, which cannot be divided among {where}: leave"
+                f" out {shape[0] % parts} of them, `X[:{shape[0] - shape[0] % parts}]`."
+            )
+
+
+def _check_same_rows(k: int, rows: int) -> None:
+    """
+    :raises ValueError: in all processes, if one of them has another number of rows.
+    """
+    counts = np.ravel(process_allgather(np.asarray(rows))).tolist()
+    if len(set(counts)) > 1:
+        listed = ", ".join(f"{count:,} in process {p}" for p, count in enumerate(counts))
+        raise ValueError(
+            f"Array {k} has different numbers of rows: {listed}. Give {min(counts):,} in each."
+        )
+
+
+def found_shards(mesh: Mesh | None, args: tuple, kwargs: dict) -> Shards | None:
+    """
+    How the arguments of a model lie on the devices; None if their rows are not spread.
+
+    :param mesh: the mesh that they should be spread over, or None for any.
+    :raises ValueError: if they are spread over another mesh, or over none.
+    """
+    meshes = [_mesh_of(leaf) for leaf in jax.tree.leaves((args, kwargs))]
+    found = [one for one in meshes if one is not None]
+    if mesh is None and not found:
+        return None
+    if sources := on_disk((args, kwargs)):
+        raise ValueError(
+            f"{sources[0]!r} stays on disk, where all devices would read the same rows: spread"
+            " arrays over the devices, `spread_rows(mesh, X)`, or read from disk on one device,"
+            " without a mesh."
+        )
+    if not found:
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
+        raise ValueError(
+            "The kernel has a mesh, but its data are traced: where they lie is not known inside"
+            " `jit` or `vmap`. Call `mcmc.run` outside of them."
+            if traced
+            else "The kernel has a mesh, but no array among the arguments of the model is spread"
+            " over it: `X, y = spread_rows(mesh, X, y)` before `mcmc.run(key, X, y)`."
+        )
+    chosen = checked_mesh(found[0]) if mesh is None else mesh
+    assert chosen is not None
+    for one in found:
+        if one.axis_names != chosen.axis_names or not np.array_equal(one.devices, chosen.devices):
+            raise ValueError(
+                f"The rows are spread over {_named(one)}, but the mesh of"
+                f" {'other arrays' if mesh is None else 'the kernel'} is {_named(chosen)}: use one"
+                " mesh for `spread_rows(mesh, ...)` and for the kernel."
+            )
+    return Shards(chosen, tuple(one is not None for one in meshes))
+
+
+def _named(mesh: Mesh) -> str:
+    ids = [device.id for device in mesh.devices.flat]
+    return f"the mesh {dict(mesh.shape)} of the devices {ids}"
+
+
+def _mesh_of(leaf: Any) -> Mesh | None:
+    """The mesh over whose rows an array is spread by its first axis."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return None
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    first = sharding.spec[0] if len(sharding.spec) else None
+    return sharding.mesh if first in (ROWS, (ROWS,)) else None

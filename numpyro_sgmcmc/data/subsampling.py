@@ -1,0 +1,294 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Drawing the rows of a minibatch inside the step, at a cost that does not depend on
+the number of rows :math:`N`.
+
+Every scheme is a pure function ``draw(key, step, size, batch_size)`` that returns an
+``int32`` array of shape ``(batch_size,)`` with values in ``[0, size)``. The stream of
+minibatches is a function of the key and the step alone, so that it can be replayed,
+resumed, or computed ahead of the sampler. No scheme keeps a state.
+
+Rows are drawn without replacement through a keyed bijection of ``{0, ..., size - 1}``,
+evaluated only at the positions that are asked for: a Feistel network on a rectangle of
+at least ``size`` cells, repeated on the positions that fall outside ("cycle walking").
+
+**References:**
+
+1. *Ciphers with Arbitrary Finite Domains*, section 4,
+   John Black and Phillip Rogaway (2002).
+"""
+
+from collections.abc import Callable
+from math import isqrt
+from typing import NamedTuple
+
+from jax import Array, lax, random
+import jax.numpy as jnp
+
+#: With six rounds pairs of rows are visibly dependent up to size 100, with eight up to 20.
+_ROUNDS = 8
+#: Fewer sub-batches make a noisier estimate of the noise, more make the gradient dearer.
+_FEWEST_SUB_BATCHES = 10
+
+#: So up to this size a plain shuffle is used; above 64 it would cost more than the network.
+_SHUFFLE_BELOW = 32
+
+
+def _mix(x: Array, a: Array, b: Array) -> Array:
+    """A keyed 32-bit integer hash: two multiplications, each followed by a shift."""
+    x = (x ^ a) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 15)) * (b | 1)
+    return x ^ (x >> 16)
+
+
+def _below(x: Array, bound: int) -> Array:
+    """Maps 32 random bits to ``[0, bound)`` for ``bound <= 2**16``: floor(x bound / 2**32)."""
+    high, low = x >> 16, x & 0xFFFF
+    return (high * bound + ((low * bound) >> 16)) >> 16
+
+
+def _rectangle(size: int) -> tuple[int, int]:
+    """The sides of a nearly square rectangle of few more than ``size`` cells."""
+    root = isqrt(size - 1) + 1
+    sides = ((a, -(-size // a)) for a in range(root, min(root + root // 2, 2**16) + 1))
+    return min(sides, key=lambda side: side[0] * side[1])
+
+
+def permute(key: Array, positions: Array, size: int) -> Array:
+    """
+    Images of ``positions`` under the permutation of ``{0, ..., size - 1}`` that belongs
+    to ``key``.
+
+    A position :math:`x = l\\,b + r` on an :math:`a \\times b` rectangle goes through
+    rounds :math:`l \\leftarrow l + F_k(r) \\bmod a`, with the halves exchanged between
+    rounds; positions that leave ``[0, size)`` are mapped again until they return.
+
+    :param key: random key; batches of keys go through :func:`jax.vmap`.
+    :param positions: integers in ``[0, size)``, any shape.
+    :param int size: number of elements permuted, at most ``2**31 - 1``.
+    :return: ``int32`` array of the shape of ``positions``, distinct where these are.
+    """
+    if size <= _SHUFFLE_BELOW:
+        return random.permutation(key, jnp.arange(size, dtype=jnp.int32))[positions]
+    sides = _rectangle(size)
+    rounds = random.bits(key, (_ROUNDS, 2), jnp.uint32)
+
+    def walk(x: Array) -> Array:
+        (a, b), left, right = sides, x // sides[1], x % sides[1]
+        for first, second in rounds:
+            left = left + _below(_mix(right, first, second), a)
+            left = jnp.where(left >= a, left - a, left)
+            left, right, a, b = right, left, b, a
+        return left * b + right
+
+    # Also where no position is outside: the loop keeps XLA from writing the rounds out anew for
+    # every use of the rows, which takes it minutes.
+    image = lax.while_loop(
+        lambda x: jnp.any(x >= size),
+        lambda x: jnp.where(x >= size, walk(x), x),
+        walk(positions.astype(jnp.uint32)),
+    )
+    return lax.optimization_barrier(image.astype(jnp.int32))
+
+
+def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> Array:
+    """
+    ``batch_size`` distinct rows, independently at each step.
+
+    Above 32 rows the keyed bijection stands in for a shuffle: every ordered pair of rows is
+    equally likely as far as tests can tell, and so the mean and the covariance of a sum over
+    the rows are those of a shuffle. Larger subsets are not claimed to be uniform.
+
+    :param key: random key of the chain and the plate.
+    :param step: number of the step, an integer scalar.
+    :param int size: number of rows :math:`N`.
+    :param int batch_size: number of rows drawn :math:`n \\le N`.
+    :return: ``int32`` array of shape ``(batch_size,)``.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax
+        >>> from numpyro_sgmcmc.data.subsampling import without_replacement
+        >>> rows = without_replacement(jax.random.key(0), 7, size=1_000_000, batch_size=5)
+        >>> len(set(rows.tolist()))
+        5
+    """
+    if batch_size == size:
+        return jnp.arange(size, dtype=jnp.int32)
+    return permute(random.fold_in(key, step), jnp.arange(batch_size), size)
+
+
+def with_replacement(key: Array, step: Array, size: int, batch_size: int) -> Array:
+    """
+    ``batch_size`` rows, each uniform on ``[0, size)`` and independent of the others.
+
+    Parameters and result are those of :func:`without_replacement`.
+    """
+    return random.randint(random.fold_in(key, step), (batch_size,), 0, size, jnp.int32)
+
+
+def epochs(key: Array, step: Array, size: int, batch_size: int) -> Array:
+    """
+    Shuffled epochs: each row exactly once in every ``size`` rows drawn, in a new order
+    each time.
+
+    The steps read one endless stream of rows, ``batch_size`` at a time; its ``e``-th
+    stretch of ``size`` rows is a permutation that belongs to ``e``. A minibatch that
+    straddles two stretches takes rows from both, so ``batch_size`` need not divide
+    ``size``.
+
+    Parameters and result are those of :func:`without_replacement`. Minibatches of one
+    epoch are anti-correlated: the noise of the gradient is smaller than the noise of
+    independent minibatches and must not be corrected for as if they were.
+    """
+    if batch_size == size:
+        return jnp.arange(size, dtype=jnp.int32)
+    step = jnp.asarray(step, jnp.uint32)
+    cycle, step = step // size, step % size
+    epoch, start = _multiply_divmod(step, batch_size, size)
+    epoch = epoch + cycle * jnp.uint32(batch_size)
+    position = start + jnp.arange(batch_size, dtype=jnp.uint32)
+    later = position >= size
+    position = jnp.where(later, position - size, position)
+    this, following = (permute(random.fold_in(key, epoch + k), position, size) for k in (0, 1))
+    return jnp.where(later, following, this)
+
+
+def symmetric_sweeps(key: Array, step: Array, size: int, batch_size: int) -> Array:
+    """
+    Forward and backward through a random partition of the rows into minibatches: with
+    :math:`m = N / n`, the steps :math:`1, \\dots, m, m, \\dots, 1` of a sweep, then a new
+    partition. The noises of the gradient in a sweep cancel to second order in the step size
+    (Paulin et al., 2024).
+
+    Parameters and result are those of :func:`without_replacement`; ``batch_size`` must divide
+    ``size``. The noise must not be corrected for as if minibatches were independent.
+
+    :raises ValueError: if the rows cannot be divided into minibatches of this size.
+    """
+    if size % batch_size:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - batch_size))
+        raise ValueError(
+            f"Symmetric sweeps need a `subsample_size` that divides the {size} rows of the plate;"
+            f" {batch_size} does not, the nearest that does is {nearest}."
+        )
+    if batch_size == size:
+        return jnp.arange(size, dtype=jnp.int32)
+    batches = size // batch_size
+    sweep, turn = jnp.divmod(jnp.asarray(step, jnp.uint32), jnp.uint32(2 * batches))
+    batch = jnp.where(turn < batches, turn, 2 * batches - 1 - turn)
+    positions = batch * jnp.uint32(batch_size) + jnp.arange(batch_size, dtype=jnp.uint32)
+    return permute(random.fold_in(key, sweep), positions, size)
+
+
+def blocks(key: Array, step: Array, size: int, batch_size: int) -> Array:
+    """
+    Contiguous blocks: :math:`m` stretches of :math:`n / m` neighbouring rows, independently at
+    each step, :math:`m` as in :func:`sub_batches`. The rows are a circle that is cut at a random
+    place into stretches of this length, of which :math:`m` are drawn without replacement: every
+    row is as likely as any other, whether or not the length divides :math:`N`.
+
+    Neighbours cost a disk or a memory much less than as many rows in different places. Where
+    neighbouring rows are no more alike than others, the noise of the gradient is that of
+    :func:`without_replacement`; where they are alike, of sorted rows above all, it is larger, by
+    up to the length of a stretch: shuffle the rows once.
+
+    Parameters and result are those of :func:`without_replacement`. The noise must be estimated
+    from whole stretches (:func:`~numpyro_sgmcmc.gradients.estimators.sub_batch_gradient`).
+
+    **References:**
+
+    1. *Sampling Techniques*, William G. Cochran (1977), chapter 9.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax
+        >>> from numpyro_sgmcmc.data.subsampling import blocks
+        >>> rows = blocks(jax.random.key(0), 7, size=1_000_000, batch_size=30)
+        >>> (rows.reshape(10, 3) - rows[::3, None]).tolist()[:2]
+        [[0, 1, 2], [0, 1, 2]]
+    """
+    if batch_size == size:
+        return jnp.arange(size, dtype=jnp.int32)
+    count = sub_batches(batch_size)
+    length = batch_size // count
+    first_key, stretches_key = random.split(random.fold_in(key, step))
+    first = random.randint(first_key, (), 0, size, jnp.int32).astype(jnp.uint32)
+    stretches = permute(stretches_key, jnp.arange(count), size // length).astype(jnp.uint32)
+    rows = first + (stretches[:, None] * length + jnp.arange(length, dtype=jnp.uint32)).ravel()
+    return jnp.where(rows >= size, rows - size, rows).astype(jnp.int32)
+
+
+def sub_batches(batch_size: int) -> int:
+    """
+    The number of sub-batches of a minibatch: the smallest divisor of ``batch_size`` that is
+    at least 10, or ``batch_size`` itself if it is smaller.
+
+    :raises ValueError: if there is a single row, which shows no spread.
+    """
+    if batch_size < 2:
+        raise ValueError(
+            "The noise of the gradient cannot be estimated from minibatches of one row; use a"
+            " `subsample_size` of at least 2, for each of the devices that rows are spread over."
+        )
+    fewest = min(_FEWEST_SUB_BATCHES, batch_size)
+    return next(m for m in range(fewest, batch_size + 1) if batch_size % m == 0)
+
+
+def _multiply_divmod(x: Array, factor: int, divisor: int) -> tuple[Array, Array]:
+    """``divmod(x * factor, divisor)`` for ``x < divisor < 2**31`` without overflow in 32 bits."""
+    quotient, remainder = jnp.uint32(0), jnp.uint32(0)
+    for bit in f"{factor:b}":
+        quotient, remainder = 2 * quotient, 2 * remainder
+        carry = remainder >= divisor
+        quotient, remainder = quotient + carry, remainder - carry * jnp.uint32(divisor)
+        if bit == "1":
+            remainder = remainder + x
+            carry = remainder >= divisor
+            quotient, remainder = quotient + carry, remainder - carry * jnp.uint32(divisor)
+    return quotient, remainder
+
+
+class Scheme(NamedTuple):
+    """
+    A scheme of subsampling: all that the other rooms know of it.
+
+    - **draw** - the function that draws the rows of a step.
+    - **independent** - whether the minibatches of different steps are independent, so that the
+      noise of their gradients can be estimated and corrected for.
+    - **distinct** - whether no row is drawn twice into a minibatch.
+    - **blocks** - whether neighbouring rows are drawn together, so that the noise must be
+      estimated from whole blocks.
+    """
+
+    draw: Callable[[Array, Array, int, int], Array]
+    independent: bool = True
+    distinct: bool = True
+    blocks: bool = False
+
+    def factor(self, size: int, batch_size: int) -> float:
+        """
+        The variance of a mean over a minibatch, relative to rows drawn with replacement:
+        :math:`1 - n / N` where rows or blocks of rows are drawn without replacement, else 1, and
+        1 for minibatches that are not independent, whose noise is never corrected for.
+
+        It goes with the sample variance that has :math:`n - 1` in its denominator.
+        """
+        return 1.0 - batch_size / size if self.distinct and self.independent else 1.0
+
+
+#: The schemes by the word that selects them.
+SCHEMES: dict[str, Scheme] = {
+    "without_replacement": Scheme(without_replacement),
+    "with_replacement": Scheme(with_replacement, distinct=False),
+    "epochs": Scheme(epochs, independent=False),
+    "symmetric_sweeps": Scheme(symmetric_sweeps, independent=False),
+    "blocks": Scheme(blocks, blocks=True),
+}

@@ -1,0 +1,333 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Gradient oracles: the gradient of the minibatch potential, and what one minibatch tells
+about the covariance of its noise.
+
+With :math:`g_i = \\nabla \\log p(x_i \\mid \\theta)`, a minibatch of :math:`n` of :math:`N`
+rows gives :math:`\\tilde g = \\nabla \\tilde U(\\theta)` with noise of covariance
+
+.. math:: V(\\theta) = \\operatorname{Cov}(\\tilde g) = f \\, \\frac{N^2}{n} S^2(\\theta),
+
+where :math:`S^2` is the covariance of the :math:`g_i` with denominator :math:`N - 1` and
+:math:`f = 1 - n/N` for rows drawn without replacement; with replacement :math:`f = 1`
+and the denominator is :math:`N`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.data.subsampling import sub_batches
+from numpyro_sgmcmc.gradients.covariance import Covariance, LowRankPlusDiagonal, column_sums
+from numpyro_sgmcmc.target.model import BatchRows, count_of
+from numpyro_sgmcmc.target.potential import Potential, Rows
+from numpyro_sgmcmc.target.target import Target
+
+#: Gradients of single rows are held for as many rows at once as make this many numbers.
+PER_EXAMPLE_NUMBERS = 2**24
+
+
+class Evaluation(NamedTuple):
+    """What one minibatch says at one position."""
+
+    #: minibatch potential, a scalar
+    potential: Array
+    #: its gradient, shape (d,)
+    gradient: Array
+    #: estimate of the covariance V of the gradient's noise, in the form in which it is
+    #: held (:mod:`numpyro_sgmcmc.gradients.covariance`); None where the method does not ask for one
+    noise: Any = None
+
+
+#: A gradient oracle: position, shape (d,), to evaluation.
+Gradient = Callable[[Array], Evaluation]
+
+
+def minibatch_gradient(potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
+    """
+    The gradient of the minibatch potential.
+
+    :param potential: the minibatch potential :math:`\\tilde U(\\theta; S)`.
+    :param rows: rows :math:`S` of the minibatch, for each subsampled plate.
+    :param rng_key: key for a potential that is itself random.
+    :return: the oracle :math:`\\theta \\mapsto (\\tilde U, \\nabla \\tilde U)`.
+    """
+
+    def gradient(position: Array) -> Evaluation:
+        value, slope = potential.value_and_gradient(potential.values(position), rows, rng_key)
+        return Evaluation(value, potential.pullback(slope))
+
+    return gradient
+
+
+def sub_batch_gradient(
+    potential: Potential,
+    rows: Rows,
+    rng_key: Array,
+    factors: Mapping[str, float],
+    representation: Covariance,
+) -> Gradient:
+    """
+    The gradient of the minibatch potential with an estimate of the covariance of its
+    noise, from the spread of the gradients of :math:`m` sub-batches of equal size:
+
+    .. math::
+
+        \\tilde g = \\frac1m \\sum_{k=1}^{m} \\tilde g_k, \\qquad
+        \\hat V = \\frac{f}{m} \\, \\frac{1}{m-1}
+            \\sum_{k=1}^{m} (\\tilde g_k - \\tilde g)(\\tilde g_k - \\tilde g)^\\top .
+
+    :math:`\\hat V` is unbiased. The noise of several plates is estimated one plate at a
+    time, with the full minibatch of the others, and added up; rows of nested plates
+    interact, and that part is counted once for each plate.
+
+    :param potential: the minibatch potential.
+    :param rows: rows of the minibatch for each subsampled plate.
+    :param rng_key: key for a potential that is itself random; each sub-batch gets its own.
+    :param factors: the finite-population factor :math:`f` for each plate; where it is 0
+        there is no noise to estimate and :math:`\\hat V = 0`.
+    :param representation: how :math:`\\hat V` is held.
+    :return: the oracle :math:`\\theta \\mapsto (\\tilde U, \\nabla \\tilde U, \\hat V)`, at the
+        cost of one gradient and memory for :math:`m` of them for each plate.
+    """
+
+    def gradient(position: Array) -> Evaluation:
+        noise, evaluation = None, None
+        for name in _noisy(rows, factors):
+            count = sub_batches(count_of(rows[name]))
+            potentials, gradients = jax.vmap(_on_rows_of(name, potential, position, rows))(
+                _shaped(rows[name], (count, -1)), random.split(rng_key, count)
+            )
+            mean = column_sums(gradients) / count
+            spread = gradients - mean
+            samples = spread * jnp.sqrt(factors[name] / (count * (count - 1)))
+            one = representation.outer(samples)
+            noise = one if noise is None else representation.add(1.0, noise, 1.0, one)
+            # each plate's sub-batches average to the same minibatch gradient
+            evaluation = Evaluation(potentials.mean(), mean)
+        if evaluation is None:
+            nothing = representation.zeros(position.shape[0], position.dtype)
+            return minibatch_gradient(potential, rows, rng_key)(position)._replace(noise=nothing)
+        return evaluation._replace(noise=noise)
+
+    return gradient
+
+
+def per_example_gradient(
+    potential: Potential,
+    rows: Rows,
+    rng_key: Array,
+    factors: Mapping[str, float],
+    representation: Covariance,
+) -> Gradient:
+    """
+    As :func:`sub_batch_gradient` with a sub-batch for each row, :math:`m = n`: the empirical
+    covariance of the gradients of the single rows, eq. (19) of Shang et al. (2015) times
+    :math:`f N^2 / n`. The least noisy of the estimates and the dearest one.
+
+    Gradients are made for chunks of rows of at most 2\\ :sup:`24` numbers together (64 MiB in
+    single precision) or a single row, whatever :math:`n` is.
+
+    Parameters and result are those of :func:`sub_batch_gradient`; a random potential has the
+    same randomness for each row.
+    """
+
+    def gradient(position: Array) -> Evaluation:
+        evaluation = minibatch_gradient(potential, rows, rng_key)(position)
+        noise = representation.zeros(position.shape[0], position.dtype)
+        chunk = max(1, PER_EXAMPLE_NUMBERS // position.shape[0])
+        for name in _noisy(rows, factors):
+            count = count_of(rows[name])
+            on_rows = _on_rows_of(name, potential, position, rows)
+            scale = jnp.sqrt(factors[name] / (count * (count - 1)))
+
+            def added(total: Any, batch: Any, on_rows: Any = on_rows, scale: Any = scale) -> Any:
+                _, gradients = jax.vmap(lambda row: on_rows(_shaped(row, (1,), 0), rng_key))(batch)
+                one = representation.outer((gradients - evaluation.gradient) * scale)
+                return representation.add(1.0, total, 1.0, one), None
+
+            whole = count // chunk * chunk
+            parts = slice(whole), slice(whole, None)
+            first, rest = (jax.tree.map(lambda x, p=p: x[p], rows[name]) for p in parts)
+            noise, _ = lax.scan(added, noise, _shaped(first, (-1, chunk)))
+            if whole < count:
+                noise, _ = added(noise, rest)
+        return evaluation._replace(noise=noise)
+
+    return gradient
+
+
+def two_cotangent_gradient(
+    potential: Potential,
+    rows: Rows,
+    rng_key: Array,
+    factors: Mapping[str, float],
+    representation: Covariance,
+) -> Gradient:
+    """
+    The gradient of the minibatch potential and, from the same forward pass, one vector
+    :math:`z` with the covariance of its noise, by random signs :math:`s_i = \\pm 1` for
+    cotangents of the contributions :math:`t_i = (N / n) \\ell_i` of the rows:
+
+    .. math::
+
+        z = \\sqrt{\\frac{f n}{n - 1}} \\sum_{i=1}^{n} (s_i - \\bar s) \\nabla t_i,
+        \\qquad \\hat V = z z^\\top .
+
+    :math:`\\hat V` is unbiased; being of rank one it needs a long average. The signs of
+    several plates are independent.
+
+    Parameters are those of :func:`sub_batch_gradient`.
+
+    :return: the oracle, at the cost of one forward and two backward passes, with memory for
+        two gradients.
+    """
+
+    def gradient(position: Array) -> Evaluation:
+        (energy, terms), pullback = jax.vjp(
+            lambda x: potential.with_row_terms(x, rows, rng_key), potential.values(position)
+        )
+        signs = {name: jnp.zeros_like(term) for name, term in terms.items()}
+        for k, name in enumerate(_noisy(rows, factors)):
+            count = count_of(rows[name])
+            sign = _signs(random.fold_in(rng_key, k), count).astype(terms[name].dtype)
+            scale = jnp.sqrt(factors[name] * count / (count - 1))
+            signs[name] = scale * (sign - sign.mean())
+        none = jax.tree.map(jnp.zeros_like, signs)
+        zero, one = jnp.zeros_like(energy), jnp.ones_like(energy)
+        cotangents = jax.tree.map(lambda *x: jnp.stack(x), (one, none), (zero, signs))
+        both = jax.vmap(lambda cotangent: potential.pullback(*pullback(cotangent)))(cotangents)
+        return Evaluation(energy, both[0], representation.outer(both[1:]))
+
+    return gradient
+
+
+def product_gradient(
+    potential: Potential,
+    rows: Rows,
+    rng_key: Array,
+    factors: Mapping[str, float],
+    others: Rows,
+) -> Gradient:
+    """
+    The gradient of the minibatch potential, and the covariance of its noise as a function
+    :math:`p \\mapsto \\hat V p`, from the rows of another minibatch: at the same position, but
+    independent of the noise of this gradient. With :math:`J` the Jacobian of what these
+    rows contribute to the log density, the vector :math:`t` of entries
+    :math:`(N / n) \\ell_i`,
+
+    .. math::
+
+        \\hat V p = \\frac{f n}{n - 1} J^\\top (q - \\bar q), \\qquad q = J p,
+
+    one forward-mode and one reverse-mode derivative, and memory for a few gradients.
+
+    :param others: rows of the other minibatch for each subsampled plate.
+
+    The other parameters are those of :func:`sub_batch_gradient`.
+    """
+
+    def gradient(position: Array) -> Evaluation:
+        evaluation = minibatch_gradient(potential, rows, rng_key)(position)
+        _, forward = jax.linearize(
+            lambda x: potential.with_row_terms(x, others, rng_key)[1], potential.values(position)
+        )
+        backward = jax.linear_transpose(forward, potential.values(position))
+
+        def product(vector: Array) -> Array:
+            terms = forward(potential.direction(vector))
+            for name, term in terms.items():
+                count = term.shape[0]
+                factor = factors[name] * count / (count - 1) if factors[name] > 0 else 0.0
+                terms[name] = factor * (term - term.mean())
+            return potential.pullback(*backward(terms))
+
+        return evaluation._replace(noise=product)
+
+    return gradient
+
+
+def over_devices(gradient: Gradient, target: Target, rng_key: Array) -> Gradient:
+    """
+    The gradient of all devices from that of each, on its own rows: with :math:`\\hat V_p` for the
+    noise of device :math:`p`, whose rows are drawn independently of the others',
+
+    .. math::
+
+        \\tilde g = \\frac1P \\sum_p \\tilde g_p, \\qquad
+        \\hat V = \\frac{1}{P^2} \\sum_p \\hat V_p .
+
+    It is one all-reduce; a covariance known by its products takes another for each product. Of
+    factors :math:`\\hat V_p = F_p^\\top F_p + \\operatorname{diag}(s_p)` a mean with random signs,
+    :math:`F = \\frac1P \\sum_p \\operatorname{diag}(\\pm 1) F_p`, is as large as that of a single
+    device, and :math:`F^\\top F` is unbiased.
+
+    :param gradient: the oracle of this device.
+    :param target: where the data lie; without devices the oracle stays as it is.
+    :param rng_key: for the signs, another one on each device.
+    """
+    if target.shards is None:
+        return gradient
+
+    def everywhere(position: Array) -> Evaluation:
+        seen = gradient(position)
+        if callable(seen.noise):
+            here = seen.noise
+
+            def product(vector: Array) -> Array:
+                return target.mean(here(vector)) / target.parts
+
+            potential, slope = target.mean((seen.potential, seen.gradient))
+            return Evaluation(potential, slope, product)
+        noise = seen.noise
+        if isinstance(noise, LowRankPlusDiagonal):
+            signs = random.rademacher(rng_key, (len(noise.factors), 1), noise.factors.dtype)
+            noise = LowRankPlusDiagonal(signs * noise.factors, noise.diagonal / target.parts)
+        else:
+            noise = jax.tree.map(lambda x: x / target.parts, noise)
+        return target.mean(seen._replace(noise=noise))
+
+    return everywhere
+
+
+#: The estimates of the noise covariance that can be averaged, by the word that selects them.
+ESTIMATORS: dict[str, Callable[..., Gradient]] = {
+    "sub_batches": sub_batch_gradient,
+    "two_cotangents": two_cotangent_gradient,
+    "per_example": per_example_gradient,
+}
+
+
+def _noisy(rows: Rows, factors: Mapping[str, float]) -> list[str]:
+    return [name for name in rows if factors[name] > 0]
+
+
+def _signs(rng_key: Array, count: int) -> Array:
+    """Random signs, 32 of each random word: drawing a word for each costs as much as a gradient."""
+    words = random.bits(rng_key, (-(-count // 32), 1), jnp.uint32)
+    bits = (words >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return 1 - 2 * bits.ravel()[:count].astype(jnp.int32)
+
+
+def _shaped(rows: BatchRows, shape: tuple[int, ...], axes: int = 1) -> BatchRows:
+    """With another shape in the place of the first axes."""
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[axes:]), rows)
+
+
+def _on_rows_of(
+    name: str, potential: Potential, position: Array, rows: Rows
+) -> Callable[[BatchRows, Array], tuple[Array, Array]]:
+    """Potential and gradient with other rows of one plate."""
+
+    values = potential.values(position)
+
+    def at(batch: BatchRows, key: Array) -> tuple[Array, Array]:
+        value, slope = potential.value_and_gradient(values, {**rows, name: batch}, key)
+        return value, potential.pullback(slope)
+
+    return at

@@ -1,0 +1,249 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""How a kernel comes to know the covariance of its gradient's noise."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+import math
+from typing import Any
+
+from jax import Array, random
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.data.subsampling import sub_batches
+from numpyro_sgmcmc.gradients.covariance import (
+    LANCZOS_STEPS,
+    MAX_FULL_DIMENSION,
+    Covariance,
+    Diagonal,
+    Full,
+    LowRank,
+    MatrixFree,
+)
+from numpyro_sgmcmc.gradients.estimators import (
+    ESTIMATORS,
+    Evaluation,
+    Gradient,
+    minibatch_gradient,
+    over_devices,
+    product_gradient,
+)
+from numpyro_sgmcmc.target.potential import Potential, Rows
+from numpyro_sgmcmc.target.target import Target
+
+COVARIANCES = ("diagonal", "full", "low_rank", "matrix_free")
+
+#: The full matrix is the default up to this many parameters.
+FULL_BY_DEFAULT = 100
+
+#: Directions of a low-rank covariance, if nothing else is said.
+_RANK = 20
+
+#: An average keeps at least this many steps, and of the observed directions at least so many
+#: for itself and so many for each direction of its representation: its own error then widens or
+#: narrows the draws by less than about one per cent.
+_FEWEST_STEPS, _FEWEST_DIRECTIONS, _DIRECTIONS_FOR_EACH = 50, 900, 100
+
+#: Noise of this variance, in units of the curvature, is too small for its directions to matter.
+_LITTLE_NOISE = 0.05
+
+
+@dataclass(frozen=True)
+class NoiseEstimate:
+    """
+    How the covariance of the gradient's noise is estimated.
+
+    It is the argument ``noise`` of the kernels that correct for that noise; what is left out is
+    decided by the model and the tuning. ``covariance="full"`` of a kernel is short for
+    ``noise=NoiseEstimate(covariance="full")``.
+
+    :param str covariance: how the estimate :math:`\\hat V` is represented: ``"diagonal"``;
+        ``"full"``, at most 1,000 parameters; ``"low_rank"``, the leading directions and the
+        diagonal; or ``"matrix_free"``, products only, with :math:`V(\\theta)` at the current
+        position from an independent minibatch and nothing averaged. None is ``"full"`` for up to
+        100 parameters; above, ``"diagonal"``, and ``"low_rank"`` if the tuning has measured more
+        than a little noise.
+    :param str estimator: how it is observed: ``"sub_batches"``, the default, ``"two_cotangents"``
+        or ``"per_example"``; see :mod:`numpyro_sgmcmc.gradients.estimators`.
+    :param window: number of steps over which it is averaged; ``math.inf`` for all steps since the
+        start, as in the paper. None is enough for an error of the average that widens the draws by
+        less than a per cent: 100 steps for the diagonal, more in proportion to the number of
+        parameters for the full matrix.
+    :param int rank: number of leading directions of ``covariance="low_rank"``; None is 20.
+    :raises ValueError: if an argument has no meaning, or would be ignored, naming it.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import math
+        >>> from numpyro_sgmcmc import NoiseEstimate
+        >>> NoiseEstimate(covariance="low_rank", rank=5, window=math.inf)
+        NoiseEstimate(covariance='low_rank', estimator=None, window=inf, rank=5)
+    """
+
+    covariance: str | None = None
+    estimator: str | None = None
+    window: float | None = None
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, options in (("covariance", COVARIANCES), ("estimator", tuple(ESTIMATORS))):
+            if (value := getattr(self, name)) is not None and value not in options:
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(map(repr, options))}; got {value!r}."
+                )
+        for name in ("window", "rank"):
+            value = getattr(self, name)
+            infinite = name == "window" and value == math.inf
+            if value is None or infinite:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+        if self.rank is not None and self.covariance != "low_rank":
+            raise ValueError(
+                f"`rank={self.rank}` is the number of directions of covariance='low_rank', but"
+                f" covariance={self.covariance!r}: leave one out, or change the other."
+            )
+        if self.covariance == "matrix_free":
+            for name in ("estimator", "window"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(
+                        f"`{name}={value!r}` would be ignored: covariance='matrix_free' takes"
+                        " products with the covariance of another minibatch at each step, and"
+                        f" averages nothing. Leave `{name}` out, or use another covariance."
+                    )
+
+    def resolved(
+        self, target: Target, level: float | None = None, lanczos_steps: int = LANCZOS_STEPS
+    ) -> "RunningCovariance":
+        """
+        The estimate for a model: whatever was left open is decided by its size and, in the
+        coordinates of a tuned metric, by the level of the noise.
+
+        :param target: the model, and how its rows are drawn.
+        :param float level: the largest variance of the noise, in units of the curvature, where it
+            has been measured.
+        :param int lanczos_steps: steps of the Lanczos process for functions of the covariance.
+        :raises ValueError: if the model or the scheme of subsampling cannot serve it.
+        """
+        plates, dimension = target.view.plates, target.view.dimension
+        factors = {
+            plate.name: target.scheme.factor(plate.size, plate.subsample_size) for plate in plates
+        }
+        covariance, estimator = self.covariance, self.estimator or "sub_batches"
+        if covariance is None:
+            if level is not None and level < _LITTLE_NOISE:
+                covariance = "diagonal"
+            elif dimension <= FULL_BY_DEFAULT:
+                covariance = "full"
+            else:
+                # a tuned step is as long as the noise allows, in all of its directions
+                covariance = "diagonal" if level is None else "low_rank"
+        if target.scheme.blocks and (covariance == "matrix_free" or estimator != "sub_batches"):
+            raise ValueError(
+                "subsampling='blocks' needs an estimate from whole blocks, and not from single"
+                " rows: use estimator='sub_batches', and another covariance than 'matrix_free'."
+            )
+        if covariance == "full" and dimension > MAX_FULL_DIMENSION:
+            raise ValueError(
+                f"covariance='full' is for at most {MAX_FULL_DIMENSION:,} parameters, but the model"
+                f" has {dimension:,}; use covariance='low_rank' or 'diagonal'."
+            )
+        representation: Covariance = {
+            "diagonal": Diagonal,
+            "full": lambda: Full(dimension, lanczos_steps),
+            "low_rank": lambda: LowRank(min(self.rank or _RANK, dimension), lanczos_steps),
+            "matrix_free": MatrixFree,
+        }[covariance]()
+        noisy = [plate for plate in plates if factors[plate.name] > 0]
+        ranks = [estimate_rank(estimator, plate.subsample_size) for plate in noisy]
+        directions = _FEWEST_DIRECTIONS + _DIRECTIONS_FOR_EACH * representation.freedom
+        window = self.window or max(_FEWEST_STEPS, math.ceil(directions / min(ranks, default=1)))
+        return RunningCovariance(
+            covariance, estimator, window, representation, tuple(factors.items())
+        )
+
+
+def estimate_rank(estimator: str, batch_size: int) -> int:
+    """
+    How many independent directions one estimate from ``batch_size`` rows sees.
+
+    :raises ValueError: if there is a single row, which shows no spread.
+    """
+    count = sub_batches(batch_size)
+    return {"sub_batches": count - 1, "two_cotangents": 1, "per_example": batch_size - 1}[estimator]
+
+
+@dataclass(frozen=True)
+class RunningCovariance:
+    """
+    The estimate :math:`\\hat V` of the covariance of the gradient's noise,
+
+    .. math::
+
+        \\hat V_t = (1 - \\kappa_t) \\hat V_{t-1} + \\kappa_t V(\\theta),
+            \\qquad \\kappa_t = \\max(1 / t, 1 / \\text{window}),
+
+    of what single minibatches show, :math:`V(\\theta)`. A step uses :math:`\\hat V_{t-1}`,
+    since what a minibatch shows is correlated with the noise of its own gradient.
+
+    It is what a :class:`NoiseEstimate` means for one model: words and numbers that are part of a
+    compiled step. The average itself is in the state of a chain.
+    """
+
+    covariance: str
+    estimator: str
+    window: float
+    representation: Covariance
+    #: the finite-population factor by plate
+    factors: tuple[tuple[str, float], ...]
+
+    def start(self, position: Array) -> tuple[Any, Array]:
+        """No covariance, from no minibatches."""
+        zeros = self.representation.zeros(position.shape[0], position.dtype)
+        return zeros, jnp.zeros((), jnp.int32)
+
+    def current(self, average: Any, evaluation: Evaluation) -> Any:
+        """The covariance for this step."""
+        return evaluation.noise if self.covariance == "matrix_free" else average
+
+    def update(self, average: Any, count: Array, evaluation: Evaluation) -> tuple[Any, Array]:
+        """The average and the number of minibatches for the next step."""
+        count = count + 1
+        if self.covariance == "matrix_free":
+            return average, count
+        window = count if self.window == math.inf else jnp.minimum(count, int(self.window))
+        kappa = 1 / window.astype(evaluation.gradient.dtype)
+        return self.representation.add(1 - kappa, average, kappa, evaluation.noise), count
+
+
+def gradient_oracle(
+    target: Target,
+    potential: Potential,
+    rows: Rows,
+    rng_key: Array,
+    noise: RunningCovariance | None = None,
+) -> Gradient:
+    """
+    The oracle for one step, over all devices that the rows are spread over.
+
+    :param target: the model with its data, of one device.
+    :param potential: the minibatch potential.
+    :param rows: rows of the minibatch for each subsampled plate.
+    :param rng_key: key for a potential that is itself random, and for other minibatches.
+    :param noise: how the covariance of its noise is observed, or None for the gradient alone.
+    """
+    own = target.own(rng_key)
+    if noise is None:
+        gradient = minibatch_gradient(potential, rows, own)
+    else:
+        factors: Mapping[str, float] = dict(noise.factors)
+        if noise.covariance == "matrix_free":
+            others = target.rows(random.fold_in(own, 1))
+            gradient = product_gradient(potential, rows, own, factors, others)
+        else:
+            estimate = ESTIMATORS[noise.estimator]
+            gradient = estimate(potential, rows, own, factors, noise.representation)
+    return over_devices(gradient, target, target.own(random.fold_in(rng_key, 2)))

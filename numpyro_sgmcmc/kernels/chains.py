@@ -1,0 +1,93 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Several chains: what they share, and how their states lie on devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
+from numpyro_sgmcmc.kernels.state import Fixed, Monitored, SGMCMCState
+
+#: What `MCMC` collects, or is asked for, and is small.
+_COLLECTED = ("i", "z", "step_size")
+
+
+def axes_of(state: SGMCMCState) -> SGMCMCState:
+    """The axes of a state of several chains for :func:`jax.vmap`; chains share what is fixed."""
+    shared = jnp.ndim(state.fixed.step_size) == 0
+    # an anchor that moves is one for each chain
+    anchor_is_shared = shared and not _has_chains(state.fixed.anchor)
+    return with_chains(0, None if shared else 0, None if anchor_is_shared else 0)
+
+
+def with_chains(chains: Any, fixed: Any, anchor: Any) -> SGMCMCState:
+    """What is to be said of each field of a state: of chains, of what is fixed, of the anchor."""
+    fields: dict[str, Any] = dict.fromkeys(SGMCMCState._fields, chains)
+    constants = dict.fromkeys(Fixed._fields, fixed) | {"anchor": anchor}
+    return SGMCMCState(**(fields | {"fixed": Fixed(**constants)}))
+
+
+def _has_chains(anchor: Any) -> bool:
+    return anchor is not None and jnp.ndim(anchor.potential) > 0
+
+
+def layout_on(shards: Shards, state: SGMCMCState) -> Any:
+    """How a state lies on the devices."""
+    if jnp.ndim(state.i) == 0:
+        return EVERYWHERE
+    chains = shards.of_chains
+    axes = axes_of(state)
+    places = [
+        chains if axis == 0 else EVERYWHERE for axis in (axes.fixed.step_size, axes.fixed.anchor)
+    ]
+    return with_chains(chains, *places)
+
+
+def placed(shards: Shards, state: SGMCMCState) -> SGMCMCState:
+    """The state as it lies on the devices between samples."""
+    specs = layout_on(shards, state)
+    if shards.processes > 1 and isinstance(specs, SGMCMCState):
+        # what NumPyro collects is to be seen by every process, whichever has the chain
+        collected: dict[str, Any] = dict.fromkeys(_COLLECTED, EVERYWHERE)
+        watched: dict[str, Any] = dict.fromkeys(Monitored._fields, EVERYWHERE)
+        watched["stein"] = shards.of_chains
+        specs = specs._replace(**collected, monitor=Monitored(**watched))
+    elif isinstance(state.i, jax.core.Tracer):
+        return state
+    return shards.place(state, specs)
+
+
+def check_chains(shards: Shards, chains: int, traced: bool) -> None:
+    """
+    :raises ValueError: if as many chains cannot be laid over the devices, or go elsewhere.
+    """
+    if traced:
+        raise ValueError(
+            "Data that are spread over devices need their devices, which"
+            " chain_method='parallel' and a function such as `jax.vmap` use for chains: use"
+            " chain_method='vectorized'."
+        )
+    if chains % shards.chains:
+        raise ValueError(
+            f"The mesh has {shards.chains} parts for chains, among which {chains} cannot be divided"
+            f" (each chain by itself counts as one): use chain_method='vectorized' with a multiple"
+            f" of {shards.chains} for `num_chains`, or a mesh without 'chains'."
+        )
+
+
+def check_traced(shards: Shards, state: SGMCMCState, args: tuple, kwargs: dict) -> None:
+    """
+    :raises ValueError: if the data would become constants of a program: all of them, everywhere.
+    """
+    spread = zip(jax.tree.leaves((args, kwargs)), shards.spread, strict=True)
+    if isinstance(state.i, jax.core.Tracer) and any(
+        here and not isinstance(leaf, jax.core.Tracer) for leaf, here in spread
+    ):
+        raise ValueError(
+            "The data are spread over devices, but would be copied whole into the program of each:"
+            " use `MCMC(..., jit_model_args=True)`, and bind arguments that Python needs,"
+            " `functools.partial(model, batch_size=...)`."
+        )

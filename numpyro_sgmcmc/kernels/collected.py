@@ -1,0 +1,55 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What ``MCMC`` collects of a sample: values on their supports, and deterministic sites."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+import warnings
+
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of
+from numpyro_sgmcmc.target.model import MinibatchModel, Values
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.tuning import Tuning
+
+if TYPE_CHECKING:
+    from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+
+
+def constrained(kernel: "SGMCMCKernel", args: tuple, kwargs: dict) -> Callable[[Values], Values]:
+    """
+    The function of the unconstrained values of one chain that gives what is collected of them.
+
+    :raises ValueError: if a run goes on with other data than those of its anchor.
+    """
+    context = kernel.context
+    whole = context.whole(kernel.given, args, kwargs)
+    _check_same_data(kernel.tuning, args, kwargs)
+    _warn_of_dropped_sites(whole.view)
+
+    def constrain(target: Target, z: Values) -> Values:
+        return target.view.constrain(z, target.args, target.kwargs)
+
+    return context.compiled("constrain", constrain, whole)
+
+
+def _warn_of_dropped_sites(view: MinibatchModel) -> None:
+    if view.minibatch_dependent:
+        names = ", ".join(f"'{name}'" for name in sorted(view.minibatch_dependent))
+        warnings.warn(
+            f"Deterministic sites {names} depend on the minibatch and are not collected. For"
+            " their values on all data use `Predictive(full_data(model), mcmc.get_samples())`.",
+            stacklevel=4,
+        )
+
+
+def _check_same_data(tuning: Tuning | None, args: tuple, kwargs: dict) -> None:
+    if tuning is None or tuning.anchor is None:
+        return
+    data = fingerprint_of(args, kwargs)
+    if data is not None and data != tuning.data:
+        raise ValueError(
+            "The control variate of this run belongs to other data: the run cannot go on with"
+            " these. Set `mcmc.post_warmup_state = None`, or use a new `MCMC`; with"
+            " `tuning=kernel.tuning` a new kernel need not tune itself again."
+        )

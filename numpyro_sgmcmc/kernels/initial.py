@@ -1,0 +1,139 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The states of the chains before their first step, of one chain or of several at once."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+from numpyro.util import is_prng_key
+
+from numpyro_sgmcmc.data.sharding import found_shards
+from numpyro_sgmcmc.kernels.chains import check_chains, placed, with_chains
+from numpyro_sgmcmc.kernels.self_tuning import fixed_for, tuning_for
+from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState
+from numpyro_sgmcmc.kernels.transition import start
+from numpyro_sgmcmc.target.initial_values import (
+    check_initial_values,
+    draw_from,
+    initial_values,
+    no_initial_values,
+)
+from numpyro_sgmcmc.target.model import Values, as_arrays
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.tuning import Tuning
+
+if TYPE_CHECKING:
+    from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+
+
+def initialised(
+    method: "SGMCMCKernel",
+    args: tuple,
+    kwargs: dict,
+    rng_key: Array,
+    num_warmup: int,
+    init_params: Values | None,
+) -> SGMCMCState:
+    """
+    Reads the model, tunes the kernel if it is to be tuned, and gives the states of the chains.
+
+    :raises ValueError: if the method, the model, the data and the chains do not go together.
+    """
+    given, context = method.given, method.context
+    # chains that are traced all at once are not to trace the tuning too
+    traced = isinstance(rng_key, jax.core.Tracer)
+    if (shards := found_shards(given.mesh, args, kwargs)) is not None:
+        check_chains(shards, 1 if is_prng_key(rng_key) else rng_key.shape[0], traced)
+    context.read(method, args, kwargs)
+    method.monitor.begin(num_warmup)
+    target = context.target(given, args, kwargs)
+    method.check(target, num_warmup)
+    with jax.ensure_compile_time_eval() if traced else nullcontext():
+        tuning = context.tuning = tuning_for(method, target)
+        fixed = fixed_for(method, target, tuning, method.steps_per_sample, num_warmup)
+    method.check(target, num_warmup, fixed)
+    state = initial_state(method, args, kwargs, rng_key, fixed, tuning, init_params)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+        method.check(target, num_warmup, fixed, state)
+    return state
+
+
+def initial_state(
+    method: "SGMCMCKernel",
+    args: tuple,
+    kwargs: dict,
+    rng_key: Array,
+    fixed: Fixed,
+    tuning: Tuning,
+    init_params: Values | None,
+) -> SGMCMCState:
+    """
+    The state of one chain or, for a batch of keys, of several.
+
+    :param fixed: what was decided before the chains start.
+    :param tuning: says where they start, if the user does not.
+    :param init_params: unconstrained values of the latent sites from the user, or None.
+    :raises ValueError: if there is no place where a chain can start.
+    """
+    given, context, several = method.given, method.context, not is_prng_key(rng_key)
+    whole = context.whole(given, args, kwargs)
+
+    def of_chains(function: Callable, **axes: Any) -> Callable:
+        return jax.vmap(function, **axes) if several else function
+
+    if init_params is not None:
+        z = as_arrays(init_params)
+
+        def potential(target: Target, z: Values) -> Array:
+            where = target.view.first_rows(), random.key(0), target.args, target.kwargs
+            return of_chains(lambda z: target.view.potential(z, *where))(z)
+
+        program = context.compiled("potential", potential, whole, several)
+        check_initial_values(whole.view, z, rng_key.shape[0] if several else None, program)
+    elif tuning.start is None:
+        keys = of_chains(lambda key: random.split(key, 3)[0])(rng_key)
+        z = _found_values(method, whole, keys)
+    else:
+        z = None  # a draw of the Gaussian, in the program that follows
+
+    def begin(
+        target: Target, keys: Array, z: Values | None, fixed: Fixed, gaussian: Any
+    ) -> SGMCMCState:
+        start_key, *others = of_chains(lambda key: tuple(random.split(key, 3)))(keys)
+        if z is None:
+            z = draw_from(gaussian, target, given.temperature, start_key)
+        # Values of a prior, say, may have a weak dtype; in a loop it must not change.
+        z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
+        # an anchor that moves is one for each chain
+        axes = with_chains(0, None, None if given.refresh_every is None else 0)
+        one = of_chains(partial(start, method, target, fixed), out_axes=axes)
+        return one(z, *others)
+
+    target = context.target(given, args, kwargs)
+    # what is fixed is an argument of the program, and the layout is a part of it
+    program = context.compiled("begin", begin, target, several, given.refresh_every is None)
+    state = program(rng_key, z, fixed, tuning.start)
+    return state if context.shards is None else placed(context.shards, state)
+
+
+def _found_values(method: "SGMCMCKernel", target: Target, keys: Array) -> Values:
+    """
+    Where chains start that are not told to, for a key or for each of a batch of keys.
+
+    :raises ValueError: if there is no such place.
+    """
+    strategy = method.given.init_strategy
+
+    def find(target: Target, keys: Array) -> tuple[Values, Array]:
+        return initial_values(target.view, keys, strategy, target.args, target.kwargs)
+
+    z, finite = method.context.compiled("find", find, target)(keys)
+    if not isinstance(finite, jax.core.Tracer) and not finite:
+        raise no_initial_values(target.view, keys, strategy, target.args, target.kwargs)
+    return z

@@ -1,0 +1,79 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a run says of itself while it goes on: text for a progress bar, and a warning."""
+
+import math
+import time
+import warnings
+
+import numpy as np
+
+from numpyro_sgmcmc.kernels.state import SGMCMCState
+from numpyro_sgmcmc.stein import SteinReport, advice, stein_report
+
+#: Formatting values that live on the device waits for them: not more often than this.
+_SECONDS_BETWEEN_TEXTS = 0.5
+
+#: Under a progress bar a run is first judged at this sample, and then whenever it has doubled.
+_FEWEST_CALLS = 64
+
+#: A run is judged several times before its end, and then not before so many samples.
+_ERRORS_BEFORE_THE_END, _FEWEST_SAMPLES = 4.0, 500
+
+
+class Monitor:
+    """
+    The online checks of a run: it looks at states, between the programs that make them.
+
+    Nothing of it is in a compiled loop. A loop in Python, that of ``MCMC`` under a progress bar,
+    of :class:`~numpyro_sgmcmc.LongRun` or of the tuning, calls it; where there is none, the sums
+    in the state are judged at the end, by ``summary`` and ``to_arviz``.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self, num_warmup: int = 0) -> None:
+        """A run begins."""
+        self._written, self._text = -math.inf, ""
+        self._calls = -num_warmup  # of the progress bar; the warm-up ends at 0
+        self._has_warned = False
+
+    def judge(self, state: SGMCMCState) -> None:
+        """Warns, once a run, if the draws so far have another law than the posterior."""
+        if not self._has_warned:
+            self._warns_of(stein_report(state.monitor.stein))
+
+    def text(self, state: SGMCMCState) -> str:
+        """What a progress bar is to say, of one chain or as the mean of several."""
+        self._calls += 1
+        due = self._calls >= _FEWEST_CALLS and self._calls.bit_count() == 1  # 64, 128, ...
+        if due or time.monotonic() - self._written > _SECONDS_BETWEEN_TEXTS:
+            monitored = state.monitor
+            self._text = f"step size {float(np.mean(state.step_size)):.2e}"
+            found = stein_report(monitored.stein)
+            if found is not None:
+                self._text += f", {found.summary()}"
+            potential = float(np.mean(monitored.minibatch_potential))
+            self._text += f", minibatch potential {potential:.4g}"
+            if undone := int(np.sum(monitored.nonfinite_steps)):
+                self._text += f", {undone} NON-FINITE STEPS UNDONE: reduce the step size"
+            used = getattr(state.dynamics, "friction_used", None)
+            if used is not None and (worst := float(np.max(used))) > 1:
+                self._text += (
+                    f", NOISE OF THE GRADIENT {worst:.2g} TIMES WHAT THE FRICTION DISSIPATES"
+                )
+            if self._warns_of(found):
+                self._text += ", BIASED"
+            self._written = time.monotonic()
+        return self._text
+
+    def _warns_of(self, found: SteinReport | None) -> bool:
+        if found is None or found.samples < _FEWEST_SAMPLES:
+            return False
+        problem = found.problem(_ERRORS_BEFORE_THE_END)
+        if problem and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"After {found.samples} samples: {advice(problem)}", stacklevel=4)
+        return problem is not None

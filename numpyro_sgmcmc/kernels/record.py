@@ -1,0 +1,84 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a kernel says of itself to others: a record of its run, and what tells it from another."""
+
+import math
+from typing import TYPE_CHECKING
+
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of
+from numpyro_sgmcmc.target.model import Values
+from numpyro_sgmcmc.target.target import Target
+
+if TYPE_CHECKING:
+    from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+
+
+def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
+    """The settings of a kernel as words and numbers: those given, tuned, and of the model."""
+    given, context, tuning = kernel.given, kernel.context, kernel.tuning
+    record: dict[str, str | int | float] = {
+        "algorithm": type(kernel).__name__,
+        "steps_per_sample": kernel.steps_per_sample,
+        "order": kernel.traits.order,
+    }
+    record |= given.record
+    friction = getattr(given, "friction", None)
+    if tuning is not None:
+        friction = tuning.friction
+        if not callable(given.step_size):
+            record["step_size"] = tuning.step_size
+        record["metric"] = type(tuning.metric).__name__.removesuffix("Metric").lower()
+        record["gradient"] = "minibatch" if tuning.anchor is None else "control_variate"
+        if tuning.passes:
+            record["tuning_passes"] = sum(tuning.passes.values())
+        if tuning.noise is not None:
+            record["noise_variance"] = tuning.noise.mean
+    if friction is not None:
+        record["friction"] = friction
+    if context.model is not None:
+        target = context.target(given)
+        # a step is one gradient of its minibatch, or two with a control variate, whose anchor
+        # costs a pass where it moves
+        gradients = 1 if tuning is None or tuning.anchor is None else 2
+        moves = 0 if given.refresh_every is None else 1 / given.refresh_every
+        rows = kernel.steps_per_sample * target.minibatch_share
+        record["passes_per_sample"] = rows * (gradients + moves)
+        for plate in context.model.plates:
+            record[f"batch_size_{plate.name}"] = plate.subsample_size
+        if tuning is not None and (noise := kernel.noise(target, tuning)) is not None:
+            record["covariance"] = noise.covariance
+    return record
+
+
+def identity_of(kernel: "SGMCMCKernel", target: Target, num_steps: int) -> dict[str, str | float]:
+    """
+    What the law of a run depends on: the class of the kernel, its settings, the shapes of the
+    latent sites, the density of every site at some values of them and the first rows, a
+    fingerprint of the data, and the devices.
+
+    :param target: the model with its data.
+    :param int num_steps: number of steps of the run, over which schedules are compared.
+    """
+    identity: dict[str, str | float] = {"kernel": type(kernel).__name__}
+    settings = kernel.given.described(num_steps)
+    identity |= {f"kernel's {name}": words for name, words in settings.items()}
+    latents = sorted(target.view.latents.items())
+    identity["latent sites"] = ", ".join(f"{k}: {x.dtype}{list(x.shape)}" for k, x in latents)
+
+    def densities(target: Target, z: Values) -> dict[str, Array]:
+        return target.view.log_densities(z, target.args, target.kwargs)
+
+    # no special values: a prior with another width must make a difference
+    z = {k: jnp.cos(1.0 + jnp.arange(math.prod(x.shape))).reshape(x.shape) for k, x in latents}
+    z = {k: (z[k] / 2).astype(x.dtype) for k, x in latents}
+    program = kernel.context.compiled("densities", densities, target)
+    identity |= {f"log density of '{k}'": float(x) for k, x in program(z).items()}
+    identity["data"] = fingerprint_of(target.args, target.kwargs) or ""
+    # other devices draw other rows
+    shards = kernel.context.shards
+    identity["mesh"] = str(dict(shards.mesh.shape)) if shards else "none"
+    return identity

@@ -1,0 +1,315 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a kernel was given: its arguments, checked once, and never changed."""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+import inspect
+import math
+import re
+from typing import Any, Self
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.sharding import Mesh
+import numpy as np
+from numpyro.infer.initialization import init_to_uniform
+
+from numpyro_sgmcmc.data.fingerprint import description_of
+from numpyro_sgmcmc.data.sharding import checked_mesh
+from numpyro_sgmcmc.data.subsampling import SCHEMES
+from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate
+from numpyro_sgmcmc.target.model import Model
+from numpyro_sgmcmc.tuning.given import checked_metric, checked_tuning
+from numpyro_sgmcmc.tuning.tuning import Tuning
+
+#: A positive number, or a function of the number of steps taken, such as an optax schedule.
+StepSize = float | Callable[[Array], Array | float]
+
+#: Two schedules are told apart at every step of a run, or at so many evenly spaced ones.
+_MOST_STEPS_COMPARED = 100_000
+
+#: Not part of what the law of a run depends on; a model is known by its densities.
+_UNIMPORTANT = {"law": False}
+
+
+def recorded(default: Any) -> Any:
+    """A setting that goes into the record of a run, a word or a number."""
+    return field(default=default, metadata={"recorded": True})
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """
+    The arguments that all kernels have; a method adds its own in a subclass.
+
+    Equality, pickles, copies with another step size, the identity of a run and its record all
+    follow from the fields. The docstrings of the kernels have their descriptions from here.
+
+    :param model: a model with NumPyro primitives. The plates that have a
+        ``subsample_size`` say what a minibatch is; without any, every step uses all data.
+    :param step_size: step size :math:`h`, a positive number or a function of the number
+        of steps taken (warm-up included), such as an ``optax`` schedule; None is tuned. It is
+        in units of the metric: with a tuned one, of a posterior standard deviation.
+    :param metric: the covariance of the posterior of the unconstrained parameters, as far as
+        it is known, in whose coordinates the sampler moves: an array of variances, shape
+        ``(d,)``, or a matrix, ``(d, d)``; a fitted autoguide and its parameters,
+        ``(guide, params)``; ``"diagonal"`` or ``"dense"`` to have it tuned; ``"identity"``. None
+        is tuned if the step size or the friction is, a matrix up to 500 parameters, and else
+        the identity.
+    :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step,
+        after a pass over all data (:class:`~numpyro_sgmcmc.target.potential.ControlVariate`); or
+        ``"auto"``, a control variate if something is tuned and it at least halves the noise.
+    :param float refresh_every: move the anchor of the control variate to the current position
+        every so many passes over the data; it stays at the centre if None.
+    :param Tuning tuning: the result of :meth:`~numpyro_sgmcmc.SGMCMCKernel.tune`, instead of
+        tuning anew: its metric, and its control variate, whose anchor is made anew where the data
+        are others.
+    :param float temperature: the target is :math:`\\propto \\exp(-U / T)`; 1 is the posterior.
+    :param str subsampling: how the rows of a minibatch are drawn: ``"without_replacement"``
+        within a minibatch and independently of other minibatches, ``"with_replacement"``,
+        ``"epochs"``, in shuffled passes over the data, ``"symmetric_sweeps"``, forward
+        and backward through random partitions of them, or ``"blocks"``, of neighbouring rows,
+        which are read from disk much faster (:func:`~numpyro_sgmcmc.data.subsampling.blocks`).
+    :param int steps_per_sample: number of steps between two samples that NumPyro's
+        ``MCMC`` sees; ``num_warmup``, ``num_samples`` and ``thinning`` count samples. None is 1 if
+        the step size is given, and else as many as a chain needs to forget most of where it was,
+        :meth:`~numpyro_sgmcmc.SGMCMCKernel.relaxation_time` twice: samples are then almost
+        independent, as those of NUTS.
+    :param init_strategy: a per-site initialization function of NumPyro.
+    :param bool progress_bar: whether to show the phases of the tuning.
+    :param mesh: devices over which the rows of the data are spread
+        (:func:`~numpyro_sgmcmc.spread_rows`); None is the mesh over which they are, if any.
+    """
+
+    model: Model = field(metadata=_UNIMPORTANT)
+    step_size: StepSize | None = None
+    _: KW_ONLY
+    metric: Any = None
+    gradient: str = "auto"
+    refresh_every: float | None = None
+    tuning: Tuning | None = None
+    temperature: float = recorded(1.0)
+    subsampling: str = recorded("without_replacement")
+    steps_per_sample: int | None = None
+    init_strategy: Callable = init_to_uniform
+    progress_bar: bool = field(default=True, metadata=_UNIMPORTANT)
+    mesh: Mesh | None = field(default=None, metadata=_UNIMPORTANT)
+
+    def __post_init__(self) -> None:
+        if self.step_size is not None and not callable(self.step_size):
+            self.set(step_size=positive("step_size", self.step_size))
+        one_of("subsampling", self.subsampling, tuple(SCHEMES))
+        one_of("gradient", self.gradient, ("auto", "minibatch", "control_variate"))
+        for name, check in (("steps_per_sample", whole), ("refresh_every", positive)):
+            if (value := getattr(self, name)) is not None:
+                self.set(**{name: check(name, value)})
+        self.set(
+            temperature=positive("temperature", self.temperature),
+            mesh=checked_mesh(self.mesh),
+            metric=checked_metric(self.metric),
+            tuning=checked_tuning(self.tuning, self.metric, self.gradient),
+        )
+        if self.refresh_every is not None and self.gradient != "control_variate":
+            raise ValueError(
+                "`refresh_every` moves the anchor of a control variate: it needs"
+                f" gradient='control_variate', but gradient={self.gradient!r}."
+            )
+
+    def set(self, **values: Any) -> None:
+        """Puts values that were checked in the place of those that were given."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def with_values(self, **values: Any) -> Self:
+        """The same settings with other values of some of them."""
+        return replace(self, **values)
+
+    @property
+    def first_step_size(self) -> float | None:
+        """
+        The step size of the first step, if it is given.
+
+        :raises ValueError: if it is that of a schedule, and not a positive number.
+        """
+        if not callable(self.step_size):
+            return self.step_size
+        with jax.ensure_compile_time_eval():
+            step_size = float(self.step_size(jnp.asarray(0)))
+        if not (math.isfinite(step_size) and step_size > 0):
+            raise ValueError(
+                f"The step size schedule gives {step_size} at step 0; it must be positive."
+            )
+        return step_size
+
+    @property
+    def rates_are_given(self) -> bool:
+        """Whether step size and friction are given."""
+        return self.step_size is not None and getattr(self, "friction", 0.0) is not None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The settings that go into the record of a run."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if "recorded" in f.metadata}
+
+    def described(self, num_steps: int = 1) -> dict[str, str]:
+        """
+        Each setting in a word that is the same in every process, of a schedule its values.
+
+        :param int num_steps: number of steps of the run.
+        """
+        found = {}
+        for one in fields(self):
+            if one.metadata.get("law", True):
+                value = getattr(self, one.name)
+                if one.name == "step_size" and callable(value):
+                    value = schedule_values(value, num_steps).tolist()
+                found[one.name] = description_of(value)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            type(self) is type(other)
+            and isinstance(other, Settings)
+            and self.model == other.model
+            and self.described() == other.described()
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.model))
+
+
+def schedule_values(schedule: Callable, num_steps: int) -> np.ndarray:
+    """The step sizes of a run, at every step or at 100,000 of them."""
+    count = min(max(1, num_steps), _MOST_STEPS_COMPARED)
+    steps = np.unique(np.linspace(0, max(0, num_steps - 1), count).astype(np.int32))
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.vmap(lambda i: jnp.asarray(schedule(i), float))(steps))
+
+
+def covariance_settings(
+    noise: NoiseEstimate | None, covariance: str | None, used: bool, remedy: str
+) -> NoiseEstimate | None:
+    """
+    The estimate that ``noise`` or its short form ``covariance`` asks for.
+
+    :param bool used: whether the method makes use of one.
+    :param str remedy: what to do where it does not.
+    :raises ValueError: if both are given, or one that would be ignored.
+    """
+    if noise is not None and not isinstance(noise, NoiseEstimate):
+        raise ValueError(
+            "`noise` must be a `NoiseEstimate`, for instance"
+            f" `NoiseEstimate(covariance='full')`; got {noise!r}."
+        )
+    if noise is not None and covariance is not None:
+        raise ValueError(
+            f"`covariance={covariance!r}` is short for `noise=NoiseEstimate(covariance="
+            f"{covariance!r})`, and `noise` is given too: give one of them."
+        )
+    if not used and (noise is not None or covariance is not None):
+        name = "noise" if covariance is None else "covariance"
+        raise ValueError(
+            f"`{name}` says how the noise of the gradient is estimated, which it is not: {remedy},"
+            f" or leave `{name}` out."
+        )
+    if not used:
+        return None
+    return NoiseEstimate(covariance) if noise is None else noise
+
+
+def check_not_matrix_free(noise: NoiseEstimate | None, integrator: str, instead: str) -> None:
+    """
+    :raises ValueError: if a covariance that is needed before the gradient is known only after it.
+    """
+    if noise is not None and noise.covariance == "matrix_free":
+        raise ValueError(
+            f"integrator='{integrator}' needs the covariance before the gradient, which"
+            f" covariance='matrix_free' does not hold; use integrator='{instead}'."
+        )
+
+
+def positive(name: str, value: Any) -> float:
+    """
+    :raises ValueError: if ``value`` is not a positive finite number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool | str) or not (math.isfinite(number) and number > 0):
+        raise ValueError(f"`{name}` must be a positive finite number; got {value!r}.")
+    return number
+
+
+def whole(name: str, value: Any) -> int:
+    """
+    :raises ValueError: if ``value`` is not a positive integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+    return value
+
+
+def one_of(name: str, value: Any, options: Any) -> str:
+    """
+    :raises ValueError: if ``value`` is not among ``options``, which the message lists.
+    """
+    if value not in options:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, options))}; got {value!r}.")
+    return value
+
+
+#: Arguments of earlier versions, and where they are now.
+_MOVED = dict.fromkeys(("estimator", "window", "rank"), "noise=NoiseEstimate({}=...)")
+
+
+def signature_of(settings: type[Settings]) -> inspect.Signature:
+    """The arguments in an order for readers: those of the method before those of all kernels."""
+    parameters = inspect.signature(settings).parameters.values()
+    shared = inspect.signature(Settings).parameters
+    return inspect.Signature(
+        sorted(parameters, key=lambda p: (p.kind, p.kind == p.KEYWORD_ONLY and p.name in shared))
+    )
+
+
+def bound(kernel: type, settings: type[Settings], args: tuple, kwargs: dict) -> Settings:
+    """
+    The settings with these arguments.
+
+    :raises TypeError: if there is no such argument, in the name of the kernel.
+    :raises ValueError: if an argument has no meaning.
+    """
+    try:
+        model = signature_of(settings).bind(*args, **kwargs).arguments["model"]
+    except TypeError as error:
+        names = ", ".join(signature_of(settings).parameters)
+        moved = [_MOVED[name].format(name) for name in kwargs if name in _MOVED]
+        remedy = f"write {', '.join(moved)}" if moved else f"the arguments are {names}"
+        raise TypeError(f"{kernel.__name__}: {error}; {remedy}.") from None
+    if not callable(model):
+        raise ValueError(
+            f"{kernel.__name__} needs a model, a function with NumPyro primitives; got {model!r}."
+        )
+    return settings(*args, **kwargs)
+
+
+def with_inherited_parameters(doc: str, known: list[str], signature: inspect.Signature) -> str:
+    """
+    A docstring with a ``:param`` block for each argument, in the order of the signature.
+
+    :param doc: has some of them.
+    :param known: docstrings that have the others, the nearest first.
+    """
+    block = re.compile(r"^    :(?:param|type)[^:\n]*?(\w+):.*(?:\n        .*)*\n", re.MULTILINE)
+    found: dict[str, str] = {}
+    for text in (doc, *known):
+        for match in block.finditer(text):
+            found.setdefault(match.group(1), match.group(0))
+    blocks = [found[name] for name in signature.parameters if name in found]
+    first = block.search(doc) or re.search("^    :raises", doc, re.MULTILINE)
+    rest = block.sub("", doc)
+    place = first.start() if first else len(rest)
+    return rest[:place] + "".join(blocks) + rest[place:]

@@ -1,0 +1,105 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Symmetric splittings of Langevin dynamics, each with one gradient a step, for any map of the
+momentum in their middle.
+
+With the drift A, the kick B and a map O of the momentum a symmetric splitting is named by its maps
+in order, half a step for those that appear twice. Splittings that begin with a kick are written
+from one drift to the next, so that the gradient of a step serves both of its kicks.
+
+A splitting knows neither model nor method: what the middle is, an Ornstein-Uhlenbeck map, the
+same between two thermostats, or that of NOGIN, is an argument. A new one is a function here and a
+line in :data:`SPLITTINGS`; :class:`~numpyro_sgmcmc.SGHMC`, :class:`~numpyro_sgmcmc.SGNHT` and
+:class:`~numpyro_sgmcmc.CCAdL` then have it.
+
+**References:**
+
+1. *Rational Construction of Stochastic Numerical Methods for Molecular Sampling*,
+   Benedict Leimkuhler and Charles Matthews (2013).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
+from numpyro_sgmcmc.kernels.integrators import drift, kick
+
+#: The map O: the momentum, and the evaluation of the gradient or None where there is none yet, to
+#: the momentum, and what else the method keeps.
+Middle = Callable[[Array, Evaluation | None], tuple[Array, Any]]
+
+#: The position, the momentum, what else the method keeps, and the evaluation of the gradient.
+Moved = tuple[Array, Array, Any, Evaluation]
+
+
+def kicks_around(
+    position: Array, momentum: Array, gradient: Gradient, h: Array, middle: Middle, before: float
+) -> Moved:
+    """
+    A(b h) B(h/2) O B(h/2) A((1 - b) h), the gradient between the drifts:
+
+    .. math::
+
+        \\theta &\\leftarrow \\theta + b h p \\\\
+        p &\\leftarrow p - \\tfrac h2 \\nabla \\tilde U(\\theta) \\\\
+        p &\\leftarrow O(p) \\\\
+        p &\\leftarrow p - \\tfrac h2 \\nabla \\tilde U(\\theta) \\\\
+        \\theta &\\leftarrow \\theta + (1 - b) h p .
+
+    It is ABOBA for :math:`b = 1/2` and OBABO, from one drift to the next, for :math:`b = 1`.
+
+    :param before: :math:`b`, the part of the drift that comes before the gradient.
+    """
+    position = drift(position, momentum, before * h)
+    evaluation = gradient(position)
+    momentum = kick(momentum, evaluation.gradient, h / 2)
+    momentum, kept = middle(momentum, evaluation)
+    momentum = kick(momentum, evaluation.gradient, h / 2)
+    position = drift(position, momentum, (1 - before) * h)
+    return position, momentum, kept, evaluation
+
+
+def drifts_around(
+    position: Array, momentum: Array, gradient: Gradient, h: Array, middle: Middle
+) -> Moved:
+    """
+    A(h/2) O A(h/2) B(h), which is BAOAB from one drift to the next:
+
+    .. math::
+
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p &\\leftarrow O(p) \\\\
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p &\\leftarrow p - h \\nabla \\tilde U(\\theta) .
+    """
+    position = drift(position, momentum, h / 2)
+    momentum, kept = middle(momentum, None)
+    position = drift(position, momentum, h / 2)
+    evaluation = gradient(position)
+    return position, kick(momentum, evaluation.gradient, h), kept, evaluation
+
+
+class Splitting(NamedTuple):
+    """
+    A splitting by its name.
+
+    - **step** - position, momentum, gradient oracle, step size and middle to :data:`Moved`.
+    - **gradient_at_end** - whether the gradient is taken at the position where the step ends.
+    - **gradient_before_middle** - whether the middle map gets the evaluation of the gradient.
+    """
+
+    step: Callable[[Array, Array, Gradient, Array, Middle], Moved]
+    gradient_at_end: bool
+    gradient_before_middle: bool
+
+
+SPLITTINGS: dict[str, Splitting] = {
+    "aboba": Splitting(partial(kicks_around, before=0.5), False, True),
+    "baoab": Splitting(drifts_around, True, False),
+    "obabo": Splitting(partial(kicks_around, before=1.0), True, True),
+}

@@ -1,0 +1,131 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The state of a chain: what a step changes, what it does not, and what is watched."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.gradients.estimators import Evaluation
+from numpyro_sgmcmc.stein import SteinSums
+from numpyro_sgmcmc.target.metric import Metric
+from numpyro_sgmcmc.target.potential import Anchor
+from numpyro_sgmcmc.target.prefetch import Prefetched
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Layout:
+    """
+    Facts that are part of the compiled program: with others JAX traces anew.
+
+    - **steps_per_sample** - number of steps between two samples.
+    - **sites** - number of parameters of each latent site, in the order of their names.
+    - **noise** - how the covariance of the gradient's noise is estimated, a
+      :class:`~numpyro_sgmcmc.gradients.noise_estimate.RunningCovariance`, or None.
+    """
+
+    steps_per_sample: int
+    sites: tuple[int, ...]
+    noise: Any = None
+
+
+class Fixed(NamedTuple):
+    """
+    What was decided before the chains started: the same for every step and every chain.
+
+    - **step_size** - step size, unless a schedule gives it.
+    - **friction** - friction :math:`A`, or None for methods that have none.
+    - **metric** - the metric in whose coordinates the chain moves.
+    - **variances** - the diagonal of :math:`L L^\\top` of the metric, shape (d,).
+    - **warmup_steps** - number of steps of the warm-up, after which nothing adapts.
+    - **anchor** - of the control variate, or None; one for each chain if it moves.
+    - **constants** - what the method has decided for this model.
+    - **layout** - facts that are part of the program.
+    """
+
+    step_size: Array
+    friction: Any
+    metric: Metric
+    variances: Array
+    warmup_steps: Array
+    anchor: Anchor | None
+    constants: Any
+    layout: Layout
+
+
+class Monitored(NamedTuple):
+    """
+    What a chain tells of itself.
+
+    - **minibatch_potential** - the minibatch potential at the latest gradient, a noisy
+      estimate of the potential that is not of use for comparing draws; 0 before the first.
+    - **nonfinite_steps** - number of steps undone because they were not finite.
+    - **diverging** - whether a step of the latest sample was.
+    - **configurational_temperature** - the latest sample's share of the mean of the diagonal
+      of the Stein matrix (:mod:`numpyro_sgmcmc.stein`): its mean over the draws is 1
+      if they are as wide as the posterior; 0 in the warm-up, and NaN where minibatches are
+      not independent, which this cannot judge.
+    - **stein** - running sums for the Stein matrix.
+    """
+
+    minibatch_potential: Array
+    nonfinite_steps: Array
+    diverging: Array
+    configurational_temperature: Array
+    stein: SteinSums
+
+
+class SGMCMCState(NamedTuple):
+    """
+    State of a chain. Each field, and each field of ``dynamics`` and ``monitor`` by its own name,
+    can be collected with ``mcmc.run(..., extra_fields=("step_size", "thermostat"))``, and so can
+    ``kinetic_temperature`` for methods with momentum.
+
+    - **i** - number of steps taken, warm-up included.
+    - **z** - unconstrained values of the latent sites; within a step the position, a vector of
+      shape (d,) in the coordinates of the metric.
+    - **dynamics** - what the method keeps besides the position, for instance the momentum.
+    - **step_size** - step size of the latest step.
+    - **monitor** - what the chain tells of itself, a :class:`Monitored`.
+    - **fixed** - what was decided before the chains started, a :class:`Fixed`.
+    - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of ``i`` and keys split
+      from it.
+    - **prefetched** - minibatches of the next steps that have been read from disk, or None.
+    """
+
+    i: Array
+    z: Any
+    dynamics: Any
+    step_size: Array
+    monitor: Monitored
+    fixed: Fixed
+    rng_key: Array
+    prefetched: Prefetched | None = None
+
+    def __getitem__(self, key: Any) -> Any:
+        """A part of the state by its name, as NumPyro looks up what it is to collect."""
+        if not isinstance(key, str):
+            return tuple.__getitem__(self, key)
+        named = zip(getattr(self.dynamics, "_fields", ()), self.dynamics, strict=True)
+        parts = self.monitor._asdict() | dict(named)
+        if key in parts:
+            return parts[key]
+        if key == "kinetic_temperature" and "momentum" in parts:
+            return jnp.mean(parts["momentum"] ** 2, axis=-1)
+        raise ValueError(f"The state has no field '{key}'; it has {', '.join(self.names)}.")
+
+    @property
+    def names(self) -> list[str]:
+        """What can be collected."""
+        own = getattr(self.dynamics, "_fields", ())
+        names = [*self._fields, *own, *self.monitor._fields]
+        return names + (["kinetic_temperature"] if "momentum" in names else [])
+
+
+#: A step of a method: the new state and the evaluation of the gradient.
+Step = tuple[SGMCMCState, Evaluation]

@@ -1,0 +1,217 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+From one sample of a chain to the next: functions of a method, a target and a state.
+
+The method is a kernel, of which nothing is used but its step and what it was given; all that is
+known of the model and the data is in the target, all else in the state.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
+from numpyro_sgmcmc.kernels.chains import axes_of, check_traced, layout_on, placed
+from numpyro_sgmcmc.kernels.state import Fixed, Monitored, SGMCMCState
+from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
+from numpyro_sgmcmc.target.model import Values
+from numpyro_sgmcmc.target.potential import Potential, Rows, ravel
+from numpyro_sgmcmc.target.prefetch import nothing_prefetched, prefetched_with, rows_at
+from numpyro_sgmcmc.target.target import Target
+
+if TYPE_CHECKING:
+    from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+
+
+def start(
+    method: "SGMCMCKernel",
+    target: Target,
+    fixed: Fixed,
+    z: Values,
+    chain_key: Array,
+    dynamics_key: Array,
+) -> SGMCMCState:
+    """
+    The state of one chain before its first step.
+
+    :param fixed: what was decided before the chains start.
+    :param z: unconstrained values of the latent sites.
+    :param chain_key: random key of the chain.
+    :param dynamics_key: random key of the first momentum.
+    """
+    flat, _ = ravel_pytree(z)
+    position = fixed.metric.coordinates(flat)
+    count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), flat.dtype)
+    return SGMCMCState(
+        i=count,
+        z=z,
+        dynamics=method.init_dynamics(dynamics_key, position, fixed),
+        step_size=_step_size(method, count, fixed).astype(flat.dtype),
+        monitor=Monitored(
+            minibatch_potential=zero,
+            nonfinite_steps=count,
+            diverging=jnp.zeros((), bool),
+            configurational_temperature=zero,
+            stein=start_sums(position, fixed.layout.sites),
+        ),
+        fixed=fixed,
+        rng_key=chain_key,
+        prefetched=nothing_prefetched(target),
+    )
+
+
+def sample(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
+    """One sample of one chain or, along a leading axis, of several."""
+    several = jnp.ndim(state.i) > 0
+    if (passes := method.given.refresh_every) is not None:
+        state = _with_anchor_moved(state, passes, target)
+    axes = axes_of(state)
+    advance = partial(_advance, method, target)
+    state = (jax.vmap(advance, (axes,), axes) if several else advance)(state)
+    # what goes through a condition is copied: no more than it needs
+    stein = lax.cond(
+        batch_is_full(state.monitor.stein),
+        jax.vmap(close_batch) if several else close_batch,
+        lambda sums: sums,
+        state.monitor.stein,
+    )
+    return state._replace(monitor=state.monitor._replace(stein=stein))
+
+
+def sample_on_devices(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
+    """One sample, on each of the devices that the data are spread over."""
+    shards = target.shards
+    assert shards is not None
+    check_traced(shards, state, target.args, target.kwargs)
+    specs = layout_on(shards, state)
+    # not kept: what a step is depends on the layout
+    program, data, _ = target.program(partial(sample, method), [specs], specs)
+    return placed(shards, program(data, state))
+
+
+def _with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGMCMCState:
+    """The anchor moved to the position, if it is time to."""
+    move = jax.vmap(target.anchor) if jnp.ndim(state.i) > 0 else target.anchor
+    steps = state.fixed.layout.steps_per_sample
+    every = max(1, round(passes / (target.minibatch_share * steps)))
+    i = state.i.ravel()[0]  # the same in all chains
+    anchor = lax.cond(
+        ((i // steps) % every == 0) & (i > 0),
+        lambda z, _: move(z),
+        lambda _, anchor: anchor,
+        state.z,
+        state.fixed.anchor,
+    )
+    return state._replace(fixed=state.fixed._replace(anchor=anchor))
+
+
+def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
+    """The steps of one sample of one chain, on the position as one flat vector."""
+    fixed, z, monitor = state.fixed, state.z, state.monitor
+    flat, position, potential = flattened(target, state)
+    none = jnp.zeros_like(monitor.configurational_temperature)
+    # what is the same for every step stays out of the loop
+    nothing: Any = None
+    state = state._replace(
+        z=position, monitor=monitor._replace(configurational_temperature=none), fixed=nothing
+    )
+    body = partial(one_step, method, target, potential, fixed)
+    steps = fixed.layout.steps_per_sample
+    state = body(0, state) if steps == 1 else lax.fori_loop(0, steps, body, state)
+    stein, counted = state.monitor.stein, state.i > fixed.warmup_steps
+    diverging = state.monitor.nonfinite_steps > monitor.nonfinite_steps
+    stein = stein._replace(samples=stein.samples + counted)
+    _, unravel = ravel_pytree(z)
+    return state._replace(
+        z=unravel(fixed.metric.moved(flat, position, state.z)),
+        monitor=state.monitor._replace(diverging=diverging, stein=stein),
+        fixed=fixed,
+    )
+
+
+def one_step(
+    method: "SGMCMCKernel",
+    target: Target,
+    potential: Potential,
+    fixed: Fixed,
+    _: Any,
+    state: SGMCMCState,
+) -> SGMCMCState:
+    """
+    One step, on the position as one flat vector; undone and counted if it is not finite.
+
+    :param state: without what is fixed, before and after.
+    """
+    monitor, i = state.monitor, state.i
+    # the split is the same at each step, and compiled loops do it once
+    rows_key, *keys = random.split(state.rng_key, 3)
+    noise_key, model_key = (random.fold_in(key, i) for key in keys)
+    rows: Rows = target.rows(rows_key, i)
+    if state.prefetched is not None:
+        prefetched = prefetched_with(i, rows_key, state.prefetched, target)
+        state = state._replace(prefetched=prefetched)
+        rows = {**rows, **rows_at(prefetched, i)}
+    gradient = gradient_oracle(target, potential, rows, model_key, fixed.layout.noise)
+    step_size = _step_size(method, i, fixed).astype(state.step_size.dtype)
+    before = state._replace(step_size=step_size, fixed=fixed)
+    new, evaluation = method.step(before, gradient, noise_key)
+    # The sum is not finite if any entry is not; squares could overflow before.
+    finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
+    moved = (new.z, new.dynamics, evaluation.potential)
+    stayed = (state.z, _turned(state.dynamics), monitor.minibatch_potential)
+    z, dynamics, minibatch_potential = jax.tree.map(
+        lambda after, before: jnp.where(finite, after, before), moved, stayed
+    )
+    warmup = fixed.warmup_steps
+    settled = (i >= warmup // 2) & (i < warmup)
+    # the noise of minibatches that are not independent is correlated with the position
+    judged = target.scheme.independent
+    stein, share = add_to_sums(
+        center_sums(monitor.stein, state.z, jnp.where(settled, i - warmup // 2 + 1, 0)),
+        new.z if method.traits.gradient_at_end else state.z,
+        evaluation.gradient,
+        finite & (i >= warmup) & judged,
+        method.given.temperature,
+        fixed.layout.sites,
+        fixed.metric.direction,
+        fixed.variances,
+    )
+    share = share / fixed.layout.steps_per_sample if judged else jnp.full_like(share, jnp.nan)
+    return state._replace(
+        i=i + 1,
+        z=z,
+        dynamics=dynamics,
+        step_size=step_size,
+        monitor=Monitored(
+            minibatch_potential=minibatch_potential,
+            nonfinite_steps=monitor.nonfinite_steps + ~finite,
+            diverging=monitor.diverging,
+            configurational_temperature=monitor.configurational_temperature + share,
+            stein=stein,
+        ),
+    )
+
+
+def flattened(target: Target, state: SGMCMCState) -> tuple[Array, Array, Potential]:
+    """The values of one chain as one vector, the position, and the potential there."""
+    metric, flat = state.fixed.metric, ravel(state.z)
+    potential = target.potential(metric, state.fixed.anchor)
+    return flat, metric.coordinates(flat), potential
+
+
+def _step_size(method: "SGMCMCKernel", i: Array, fixed: Fixed) -> Array:
+    given = method.given.step_size
+    return jnp.asarray(given(i) if callable(given) else fixed.step_size)
+
+
+def _turned(dynamics: Any) -> Any:
+    """With the momentum reversed: else a step that is undone would lead to the same place."""
+    if "momentum" not in getattr(dynamics, "_fields", ()):
+        return dynamics
+    return dynamics._replace(momentum=-dynamics.momentum)

@@ -1,0 +1,120 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a run says of itself, in a form that is kept with its draws."""
+
+from importlib.metadata import version
+from itertools import product
+import math
+from typing import Any
+
+import numpy as np
+from numpyro.infer import MCMC
+import xarray as xr
+
+from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
+
+
+def stein_of(mcmc: MCMC) -> SteinReport | None:
+    """The Stein matrix that the run has kept, or None for kernels that keep none."""
+    sums = getattr(getattr(mcmc.last_state, "monitor", None), "stein", None)
+    return stein_report(sums) if isinstance(sums, SteinSums) else None
+
+
+def attributes(
+    mcmc: MCMC, stein: SteinReport | None, sampling_time: float | None
+) -> dict[str, str | int | float]:
+    """The settings of the kernel and the facts of the run, as words and numbers."""
+    settings = getattr(mcmc.sampler, "settings", {})
+    # netCDF has no truth values
+    found = {name: int(x) if isinstance(x, bool) else x for name, x in settings.items()}
+    found.setdefault("algorithm", type(mcmc.sampler).__name__)
+    found |= {
+        "inference_library": "numpyro_sgmcmc",
+        "inference_library_version": version("numpyro_sgmcmc"),
+        "numpyro_version": version("numpyro"),
+        "jax_version": version("jax"),
+        "tuning_steps": mcmc.num_warmup,
+        "thinning": mcmc.thinning,
+    }
+    if "passes_per_sample" in found:
+        samples = mcmc.num_chains * (mcmc.num_warmup + mcmc.num_samples)
+        found["passes"] = samples * float(found["passes_per_sample"])
+    if hasattr(mcmc.last_state, "monitor"):
+        found["dimension"] = sum(map(math.prod, latent_shapes(mcmc).values()))
+        found["nonfinite_steps"] = int(np.sum(mcmc.last_state.monitor.nonfinite_steps))
+    if stein is not None:
+        found |= {
+            "configurational_temperature": stein.temperature,
+            "configurational_temperature_error": stein.error,
+            "variance_ratio_smallest": float(stein.ratios.min()),
+            "variance_ratio_largest": float(stein.ratios.max()),
+            "stein_eigenvalue_smallest": stein.eigenvalues[0],
+            "stein_eigenvalue_largest": stein.eigenvalues[1],
+            "stein_samples": stein.samples,
+            "verdict": stein.problem() or "",
+        }
+    if sampling_time is not None:
+        found["sampling_time"] = float(sampling_time)
+    return found
+
+
+def variable_name(site: str) -> str:
+    """The name of a site among the results: in a tree of groups a slash would begin another."""
+    return site.replace("/", ".")
+
+
+def parameters(shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], list[str]]:
+    """
+    Labels of the unconstrained parameters, as ArviZ writes them, and the variable of each, in the
+    order of the flat vector.
+
+    :param shapes: shapes of the unconstrained values of the latent sites.
+    """
+    labels, sites = [], []
+    for site in sorted(shapes):
+        name = variable_name(site)
+        for index in product(*map(range, shapes[site])):
+            labels.append(f"{name}[{', '.join(map(str, index))}]" if index else name)
+            sites.append(name)
+    return labels, sites
+
+
+def stein_group(stein: SteinReport, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
+    """
+    The Stein matrix by parameter, for ArviZ: variables ``variance_ratio`` and
+    ``variance_ratio_error``, and up to 100 parameters ``eigenvalue`` and ``eigenvalue_spread``,
+    of the block of each site, over the dimension ``parameter`` (labels of the unconstrained
+    parameters, or of the sites if there are more than 1,000) with the coordinate ``site``.
+    """
+    labels, sites = parameters(shapes)
+    if len(stein.ratios) != len(labels):
+        labels = sites = [variable_name(site) for site in sorted(shapes)]
+    site_of = np.asarray(sites)
+    variables: dict[str, Any] = {
+        "variance_ratio": stein.ratios,
+        "variance_ratio_error": stein.ratio_errors,
+    }
+    if stein.matrix is not None:
+        values, spread = np.zeros(len(labels)), np.zeros(len(labels))
+        for site in dict.fromkeys(sites):
+            block = np.flatnonzero(site_of == site)
+            values[block] = np.linalg.eigvalsh(stein.matrix[np.ix_(block, block)])
+            spread[block] = stein.eigenvalue_spread(len(block))
+        variables |= {"eigenvalue": values, "eigenvalue_spread": spread}
+    return xr.Dataset(
+        {name: ("parameter", np.asarray(x, float)) for name, x in variables.items()},
+        {"parameter": labels, "site": ("parameter", sites)},
+        {
+            "temperature": stein.temperature,
+            "temperature_error": stein.error,
+            "samples": stein.samples,
+        },
+    )
+
+
+def latent_shapes(mcmc: MCMC) -> dict[str, tuple[int, ...]]:
+    """Shapes of the unconstrained values of one chain, from the latest state."""
+    z = mcmc.last_state.z
+    batch = np.ndim(mcmc.last_state.i)
+    return {name: tuple(x.shape[batch:]) for name, x in z.items()}

@@ -1,0 +1,287 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""From an ``MCMC`` object to ArviZ: ``InferenceData`` in ArviZ 0.x, ``DataTree`` in 1.x."""
+
+from collections.abc import Callable, Mapping
+import inspect
+import math
+from typing import Any
+import warnings
+
+import jax
+from jax import Array, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.handlers import uncondition
+from numpyro.infer import MCMC, Predictive
+from numpyro.primitives import Messenger
+import xarray as xr
+
+from numpyro_sgmcmc.results.facts import (
+    attributes,
+    latent_shapes,
+    stein_group,
+    stein_of,
+    variable_name,
+)
+from numpyro_sgmcmc.results.kept_rows import Selection, full_sites, keep_rows, log_likelihood_of
+from numpyro_sgmcmc.stein import advice
+from numpyro_sgmcmc.target.host import arguments, view_of
+from numpyro_sgmcmc.target.model import as_arrays
+
+#: Values of the size of (chains, draws, N) beyond this need `max_values`: 2 GB in float32.
+MAX_VALUES = 500_000_000
+
+
+def to_arviz(
+    mcmc: MCMC,
+    *,
+    log_likelihood: bool = False,
+    posterior_predictive: bool = False,
+    constant_data: bool = True,
+    rows: Selection | Mapping[str, Selection] | None = None,
+    rng_key: Array | None = None,
+    coords: Mapping[str, Any] | None = None,
+    dims: Mapping[str, list[str]] | None = None,
+    attrs: Mapping[str, str | int | float] | None = None,
+    sampling_time: float | None = None,
+    max_values: int = MAX_VALUES,
+) -> Any:
+    """
+    The results of a run for ArviZ, on the full data.
+
+    Its groups are ``posterior``, ``sample_stats`` (the collected fields of the state), ``stein``
+    (the variance ratio of each parameter and its standard error, see
+    :mod:`numpyro_sgmcmc.stein`), ``observed_data``, ``constant_data`` (the array arguments of the
+    model), and on request ``log_likelihood`` and ``posterior_predictive``.
+
+    Variables have the shape ``(chain, draw, *site)``. Names of dimensions are those of
+    the plates and of ``infer={"event_dims": [...]}``; ``dims`` adds to them. Nothing of a
+    minibatch is in the result. Plain ``arviz.from_numpyro(mcmc)`` gives the same posterior. A
+    slash in the name of a site, as those of ``flax_module`` have, becomes a dot, since in ArviZ 1.x
+    it would begin a group.
+
+    With more rows than memory is there for, ``rows=2_000`` draws so many of them at random:
+    all groups then hold these rows only, at a cost that grows with their number and not with
+    :math:`N`, and the dimension of the plate has their numbers as its coordinate. Checks of
+    calibration such as ``arviz.plot_loo_pit`` need no more; :math:`N / n` times the sum over
+    :math:`n` rows estimates that over all of them, and
+    :func:`~numpyro_sgmcmc.results.loo.loo` does so better.
+
+    :param mcmc: an ``MCMC`` object after its run, of any kernel.
+    :param bool log_likelihood: whether to compute :math:`\\log p(y_i \\mid \\theta)` of every
+        row for every draw, one draw at a time: an array of (chains, draws, :math:`N`).
+    :param bool posterior_predictive: whether to draw new observations of every row for
+        every draw, one draw at a time; arrays of the same size.
+    :param bool constant_data: whether to keep the array arguments of the model that are
+        not its observations.
+    :param rows: how many rows of every subsampled plate to keep, drawn without replacement
+        (the same ones for plates of the same size), or the numbers of the rows, or a dict of
+        either by the name of the plate; plates that it does not name stay whole. All are kept if
+        None, but of data on disk (:class:`~numpyro_sgmcmc.RowsOnDisk`) 1,000.
+    :param rng_key: random key of the choice of rows and of the posterior predictive draws.
+    :param coords: coordinate values of dimensions, by name; of all rows, also with ``rows``.
+    :param dims: names of the dimensions of variables, in addition to the inferred ones.
+    :param attrs: attributes in addition to the settings of the kernel.
+    :param float sampling_time: seconds that the run took, kept as an attribute; NumPyro does
+        not measure it.
+    :param int max_values: largest number of values that ``log_likelihood`` or
+        ``posterior_predictive`` may have.
+    :return: an ``arviz.InferenceData`` or an ``xarray.DataTree``.
+    :raises ValueError: if the object has no draws, if a requested group is too large, or if
+        there are no such rows.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGNHT, to_arviz
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> mcmc = MCMC(SGNHT(model, step_size=1e-2, friction=10.0), num_warmup=100,
+        ...             num_samples=100, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), jnp.ones(50))
+        >>> data = to_arviz(mcmc, log_likelihood=True)
+        >>> data["log_likelihood"]["y"].sizes["rows"]
+        50
+        >>> data = to_arviz(mcmc, posterior_predictive=True, rows=[3, 14, 41])
+        >>> data["posterior_predictive"]["y"].coords["rows"].values.tolist()
+        [3, 14, 41]
+    """
+    import arviz
+
+    args, kwargs = arguments_of(mcmc)
+    key = random.key(0) if rng_key is None else rng_key
+    _warn_if_nonfinite(mcmc)
+    _warn_if_friction_is_exceeded(mcmc)
+    stein = stein_of(mcmc)
+    if stein is not None and (problem := stein.problem()) is not None:
+        warnings.warn(advice(problem), stacklevel=2)
+    draws = mcmc.get_samples(group_by_chain=True)
+    model, draws, chosen = keep_rows(mcmc.sampler.model, draws, args, kwargs, rows, key)
+    coords = dict(chosen) | {
+        name: np.asarray(labels)[chosen[name]] if name in chosen else labels
+        for name, labels in (coords or {}).items()
+    }
+    sites = full_sites(model, draws, args, kwargs)
+    observed = {
+        name: site
+        for name, site in sites.items()
+        if site["type"] == "sample" and site["is_observed"] and site["value"] is not None
+    }
+    groups: dict[str, Any] = {}
+    all_dims = plate_dims(sites) | {variable_name(k): list(v) for k, v in (dims or {}).items()}
+    if posterior_predictive:
+        values = sum(math.prod(site["fn"].shape()) for site in observed.values())
+        check_size("posterior_predictive", mcmc, values, max_values)
+        predict = Predictive(
+            uncondition(model),
+            draws,
+            return_sites=[name for name in observed if not _is_factor(observed[name])],
+            batch_ndims=2,
+        )
+        groups["posterior_predictive"] = _variables(predict(key, *args, **kwargs))
+    if constant_data:
+        plates = {s["args"][0]: name for name, s in sites.items() if s["type"] == "plate"}
+        known = [np.asarray(site["value"]) for site in observed.values()]
+        found: dict[str, np.ndarray] = {}
+        for name, argument in _array_arguments(mcmc.sampler.model, args, kwargs).items():
+            # an observation may have rows of several plates
+            x = argument
+            for axis, size in enumerate(argument.shape):
+                if plates.get(size) in chosen:
+                    x = jnp.take(x, chosen[plates[size]], axis=axis)
+            if any(x.shape == v.shape and np.array_equal(x, v) for v in known):
+                continue
+            plate = plates.get(argument.shape[0])
+            found[name] = np.asarray(argument[chosen[plate]] if plate in chosen else argument)
+            if plate is not None:
+                all_dims.setdefault(
+                    name, [plate, *(f"{name}_dim_{k}" for k in range(1, argument.ndim))]
+                )
+        groups["constant_data"] = found or None
+    # ArviZ is to have the arguments as arrays of JAX, too
+    view = view_of(mcmc, _SitesAsVariables(model), _variables(draws), args, kwargs)
+    data = arviz.from_numpyro(view, coords=coords, dims=all_dims, log_likelihood=False, **groups)
+    if log_likelihood:
+        values = sum(math.prod(site["fn"].batch_shape) for site in observed.values())
+        check_size("log_likelihood", mcmc, values, max_values)
+        terms = log_likelihood_of(model, draws, args, kwargs, batch_ndims=2)
+        _add_group(arviz, data, "log_likelihood", _variables(terms), coords, all_dims)
+    if stein is not None:
+        _add_dataset(data, "stein", stein_group(stein, latent_shapes(mcmc)))
+    data.attrs.update(attributes(mcmc, stein, sampling_time) | dict(attrs or {}))
+    return data
+
+
+class _SitesAsVariables(Messenger):
+    """A model whose sites have the names of the variables of the result."""
+
+    def process_message(self, msg: dict) -> None:
+        if msg["type"] in ("sample", "deterministic"):
+            msg["name"] = variable_name(msg["name"])
+
+
+def _variables(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {variable_name(name): x for name, x in jax.device_get(values).items()}
+
+
+def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:
+    """The arguments of the model in the run."""
+    if mcmc.last_state is None:
+        raise ValueError("The `MCMC` object has no draws yet: call `mcmc.run(...)` first.")
+    return as_arrays(arguments(mcmc))
+
+
+def _warn_if_friction_is_exceeded(mcmc: MCMC) -> None:
+    used = np.asarray(mcmc.get_extra_fields().get("friction_used", 0.0))
+    if np.any(used > 1):
+        warnings.warn(
+            "The noise of the gradient was more than the friction can dissipate in"
+            f" {np.mean(used > 1):.1%} of the draws, by a factor of up to {np.max(used):.3g}: they"
+            " spread too widely. Increase the friction or reduce the step size by more than that"
+            " factor, or use CCAdL, which has no such limit.",
+            stacklevel=3,
+        )
+
+
+def _warn_if_nonfinite(mcmc: MCMC) -> None:
+    state = mcmc.last_state
+    undone = np.asarray(getattr(getattr(state, "monitor", None), "nonfinite_steps", 0))
+    if undone.sum():
+        chains = undone.reshape(-1)
+        warnings.warn(
+            f"{int(chains.sum())} steps were not finite and were undone, in"
+            f" {int((chains > 0).sum())} of {chains.size} chains, at a step size of"
+            f" {float(np.max(state.step_size)):.3g}. The draws near them cannot be trusted: reduce"
+            " the step size, start closer to the posterior (`init_to_value`), or give"
+            " parameters with heavy-tailed posteriors a narrower prior.",
+            stacklevel=3,
+        )
+
+
+def _is_factor(site: dict) -> bool:
+    return type(site["fn"]).__name__ == "Unit"
+
+
+def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
+    """Names of the dimensions of the variable of every site: its plates, then its events."""
+    found = {}
+    for name, site in sites.items():
+        if site["type"] not in ("sample", "deterministic"):
+            continue
+        frames = sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)
+        events = site["infer"].get("event_dims", []) if site["type"] == "sample" else []
+        if frames or events:
+            found[variable_name(name)] = [frame.name for frame in frames] + list(events)
+    return found
+
+
+def _array_arguments(model: Callable, args: tuple, kwargs: dict) -> dict[str, Array]:
+    bound = inspect.signature(getattr(model, "fn", model)).bind(*args, **kwargs).arguments
+    return {k: x for k, x in bound.items() if isinstance(x, jax.Array) and x.ndim > 0}
+
+
+def check_size(
+    group: str,
+    mcmc: MCMC,
+    values: int,
+    max_values: int,
+    remedy: str = "`rows=2_000` for some of the rows",
+) -> None:
+    draws = mcmc.num_chains * (mcmc.num_samples // mcmc.thinning)
+    if draws * values > max_values:
+        raise ValueError(
+            f"`{group}` would have {draws:,} draws x {values:,} values = {draws * values:,} values,"
+            f" more than max_values={max_values:,}. Use {remedy}, keep fewer draws with"
+            " `MCMC(thinning=...)`, or raise `max_values` if the memory is there (4 bytes each)."
+        )
+
+
+def _add_group(
+    arviz: Any,
+    data: Any,
+    name: str,
+    values: dict[str, np.ndarray],
+    coords: Mapping[str, Any] | None,
+    dims: dict[str, list[str]],
+) -> None:
+    if int(arviz.__version__.split(".")[0]) < 1:
+        data.extend(arviz.from_dict(**{name: values}, coords=coords, dims=dims))
+    else:
+        data.update(arviz.from_dict({name: values}, coords=coords, dims=dims))
+
+
+def _add_dataset(data: Any, name: str, dataset: xr.Dataset) -> None:
+    if hasattr(data, "add_groups"):
+        data.add_groups({name: dataset})
+    else:
+        data[name] = xr.DataTree(dataset)

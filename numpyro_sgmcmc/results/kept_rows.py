@@ -1,0 +1,182 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Some of the rows of a run: the model, its draws and its likelihood on these rows only."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax import Array, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.util import log_likelihood
+
+from numpyro_sgmcmc.data.rows_on_disk import ShapeOf, on_disk, replaced
+from numpyro_sgmcmc.target.model import NOT_SEEDED, Plate, given_rows
+
+#: Of data on disk so many rows are kept with the draws.
+ROWS_FROM_DISK = 1_000
+
+#: A choice of rows: how many, or their numbers.
+Selection = int | Array | np.ndarray
+
+
+def full_sites(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
+    """The sites of the model on its full data, at the first draw."""
+    first = jax.tree.map(lambda x: x[0, 0], draws)
+    return trace(substitute(seed(model, random.key(0)), data=first)).get_trace(*args, **kwargs)
+
+
+def site_shapes(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
+    """The same sites at no cost: their values are not computed, and must not be used."""
+    sites: dict[str, dict] = {}
+
+    def read(draws: dict) -> None:
+        sites.update(full_sites(model, draws, args, kwargs))
+
+    args, kwargs = replaced((args, kwargs), [ShapeOf(x) for x in on_disk((args, kwargs))])
+    jax.eval_shape(read, draws)
+    return sites
+
+
+def subsampled_plates(sites: Mapping[str, dict]) -> tuple[Plate, ...]:
+    return tuple(
+        Plate(name, *site["args"])
+        for name, site in sites.items()
+        if site["type"] == "plate" and site["args"][1] is not None
+    )
+
+
+def keep_rows(
+    model: Callable,
+    draws: dict,
+    args: tuple,
+    kwargs: dict,
+    rows: Selection | Mapping[str, Selection] | None,
+    rng_key: Array,
+) -> tuple[Callable, dict, dict[str, np.ndarray]]:
+    """
+    Model and draws of which the chosen rows are all the data, and their numbers by plate. Of data
+    on disk these are some of them, if none are chosen.
+    """
+    if rows is None and not on_disk((args, kwargs)):
+        return model, draws, {}
+    sites = site_shapes(model, draws, args, kwargs)
+    plates = subsampled_plates(sites)
+    if rows is None:
+        rows = {plate.name: min(ROWS_FROM_DISK, plate.size) for plate in plates}
+    chosen = choose_rows(rows, plates, rng_key)
+    # also the samples: NUTS may have sites inside the plates
+    return at_rows(model, plates, chosen), of_rows(draws, sites, chosen), chosen
+
+
+def at_rows(
+    model: Callable, plates: tuple[Plate, ...], chosen: Mapping[str, np.ndarray | Array]
+) -> Callable:
+    """The model on the chosen rows, and on all rows of the plates that are not chosen from."""
+    indices = {
+        plate.name: jnp.asarray(chosen.get(plate.name, np.arange(plate.size))) for plate in plates
+    }
+    return given_rows(model, plates, indices)
+
+
+def of_rows(
+    values: Mapping[str, Array], sites: Mapping[str, dict], chosen: Mapping[str, np.ndarray | Array]
+) -> dict[str, Array]:
+    """Values of the chosen rows, for sites inside of plates; leading axes are for the draws."""
+    found = dict(values)
+    for name in values.keys() & sites.keys():
+        site, frames = sites[name], sites[name]["cond_indep_stack"]
+        shape = jnp.shape(site["value"])
+        for frame in frames:
+            # of a deterministic site only the shape is known, in which the plates come first
+            events = (
+                site["fn"].event_dim
+                if site["type"] == "sample"
+                else len(shape) - max(-frame.dim for frame in frames)
+            )
+            axis = frame.dim - events
+            if frame.name in chosen and 1 <= -axis <= len(shape) and shape[axis] == frame.size:
+                found[name] = jnp.take(found[name], chosen[frame.name], axis=axis)
+    return found
+
+
+def choose_rows(
+    rows: Selection | Mapping[str, Selection], plates: tuple[Plate, ...], rng_key: Array
+) -> dict[str, np.ndarray]:
+    """The numbers of the rows that are to be kept, of each plate."""
+    sizes = {plate.name: plate.size for plate in plates}
+    known = ", ".join(f"'{name}' ({size:,} rows)" for name, size in sizes.items())
+    if not plates:
+        raise ValueError(
+            f"`rows={rows}` chooses from the plates that have a `subsample_size`, but the model has"
+            " none. Give the plate of the data one, or leave `rows` out."
+        )
+    if not isinstance(rows, Mapping):
+        if len(plates) > 1 and np.ndim(rows) > 0:
+            raise ValueError(
+                f"`rows` holds row numbers, but the model has several subsampled plates: {known}."
+                f" Say which: `rows={{'{plates[0].name}': ...}}`."
+            )
+        rows = dict.fromkeys(sizes, rows)
+    if unknown := sorted(set(rows) - set(sizes)):
+        raise ValueError(
+            f"`rows` names {unknown}, but the subsampled plates of the model are {known}."
+        )
+    return {
+        name: row_numbers(f"plate '{name}'", chosen, sizes[name], rng_key)
+        for name, chosen in rows.items()
+    }
+
+
+def row_numbers(where: str, rows: Selection, size: int, rng_key: Array) -> np.ndarray:
+    """The numbers of the rows, checked, or as many drawn at random."""
+    numbers = np.asarray(rows)
+    if numbers.dtype.kind not in "iu" or numbers.ndim > 1 or numbers.size == 0:
+        raise ValueError(
+            f"The rows of {where} are an array of dtype {numbers.dtype} and shape {numbers.shape},"
+            " but must be a whole number of them or a vector of their numbers, from 0 to"
+            f" {size - 1:,}. Of a mask take `np.flatnonzero(mask)`."
+        )
+    if numbers.ndim == 0:
+        if not 1 <= numbers <= size:
+            raise ValueError(
+                f"{numbers:,} rows of {where} were asked for, which has {size:,}. Ask for 1 to"
+                f" {size:,} of them."
+            )
+        # the size goes in, and not the name: plates of one size mostly are of the same rows
+        seed = np.append(np.ravel(random.key_data(rng_key)), size)
+        chosen = np.random.default_rng(seed).choice(size, int(numbers), replace=False)
+        return np.sort(chosen)
+    outside = numbers[(numbers < 0) | (numbers >= size)]
+    if outside.size:
+        raise ValueError(
+            f"{outside.size:,} of the {numbers.size:,} row numbers of {where} are out of range, the"
+            f" first is {outside[0]}: it has rows 0 to {size - 1:,}."
+        )
+    values, counts = np.unique(numbers, return_counts=True)
+    if values.size < numbers.size:
+        raise ValueError(
+            f"Row {values[counts > 1][0]} of {where} is chosen {counts[counts > 1][0]} times, and"
+            f" {numbers.size - values.size:,} of the {numbers.size:,} row numbers are repeated."
+            " Give each once: `np.unique(rows)`."
+        )
+    return numbers.astype(int)
+
+
+def log_likelihood_of(
+    model: Callable, draws: Mapping[str, Array], args: tuple, kwargs: dict, batch_ndims: int
+) -> dict[str, Array]:
+    """Of every observation, one draw at a time."""
+    return log_likelihood(seeded(model), draws, *args, batch_ndims=batch_ndims, **kwargs)
+
+
+def seeded(model: Callable) -> Callable:
+    """With a key for the ``numpyro.prng_key`` of a likelihood that is itself random."""
+
+    def with_key(*args: Any, **kwargs: Any) -> Any:
+        return seed(model, random.key(0), hide_types=NOT_SEEDED)(*args, **kwargs)
+
+    return with_key

@@ -1,0 +1,256 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Predictive accuracy where an array of (chains, draws, rows) would not fit."""
+
+from collections.abc import Callable, Mapping
+import math
+from typing import Any
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import MCMC
+from numpyro.infer.util import constrain_fn, unconstrain_fn
+
+from numpyro_sgmcmc.results.facts import variable_name
+from numpyro_sgmcmc.results.inference_data import MAX_VALUES, arguments_of, check_size, to_arviz
+from numpyro_sgmcmc.results.kept_rows import (
+    Selection,
+    at_rows,
+    log_likelihood_of,
+    of_rows,
+    row_numbers,
+    seeded,
+    site_shapes,
+    subsampled_plates,
+)
+from numpyro_sgmcmc.target.model import Plate
+
+#: Selection whose log likelihood is computed at once.
+_CHUNK = 10_000
+
+
+def loo(
+    mcmc: MCMC,
+    observations: Selection = 1_000,
+    *,
+    var_name: str | None = None,
+    pointwise: bool | None = None,
+    rng_key: Array | None = None,
+    max_values: int = MAX_VALUES,
+) -> Any:
+    """
+    PSIS-LOO of a run on a large data set, from the log likelihood of some of its observations.
+
+    It is ``arviz.loo_subsample`` of ArviZ 1.x, without the array of (chains, draws, :math:`N`) that
+    it starts from.
+
+    With the log density :math:`\\hat\\ell_i = \\log p(y_i \\mid \\hat\\theta)` of every
+    observation at one point :math:`\\hat\\theta` and a simple random sample :math:`S` of
+    :math:`m` observations, the difference estimator [1] is
+
+    .. math:: \\widehat{\\text{elpd}} = \\sum_{i=1}^{N} \\hat\\ell_i
+        + \\frac{N}{m} \\sum_{i \\in S}
+        \\left( \\log p(y_i \\mid y_{-i}) - \\hat\\ell_i \\right),
+
+    without bias for any :math:`\\hat\\theta`: it is the transformed mean of the
+    unconstrained draws, so that the differences, and with them ``subsampling_se``, are
+    small. The first sum is computed in chunks of rows, the second one draw at a time.
+
+    ArviZ 0.x has no such function: there ``arviz.loo`` of all observations is computed if
+    ``max_values`` allows it.
+
+    :param mcmc: an ``MCMC`` object after its run, of any kernel.
+    :param observations: how many observations to draw (all, if there are no more), or their
+        numbers; on ArviZ 0.x of no effect.
+    :param str var_name: the observed site, if the model has several.
+    :param bool pointwise: whether to keep the values and the Pareto :math:`k` of every
+        observation of the sample; the default is ArviZ's.
+    :param rng_key: random key of the choice of observations.
+    :param int max_values: largest number of values that the log likelihood may have.
+    :return: an ``ELPDDataLOOSubsample`` of ArviZ 1.x, or the ``ELPDData`` of ArviZ 0.x.
+    :raises ValueError: if the site or the observations are not there, or if too many values
+        would be needed.
+
+    **References:**
+
+    1. *Bayesian Leave-One-Out Cross-Validation for Large Data*,
+       Måns Magnusson, Michael Riis Andersen, Johan Jonasson, Aki Vehtari (2019).
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGNHT
+        >>> from numpyro_sgmcmc.results.loo import loo
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> mcmc = MCMC(SGNHT(model, step_size=1e-2, friction=20.0, steps_per_sample=10),
+        ...             num_warmup=100, num_samples=300, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), jax.random.normal(jax.random.key(1), (500,)))
+        >>> int(loo(mcmc, observations=50).n_data_points)
+        500
+    """
+    import arviz
+    import xarray
+
+    args, kwargs = arguments_of(mcmc)
+    model, draws = mcmc.sampler.model, mcmc.get_samples(group_by_chain=True)
+    sites = site_shapes(model, draws, args, kwargs)
+    plates = subsampled_plates(sites)
+    name = _observed_site(sites, var_name)
+    variable, shape = variable_name(name), sites[name]["fn"].batch_shape
+    axes = {
+        frame.name: len(shape) + frame.dim
+        for frame in sites[name]["cond_indep_stack"]
+        if frame.name in {plate.name for plate in plates}
+    }
+    # one row of the plates that the site is not in: they cannot have none
+    others = {plate.name: np.zeros(1, int) for plate in plates if plate.name not in axes}
+    options: dict[str, Any] = {
+        "log_likelihood": True,
+        "constant_data": False,
+        "max_values": max_values,
+    }
+    first_generation = int(arviz.__version__.split(".")[0]) < 1
+    if first_generation or not axes:
+        remedy = (
+            "ArviZ 1.x (Python 3.12 or later), of whose subsampled PSIS-LOO this function makes use"
+            if first_generation
+            else "a `subsample_size` in a plate of the site, which makes this function sample"
+        )
+        check_size("log_likelihood", mcmc, math.prod(shape), max_values, remedy)
+        data = to_arviz(mcmc, rows=others or None, **options)
+        return arviz.loo(data, var_name=variable, pointwise=pointwise)
+
+    if np.ndim(observations) == 0:
+        observations = np.minimum(observations, math.prod(shape))
+    key = random.key(0) if rng_key is None else rng_key
+    chosen = np.sort(row_numbers(f"site '{name}'", observations, math.prod(shape), key))
+    positions = np.unravel_index(chosen, shape)
+    rows = others | {plate: np.unique(positions[axis]) for plate, axis in axes.items()}
+    data = to_arviz(mcmc, rows=rows, **options)
+    terms = data["log_likelihood"][variable]
+    chain_and_draw, dims = terms.dims[:2], terms.dims[2:]
+    known = {2 + axis: rows[plate] for plate, axis in axes.items()}
+    whole = _only_known(terms.values, known, (*terms.shape[:2], *shape))
+    point = _posterior_mean(model, plates, draws, sites, args, kwargs)
+
+    chunked, axis = next(iter(axes.items()))
+
+    def of_chunk(chunk: Array) -> Array:
+        rows = others | {chunked: chunk}
+        part, values = at_rows(model, plates, rows), of_rows(point, sites, rows)
+        terms = log_likelihood_of(part, values, args, kwargs, batch_ndims=0)[name]
+        return jnp.moveaxis(terms, axis, 0)
+
+    at_point = np.moveaxis(_in_chunks(of_chunk, shape[axis]), 0, axis)
+    tree = xarray.DataTree.from_dict(
+        {
+            "posterior": data["posterior"].to_dataset(),
+            "log_likelihood": xarray.Dataset(
+                {variable: (terms.dims, whole)}, {dim: terms[dim] for dim in chain_and_draw}
+            ),
+            "observed_data": xarray.Dataset({variable: (dims, at_point)}),
+        }
+    )
+    return arviz.loo_subsample(
+        tree,
+        chosen,
+        var_name=variable,
+        pointwise=pointwise,
+        method="plpd",
+        log_lik_fn=lambda observed, _: observed,
+    )
+
+
+def _observed_site(sites: Mapping[str, dict], var_name: str | None) -> str:
+    observed = [k for k, s in sites.items() if s["type"] == "sample" and s["is_observed"]]
+    if var_name is None and len(observed) == 1:
+        return observed[0]
+    if var_name not in observed:
+        raise ValueError(
+            f"`var_name={var_name!r}` names none of the observed sites of the model, which are"
+            f" {observed}. Choose one of them."
+        )
+    return var_name
+
+
+def _posterior_mean(
+    model: Callable,
+    plates: tuple[Plate, ...],
+    draws: dict[str, Array],
+    sites: Mapping[str, dict],
+    args: tuple,
+    kwargs: dict,
+) -> dict[str, Array]:
+    """The latent sites at the mean of the unconstrained draws."""
+    latents = {k: x for k, x in draws.items() if sites[k]["type"] == "sample"}
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), latents)
+    # plates of data only are not needed for it, but cannot have no rows
+    inside = {frame.name for name in latents for frame in sites[name]["cond_indep_stack"]}
+    of_data = {plate.name: np.zeros(1, int) for plate in plates if plate.name not in inside}
+    prior = seeded(at_rows(model, plates, of_data))
+    # as loops they are compiled, and not run one operation after the other
+    z = lax.map(lambda values: unconstrain_fn(prior, args, kwargs, values), flat)
+    mean = jax.tree.map(lambda x: jnp.mean(x, 0, keepdims=True), z)
+    point = lax.map(lambda z: constrain_fn(prior, args, kwargs, z), mean)
+    return jax.tree.map(lambda x: x[0], point)
+
+
+def _in_chunks(function: Callable[[Array], Array], size: int) -> np.ndarray:
+    """What a function of row numbers gives for each of ``size`` rows."""
+    count = -(-size // _CHUNK)
+    length = -(-size // count)
+    # the last chunk is filled up with its last row
+    rows = np.minimum(np.arange(count * length), size - 1).reshape(count, length)
+    found = np.asarray(lax.map(function, jnp.asarray(rows)))
+    return found.reshape(-1, *found.shape[2:])[:size]
+
+
+def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tuple) -> Any:
+    """
+    An array for xarray of which only some indices along some axes exist: ArviZ asks for the
+    shape of the whole log likelihood, and for the values of the chosen observations.
+
+    :param values: the values that exist.
+    :param known: the indices of them, ascending, by axis.
+    :param shape: the shape that the array claims to have.
+    """
+    from xarray.backends import BackendArray
+    from xarray.core import indexing
+
+    class OnlyKnown(BackendArray):
+        def __init__(self) -> None:
+            self.shape, self.dtype = shape, values.dtype
+
+        def __getitem__(self, key: Any) -> np.ndarray:
+            support = indexing.IndexingSupport.OUTER
+            return indexing.explicit_indexing_adapter(key, shape, support, self._read)
+
+        def _read(self, key: tuple) -> np.ndarray:
+            found = values
+            # from the last axis, since an integer takes its axis away
+            for axis in reversed(range(len(shape))):
+                index = key[axis]
+                if axis in known:
+                    asked = np.arange(shape[axis])[index]
+                    index = np.searchsorted(known[axis], asked)
+                    if not np.array_equal(np.take(known[axis], index, mode="clip"), asked):
+                        raise IndexError(
+                            f"Of the log likelihood only {known[axis].size:,} of"
+                            f" {shape[axis]:,} rows were computed, and others were asked for."
+                        )
+                found = found[(slice(None),) * axis + (index,)]
+            return found
+
+    return indexing.LazilyIndexedArray(OnlyKnown())

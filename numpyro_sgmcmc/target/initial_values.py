@@ -1,0 +1,154 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Where chains start that nothing else tells where to."""
+
+from collections.abc import Callable
+import math
+
+import jax
+from jax import Array, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.util import initialize_model
+from numpyro.util import is_prng_key
+
+from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric
+from numpyro_sgmcmc.target.model import MinibatchModel, Values, first_rows_of
+from numpyro_sgmcmc.target.target import Target
+
+
+def initial_values(
+    view: MinibatchModel, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict
+) -> tuple[Values, Array]:
+    """
+    Unconstrained initial values with a finite potential, by one of NumPyro's
+    initialisation strategies.
+
+    :param view: the model.
+    :param rng_key: a key, or a batch of keys for as many chains.
+    :param init_strategy: a per-site initialization function of NumPyro.
+    :return: values by site, with a leading axis for the chains if ``rng_key`` has one, and
+        whether the potential and its gradient are finite there.
+    """
+    single = is_prng_key(rng_key)
+    # under `jit` NumPyro does not raise, and a batch of keys is one program
+    info = jax.jit(
+        lambda keys: (
+            initialize_model(
+                keys,
+                first_rows_of(view.model),
+                init_strategy=init_strategy,
+                model_args=args,
+                model_kwargs=kwargs,
+            ).param_info
+        )
+    )(rng_key[None] if single else rng_key)
+    seen = jax.tree.leaves((info.potential_energy, info.z_grad))
+    found = jnp.isfinite(sum(jnp.sum(x) for x in seen))
+    return jax.tree.map(lambda x: x[0], info.z) if single else info.z, found
+
+
+def no_initial_values(
+    view: MinibatchModel, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict
+) -> ValueError:
+    """The error for a model for which :func:`initial_values` finds none, and its place."""
+    key = rng_key if is_prng_key(rng_key) else rng_key[0]
+    start = substitute(seed(first_rows_of(view.model), key), substitute_fn=init_strategy)
+    sites = trace(start).get_trace(*args, **kwargs)
+    return ValueError(_no_finite_start(_nonfinite_sites(sites)))
+
+
+def draw_from(
+    gaussian: DiagonalMetric | DenseMetric, target: Target, temperature: float, rng_key: Array
+) -> Values:
+    """
+    A draw of a Gaussian, or its centre where that has no finite potential.
+
+    :param gaussian: its centre and factor.
+    :param temperature: the covariance is multiplied by it.
+    :param rng_key: a key, or a batch of keys for as many chains.
+    """
+    view = target.view
+
+    def draw(rng_key: Array) -> Values:
+        normal = random.normal(rng_key, gaussian.center.shape, gaussian.center.dtype)
+        drawn = target.unravel(gaussian.values(math.sqrt(temperature) * normal))
+        rows, key = view.first_rows(), random.key(0)
+        energy = target.mean(view.potential(drawn, rows, key, target.args, target.kwargs))
+        center = target.unravel(gaussian.center)
+        return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(energy), x, y), drawn, center)
+
+    return draw(rng_key) if is_prng_key(rng_key) else jax.vmap(draw)(rng_key)
+
+
+def check_initial_values(
+    view: MinibatchModel, z: Values, chains: int | None, potential: Callable[[Values], Array]
+) -> None:
+    """
+    Checks initial values that a user has chosen.
+
+    :param view: the model.
+    :param z: unconstrained values, with a leading axis of length ``chains`` unless that
+        is ``None``.
+    :param potential: the potential of such values, on a minibatch.
+    :raises ValueError: naming the site, if names, shapes or dtypes do not fit the model
+        or if the potential is not finite there.
+    """
+    if not isinstance(z, dict) or set(z) != set(view.latents):
+        found = sorted(z) if isinstance(z, dict) else f"a {type(z).__name__}"
+        raise ValueError(
+            "`init_params` must be a dict of unconstrained values for the latent sites"
+            f" {sorted(view.latents)}; found {found}."
+        )
+    batch = () if chains is None else (chains,)
+    for name, latent in view.latents.items():
+        if not jnp.issubdtype(jnp.result_type(z[name]), jnp.floating):
+            raise ValueError(
+                f"`init_params['{name}']` has dtype {jnp.result_type(z[name])}, but gradients"
+                " need floating point values: write 1.0 instead of 1."
+            )
+        if jnp.shape(z[name]) != batch + latent.shape:
+            raise ValueError(
+                f"`init_params['{name}']` has shape {jnp.shape(z[name])}, but the unconstrained"
+                f" value of site '{name}' has shape {batch + latent.shape}"
+                + (" (chains first)." if batch else ".")
+            )
+        if not isinstance(z[name], jax.core.Tracer) and not np.all(np.isfinite(z[name])):
+            raise ValueError(f"`init_params['{name}']` has entries that are NaN or infinite.")
+
+    energy = potential(z)
+    if not isinstance(energy, jax.core.Tracer) and not np.all(np.isfinite(energy)):
+        raise ValueError(
+            f"The potential at `init_params` is {np.asarray(energy)}. Choose values with a"
+            " finite density, or leave `init_params` out to have the kernel find them."
+        )
+
+
+def _nonfinite_sites(sites: dict[str, dict]) -> list[str]:
+    """Sites whose log density is not finite, with the range of the value there."""
+    found = []
+    for name, site in sites.items():
+        if site["type"] == "sample":
+            value = jnp.asarray(site["value"])
+            if not bool(jnp.all(jnp.isfinite(site["fn"].log_prob(value)))):
+                found.append(
+                    f"'{name}' (values from {value.min():.4g} to {value.max():.4g})"
+                    if value.size
+                    else f"'{name}'"
+                )
+    return found
+
+
+def _no_finite_start(sites: list[str]) -> str:
+    where = (
+        f"The log density is not finite at site {', '.join(sites)}."
+        if sites
+        else "The gradient is not finite, though the density of every site is."
+    )
+    return (
+        "No initial values with a finite potential and gradient were found in 100 attempts."
+        f" {where} Check that the data lie in the support of the distribution and that its"
+        " parameters are finite, or start elsewhere with `init_strategy=init_to_value(...)`."
+    )

@@ -1,0 +1,156 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+The metric: a linear map between the unconstrained parameters :math:`\\theta` and the
+coordinates :math:`\\phi` in which a sampler moves,
+
+.. math:: \\theta = c + L \\phi, \\qquad \\nabla_\\phi U = L^\\top \\nabla_\\theta U .
+
+With :math:`L L^\\top` the covariance of the posterior and :math:`c` its centre, the
+coordinates have mean 0 and covariance :math:`I`: a step size is then in units of a
+posterior standard deviation in every direction. The law of :math:`\\theta` does not depend
+on the metric; how fast a sampler finds it does.
+"""
+
+from typing import Any, NamedTuple
+
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+
+class IdentityMetric(NamedTuple):
+    """:math:`\\theta = \\phi`: coordinates are the unconstrained parameters."""
+
+    def values(self, coordinates: Array) -> Array:
+        """:math:`c + L \\phi`."""
+        return coordinates
+
+    def coordinates(self, values: Array) -> Array:
+        """:math:`L^{-1} (\\theta - c)`."""
+        return values
+
+    def moved(self, values: Array, before: Array, after: Array) -> Array:
+        """:math:`\\theta + L (\\phi' - \\phi)`: exactly :math:`\\theta` if nothing moves."""
+        return after
+
+    def direction(self, coordinates: Array) -> Array:
+        """:math:`L \\phi`."""
+        return coordinates
+
+    def pullback(self, gradient: Array) -> Array:
+        """:math:`L^\\top g`."""
+        return gradient
+
+    def variances(self, coordinates: Array) -> Array:
+        """The diagonal of :math:`L L^\\top`, of the shape of any coordinates."""
+        return jnp.ones_like(coordinates)
+
+
+class DiagonalMetric(NamedTuple):
+    """
+    - **center** - :math:`c`, shape (d,).
+    - **scale** - the diagonal of :math:`L`, shape (d,).
+    """
+
+    center: Array
+    scale: Array
+
+    def values(self, coordinates: Array) -> Array:
+        return self.center + self.scale * coordinates
+
+    def coordinates(self, values: Array) -> Array:
+        return (values - self.center) / self.scale
+
+    def moved(self, values: Array, before: Array, after: Array) -> Array:
+        return values + self.direction(after - before)
+
+    def direction(self, coordinates: Array) -> Array:
+        return self.scale * coordinates
+
+    def pullback(self, gradient: Array) -> Array:
+        return self.scale * gradient
+
+    def variances(self, coordinates: Array) -> Array:
+        return self.scale**2
+
+
+class DenseMetric(NamedTuple):
+    """
+    - **center** - :math:`c`, shape (d,).
+    - **factor** - :math:`L`, shape (d, d).
+    - **inverse** - :math:`L^{-1}`, shape (d, d).
+    """
+
+    center: Array
+    factor: Array
+    inverse: Array
+
+    def values(self, coordinates: Array) -> Array:
+        return self.center + self.factor @ coordinates
+
+    def coordinates(self, values: Array) -> Array:
+        return self.inverse @ (values - self.center)
+
+    def moved(self, values: Array, before: Array, after: Array) -> Array:
+        return values + self.direction(after - before)
+
+    def direction(self, coordinates: Array) -> Array:
+        return self.factor @ coordinates
+
+    def pullback(self, gradient: Array) -> Array:
+        return gradient @ self.factor
+
+    def variances(self, coordinates: Array) -> Array:
+        return jnp.sum(self.factor**2, axis=1)
+
+
+Metric = IdentityMetric | DiagonalMetric | DenseMetric
+
+
+def from_covariance(
+    covariance: np.ndarray, center: np.ndarray, dtype: Any
+) -> DiagonalMetric | DenseMetric:
+    """
+    The metric in which a distribution with this covariance has covariance :math:`I`:
+    :math:`L` is the symmetric root, so that each coordinate belongs to its parameter as far
+    as correlation allows.
+
+    :param covariance: variances, shape ``(d,)``, or a matrix, shape ``(d, d)``.
+    :param center: :math:`c`, shape ``(d,)``.
+    :param dtype: of the result; the roots are taken in double precision.
+    :raises ValueError: if the covariance is not positive definite.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import numpy as np
+        >>> from numpyro_sgmcmc.target.metric import from_covariance
+
+        >>> metric = from_covariance(np.array([4.0, 0.25]), np.array([1.0, 0.0]), np.float32)
+        >>> metric.values(np.ones(2, np.float32)).tolist()  # one standard deviation from 1 and 0
+        [3.0, 0.5]
+    """
+    covariance = np.asarray(covariance, np.float64)
+    variances = covariance if covariance.ndim == 1 else np.diag(covariance)
+    smallest = np.min(variances)
+    if np.all(np.isfinite(covariance)) and smallest > 0:
+        scale = np.sqrt(variances)
+        middle = jnp.asarray(center, dtype)
+        if covariance.ndim == 1:
+            return DiagonalMetric(middle, jnp.asarray(scale, dtype))
+        # of the correlations: parameters may have any units
+        eigenvalues, vectors = np.linalg.eigh(covariance / np.outer(scale, scale))
+        smallest = eigenvalues[0]
+        if smallest > 0:
+            root = np.sqrt(eigenvalues)
+            factor = scale[:, None] * ((vectors * root) @ vectors.T)
+            inverse = ((vectors / root) @ vectors.T) / scale
+            return DenseMetric(middle, jnp.asarray(factor, dtype), jnp.asarray(inverse, dtype))
+    what = "variance" if not smallest > 0 and covariance.ndim == 1 else "eigenvalue"
+    raise ValueError(
+        "`metric` must be a positive definite covariance of the unconstrained parameters; its"
+        f" smallest {what} is {smallest:.4g}."
+    )

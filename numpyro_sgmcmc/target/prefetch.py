@@ -1,0 +1,127 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The minibatches of the next steps of a chain, read from disk before the steps need them."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.data.rows_on_disk import ReadRows, RowsOnDisk, on_disk, read_ahead
+from numpyro_sgmcmc.target.target import Target
+
+#: A block holds the minibatches of so many steps, or fewer of so many bytes together.
+_MOST_STEPS, _MOST_BYTES = 64, 2**23
+
+
+class Prefetched(NamedTuple):
+    """
+    Minibatches of K successive steps.
+
+    - **start** - the first of these steps; negative if nothing has been read.
+    - **rows** - by plate, the numbers of the rows, shape (K, n), and their values, (K, n, ...).
+    """
+
+    start: Array
+    rows: dict[str, ReadRows]
+
+
+def nothing_prefetched(target: Target) -> Prefetched | None:
+    """A block that holds nothing yet; None if no argument of the model is on disk."""
+    sources = _by_plate(target)
+    if not sources:
+        return None
+    sizes = {plate.name: plate.subsample_size for plate in target.view.plates}
+    each = sum(sizes[name] * x.row_bytes for name, found in sources.items() for x in found)
+    steps = max(1, min(_MOST_STEPS, _MOST_BYTES // max(each, 1)))
+    rows = {
+        name: ReadRows(
+            jnp.zeros((steps, sizes[name]), jnp.int32),
+            tuple(jnp.zeros((steps, sizes[name], *x.shape[1:]), x.dtype) for x in found),
+        )
+        for name, found in sources.items()
+    }
+    return Prefetched(jnp.full((), -1, jnp.int32), rows)
+
+
+def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target) -> Prefetched:
+    """
+    The block that holds step ``i``: this one or, if it does not, a new one that begins with it.
+
+    :param i: number of the step of one chain.
+    :param rows_key: key of the rows of this chain.
+    :param block: the block of this chain.
+    :param target: the model with its data.
+    """
+    sources = _by_plate(target)
+    steps = next(iter(block.rows.values())).numbers.shape[-2]
+
+    def numbers(rows_key: Array, start: Array) -> dict[str, Array]:
+        many = jax.vmap(lambda k: target.rows(rows_key, start + k))(jnp.arange(steps))
+        return {name: many[name] for name in sources}
+
+    def filled(rows_key: Array, start: Array, chains: bool) -> Prefetched:
+        drawn = jax.vmap(numbers) if chains else numbers
+        now, following = drawn(rows_key, start), drawn(rows_key, start + steps)
+        requests = [
+            (source, now[name], following[name])
+            for name, found in sources.items()
+            for source in found
+        ]
+        values = iter(read_ahead(requests))
+        rows = {
+            name: ReadRows(now[name], tuple(next(values) for _ in found))
+            for name, found in sources.items()
+        }
+        return Prefetched(start, rows)
+
+    def kept_or_filled(block: Prefetched, rows_key: Array, i: Array, chains: bool) -> Prefetched:
+        def is_needed(passed: tuple[Prefetched, Array]) -> Array:
+            start = passed[0].start
+            return jnp.any((start < 0) | (i < start) | (i >= start + steps))
+
+        def read(passed: tuple[Prefetched, Array]) -> tuple[Prefetched, Array]:
+            # without the count, XLA would read before the loop, whether or not there is need to
+            _, count = passed
+            return filled(rows_key, i + count, chains), count + 1
+
+        # a loop of one pass or none keeps the block where it is; a condition would copy it
+        return lax.while_loop(is_needed, read, (block, jnp.zeros_like(i)))[0]
+
+    @custom_vmap
+    def one(block: Prefetched, rows_key: Array, i: Array) -> Prefetched:
+        return kept_or_filled(block, rows_key, i, chains=False)
+
+    @one.def_vmap
+    def several(
+        axis_size: int, in_batched: Any, block: Prefetched, rows_key: Array, i: Array
+    ) -> tuple[Prefetched, Any]:
+        # chains are at the same step, and their rows are read together
+        def of_chains(x: Array, is_batched: bool) -> Array:
+            return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+
+        block, rows_key, i = jax.tree.map(of_chains, (block, rows_key, i), tuple(in_batched))
+        found = kept_or_filled(block, rows_key, i, chains=True)
+        return found, jax.tree.map(lambda _: True, found)
+
+    return one(block, rows_key, i)
+
+
+def rows_at(block: Prefetched, i: Array) -> dict[str, ReadRows]:
+    """The minibatch of a step that the block holds."""
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, i - block.start, keepdims=False), block.rows
+    )
+
+
+def _by_plate(target: Target) -> dict[str, list[RowsOnDisk]]:
+    """What the steps need from disk, by plate."""
+    found: dict[str, list[RowsOnDisk]] = {}
+    sources = on_disk((target.args, target.kwargs))
+    for source, plate in zip(sources, target.view.on_disk, strict=True):
+        if plate is not None:
+            found.setdefault(plate, []).append(source)
+    return found

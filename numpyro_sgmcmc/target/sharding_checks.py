@@ -1,0 +1,135 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Models that a device, which sees its own rows only, would get wrong, refused."""
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_sgmcmc.data.sharding import ROWS, Shards
+from numpyro_sgmcmc.target.model import Values
+from numpyro_sgmcmc.target.target import Target
+
+#: Rounding errors are smaller, relative to the largest term, and what a model makes of a part of
+#: its rows that it should not, such as their mean, is larger.
+_SAME = 1e-4
+
+
+def check_spread(whole: Target, shards: Shards) -> None:
+    """
+    :param whole: the model with all of its data.
+    :raises ValueError: if a device that sees its own rows only cannot tell what they contribute.
+    """
+    view, parts = whole.view, shards.parts
+    leaves = jax.tree.leaves((whole.args, whole.kwargs))
+    sizes = {leaf.shape[0] for leaf, here in zip(leaves, shards.spread, strict=True) if here}
+    if len(sizes) > 1:
+        raise ValueError(
+            "The arrays that are spread over devices have different numbers of rows:"
+            f" {', '.join(f'{size:,}' for size in sorted(sizes))}. Spread those of the subsampled"
+            " plate, and pass the others as they are."
+        )
+    (size,) = sizes
+    if not view.plates:
+        raise ValueError(
+            f"The data are spread over {parts} devices, which needs minibatches, but no plate of"
+            f" the model has a `subsample_size`: write `numpyro.plate(name, {size}, subsample_size="
+            f"...)` around the data; subsample_size={size} is all of them."
+        )
+    for plate in view.plates:
+        if plate.size != size:
+            raise ValueError(
+                f"Plate '{plate.name}' has a `subsample_size` and {plate.size:,} rows, but the"
+                f" arrays that are spread over devices have {size:,}: only their rows can be"
+                " subsampled."
+                " Leave the `subsample_size` of this plate out."
+            )
+        if plate.subsample_size % parts:
+            near = max(parts, round(plate.subsample_size / parts) * parts)
+            raise ValueError(
+                f"Plate '{plate.name}' has subsample_size={plate.subsample_size}, which cannot be"
+                f" divided among {parts} devices: use {near}."
+            )
+    try:
+        alike = _are_alike(whole, whole._replace(view=view.on_each(parts), shards=shards))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"The model cannot be evaluated on the rows of one of {parts} devices: {error}."
+            f" {_REMEDY}{_not_spread(whole, shards, size)}"
+        ) from error
+    if not alike:
+        raise ValueError(
+            "The model gives rows that one device holds another density than the same rows among"
+            f" all {size:,}. {_REMEDY}{_not_spread(whole, shards, size)}"
+        )
+
+
+_REMEDY = (
+    "A device sees its own rows only, as if there were no others: index all data with the rows of"
+    " the plate; take the size of the plate from the data, `X.shape[0]`; and compute whatever else"
+    " depends on all rows, their mean or their number, before, and pass it as an argument."
+)
+
+
+def _not_spread(whole: Target, shards: Shards, size: int) -> str:
+    """What to say of arrays with as many rows as those that are spread."""
+    arguments = {"args": whole.args, "kwargs": whole.kwargs}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(arguments)
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for (path, leaf), here in zip(leaves, shards.spread, strict=True)
+        if isinstance(leaf, jax.Array) and leaf.shape[:1] == (size,) and not here
+    ]
+    if not names:
+        return ""
+    return f" Not spread, though of {size:,} rows: {', '.join(names)}; use `spread_rows` for all."
+
+
+def _are_alike(whole: Target, each: Target) -> bool:
+    """
+    Whether the first rows of every device contribute the same on that device as among all, at
+    some values, and the prior is the same.
+    """
+    latents = whole.view.latents
+    keys = random.split(random.key(0), len(latents))
+    z = {
+        name: random.uniform(key, latent.shape, latent.dtype, -1, 1)
+        for key, (name, latent) in zip(keys, latents.items(), strict=True)
+    }
+    shards = each.shards
+    assert shards is not None
+
+    def among_all(target: Target, z: Values, rng_key: Array) -> tuple[Array, dict[str, Array]]:
+        view, where = target.view, (rng_key, target.args, target.kwargs)
+        starts = {plate.name: plate.size // shards.parts for plate in view.plates}
+        rows = {
+            name: (np.arange(shards.parts)[:, None] * starts[name] + first).ravel()
+            for name, first in each.view.first_rows().items()
+        }
+        return view.potential_and_row_terms(z, jax.tree.map(jnp.asarray, rows), *where)
+
+    def deviation(
+        target: Target, z: Values, rng_key: Array, energy: Array, terms: dict[str, Array]
+    ) -> Array:
+        where = rng_key, target.args, target.kwargs
+        here, found = target.view.potential_and_row_terms(z, target.view.first_rows(), *where)
+        worst = []
+        for name, term in terms.items():
+            # N / n for a row among all, N / (n / P) on its device
+            wanted = shards.parts * term.reshape(shards.parts, -1)[lax.axis_index(ROWS)]
+            off = jnp.abs(found[name] - wanted) / jnp.max(jnp.abs(term))
+            worst.append(jnp.nanmax(off, initial=0.0) / shards.parts)
+        size = jnp.abs(energy) + sum(jnp.sum(jnp.abs(term)) for term in terms.values())
+        others = [e + sum(map(jnp.sum, t.values())) for e, t in ((here, found), (energy, terms))]
+        worst.append(jnp.abs(others[0] - others[1]) / size)
+        return lax.pmax(jnp.stack(worst), ROWS)
+
+    seen, again = (whole.compiled(among_all)(z, random.key(k)) for k in (0, 1))
+    if any(
+        map(np.any, jax.tree.leaves(jax.tree.map(lambda a, b: np.asarray(a != b), seen, again)))
+    ):
+        return True  # a likelihood that is a random estimate cannot be compared
+    found = np.asarray(each.compiled(deviation)(z, random.key(0), *seen))
+    return not np.any(found > _SAME)  # what is not a number is so in both, or is found later

@@ -1,0 +1,171 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""A model with its data: how its rows are drawn, and the programs that compute with it."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
+from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
+from numpyro_sgmcmc.target.metric import IdentityMetric, Metric
+from numpyro_sgmcmc.target.model import MinibatchModel, Values
+from numpyro_sgmcmc.target.potential import (
+    Anchor,
+    ControlVariate,
+    ModelPotential,
+    Potential,
+    full_data_gradient,
+    ravel,
+)
+
+
+class Target(NamedTuple):
+    """
+    A model with its data, and the scheme by which rows are drawn. If the data are spread over
+    devices, the model is that of one of them, and what is asked of it is computed on all.
+    """
+
+    view: MinibatchModel
+    args: tuple
+    kwargs: dict
+    scheme: Scheme = SCHEMES["without_replacement"]
+    #: how the data lie on the devices, or None if they are not spread
+    shards: Shards | None = None
+
+    @property
+    def parts(self) -> int:
+        """The number of devices that the rows are spread over."""
+        return 1 if self.shards is None else self.shards.parts
+
+    def mean(self, tree: Any) -> Any:
+        """The mean over the devices that hold other rows; arrays stay as they are without."""
+        if self.shards is None:
+            return tree
+        # one vector, and so one message
+        return ravel_pytree(tree)[1](self.shards.mean(ravel(tree)))
+
+    def for_each(self, function: Callable, entries: Any) -> Any:
+        """
+        The function of every entry along a leading axis: one after the other, which compiles in
+        half the time, or at once on devices, which would spend their time waiting for each other.
+        """
+        return lax.map(function, entries) if self.shards is None else jax.vmap(function)(entries)
+
+    def own(self, rng_key: Array) -> Array:
+        """A random key for each of the devices that hold other rows."""
+        return rng_key if self.shards is None else self.shards.own(rng_key)
+
+    def unravel(self, flat: Array) -> Values:
+        """A flat vector as values of the latent sites."""
+        zeros = {k: jnp.zeros(x.shape, x.dtype) for k, x in self.view.latents.items()}
+        return ravel_pytree(zeros)[1](flat)
+
+    def potential(self, metric: Metric, anchor: Anchor | None = None) -> Potential:
+        """The minibatch potential in the coordinates of a metric."""
+        plain = ModelPotential(self.view, self.unravel, metric, self.args, self.kwargs)
+        return plain if anchor is None else ControlVariate(plain, anchor)
+
+    def anchor(self, values: Values) -> Anchor:
+        """The anchor at some values, by one pass over all data."""
+        potential, key = self.potential(IdentityMetric()), random.key(0)
+        whole = full_data_gradient(potential, self.view.plates, values, key)
+        return Anchor(values, *self.mean(whole))
+
+    def rows(self, rng_key: Array, step: Any = 0) -> dict[str, Array]:
+        """The rows of a minibatch, drawn independently for each plate."""
+        rng_key = self.own(rng_key)
+        return {
+            plate.name: self.scheme.draw(
+                random.fold_in(rng_key, k), jnp.asarray(step), plate.size, plate.subsample_size
+            )
+            for k, plate in enumerate(self.view.plates)
+        }
+
+    @property
+    def minibatch_share(self) -> float:
+        """Rows in a minibatch, as a part of all rows: the cost of a step in passes."""
+        plates = self.view.plates
+        return max((plate.subsample_size / plate.size for plate in plates), default=1.0)
+
+    def program(
+        self, function: Callable, inputs: Any = EVERYWHERE, outputs: Any = EVERYWHERE
+    ) -> tuple[Callable, list[Array], Any]:
+        """
+        ``function(target, *arguments)`` under ``jit``, with the data as arguments of the
+        program and not as constants in it; on all devices that the data are spread over.
+
+        :param inputs: how each of the arguments lies on these devices.
+        :param outputs: how the result does.
+        :return: the program, of the data and the arguments; the data; and what else the target
+            is made of, which tells targets that differ in their data alone from others.
+        """
+        leaves, tree = jax.tree.flatten((self.args, self.kwargs))
+        is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
+        data = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        others = tuple(None if isinstance(leaf, jax.Array) else leaf for leaf in leaves)
+        empty = self._replace(args=(), kwargs={})
+
+        def run(data: list[Array], *arguments: Any) -> Any:
+            remaining = iter(data)
+            merged = [
+                next(remaining) if data_here else leaf
+                for leaf, data_here in zip(others, is_data, strict=True)
+            ]
+            args, kwargs = jax.tree.unflatten(tree, merged)
+            return function(empty._replace(args=args, kwargs=kwargs), *arguments)
+
+        if (shards := self.shards) is None:
+            return compiled_quickly(run), data, (tree, others)
+        specs = shards.of_leaves(is_data)
+
+        def everywhere(data: list[Array], *arguments: Any) -> Any:
+            each = inputs if isinstance(inputs, list) else [inputs] * len(arguments)
+            return shards.on_each(run, (specs, *each), outputs)(data, *arguments)
+
+        return compiled_quickly(everywhere), data, (tree, others, shards)
+
+    def compiled(self, function: Callable) -> Callable:
+        """The :meth:`program` of a function, of its arguments besides the target."""
+        program, data, _ = self.program(function)
+        return partial(program, data)
+
+
+def compiled_quickly(function: Callable) -> Callable:
+    """
+    A function under ``jit``, for programs that run for less time than it takes to compile them.
+    """
+    # options are for programs of their own, and not for a part of another
+    inner, outer = jax.jit(function), jax.jit(function, compiler_options=_quick_compilation())
+
+    def called(*arguments: Any) -> Any:
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
+        return (inner if traced else outer)(*arguments)
+
+    return called
+
+
+@cache
+def _quick_compilation() -> dict[str, Any]:
+    """
+    Options of XLA that shorten compilation by a half, without those that this version does not
+    know.
+    """
+    options = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+    if jax.default_backend() != "cpu":
+        return {}
+
+    def is_known(option: dict[str, Any]) -> bool:
+        try:
+            jax.jit(lambda x: x, compiler_options=option).lower(0.0).compile()
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    return {name: value for name, value in options.items() if is_known({name: value})}

@@ -1,0 +1,93 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a user gives in the place of what would be tuned: a metric, a guide, a tuning."""
+
+from typing import Any
+
+import jax
+from jax import random
+from jax.flatten_util import ravel_pytree
+import numpy as np
+
+from numpyro_sgmcmc.target.metric import IdentityMetric, Metric, from_covariance
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.tuning import DENSE_BY_DEFAULT, Tuning
+
+
+def checked_metric(metric: Any) -> Any:
+    """
+    :raises ValueError: if it is not of a kind that can be a metric.
+    """
+    if metric is None or isinstance(metric, tuple):
+        return metric
+    if isinstance(metric, str):
+        words = ("identity", "diagonal", "dense")
+        if metric not in words:
+            raise ValueError(
+                f"`metric` must be one of {', '.join(map(repr, words))}; got {metric!r}."
+            )
+        return IdentityMetric() if metric == "identity" else metric
+    array = np.asarray(metric)
+    if array.dtype.kind not in "iuf" or array.ndim not in (1, 2):
+        raise ValueError(
+            "`metric` must be an array of variances or a covariance matrix, a pair (guide, params),"
+            f" 'diagonal', 'dense' or 'identity'; got {metric!r}."
+        )
+    return array
+
+
+def checked_tuning(tuning: Any, metric: Any, gradient: str) -> Tuning | None:
+    """
+    :raises ValueError: if it is not one, or if another argument contradicts it.
+    """
+    if tuning is None:
+        return None
+    if not isinstance(tuning, Tuning):
+        raise ValueError(f"`tuning` must be the result of `kernel.tune(...)`; got {tuning!r}.")
+    if metric is not None:
+        raise ValueError("`tuning` has a metric already: give `metric` to the kernel that tunes.")
+    kind = "minibatch" if tuning.anchor is None else "control_variate"
+    if gradient not in ("auto", kind):
+        raise ValueError(
+            f"`tuning` was found for gradient='{kind}': tune a kernel with gradient='{gradient}'."
+        )
+    return tuning
+
+
+def metric_for(metric: Any, target: Target) -> Any:
+    """
+    A given metric for a model; words and None stay as they are.
+
+    :raises ValueError: if it does not fit the model.
+    """
+    if metric is None or isinstance(metric, str | IdentityMetric):
+        return metric
+    view = target.view
+    size, dtype = view.dimension, next(iter(view.latents.values())).dtype
+    if isinstance(metric, tuple):
+        guide, params = metric
+        return _metric_of_guide(guide, params, target, dtype)
+    if metric.shape not in ((size,), (size, size)):
+        raise ValueError(
+            f"`metric` has shape {metric.shape}, but the model has {size} unconstrained"
+            f" parameters: use variances, shape ({size},), or a covariance, ({size}, {size})."
+        )
+    return from_covariance(metric, np.zeros(size), dtype)
+
+
+def _metric_of_guide(guide: Any, params: Any, target: Target, dtype: Any) -> Metric:
+    """The metric with the mean and the covariance of draws of a fitted guide."""
+    view = target.view
+    count = 1_000 + 20 * view.dimension
+    draws = guide.sample_posterior(random.key(0), params, sample_shape=(count,))
+    draws = {name: draws[name] for name in view.latents}
+
+    def flat(values: Any) -> Any:
+        return ravel_pytree(view.unconstrain(values, target.args, target.kwargs))[0]
+
+    z = np.asarray(jax.vmap(flat)(draws), np.float64)
+    covariance = np.var(z, axis=0)
+    if view.dimension <= DENSE_BY_DEFAULT:
+        covariance = np.cov(z.T).reshape(view.dimension, view.dimension)
+    return from_covariance(covariance, z.mean(axis=0), dtype)
