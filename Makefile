@@ -7,7 +7,7 @@ DATA ?=
 QUICK ?=
 NOTEBOOKS ?= $(wildcard $(if $(QUICK),,notebooks/*.ipynb) notebooks/papers/*.ipynb)
 
-.PHONY: demo test test-thorough lint test-newest bench docs dist notebooks clean
+.PHONY: demo test test-slow test-nightly mutations lint test-newest bench docs dist notebooks clean
 
 # Made again when the dependencies change.
 $(VENV)/.ready: pyproject.toml
@@ -22,11 +22,20 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/softmax_regression.py $(if $(DATA),--data '$(DATA)')
 
 test: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 10 -m 'not thorough'
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m 'not slow and not nightly'
 
-# The tests that take longest, which CI runs too.
-test-thorough: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --durations 10 -m thorough tests
+# Simulations, the README's code and whatever else takes its time; CI runs them too.
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m 'slow and not nightly' tests
+
+# The rest, before a release: every law simulated, all documents and kernels, and errors that
+# the tests are to notice.
+test-nightly: $(VENV)/.ready mutations
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m nightly tests
+
+# Samplers that are wrong in one place, and whether the tests notice.
+mutations: $(VENV)/.ready
+	$(BIN)/python tests/mutations.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -34,12 +43,12 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What the newest ArviZ and JAX could break: `make test-newest PYTHON=python3.12 VENV=.venv-newest`.
+# What the newest ArviZ and JAX could break: `make test-newest PYTHON=python3.12 VENV=.venv-newest`; all
+# of the quick tests with NIGHTLY=1.
 test-newest: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not thorough' \
-		-k 'not (test_kernels or test_diagnostics or test_devices) or tuned or arviz or test_chains_over' \
-		tests/test_inference_data.py tests/test_plots.py tests/test_predictive.py tests/test_data.py \
-		tests/test_long_runs.py tests/test_kernels.py tests/test_diagnostics.py tests/test_devices.py numpyro_sgmcmc
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(if $(NIGHTLY),not slow and not nightly,arviz and not slow and not nightly)' tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_algebra.py tests/test_host.py tests/test_kernels.py \
+		-m 'not nightly' -k 'law or host or tuned or second_run or same_draws'
 
 # Measures everything and writes the tables into README.md and docs/benchmarks.md; some of it with
 # PARTS="step_cost peers". DATA and CACHE are folders for the parts on real data.
@@ -78,4 +87,4 @@ notebooks: $(VENV)/.ready
 	@$(if $(QUICK),,$(BIN)/python -m nbconvert --to notebook --inplace --coalesce-streams $(NOTEBOOKS))
 
 clean:
-	rm -rf .venv .venv-newest build dist pictures docs/_build
+	rm -rf .venv .venv-newest .jax_cache build dist pictures docs/_build

@@ -23,7 +23,7 @@ from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import SGHMC, SGLD, SMSUBU, CCAdL, RowsOnDisk
+from numpyro_sgmcmc import SGHMC, SGLD, SMSUBU, CCAdL, NoiseEstimate, RowsOnDisk
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 
@@ -287,6 +287,14 @@ BAD_ARGUMENTS = {
     "options that do not go together": (
         partial(ccadl, regression, integrator="symmetric", covariance="matrix_free"),
         "integrator='nogin'",
+    ),
+    "a noise estimate that nothing asks for": (
+        partial(SGHMC, regression, 0.1, 1.0, covariance="full"),
+        "`covariance` says how the noise of the gradient is estimated, which it is not",
+    ),
+    "a rank of a matrix that has none": (
+        partial(NoiseEstimate, covariance="full", rank=3),
+        "`rank=3` is the number of directions of covariance='low_rank'",
     ),
     "shuffled passes with a method that corrects for the noise": (
         chain_of(ccadl(regression, subsampling="epochs"), X, Y),

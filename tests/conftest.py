@@ -3,6 +3,7 @@
 
 from importlib.metadata import version
 import os
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +17,25 @@ if version("jaxlib").startswith("0.10."):
     # Most of the time goes into compiling; the later versions do not know the flag.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The same programs are compiled by several tests, processes and legs of CI.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ["MPLBACKEND"] = "Agg"
 
 #: Started by a test, as one of several processes.
 collect_ignore = ["one_process.py"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly(request):
+    """Where runs are short and programs many, most of the time goes into compiling them."""
+    import jax
+
+    quick = getattr(request.module, "COMPILE_QUICKLY", False)
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +46,7 @@ def forget_programs(request):
 
     done = request.config.stash.get(DONE, 0) + 1
     request.config.stash[DONE] = done
-    if done % 30 == 0:
+    if done % 60 == 0:
         jax.clear_caches()
 
 

@@ -10,6 +10,8 @@ Closed forms for one direction are given where they exist, and compared with the
 of that equation in ``test_exact_laws.py``, so that neither is trusted alone.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from scipy.linalg import expm, solve_discrete_lyapunov, sqrtm
 from scipy.optimize import brentq
@@ -17,29 +19,67 @@ from scipy.optimize import brentq
 HALF = 0.5
 
 
-def overdamped(precision, noise, h, scale=None, injected=None):
+class Affine(NamedTuple):
     """
-    theta += -h G (Lambda theta + noise) + sqrt(2 h) N(0, injected): SGLD and its kin.
+    A step as an affine map: of the state, of the noise of the gradient, and of normals, of which
+    the covariance that they add is all that matters.
     """
-    d = len(precision)
-    scale = np.eye(d) if scale is None else scale
+
+    state: np.ndarray
+    gradient_noise: np.ndarray
+    added: np.ndarray
+
+    def covariance(self, noise):
+        """The stationary covariance, with gradient noise of this covariance."""
+        q = self.gradient_noise @ noise @ self.gradient_noise.T + self.added
+        return solve_discrete_lyapunov(self.state, q)
+
+    def at_temperature(self, temperature):
+        """Of a step whose covariances were divided by T: all that is added is T times as large."""
+        return self._replace(added=temperature * self.added)
+
+
+def overdamped_step(precision, h, scale=None, injected=None):
+    """theta += -h G (Lambda theta + noise) + sqrt(2 h) N(0, injected): SGLD and its kin."""
+    one = np.eye(len(precision))
+    scale = one if scale is None else scale
     injected = scale if injected is None else injected
-    q = 2 * h * injected + h**2 * scale @ noise @ scale.T
-    return solve_discrete_lyapunov(np.eye(d) - h * scale @ precision, q)
+    return Affine(one - h * scale @ precision, -h * scale, 2 * h * injected)
+
+
+def modified_step(precision, estimate, h):
+    """SGLD with sqrt(2 h) (I - h V / 4) R, Vollmer et al. (2016)."""
+    root = np.eye(len(precision)) - h * estimate / 4
+    return overdamped_step(precision, h, injected=root @ root)
+
+
+def fisher_scoring_step(precision, information, h):
+    """SGFS with the given N I + V: theta -= 2 M^-1 (g + sqrt(2 / h) R)."""
+    inverse = np.linalg.inv(information + 2 / h * np.eye(len(precision)))
+    return overdamped_step(precision, 1.0, 2 * inverse, 4 / h * inverse @ inverse)
+
+
+def overdamped(precision, noise, h):
+    """SGLD."""
+    return overdamped_step(precision, h).covariance(noise)
 
 
 def modified(precision, noise, h):
-    """SGLD with sqrt(2 h) (I - h V / 4) R, Vollmer et al. (2016)."""
-    root = np.eye(len(precision)) - h * noise / 4
-    return overdamped(precision, noise, h, injected=root @ root)
+    """SGLD, modified, that knows the noise."""
+    return modified_step(precision, noise, h).covariance(noise)
 
 
 def fisher_scoring(precision, noise, h, information):
     """SGFS with the given N I + V."""
-    one = np.eye(len(precision))
-    inverse = np.linalg.inv(information + 2 / h * one)
-    # theta -= 2 M^-1 (g + sqrt(2 / h) R)
-    return overdamped(precision, noise, 1.0, 2 * inverse, 4 / h * inverse @ inverse)
+    return fisher_scoring_step(precision, information, h).covariance(noise)
+
+
+def scale_adapted_step(precision, h, decay, scale):
+    """p <- (1 - alpha) p - h s g + sqrt(2 alpha) R; theta += h s p, from the same gradient."""
+    step = Step(precision, np.eye(len(precision)), h).gradient()
+    step.p = (1 - decay) * step.p - h * scale @ step.g + (2 * decay) ** 0.5 * step.normal[0]
+    step.theta = step.theta + h * scale @ step.p
+    return step.affine()
 
 
 class Step:
@@ -105,6 +145,13 @@ class Step:
         self.seen.append(self.p)
         return self
 
+    def affine(self):
+        """The whole step as one affine map."""
+        d = self.d
+        both = np.concatenate([self.theta, self.p])
+        normals = both[:, 3 * d :]
+        return Affine(both[:, : 2 * d], both[:, 2 * d : 3 * d], normals @ normals.T)
+
     def law(self):
         """Covariance of the position, and mean kinetic temperature where it was looked at."""
         d = self.d
@@ -128,7 +175,8 @@ def euler(precision, noise, h, friction, diffusion, control=None):
     step.gradient()
     damping = friction * step.one + (0.0 if control is None else control)
     step.p = step.p - h * step.g - h * damping @ before
-    step.p = step.p + np.real(sqrtm(2 * h * diffusion * step.one)) @ step.normal[0]
+    diffusion = diffusion * step.one if np.ndim(diffusion) == 0 else diffusion
+    step.p = step.p + np.real(sqrtm(2 * h * diffusion)) @ step.normal[0]
     return step.look()
 
 
@@ -142,6 +190,15 @@ def explicit_euler(precision, noise, h, friction):
     return step
 
 
+def split(name, step, middle):
+    """The maps of a splitting, from one drift to the next, around a map of the momentum."""
+    if name == "baoab":
+        return middle(step.drift(HALF)).drift(HALF).gradient().kick()
+    before = {"aboba": HALF, "obabo": 1.0}[name]
+    middle(step.drift(before).gradient().kick(HALF)).kick(HALF)
+    return step.drift(1 - before)
+
+
 def langevin(name, precision, noise, h, friction, estimate=0.0):
     """SGHMC: in the order of the letters, from one drift to the next."""
     one = np.eye(len(precision))
@@ -149,29 +206,35 @@ def langevin(name, precision, noise, h, friction, estimate=0.0):
         return euler(precision, noise, h, friction, friction * one - h / 2 * estimate)
     c = np.exp(-friction * h)
     root = (1 - c**2) * one - h**2 / 4 * (1 + c) ** 2 * estimate
-    step = Step(precision, noise, h)
-    if name == "baoab":
-        return step.drift(HALF).linear(c * one, root).drift(HALF).gradient().kick()
-    before = HALF if name == "aboba" else 1.0
-    step.drift(before).gradient().kick(HALF).linear(c * one, root).kick(HALF)
-    return step.drift(1 - before)
+    return split(name, Step(precision, noise, h), lambda step: step.linear(c * one, root))
 
 
 def adaptive(name, precision, noise, h, friction, xi, control):
-    """SGNHT and CCAdL at a fixed thermostat."""
+    """SGNHT and CCAdL at a fixed thermostat, one for each coordinate."""
     one = np.eye(len(precision))
     control = control * one if np.ndim(control) == 0 else control
     if name == "euler":
         return euler(precision, noise, h, np.diag(xi), friction * one, h / 2 * control)
-    step = Step(precision, noise, h).drift(HALF)
+    step = Step(precision, noise, h)
     if name == "nogin":
-        step.gradient().kick(HALF).look()
-        return step.nogin(friction, control, xi[0]).kick(HALF).drift(HALF)
+        return split("aboba", step, lambda step: step.look().nogin(friction, control, xi[0]))
     c = np.diag(np.exp(-xi * h))
     root = np.diag(friction / xi * (1 - np.exp(-2 * xi * h)))
     damped = expm(-(h**2) / 4 * control)
-    step.linear(damped).look().linear(c, root).look().linear(damped)
-    return step.drift(HALF).gradient().kick()
+
+    def middle(step):
+        return step.linear(damped).look().linear(c, root).look().linear(damped)
+
+    splitting = {"badodab": "baoab", "symmetric": "baoab"}.get(name, name)
+    return split(splitting, step, middle)
+
+
+def kick_then_drift(precision, noise, h, friction, xi):
+    """SGNHT by Euler's method: the gradient at the old position, the drift on the new momentum."""
+    step = Step(precision, noise, h).gradient()
+    added = (2 * h * friction) ** 0.5 * step.normal[0]
+    step.p = step.p - h * step.g - h * np.diag(xi) @ step.p + added
+    return step.drift().look()
 
 
 def thermostatted(name, precision, noise, h, friction, control=0.0, shared=True):

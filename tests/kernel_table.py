@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_value
 
-from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL
+from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL, NoiseEstimate
 
 momentum = {"step_size": 3e-3, "friction": 30.0}
 
@@ -32,7 +32,7 @@ KERNELS = {
     "SGLD": partial(SGLD, step_size=1e-4),
     "SGLD epochs": partial(SGLD, step_size=1e-4, subsampling="epochs"),
     "SGLD modified": partial(
-        SGLD, step_size=1e-4, modified=True, covariance="low_rank", rank=2, window=5
+        SGLD, step_size=1e-4, modified=True, noise=NoiseEstimate("low_rank", rank=2, window=5)
     ),
     "SGHMC": partial(
         SGHMC,
@@ -48,15 +48,14 @@ KERNELS = {
     "CCAdL euler": partial(
         CCAdL,
         integrator="euler",
-        covariance="full",
-        window=math.inf,
+        noise=NoiseEstimate("full", window=math.inf),
         subsampling="with_replacement",
         **momentum,
     ),
     "CCAdL tuned": tuned,
     "CCAdL matrix free": partial(CCAdL, covariance="matrix_free", **momentum),
     "PSGLD": partial(PSGLD, step_size=1e-3),
-    "SGFS": partial(SGFS, step_size=1e-4, estimator="two_cotangents", covariance="diagonal"),
+    "SGFS": partial(SGFS, step_size=1e-4, noise=NoiseEstimate("diagonal", "two_cotangents")),
     "SMSUBU": partial(SMSUBU, **momentum),
 }
 

@@ -8,6 +8,7 @@ kernels as they come, through ``MCMC``, for all simulated data in one program.
 """
 
 from functools import cache, partial
+from itertools import product
 
 import jax
 from jax import random
@@ -90,7 +91,7 @@ def true_and_drawn(kernel, model, **options):
         # sees errors of all parameters at once
         likelihood = log_likelihood(full_data(model), values, y)["y"].sum(1)
         columns = jnp.column_stack([*jax.tree.leaves(values), likelihood])
-        return columns, mcmc.last_state.nonfinite_steps
+        return columns, mcmc.last_state.monitor.nonfinite_steps
 
     values, undone = run(random.split(random.key(3), SIMULATIONS), parameters, data)
     assert not np.any(undone)
@@ -114,15 +115,24 @@ def p_values(values):
     return stats.chi2.sf((scores**2).sum(-1), ORDER)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("model", [linear, poisson])
-@pytest.mark.parametrize("kernel", STEPS)
+#: All others are nightly.
+SOME = [(SGLD, poisson), (SGHMC, linear), (CCAdL, poisson)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "model"),
+    [
+        pytest.param(*both, marks=() if both in SOME else pytest.mark.nightly)
+        for both in product(STEPS, (linear, poisson))
+    ],
+)
 def test_ranks_are_uniform(kernel, model):
     values = true_and_drawn(kernel, model, steps_per_sample=STEPS[kernel])
     assert np.all(p_values(values) > ALPHA)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_ranks_of_draws_that_are_too_wide():
     """By 30 %: the noise of plain minibatches has a variance of 2.5, and widens by h v / (2 A)."""
     options = {"step_size": 0.3, "friction": 0.6, "steps_per_sample": 48}

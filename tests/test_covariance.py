@@ -8,8 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.covariance import FEW_LANCZOS_STEPS, Diagonal, Full, LowRank, MatrixFree
-from numpyro_sgmcmc.integrators import phi
+from numpyro_sgmcmc.gradients.covariance import (
+    FEW_LANCZOS_STEPS,
+    Diagonal,
+    Full,
+    LowRank,
+    MatrixFree,
+)
+from numpyro_sgmcmc.kernels.integrators import phi
 
 D = 12
 RNG = np.random.default_rng(0)

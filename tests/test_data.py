@@ -19,8 +19,10 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
 
-from numpyro_sgmcmc import SGLD, CCAdL, LongRun, RowsOnDisk, UnreadableRows, to_arviz
-from numpyro_sgmcmc.data import read_ahead
+from numpyro_sgmcmc import SGLD, CCAdL, LongRun, NoiseEstimate, RowsOnDisk, UnreadableRows, to_arviz
+from numpyro_sgmcmc.data.rows_on_disk import read_ahead
+
+COMPILE_QUICKLY = True
 
 ROWS = np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
 
@@ -124,6 +126,7 @@ def drawn(name, x, y=Y, **options):
     return mcmc
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -132,7 +135,7 @@ def drawn(name, x, y=Y, **options):
         ("CCAdL tuned", {"kernel": {"steps_per_sample": 3}, "jit_model_args": True}),
         pytest.param(
             "SGLD", {"kernel": {"subsampling": "epochs"}, "num_chains": 2,
-                     "chain_method": "parallel"}, marks=pytest.mark.thorough,
+                     "chain_method": "parallel"}, marks=pytest.mark.nightly,
         ),
     ],
 )  # fmt: skip
@@ -146,7 +149,7 @@ def test_draws_are_those_in_memory(name, options, tmp_path):
         assert np.array_equal(draws, there.get_samples()[site]), site
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_tuning_is_that_in_memory(tmp_path):
     found = CCAdL(model, progress_bar=False).tune(random.key(0), npy(tmp_path, X), Y)
     assert found.step_size == tuning().step_size
@@ -255,7 +258,7 @@ def test_other_uses_are_refused(tmp_path, monkeypatch):
         x[ROWS[:, 0] > 0]
     with pytest.raises(TypeError, match="not read row by row"):
         list(x)
-    monkeypatch.setattr("numpyro_sgmcmc.data.MOST_BYTES", 1_000)
+    monkeypatch.setattr("numpyro_sgmcmc.data.rows_on_disk.MOST_BYTES", 1_000)
     with pytest.raises(
         ValueError, match=r"300 rows .* are 4,800 bytes, which are not read at once"
     ):
@@ -305,6 +308,7 @@ class Failing:
         return X[rows]
 
 
+@pytest.mark.slow
 def test_a_long_run_goes_on_when_the_disk_is_back(tmp_path):
     """With everything drawn before, and to the draws that there would have been."""
     whole = drawn("SGLD", X, num_samples=30_000).get_samples()["w"]
@@ -331,8 +335,8 @@ def test_arviz_reads_some_of_the_rows(tmp_path, monkeypatch):
     """Also where they are not asked for: never all of them."""
     x = npy(tmp_path, X)
     mcmc = drawn("SGLD", x, num_warmup=5, num_samples=5)
-    monkeypatch.setattr("numpyro_sgmcmc.rows.ROWS_FROM_DISK", 7)
-    monkeypatch.setattr("numpyro_sgmcmc.data.MOST_BYTES", 8 * x.row_bytes)
+    monkeypatch.setattr("numpyro_sgmcmc.results.kept_rows.ROWS_FROM_DISK", 7)
+    monkeypatch.setattr("numpyro_sgmcmc.data.rows_on_disk.MOST_BYTES", 8 * x.row_bytes)
     assert to_arviz(mcmc)["observed_data"]["y"].shape == (7,)
     data = to_arviz(mcmc, rows=[3, 5], log_likelihood=True)
     assert data["log_likelihood"]["y"].shape == (1, 5, 2)
@@ -345,7 +349,7 @@ def gaussian_mean(x, batch_size, precision):
         numpyro.factor("x", -0.5 * precision * (x[i] - theta) ** 2)
 
 
-def noise_of_clusters(x, batch_size, precision):
+def noise_of_blocks(x, batch_size, precision):
     """The variance of the gradient, over all places of the cut and draws of stretches."""
     length, size = batch_size // 10, len(x)
     variances = []
@@ -355,9 +359,10 @@ def noise_of_clusters(x, batch_size, precision):
     return (size * precision) ** 2 * np.mean(variances)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:After .* samples. The draws do not have the law")
-@pytest.mark.parametrize("kernel", ["SGLD", "CCAdL"])
-def test_exact_law_of_clusters(kernel, tmp_path):
+@pytest.mark.parametrize("kernel", [pytest.param("SGLD", marks=pytest.mark.nightly), "CCAdL"])
+def test_exact_law_of_blocks(kernel, tmp_path):
     """
     Rows of which neighbours are alike: noise twice that of single rows. SGLD is too wide by the
     noise of its stretches, h v / 2, and CCAdL with an estimate of it is exact.
@@ -369,18 +374,20 @@ def test_exact_law_of_clusters(kernel, tmp_path):
     precision = 1 / size  # of the posterior: 1
     single = size**2 * precision**2 * (1 - batch_size / size) / batch_size
     x *= np.sqrt(1 / single)
-    noise = noise_of_clusters(x.astype(float), batch_size, precision)
+    noise = noise_of_blocks(x.astype(float), batch_size, precision)
     assert noise > 2
     np.save(tmp_path / "x.npy", x)
     h = 0.3
     make = {
         "SGLD": partial(SGLD, step_size=h),
-        "CCAdL": partial(CCAdL, step_size=h, friction=1.0, window=10_000, covariance="full"),
+        "CCAdL": partial(
+            CCAdL, step_size=h, friction=1.0, noise=NoiseEstimate("full", window=10_000)
+        ),
     }[kernel]
     expected = (1 + h * noise / 2) / (1 - h / 2) if kernel == "SGLD" else 1.0
     wrong = (1 + h / 2) / (1 - h / 2)
     mcmc = MCMC(
-        make(gaussian_mean, subsampling="clusters", steps_per_sample=5),
+        make(gaussian_mean, subsampling="blocks", steps_per_sample=5),
         num_warmup=4_000, num_samples=20_000, num_chains=4, chain_method="vectorized",
         progress_bar=False,
     )  # fmt: skip
@@ -394,10 +401,10 @@ def test_exact_law_of_clusters(kernel, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"estimator": "two_cotangents"}, {"estimator": "per_example"},
-                {"covariance": "matrix_free"}],
-)  # fmt: skip
-def test_estimates_from_single_rows_are_refused_for_clusters(options):
-    kernel = CCAdL(model, step_size=3e-3, friction=30.0, subsampling="clusters", **options)
-    with pytest.raises(ValueError, match=r"subsampling='clusters' needs .*estimator='sub_batches'"):
+    "noise", [(None, "two_cotangents"), (None, "per_example"), ("matrix_free",)]
+)
+def test_estimates_from_single_rows_are_refused_for_blocks(noise):
+    noise = NoiseEstimate(*noise)
+    kernel = CCAdL(model, step_size=3e-3, friction=30.0, subsampling="blocks", noise=noise)
+    with pytest.raises(ValueError, match=r"subsampling='blocks' needs .*estimator='sub_batches'"):
         kernel.init(random.key(0), 0, None, (X, Y), {})

@@ -30,12 +30,12 @@ from numpyro.infer import MCMC
 from numpyro.util import fori_collect
 import pytest
 
-from numpyro_sgmcmc import SGLD, SMSUBU, CCAdL, RowsOnDisk, spread_rows
-from numpyro_sgmcmc.kernels import _chain
-from numpyro_sgmcmc.kernels._arguments import fingerprint_of
-from numpyro_sgmcmc.metric import IdentityMetric
-from numpyro_sgmcmc.potentials import Anchor
-from numpyro_sgmcmc.warmup import Tuning
+from numpyro_sgmcmc import SGLD, SMSUBU, CCAdL, NoiseEstimate, RowsOnDisk, spread_rows
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of
+from numpyro_sgmcmc.gradients import noise_estimate
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.potential import Anchor
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore:After .* samples. The draws do not have the law")
 
@@ -101,20 +101,29 @@ def read(model, mesh=MESH, kernel=SGLD, **options):
     kernel = kernel(model, step_size=1e-3, mesh=mesh, **options)
     args = (X, Y) if mesh is None else spread_rows(mesh, X, Y)
     args = tuple(map(jnp.asarray, args))
-    kernel._read(args, {})
+    kernel.context.read(kernel, args, {})
     return kernel, args
+
+
+def target_of(kernel, args):
+    return kernel.context.target(kernel.given, args)
+
+
+def oracle(kernel, target, potential, rows, rng_key):
+    noise = kernel.noise(target, Tuning(1.0, 1.0, IdentityMetric()))
+    return noise_estimate.gradient_oracle(target, potential, rows, rng_key, noise)
 
 
 def gradient_at(kernel, args, z, rows=None, key=0):
     """The potential and its gradient by the oracle of a step."""
 
-    def found(problem, z):
-        at = problem.rows(random.key(key)) if rows is None else rows
+    def found(target, z):
+        at = target.rows(random.key(key)) if rows is None else rows
         flat = jnp.concatenate([z[name].ravel() for name in sorted(z)])
-        potential = problem.potential(IdentityMetric())
-        return kernel.gradient_of_all(potential, at, random.key(0))(flat)[:2]
+        potential = target.potential(IdentityMetric())
+        return oracle(kernel, target, potential, at, random.key(0))(flat)[:2]
 
-    return jax.tree.map(np.asarray, kernel._problem(args, {}).compiled(found)(z))
+    return jax.tree.map(np.asarray, target_of(kernel, args).compiled(found)(z))
 
 
 POINT = {"w": jnp.array([0.5, -0.5, 1.0])}
@@ -132,8 +141,8 @@ def test_a_pass_over_all_rows_moves_none(model):
     """The anchor of a control variate, and what its program sends between devices."""
     kernel, args = read(partial(model, batch=40))
     plain, plain_args = read(partial(model, batch=40), None)
-    program, data, _ = kernel._problem(args, {}).program(type(kernel._problem(args, {})).anchor)
-    expected = plain._problem(plain_args, {}).anchor(POINT)
+    program, data, _ = target_of(kernel, args).program(type(target_of(kernel, args)).anchor)
+    expected = target_of(plain, plain_args).anchor(POINT)
     np.testing.assert_allclose(program(data, POINT).potential, expected.potential, rtol=1e-5)
     np.testing.assert_allclose(
         program(data, POINT).gradient["w"], expected.gradient["w"], rtol=1e-5
@@ -146,16 +155,16 @@ def test_minibatches_average_to_all_data():
     kernel, args = read(partial(indexed, batch=20), subsampling="epochs")
     whole = gradient_at(*read(indexed, None), POINT)
 
-    def found(problem, z):
-        potential = problem.potential(IdentityMetric())
+    def found(target, z):
+        potential = target.potential(IdentityMetric())
 
         def one(k):
-            rows = problem.rows(random.key(3), k)
-            return kernel.gradient_of_all(potential, rows, random.key(0))(z["w"])[:2]
+            rows = target.rows(random.key(3), k)
+            return oracle(kernel, target, potential, rows, random.key(0))(z["w"])[:2]
 
         return jax.tree.map(lambda x: x.mean(0), jax.lax.map(one, jnp.arange(4)))
 
-    seen = kernel._problem(args, {}).compiled(found)(POINT)
+    seen = target_of(kernel, args).compiled(found)(POINT)
     np.testing.assert_allclose(seen[0], whole[0], rtol=1e-5)
     np.testing.assert_allclose(seen[1], whole[1], rtol=1e-5)
 
@@ -214,7 +223,8 @@ def gaussian_mean(x):
 
 
 NOISE, FRICTION, ONE = 4.0, 1.0, np.eye(1)
-sure = {"friction": FRICTION, "thermal_mass": 100.0, "window": math.inf}
+ALL = NoiseEstimate(window=math.inf)
+sure = {"friction": FRICTION, "thermal_mass": 100.0, "noise": ALL}
 
 
 def thermostatted(precision, noise, h):
@@ -228,8 +238,18 @@ def sweeps(precision, noise, h):
 LAWS = {
     "SGLD": (SGLD, {}, exact_laws.overdamped, 0.2),
     "CCAdL": (CCAdL, sure, thermostatted, 0.5),
-    "CCAdL two cotangents": (CCAdL, sure | {"estimator": "two_cotangents"}, thermostatted, 0.5),
-    "CCAdL per example": (CCAdL, sure | {"estimator": "per_example"}, thermostatted, 0.5),
+    "CCAdL two cotangents": (
+        CCAdL,
+        sure | {"noise": NoiseEstimate(None, "two_cotangents", math.inf)},
+        thermostatted,
+        0.5,
+    ),
+    "CCAdL per example": (
+        CCAdL,
+        sure | {"noise": NoiseEstimate(None, "per_example", math.inf)},
+        thermostatted,
+        0.5,
+    ),
     "SMSUBU": (SMSUBU, {"friction": FRICTION}, sweeps, 0.6),
 }
 
@@ -251,7 +271,7 @@ def z_score(name, mesh, steps=4, samples=3_000):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in ("SGLD", "CCAdL") else pytest.mark.thorough) for n in LAWS],
+    [pytest.param(n, marks=() if n in ("SGLD", "CCAdL") else pytest.mark.nightly) for n in LAWS],
 )
 def test_stationary_variance(name):
     z, error = z_score(name, mesh_of(5))
@@ -262,18 +282,18 @@ def test_stationary_variance(name):
 @pytest.mark.slow
 def test_negative_control(monkeypatch):
     """The noise of one device, in place of that of the mean over devices, is found out."""
-    right = _chain.over_devices
+    right = noise_estimate.over_devices
 
-    def wrong(gradient, problem, rng_key):
-        oracle = right(gradient, problem, rng_key)
+    def wrong(gradient, target, rng_key):
+        oracle = right(gradient, target, rng_key)
 
         def everywhere(position):
             seen = oracle(position)
-            return seen._replace(noise=problem.parts * seen.noise)
+            return seen._replace(noise=target.parts * seen.noise)
 
         return everywhere
 
-    monkeypatch.setattr(_chain, "over_devices", wrong)
+    monkeypatch.setattr(noise_estimate, "over_devices", wrong)
     z, _ = z_score("CCAdL", mesh_of(5), samples=1_500)
     assert abs(z) > 10
 
@@ -283,7 +303,7 @@ def test_negative_control(monkeypatch):
     [
         *((held, "sub_batches") for held in ("diagonal", "full", "low_rank", "matrix_free")),
         *(
-            pytest.param(held, estimator, marks=pytest.mark.thorough)
+            pytest.param(held, estimator, marks=pytest.mark.nightly)
             for held in ("diagonal", "full", "low_rank")
             for estimator in ("two_cotangents", "per_example")
         ),
@@ -291,22 +311,26 @@ def test_negative_control(monkeypatch):
 )
 def test_noise_of_the_devices(covariance, estimator):
     """Every estimate in every form has the mean that the strata say."""
-    options = {"covariance": covariance, "estimator": estimator, "friction": 1.0, "rank": 2}
+    rank = 2 if covariance == "low_rank" else None
+    estimator = None if covariance == "matrix_free" else estimator
+    options = {"noise": NoiseEstimate(covariance, estimator, rank=rank), "friction": 1.0}
     kernel, args = read(partial(indexed, batch=40), kernel=CCAdL, **options)
-    held = kernel._noise.held
+    representation = kernel.noise(
+        target_of(kernel, args), Tuning(1.0, 1.0, IdentityMetric())
+    ).representation
 
-    def found(problem, z):
-        potential = problem.potential(IdentityMetric())
+    def found(target, z):
+        potential = target.potential(IdentityMetric())
 
         def one(k):
             rows_key, model_key = random.split(random.fold_in(random.key(0), k))
-            rows = problem.rows(rows_key)
-            noise = kernel.gradient_of_all(potential, rows, model_key)(z["w"]).noise
-            return jax.vmap(partial(held.product, noise))(jnp.eye(3))
+            rows = target.rows(rows_key)
+            noise = oracle(kernel, target, potential, rows, model_key)(z["w"]).noise
+            return jax.vmap(partial(representation.product, noise))(jnp.eye(3))
 
         return jax.lax.map(one, jnp.arange(2_000))
 
-    seen = np.asarray(kernel._problem(args, {}).compiled(found)(POINT), float)
+    seen = np.asarray(target_of(kernel, args).compiled(found)(POINT), float)
     slopes = (X @ np.asarray(POINT["w"]) - Y)[:, None] * X / 0.25
     within = np.mean([np.cov(part.T, ddof=1) for part in slopes.reshape(4, 20, 3)], axis=0)
     expected = 80**2 / 40 * (1 - 40 / 80) * within
@@ -328,7 +352,7 @@ SLOW = ("SGHMC estimated", "SGNHT", "CCAdL tuned", "SGFS", "SMSUBU")
 
 @pytest.mark.parametrize(
     "name",
-    [*FAST, *(pytest.param(name, marks=pytest.mark.thorough) for name in SLOW)],
+    [*FAST, *(pytest.param(name, marks=pytest.mark.nightly) for name in SLOW)],
 )
 def test_kernels(name):
     """They run, and all devices stay together."""
@@ -337,7 +361,7 @@ def test_kernels(name):
     mcmc.run(random.key(0), *spread_rows(MESH, X, Y), extra_fields=("nonfinite_steps",))
     draws = mcmc.get_samples()
     assert np.all(np.isfinite(draws["w"])) and np.ptp(draws["w"]) > 0
-    assert mcmc.last_state.nonfinite_steps == 0
+    assert mcmc.last_state.monitor.nonfinite_steps == 0
     assert len(mcmc.last_state.z["w"].addressable_shards) == 4
     assert everywhere_equal(mcmc.last_state)
 
@@ -350,6 +374,7 @@ def draws_of(mesh, **options):
     return mcmc.get_samples(True)["w"], mcmc.last_state.z["w"].addressable_shards
 
 
+@pytest.mark.slow
 def test_chains_over_devices():
     """Laid over devices they give the draws that they give on the same devices, together."""
     together, _ = draws_of(MESH, **kernel_table.momentum)
@@ -358,7 +383,7 @@ def test_chains_over_devices():
     np.testing.assert_allclose(together, apart, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_anchor_moves():
     """Of chains together and apart, to the potential and the gradient of all data."""
     values = {"w": jnp.array([1.0, -1.0, 0.5]), "scale": jnp.array(0.0)}
@@ -370,6 +395,7 @@ def test_anchor_moves():
     np.testing.assert_allclose(together, apart, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_is_pickled():
     """In pieces, with the mesh of the data where the kernel is not told one."""
     args = spread_rows(MESH, X, Y)
@@ -385,7 +411,7 @@ def test_a_run_goes_on_and_is_pickled():
     np.testing.assert_array_equal(seen, whole.get_samples()["w"])
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_tuned():
     """The tuning sees all data, and finds what it finds without devices."""
     here = kernel_table.tuning()
@@ -530,7 +556,7 @@ def check_posterior(draws):
         assert min(size) > 150
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(), (1,), (8,), (2, 4)])
 def test_same_posterior(shape):
     data = known_posterior.X, known_posterior.Y
@@ -560,7 +586,7 @@ def start_processes(script, processes, *arguments):
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize(("processes", "devices", "chains"), [(2, 1, 1), (4, 1, 1), (2, 4, 2)])
 def test_processes(processes, devices, chains, tmp_path):
     """

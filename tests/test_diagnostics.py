@@ -36,7 +36,7 @@ from numpyro_sgmcmc import (
     summary,
     to_arviz,
 )
-from numpyro_sgmcmc.diagnostics._scores import Scores, Target, scores_of
+from numpyro_sgmcmc.diagnostics._scores import RunModel, Scores, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import _sums, discrepancy_of
 from numpyro_sgmcmc.diagnostics.runs import group
 from numpyro_sgmcmc.stein import stein_report
@@ -170,7 +170,7 @@ def test_discrepancy_of_correct_draws_is_zero():
     assert wide.squared > 10 * wide.error
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_discrepancy_orders_step_sizes_that_effective_samples_order_in_reverse():
     covariance = np.full(D, 1 / PRECISION)
     discrepancies, sizes, rhats = [], [], []
@@ -203,7 +203,7 @@ def test_scores_on_minibatches_are_unbiased():
         "scale": 1 + 0.05 * rng.standard_normal((2, 4_000)),
     }
     data = as_arviz(draws)
-    target = Target(regression, (x, y))
+    target = RunModel(regression, (x, y))
     full = scores_of(data, target, 8_000, "full")
     noisy = scores_of(data, target, 8_000, "minibatch", random.key(5))
     assert full.exact and not noisy.exact and full.labels == ["scale", "w[0]", "w[1]"]
@@ -240,7 +240,7 @@ def test_discrepancy_by_site():
     assert abs(right) < 4 * right_error and wrong > 8 * wrong_error
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_discrepancy_is_that_of_the_temperature():
     # far enough apart to be independent, for which the error is
     kernel = SGLD(model, 0.01 / PRECISION, steps_per_sample=300, temperature=2.0)
@@ -272,7 +272,7 @@ def noise_ratio():
 
 
 def test_stein_matrix_of_the_run_and_of_its_draws_agree(wide):
-    kept = stein_report(wide.last_state.stein)
+    kept = stein_report(wide.last_state.monitor.stein)
     computed = stein_matrix(wide, draws=4_000)
     error = np.hypot(kept.error, computed.error)
     assert abs(kept.temperature - computed.temperature) < 4 * error
@@ -298,7 +298,7 @@ def verdicts(kernel, num_samples, runs):
     found = []
     for k in range(runs):
         chains = slice(CHAINS * k, CHAINS * (k + 1))
-        sums = jax.tree.map(lambda x, chains=chains: x[chains], mcmc.last_state.stein)
+        sums = jax.tree.map(lambda x, chains=chains: x[chains], mcmc.last_state.monitor.stein)
         found.append(stein_report(sums).problem())
     draws = np.asarray(mcmc.get_samples(True)["mu"], float)
     draws = draws.reshape(runs, CHAINS, num_samples, PARAMETERS)[:20]
@@ -310,7 +310,7 @@ def verdicts(kernel, num_samples, runs):
     return found, float(np.median(sizes)), ratio
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_verdict_is_calibrated():
     """Hardly ever wolf where the law is right; nearly always where variances are 10 % off."""
     h, friction = 0.5 / PRECISION**0.5, PRECISION**0.5
@@ -403,7 +403,7 @@ def test_autocorrelation_time_in_steps_and_passes(wide, nuts):
 # Half the step size
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_step_halving_of_sgld():
     """The variance at h, h / 2 and extrapolated, against the exact ones."""
     mcmc = run(SGLD(model, 0.2 / PRECISION, steps_per_sample=8), 5_000, num_warmup=100)
@@ -455,7 +455,7 @@ def test_summary_has_the_columns_of_arviz(good):
     found, theirs = summary(good), az.summary(to_arviz(good), round_to="none")
     assert list(found.table.columns) == [*theirs.columns, "variance_error", "mcse_variance_error"]
     np.testing.assert_allclose(found.table[theirs.columns].astype(float), theirs.astype(float))
-    report = stein_report(good.last_state.stein)
+    report = stein_report(good.last_state.monitor.stein)
     np.testing.assert_allclose(found.table["variance_error"], report.ratios - 1)
     np.testing.assert_allclose(found.table["mcse_variance_error"], report.ratio_errors)
     assert found.verdict.startswith("No problem found.")
@@ -479,7 +479,7 @@ def test_summary_of_named_entries():
     data = to_arviz(mcmc, coords={"r": ["x", "y"], "c": [3, 4]})
     found, ratios = (
         summary(data).table["variance_error"],
-        stein_report(mcmc.last_state.stein).ratios,
+        stein_report(mcmc.last_state.monitor.stein).ratios,
     )
     assert found["a"] == ratios[0] - 1
     assert [found[f"b[{r}, {c}]"] + 1 for r in "xy" for c in (3, 4)] == pytest.approx(ratios[1:])
@@ -502,7 +502,7 @@ def test_facts_of_a_run(good, wide, nuts):
     assert summary(nuts).facts["passes"] == pytest.approx(leapfrogs, rel=1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_facts_of_a_tuned_run():
     mcmc = run(CCAdL(model, gradient="minibatch", progress_bar=False), 500)
     tuning, facts = mcmc.sampler.tuning, summary(mcmc).facts
@@ -539,7 +539,7 @@ def test_verdicts():
     assert "nothing ever moved" in none
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_summary_of_sites_with_constraints(tmp_path):
     """A simplex has one parameter less than entries; a deterministic site has none."""
 

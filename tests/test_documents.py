@@ -38,8 +38,15 @@ def blocks(path):
 WITH_CODE = [path for path in PAGES if any(language == "python" for language, _ in blocks(path))]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("path", WITH_CODE, ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, marks=() if Path(p).name == "README.md" else pytest.mark.nightly)
+        for p in WITH_CODE
+    ],
+    ids=str,
+)
 def test_code_blocks(path, tmp_path):
     """One after the other, as they are read, in a folder of their own."""
     text = "\n".join(code for language, code in blocks(path) if language == "python")
@@ -48,7 +55,7 @@ def test_code_blocks(path, tmp_path):
     subprocess.run([sys.executable, script.name], check=True, cwd=tmp_path, timeout=300)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_script_of_several_hosts(tmp_path):
     """On two of them, which are processes."""
     (script,) = [code for kind, code in blocks("docs/many_devices.md") if kind == "{code-block}"]
@@ -128,13 +135,26 @@ def test_every_public_name_is_in_the_reference():
         assert re.search(rf"^\.\. auto\w+:: {name}$", text, re.MULTILINE), name
 
 
+#: Rooms in which a file is a question, a picture or a method, named for it.
+NAMED_FOR_THEIR_FILES = ("diagnostics", "long_runs", "plots")
+
+
 def test_the_code_map_has_the_files():
+    """And every room is there; a method's file has its name."""
     text = (ROOT / "docs" / "code_map.md").read_text()
-    for path in (ROOT / "numpyro_sgmcmc").iterdir():
-        if path.suffix == ".py" and path.stem != "__init__":
-            assert re.search(rf"\b{path.name}\b", text), path.name
-        elif path.is_dir() and (path / "__init__.py").exists():
-            assert f"{path.name}/" in text, path.name
+    package = ROOT / "numpyro_sgmcmc"
+    methods = {
+        Path(inspect.getfile(x)).name
+        for x in vars(numpyro_sgmcmc).values()
+        if inspect.isclass(x) and issubclass(x, numpyro_sgmcmc.SGMCMCKernel)
+    }
+    for path in package.rglob("*.py"):
+        room = path.relative_to(package).parts[0]
+        assert room == path.name or f"{room}/" in text, room
+        if path.stem != "__init__" and room not in NAMED_FOR_THEIR_FILES:
+            known = re.search(rf"\b{path.name}\b", text) or path.name in methods
+            assert known, path.name
+    assert len([p for p in package.iterdir() if p.stem not in ("__init__", "__pycache__")]) <= 11
 
 
 def test_numbers_come_from_benchmarks():

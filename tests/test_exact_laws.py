@@ -24,10 +24,9 @@ from numpyro.infer import MCMC
 import pytest
 from scipy.optimize import brentq
 
-from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL
-from numpyro_sgmcmc.integrators import euler_kick
-from numpyro_sgmcmc.kernels._momentum import MomentumKernel
-from numpyro_sgmcmc.kernels._state import Momentum
+from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL, NoiseEstimate
+from numpyro_sgmcmc.kernels.integrators import euler_kick
+from numpyro_sgmcmc.kernels.momentum import Momentum, MomentumKernel
 from numpyro_sgmcmc.stein import stein_report
 
 # Many of these samplers are biased, and say so.
@@ -43,12 +42,12 @@ class ExplicitEuler(MomentumKernel):
     """SGHMC as several libraries have it, with the gradient at the position before the drift."""
 
     def step(self, state, gradient, rng_key):
-        h, p = state.step_size, state.momentum
-        observed = gradient(state.z)
+        h, p, friction = state.step_size, state.dynamics.momentum, state.fixed.friction
+        evaluation = gradient(state.z)
         noise = random.normal(rng_key, p.shape, p.dtype)
         position = state.z + h * p
-        p = euler_kick(p, observed.gradient, state.friction * p, state.friction, h, noise)
-        return state._replace(z=position, dynamics=Momentum(p)), observed
+        p = euler_kick(p, evaluation.gradient, friction * p, friction, h, noise)
+        return state._replace(z=position, dynamics=Momentum(p)), evaluation
 
     def suggest(self, noise):
         return 0.1, 1.0
@@ -99,17 +98,19 @@ def sampled(kernel, x, factor, num_samples=4_000):
     mcmc = MCMC(kernel, num_warmup=num_samples // 4, num_samples=num_samples, progress_bar=False)
     start = {"theta": jnp.zeros(x.shape[1])}
     mcmc.run(random.key(1), x, factor, init_params=start)
-    assert mcmc.last_state.nonfinite_steps == 0
+    assert mcmc.last_state.monitor.nonfinite_steps == 0
     draws = np.asarray(mcmc.get_samples(True)["theta"], float)
-    return draws**2, stein_report(mcmc.last_state.stein)
+    return draws**2, stein_report(mcmc.last_state.monitor.stein)
 
 
 ONE = np.eye(1)
 DIRECTIONS = 500
 heavy = {"friction": FRICTION, "thermal_mass": HEAVY}
 given = {"friction": FRICTION, "noise_variance": NOISE}
-estimated = {"friction": FRICTION, "noise_variance": "estimated", "window": math.inf}
-sure = {"window": math.inf}
+#: An average over all minibatches since the start.
+ALL = NoiseEstimate(window=math.inf)
+estimated = {"friction": FRICTION, "noise_variance": "estimated", "noise": ALL}
+sure = {"noise": ALL}
 
 
 def langevin(name, estimate=0.0):
@@ -198,7 +199,7 @@ METHODS = {
     },
     "CCAdL window": (partial(CCAdL, **heavy), thermostatted("nogin", 1.0), (0.5,)),
     "CCAdL two cotangents": (
-        partial(CCAdL, estimator="two_cotangents", **sure, **heavy),
+        partial(CCAdL, noise=NoiseEstimate(None, "two_cotangents", math.inf), **heavy),
         thermostatted("nogin", 1.0),
         (0.5,),
     ),
@@ -207,11 +208,8 @@ METHODS = {
             CCAdL,
             friction=FRICTION,
             thermal_mass=math.inf,
-            covariance="low_rank",
-            rank=2,
-            estimator="per_example",
+            noise=NoiseEstimate("low_rank", "per_example", math.inf, rank=2),
             subsampling="with_replacement",
-            **sure,
         ),
         thermostatted("nogin", 1.0),
         (0.5,),
@@ -242,7 +240,7 @@ def measure(method, law, h, subsampling="without_replacement"):
     directions, between, samples = DIRECTIONS, 4, 4_000
     if method.func is SMSUBU:
         between, samples = SWEEP
-    if method.keywords.get("covariance") == "low_rank":
+    if getattr(method.keywords.get("noise"), "covariance", None) == "low_rank":
         # it sees that the noise of 100 rows is correlated in 500 directions; of two it need not be
         directions, samples = 2, 100_000
     one = np.eye(directions)
@@ -255,20 +253,12 @@ def measure(method, law, h, subsampling="without_replacement"):
     return *z_score(found.mean(-1), expected), stein_z
 
 
-#: Variants of a method that the others of it already show, and all but the last step size.
-VARIANTS = {
-    "SGLD with replacement",
-    "SGHMC euler given",
-    "SGHMC obabo",
-    "SGHMC aboba given",
-    "SGHMC obabo estimated",
-    "SGNHT euler coordinate",
-    "SGNHT badodab coordinate",
-    "CCAdL two cotangents",
-    "CCAdL with replacement, low rank, per example, no thermostat",
-}
+#: Each kernel with its defaults, at its largest step size; the steps of all others are compared
+#: with their laws by algebra (test_algebra.py), and simulated in the nightly tests.
+DEFAULTS = ("SGLD", "SGHMC aboba", "SGHMC aboba estimated", "SGNHT badodab one", "CCAdL nogin",
+            "SMSUBU", "SGFS")  # fmt: skip
 STATIONARY = [
-    pytest.param(name, h, marks=pytest.mark.thorough if name in VARIANTS or h != sizes[-1] else ())
+    pytest.param(name, h, marks=() if name in DEFAULTS and h == sizes[-1] else pytest.mark.nightly)
     for name, (_, _, sizes) in METHODS.items()
     for h in sizes
 ]
@@ -295,23 +285,21 @@ def test_negative_control():
     assert abs(z) > 10
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_symmetric_integrators_need_the_estimate():
     """NOGIN without a covariance, and a law that is not its own, are found out."""
-    method = partial(CCAdL, thermal_mass=math.inf, friction=FRICTION, window=10**9)
+    method = partial(
+        CCAdL, thermal_mass=math.inf, friction=FRICTION, noise=NoiseEstimate(window=10**9)
+    )
     law = thermostatted("nogin", 1.0)
 
     class Blind(CCAdL):
-        corrects_noise = False
-
-        def gradient(self, potential, rows, rng_key):
-            oracle = super().gradient(potential, rows, rng_key)
-
+        def step(self, state, gradient, rng_key):
             def blind(position):
-                observed = oracle(position)
-                return observed._replace(noise=0 * observed.noise)
+                evaluation = gradient(position)
+                return evaluation._replace(noise=0 * evaluation.noise)
 
-            return blind
+            return super().step(state, blind, rng_key)
 
     z, error, _ = measure(partial(Blind, **method.keywords), law, 0.5)
     assert error < 0.01 and abs(z) > 10
@@ -429,7 +417,7 @@ HALVES = {
 }  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", HALVES)
 def test_heterogeneous_noise(name):
     """Half of the coordinates have one precision and noise, half the other."""
@@ -445,7 +433,7 @@ def test_heterogeneous_noise(name):
         assert abs(z) < Z
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_frozen_preconditioner():
     """PSGLD is SGLD with a step size for each coordinate, which it has found in the warm-up."""
     half = DIRECTIONS // 2
@@ -454,7 +442,7 @@ def test_frozen_preconditioner():
     mcmc = MCMC(kernel, num_warmup=1_500, num_samples=8_000, progress_bar=False)
     start = {"theta": jnp.zeros(DIRECTIONS)}
     mcmc.run(random.key(1), x, factor, init_params=start)
-    scale = 1 / (1e-3 + np.sqrt(mcmc.last_state.mean_square))
+    scale = 1 / (1e-3 + np.sqrt(mcmc.last_state.dynamics.mean_square))
     series = np.asarray(mcmc.get_samples(True)["theta"], float) ** 2
     precision, noise = (np.repeat(np.diag(m), half) for m in HETEROGENEOUS)
     h = 0.4 * scale
@@ -499,7 +487,7 @@ PLANE = {
         for name, how, options in (
             ("euler", "given", {"noise_variance": NOISE_GIVEN}),
             ("obabo", "estimated", {
-                "noise_variance": "estimated", "covariance": "diagonal", **sure
+                "noise_variance": "estimated", "noise": NoiseEstimate("diagonal", window=math.inf)
             }),
         )
     },
@@ -537,7 +525,7 @@ def plane_moments(kernel, chains=400, num_samples=1_250):
     return [(theta[..., j] * theta[..., k]) for j, k in ((0, 0), (0, 1), (1, 1))]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PLANE)
 def test_stationary_covariance_of_noncommuting_noise(name):
     method, covariance = PLANE[name]
@@ -549,7 +537,7 @@ def test_stationary_covariance_of_noncommuting_noise(name):
         assert abs(means.mean() - expected) < Z * error
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["SGLD", "SGHMC euler", "SGHMC aboba estimated", "CCAdL nogin",
                                   "SGNHT badodab one", "CCAdL symmetric", "SMSUBU"])  # fmt: skip
 def test_temperature(name):
@@ -588,8 +576,11 @@ def state_dependent_data(size=4_000):
     ]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("covariance", "exact"), [("matrix_free", True), ("diagonal", False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("covariance", "exact"),
+    [("matrix_free", True), pytest.param("diagonal", False, marks=pytest.mark.nightly)],
+)
 def test_state_dependent_noise(covariance, exact):
     """NOGIN is exact where the noise depends on the position, if it knows the noise there."""
     kernel = CCAdL(
@@ -674,8 +665,15 @@ def weak_order(method, step_sizes, dimension=2_000, num_samples=6_000):
     return np.log(biases[1] / biases[0]) / np.log(step_sizes[1] / step_sizes[0]), np.hypot(*errors)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ORDERS)
+#: One of each order; the others are nightly.
+SOME_ORDERS = ("SGLD", "CCAdL nogin")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in SOME_ORDERS else pytest.mark.nightly) for n in ORDERS],
+)
 def test_weak_order(name):
     method, step_sizes, order = ORDERS[name]
     slope, error = weak_order(method, step_sizes)

@@ -13,19 +13,18 @@ import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 import pytest
 
-from numpyro_sgmcmc.covariance import Diagonal, Full, LowRank
-from numpyro_sgmcmc.gradients import (
+from numpyro_sgmcmc.data.subsampling import SCHEMES, sub_batches
+from numpyro_sgmcmc.gradients.covariance import Diagonal, Full, LowRank
+from numpyro_sgmcmc.gradients.estimators import (
     ESTIMATORS,
     minibatch_gradient,
     per_example_gradient,
     product_gradient,
-    sub_batches,
 )
-from numpyro_sgmcmc.metric import IdentityMetric
-from numpyro_sgmcmc.minibatch import read_model
-from numpyro_sgmcmc.potentials import ravel
-from numpyro_sgmcmc.problem import Problem
-from numpyro_sgmcmc.subsampling import SCHEMES, finite_population_factor
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.model import read_model
+from numpyro_sgmcmc.target.potential import ravel
+from numpyro_sgmcmc.target.target import Target
 
 SIZES = {"rows": 60, "columns": 40}
 BATCHES = {"rows": 20, "columns": 12}
@@ -63,7 +62,7 @@ POSITION = jnp.array([1.0, -0.5, 0.3])
 
 def draw(scheme, key, names, batches=BATCHES):
     return {
-        name: SCHEMES[scheme](random.fold_in(key, k), 0, SIZES[name], batches[name])
+        name: SCHEMES[scheme].draw(random.fold_in(key, k), 0, SIZES[name], batches[name])
         for k, name in enumerate(names)
     }
 
@@ -81,8 +80,7 @@ def exact_covariance(scheme, names):
 
 
 FACTORS = {
-    scheme: {k: finite_population_factor(scheme, SIZES[k], BATCHES[k]) for k in SIZES}
-    for scheme in SCHEMES
+    scheme: {k: SCHEMES[scheme].factor(SIZES[k], BATCHES[k]) for k in SIZES} for scheme in SCHEMES
 }
 HELD = {"diagonal": Diagonal(), "full": Full(3)}
 
@@ -99,7 +97,7 @@ def test_noise_estimate_is_unbiased(scheme, names, covariance, estimator):
         oracle = ESTIMATORS[estimator](potential, rows, key, FACTORS[scheme], HELD[covariance])
         return oracle(POSITION), minibatch_gradient(potential, rows, key)(POSITION)
 
-    observed, plain = observe(random.split(random.key(0), 40_000))
+    observed, plain = observe(random.split(random.key(0), 20_000))
     np.testing.assert_allclose(observed.gradient, plain.gradient, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(observed.potential, plain.potential, rtol=1e-5)
     exact = exact_covariance(scheme, names)
@@ -132,7 +130,7 @@ def test_products_with_the_covariance_are_unbiased(scheme):
         plain = minibatch_gradient(potential, rows, key)(POSITION)
         return observed.gradient - plain.gradient, observed.noise(vector)
 
-    off, found = jax.tree.map(np.asarray, observe(random.split(random.key(0), 40_000)))
+    off, found = jax.tree.map(np.asarray, observe(random.split(random.key(0), 20_000)))
     assert np.all(off == 0)
     error = found.std(0) / len(found) ** 0.5
     exact = exact_covariance(scheme, tuple(SIZES)) @ np.asarray(vector)
@@ -143,7 +141,7 @@ def test_products_with_the_covariance_are_unbiased(scheme):
 @pytest.mark.parametrize("estimator", [*ESTIMATORS, "product"])
 def test_all_rows_have_no_noise(estimator):
     rows = {name: jnp.arange(size) for name, size in SIZES.items()}
-    factors = {k: finite_population_factor("without_replacement", n, n) for k, n in SIZES.items()}
+    factors = {k: SCHEMES["without_replacement"].factor(n, n) for k, n in SIZES.items()}
     plain = minibatch_gradient(potential, rows, random.key(0))(POSITION)
     if estimator == "product":
         oracle = product_gradient(potential, rows, random.key(0), factors, rows)
@@ -159,7 +157,7 @@ def test_all_rows_have_no_noise(estimator):
 @pytest.mark.parametrize("covariance", ["full", "low_rank"])
 def test_single_rows_give_the_estimate_of_the_paper(covariance, numbers, monkeypatch):
     """One row at a time, in chunks with a rest, or at once: eq. (19) of Shang et al. f N^2/n."""
-    monkeypatch.setattr("numpyro_sgmcmc.gradients.PER_EXAMPLE_NUMBERS", numbers)
+    monkeypatch.setattr("numpyro_sgmcmc.gradients.estimators.PER_EXAMPLE_NUMBERS", numbers)
     rows = {"rows": jnp.array([3, 14, 15, 9, 26, 5, 35])}
     factor = 1 - 7 / 60
     held = Full(3) if covariance == "full" else LowRank(3)
@@ -199,16 +197,18 @@ def counts(x, y):
         numpyro.sample("y", dist.Poisson(jnp.exp(x[i] @ w)), obs=y[i])
 
 
-def test_single_precision_of_many_rows():
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3_000_000, pytest.param(10_000_000, marks=pytest.mark.nightly)])
+def test_single_precision_of_many_rows(size):
     """
-    Of 1e7 rows: sums over all of them, and the differences of a control variate a posterior
+    Of so many rows: sums over all of them, and the differences of a control variate a posterior
     standard deviation away, in units of the standard deviation that the gradient has in draws.
     """
-    size, rng = 10_000_000, np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     x = np.stack([np.ones(size, np.float32), rng.standard_normal(size, np.float32)], axis=1)
     y = rng.poisson(np.exp(x @ [1.0, 0.3])).astype(np.float32)
     model = counts, init_to_uniform, (jnp.asarray(x), jnp.asarray(y)), {}
-    problem = Problem(read_model(*model), *model[2:])
+    target = Target(read_model(*model), *model[2:])
     center = np.array([1.0, 0.3])
     away = center + np.array([1.0, -1.0]) / np.sqrt(size)
 
@@ -218,7 +218,7 @@ def test_single_precision_of_many_rows():
         terms = rate - y64 * (x64 @ w)
         return terms, w + size / len(y64) * (x64.T @ (rate - y64))
 
-    anchor = jax.jit(lambda w: problem.anchor({"w": w}))(jnp.asarray(center, jnp.float32))
+    anchor = jax.jit(lambda w: target.anchor({"w": w}))(jnp.asarray(center, jnp.float32))
     terms, gradient = exact(center)
     unit = np.sqrt(size * np.exp(1.0))
     assert np.all(np.abs(anchor.gradient["w"] - gradient) < 0.01 * unit)
@@ -231,7 +231,7 @@ def test_single_precision_of_many_rows():
     assert abs(one_after_the_other / terms.sum() - 1) > 1e-5  # what there is to get wrong
 
     rows = {"rows": jnp.asarray(rng.choice(size, 500, replace=False))}
-    controlled = problem.potential(IdentityMetric(), anchor)
+    controlled = target.potential(IdentityMetric(), anchor)
     there = jnp.asarray(away, jnp.float32)
     found = controlled.value_and_gradient({"w": there}, rows, random.key(0))[1]["w"]
     i = np.asarray(rows["rows"])

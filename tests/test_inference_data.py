@@ -20,10 +20,12 @@ import pytest
 from scipy.special import expit
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, LongRun, full_data, summary, to_arviz
-from numpyro_sgmcmc.diagnostics._scores import Target, scores_of
+from numpyro_sgmcmc.diagnostics._scores import RunModel, scores_of
 from numpyro_sgmcmc.diagnostics.runs import group
-from numpyro_sgmcmc.predictive import loo
-from numpyro_sgmcmc.rows import choose_rows, row_numbers
+from numpyro_sgmcmc.results.kept_rows import choose_rows, row_numbers
+from numpyro_sgmcmc.results.loo import loo
+
+COMPILE_QUICKLY = True
 
 pytestmark = arviz_marks(
     "Deterministic sites 'probability'",
@@ -110,7 +112,7 @@ def test_posterior_predictive_is_that_of_every_row(data):
 def test_sample_stats_have_honest_names(data):
     stats = set(group(data, "sample_stats").data_vars)
     asked = {"thermostat", "step_size", "minibatch_potential"}
-    assert stats == asked | {"nonfinite_steps", "configurational_temperature"}
+    assert stats == asked | {"diverging", "configurational_temperature"}
 
 
 def test_attributes(data):
@@ -174,7 +176,7 @@ def test_slashes_in_the_names_of_sites(tmp_path):
     assert list(summary(mcmc, var_names=["a/c"]).table.index) == ["a.c"]
     mean = float(mcmc.moments["a.c"].sel(statistic="mean"))
     assert mean == pytest.approx(float(draws["a/c"].mean()), abs=1e-4)
-    positions = scores_of(data, Target(model, (X[:, 0],)), 2_000).positions
+    positions = scores_of(data, RunModel(model, (X[:, 0],)), 2_000).positions
     assert np.array_equal(positions[..., 1], draws["a/c"])
     assert loo(mcmc).n_data_points == N
 
@@ -383,7 +385,7 @@ def test_nonfinite_steps_are_reported():
     ):
         found = to_arviz(mcmc)
     assert np.all(np.isfinite(group(found, "posterior")["w"]))
-    assert group(found, "sample_stats")["nonfinite_steps"].values[0, -1] == 5
+    assert group(found, "sample_stats")["diverging"].values[0, -5:].all()
 
 
 def test_noise_beyond_the_friction_is_reported():

@@ -9,31 +9,39 @@ from pathlib import Path
 import pickle
 import subprocess
 import sys
+import warnings
 
 import jax
 from jax import random
 import jax.numpy as jnp
-from kernel_table import KERNELS, X, Y, make, model, run
+from kernel_table import CENTRE, KERNELS, X, Y, make, model, run
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_median, init_to_value
+from numpyro.util import fori_collect
 import optax
 import pytest
 
-from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
-from numpyro_sgmcmc.record import attributes
+from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL, NoiseEstimate, to_arviz
+from numpyro_sgmcmc.results.facts import attributes
 
-# those that differ from another one in a word are left to `make test-thorough`
-ALIKE = ("SGLD", "SGLD modified", "SGHMC estimated", "CCAdL", "CCAdL euler")
+#: The contract is met once, in the base class: of each kind one, and all in `make test-nightly`.
+KINDS = ("SGLD epochs", "SGHMC", "CCAdL tuned", "PSGLD")
 LAWFUL = [
-    pytest.param(name, marks=pytest.mark.thorough if name in ALIKE else ()) for name in KERNELS
+    pytest.param(name, marks=() if name in KINDS else pytest.mark.nightly) for name in KERNELS
 ]
 each_kernel = pytest.mark.parametrize("name", LAWFUL)
+# those that differ from another one in a word are left to the nightly tests
+ALIKE = ("SGLD", "SGLD modified", "SGHMC", "CCAdL", "CCAdL euler")
+each_state = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly if n in ALIKE else ()) for n in KERNELS]
+)
 #: One of each kind, for what the base class does alike for all.
 few_kernels = pytest.mark.parametrize("name", ["SGLD epochs", "SGHMC estimated", "CCAdL"])
 HERE = Path(__file__).parent
+COMPILE_QUICKLY = True
 
 
 def samples(mcmc):
@@ -57,14 +65,6 @@ def progress_bar(monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly():
-    """The runs are short and the programs many: most of the time goes into compiling them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @each_kernel
 def test_collects_constrained_sites_and_deterministics(name):
     draws = samples(run(name))
@@ -86,6 +86,7 @@ def test_chains_side_by_side_give_the_same_draws(name):
     assert_same(found, expected, **ROUNDING)
 
 
+@pytest.mark.slow
 @few_kernels
 def test_chains_on_devices_and_alone_give_the_same_draws(name):
     expected = samples(run(name, num_chains=3, chain_method="vectorized"))
@@ -95,12 +96,14 @@ def test_chains_on_devices_and_alone_give_the_same_draws(name):
     assert_same(alone, jax.tree.map(lambda x: x[1:2], expected), **ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # of NumPyro's own loop
 def test_chain_method_may_be_a_function():
     expected = samples(run("CCAdL", num_chains=3, chain_method="sequential"))
     assert_same(samples(run("CCAdL", num_chains=3, chain_method=jax.vmap)), expected, **ROUNDING)
 
 
+@pytest.mark.slow
 def test_kernel_is_shared_by_chain_methods():
     """What a kernel remembers of one run does not change how another one goes on."""
     expected = samples(run("SGHMC", num_samples=12, num_chains=2, chain_method="vectorized"))
@@ -237,9 +240,12 @@ def test_warmup_then_run(name):
 @pytest.mark.parametrize(
     ("name", "chain_method"),
     [pytest.param(*law.values, "vectorized", marks=law.marks) for law in LAWFUL]
-    + [("SGHMC", None), ("CCAdL", None)]
-    + [(name, "sequential") for name in ("SGLD epochs", "CCAdL euler")]
-    + [(name, "parallel") for name in ("SGLD epochs", "CCAdL euler")],
+    + [("CCAdL", None)]
+    + [
+        pytest.param(name, method, marks=pytest.mark.slow)
+        for name in ("SGLD epochs", "CCAdL euler")
+        for method in ("sequential", "parallel")
+    ],
 )
 def test_resumed_run_is_one_long_run(name, chain_method):
     chains = {"num_chains": 2, "chain_method": chain_method} if chain_method else {}
@@ -275,7 +281,7 @@ pickle.dump(found, open(sys.argv[2], "wb"))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_pickled_runs_go_on_in_a_new_process(tmp_path):
     runs = {name: run(name) for name in KERNELS}
     pickled, found = tmp_path / "runs", tmp_path / "found"
@@ -306,15 +312,15 @@ for name in KERNELS:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_dtype_and_tracer_leaks():
     """In double precision: without it JAX has nothing but single."""
     python("-c", EVERY_KERNEL, "float64", JAX_ENABLE_X64="true", JAX_CHECK_TRACER_LEAKS="1")
 
 
-@each_kernel
+@each_state
 def test_state_fields(name):
-    fields = ["i", "step_size", "minibatch_potential", "nonfinite_steps"]
+    fields = ["i", "step_size", "minibatch_potential", "nonfinite_steps", "diverging"]
     fields += ["configurational_temperature"]
     averaged = {"SGLD modified": (2, 4), "SGHMC estimated": (4, 4), "CCAdL": (4, 4)}
     averaged |= {"CCAdL euler": (4, 4)}
@@ -360,8 +366,10 @@ def test_nonfinite_steps_are_undone_and_counted(name):
     large = jnp.nan if name == "SGFS" else jnp.inf
     schedule = lambda i: jnp.where(i < 6, 1e-4, large)  # noqa: E731
     calm = samples(run(name, options={"step_size": 1e-4}))
-    mcmc = run(name, options={"step_size": schedule})
-    draws, undone = samples(mcmc), mcmc.get_extra_fields()["nonfinite_steps"]
+    mcmc = run(name, options={"step_size": schedule}, extra_fields=("nonfinite_steps",))
+    draws, found = samples(mcmc), mcmc.get_extra_fields()
+    undone = found["nonfinite_steps"]
+    assert found["diverging"].tolist() == [False] * 3 + [True] * 3
     assert all(np.all(np.isfinite(x)) for x in draws.values())
     assert undone.tolist() == [0, 0, 0, 1, 2, 3]
     assert_same(jax.tree.map(lambda x: x[:, :3], draws), jax.tree.map(lambda x: x[:, :3], calm),
@@ -423,7 +431,7 @@ def test_order_of_drift_and_kick():
         kernel = method(model, step_size=3e-3, friction=30.0, integrator="euler")
         before, after = one_step(kernel, position, momentum)
         moved = (flat(after) - flat(before)) / 3e-3
-        used = after.momentum if method is SGNHT else momentum
+        used = after.dynamics.momentum if method is SGNHT else momentum
         np.testing.assert_allclose(moved, used, atol=2e-4)
 
 
@@ -431,7 +439,10 @@ def test_momentum_is_resampled():
     """With a friction of nearly zero the momentum of a flat target only changes when redrawn."""
     kernel = SGHMC(model, step_size=1e-8, friction=1e-8, resample_momentum=3, temperature=4.0)
     states = one_step(kernel, jnp.zeros(4), steps=7)
-    changed = [not np.allclose(a.momentum, b.momentum, atol=1e-2) for a, b in pairwise(states)]
+    changed = [
+        not np.allclose(a.dynamics.momentum, b.dynamics.momentum, atol=1e-2)
+        for a, b in pairwise(states)
+    ]
     assert changed == [True, False, False, True, False, False, True]
 
 
@@ -440,34 +451,28 @@ def test_running_average_of_the_noise():
     seen = []
 
     class Recorded(CCAdL):
-        def gradient(self, potential, rows, rng_key):
-            oracle = super().gradient(potential, rows, rng_key)
-
+        def step(self, state, gradient, rng_key):
             def recorded(position):
-                observed = oracle(position)
-                seen.append(np.asarray(observed.noise))
-                return observed
+                evaluation = gradient(position)
+                seen.append(np.asarray(evaluation.noise))
+                return evaluation
 
-            return recorded
+            return super().step(state, recorded, rng_key)
 
-    kernel = Recorded(model, step_size=1e-3, friction=1.0, covariance="diagonal", window=3)
+    kernel = Recorded(
+        model, step_size=1e-3, friction=1.0, noise=NoiseEstimate("diagonal", window=3)
+    )
     states = one_step(kernel, jnp.zeros(4), steps=5)
     expected = np.zeros(4)
     for t, (noise, state) in enumerate(zip(seen, states[1:], strict=True), start=1):
         kappa = max(1 / t, 1 / 3)
         expected = (1 - kappa) * expected + kappa * noise
-        np.testing.assert_allclose(state.noise_covariance, expected, rtol=1e-4)
-        assert state.observations == t
+        np.testing.assert_allclose(state.dynamics.noise_covariance, expected, rtol=1e-4)
+        assert state.dynamics.observations == t
 
 
 def test_plates_draw_their_own_rows():
     """Independent rows for each plate: else the potential of nested plates is biased."""
-    seen = []
-
-    class Recorded(SGLD):
-        def gradient(self, potential, rows, rng_key):
-            seen.append(jax.tree.map(np.asarray, rows))
-            return super().gradient(potential, rows, rng_key)
 
     def two_plates(x, y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -475,12 +480,12 @@ def test_plates_draw_their_own_rows():
             with numpyro.plate(name, 80, subsample_size=20) as i:
                 numpyro.sample(f"x_{name}", dist.Normal(mu, 1), obs=x[i, 0])
 
-    kernel = Recorded(two_plates, step_size=1e-3)
-    state = kernel.init(random.key(0), 0, None, model_args=(X, Y), model_kwargs={})
-    kernel.sample(kernel.sample(state, (X, Y), {}), (X, Y), {})
-    assert set(seen[0]) == {"a", "b"} and not np.array_equal(seen[0]["a"], seen[0]["b"])
-    assert not np.array_equal(seen[0]["a"], seen[1]["a"])
-    rows = jax.vmap(lambda i: kernel.draw_rows(random.key(0), i))(jnp.arange(200))
+    kernel = SGLD(two_plates, step_size=1e-3)
+    kernel.context.read(kernel, (jnp.asarray(X), jnp.asarray(Y)), {})
+    target = kernel.context.target(kernel.given)
+    rows = jax.vmap(lambda i: target.rows(random.key(0), i))(jnp.arange(200))
+    assert set(rows) == {"a", "b"} and not np.array_equal(rows["a"][0], rows["b"][0])
+    assert not np.array_equal(rows["a"][0], rows["a"][1])
     shared = [len(set(a) & set(b)) for a, b in zip(*map(np.asarray, rows.values()), strict=True)]
     # the hypergeometric law of the number of rows in common
     assert abs(np.mean(shared) - 5) < 4 * (5 * 0.75 * 60 / 79 / 200) ** 0.5
@@ -503,3 +508,43 @@ def test_dropped_deterministics_are_named():
     with pytest.warns(UserWarning, match="'mean' depend on the minibatch.*Predictive"):
         mcmc.run(random.key(0), X, Y)
     assert set(mcmc.get_samples()) == {"w"}
+
+
+@pytest.mark.parametrize(("name", "chains"), [("SGLD", 1), ("CCAdL", 3)])
+def test_loops_call_no_python(name, chains):
+    """JAX's persistent compilation cache keeps no program that calls back."""
+    kernel = KERNELS[name](model, init_strategy=CENTRE)
+    keys = random.split(random.key(0), chains) if chains > 1 else random.key(0)
+    data = jnp.asarray(X), jnp.asarray(Y)
+    state = kernel.init(keys, 3, None, model_args=data, model_kwargs={})
+
+    def loop(state, data):
+        def sample(states):
+            return (kernel.sample(states[0], data, {}),)
+
+        def kept(states):
+            return states[0].z, states[0]["diverging"]
+
+        return fori_collect(2, 10, sample, (state,), transform=kept, progbar=False)
+
+    text = jax.jit(loop).lower(state, data).as_text()
+    assert "while" in text and "callback" not in text
+
+
+def test_rejected_steps_are_divergences(capsys):
+    """A sample in which a step was undone, and no other, for the host and for ArviZ."""
+    schedule = lambda i: jnp.where(i == 7, jnp.inf, 1e-4)  # noqa: E731
+    options = {"step_size": schedule, "steps_per_sample": 2}
+    for chains, method in ((1, "vectorized"), (2, "vectorized"), (2, "sequential")):
+        mcmc = run("SGLD", num_warmup=1, options=options, num_chains=chains, chain_method=method)
+        found = np.asarray(mcmc.get_extra_fields(group_by_chain=True)["diverging"])
+        assert np.array_equal(found, [[False, False, True, False, False, False]] * chains)
+        mcmc.print_summary()
+        assert f"Number of divergences: {chains}" in capsys.readouterr().out
+        assert int(to_arviz_quietly(mcmc)["sample_stats"]["diverging"].sum()) == chains
+
+
+def to_arviz_quietly(mcmc):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return to_arviz(mcmc)

@@ -27,8 +27,10 @@ import xarray as xr
 import zarr
 
 from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data, summary, to_arviz
-from numpyro_sgmcmc.long_runs import checkpoint, driver, moments, monitor, running, store
-from numpyro_sgmcmc.long_runs.records import FOLDER, Record
+from numpyro_sgmcmc.long_runs import checkpoint, driver, effective_size, moments, running, store
+from numpyro_sgmcmc.long_runs.folder import FOLDER, RunFolder
+
+COMPILE_QUICKLY = True
 
 pytestmark = arviz_marks("The draws do not have the law")
 
@@ -97,10 +99,10 @@ def interrupt_after(monkeypatch, chunks):
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param("single", marks=pytest.mark.thorough),
+        pytest.param("single", marks=pytest.mark.nightly),
         "sequential",
         "vectorized",
-        pytest.param("parallel", marks=pytest.mark.thorough),
+        pytest.param("parallel", marks=pytest.mark.nightly),
     ],
 )
 def test_draws_of_mcmc(method, tmp_path):
@@ -204,7 +206,7 @@ def test_finished_run_is_read_and_extended(tmp_path, monkeypatch):
         run(long_run(folder, num_samples=62))
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_begin_anew_keeps_the_old(tmp_path):
     folder = tmp_path / "run.zarr"
     run(long_run(folder))
@@ -264,6 +266,22 @@ def test_other_run_is_refused(said, finished):
     assert np.array_equal(store.Store(finished).read("posterior/mu"), before)
 
 
+def test_another_schedule_is_refused(tmp_path):
+    """Told apart by its values over the whole run, and not at a few steps of it."""
+
+    def once_smaller(at):
+        schedule = lambda i: jnp.where(i == at, 0.004, 0.005)  # noqa: E731
+        return SGHMC(model, step_size=schedule, friction=20.0)
+
+    run(long_run(tmp_path / "run.zarr", once_smaller(57)))
+    with pytest.raises(ValueError, match="holds another run: another kernel's step_size"):
+        run(long_run(tmp_path / "run.zarr", once_smaller(58)))
+    # beyond the end of the first run it was not asked for
+    extended = long_run(tmp_path / "run.zarr", once_smaller(57), num_samples=218)
+    run(extended)
+    assert extended.num_samples == 218
+
+
 def test_damaged_checkpoint_is_refused(tmp_path):
     folder = tmp_path / "run.zarr"
     run(long_run(folder))
@@ -271,12 +289,14 @@ def test_damaged_checkpoint_is_refused(tmp_path):
     content = file.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
-    newer = bytearray(content)
+    newer, older = bytearray(content), bytearray(content)
     newer[8] += 1
+    older[8] -= 1
     for damaged, said in (
         (bytes(flipped), "is corrupted: its checksum differs"),
         (content[:-10], "is truncated: .* of .* bytes"),
-        (bytes(newer), "has version 2 of the format, and this is version 1"),
+        (bytes(newer), "has version 3 of the format, and this is version 2"),
+        (bytes(older), "has version 1 .* go on with the version of numpyro_sgmcmc that wrote it"),
         (b"", "is not a checkpoint"),
     ):
         file.write_bytes(damaged)
@@ -292,11 +312,12 @@ def test_damaged_checkpoint_is_refused(tmp_path):
 
 
 def test_one_writer(tmp_path):
-    with Record(tmp_path / "run.zarr", True):
+    with RunFolder(tmp_path / "run.zarr", True):
         with pytest.raises(ValueError, match="Another process is writing"):
             run(long_run(tmp_path / "run.zarr"))
 
 
+@pytest.mark.slow
 def test_stops(tmp_path):
     settings = {"num_samples": 10_000_000, "thinning": 1, "num_warmup": 100}
     start = time.monotonic()
@@ -314,7 +335,7 @@ def test_stops(tmp_path):
         long_run(target_ess=0)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_failing_program_keeps_what_was_drawn(tmp_path):
     folder, broken = tmp_path / "run.zarr", [True]
     calls = []
@@ -429,7 +450,7 @@ def test_opens_in_arviz(tmp_path):
     assert "mu[0]" in summary(mcmc).table.index
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_warmup_then_run(tmp_path):
     plain, mcmc = MCMC(kernel(), **SETTINGS), long_run(tmp_path / "run.zarr")
     for each in (plain, mcmc):
@@ -447,14 +468,14 @@ def test_monitored_draws_are_few():
     noise = rng.normal(size=x.shape)
     for k in range(1, x.shape[1]):
         x[:, k] = 0.98 * x[:, k - 1] + noise[:, k]  # an effective draw in 99
-    where = monitor.places({"x": (150,)})
+    where = effective_size.places({"x": (150,)})
     assert len(where["x"]) == 100
     found = None
     for chunk in np.split(x, [3, 1_000, 30_001], axis=1):
-        found = monitor.with_draws(found, {"x": chunk}, where)
+        found = effective_size.with_draws(found, {"x": chunk}, where)
     assert found.kept.shape[1] <= 20_000 and found.seen == 60_000
     assert np.array_equal(found.kept[:, :, 0], x[:, :: found.stride, 0].astype(np.float32))
-    assert 600 < monitor.least_size(found, "bulk") < 1_212
+    assert 600 < effective_size.least_size(found, "bulk") < 1_212
 
 
 def test_warns_of_another_law():
@@ -469,7 +490,7 @@ def test_callable_chain_method_is_refused():
         long_run(chain_method=jax.vmap)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_resumed_run_is_not_tuned_again(tmp_path, monkeypatch):
     folder = tmp_path / "run.zarr"
     settings = {"num_chains": 2, "chain_method": "vectorized", "thinning": 1}
@@ -503,7 +524,7 @@ def waits_for(process, word):
     return False
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_kills(tmp_path):
     """Killed at random moments and in the middle of writes, a run loses and doubles nothing."""
     settings = {"cache": tmp_path / "cache", "samples": 60_000}
@@ -531,7 +552,7 @@ def test_kills(tmp_path):
     assert np.array_equal(one.read("posterior/draw"), np.arange(30_000))
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_reader_sees_complete_draws(tmp_path):
     """Another process reads while the run writes: all variables have the same, complete draws."""
     seen = []
@@ -553,7 +574,7 @@ def test_reader_sees_complete_draws(tmp_path):
     assert process.returncode == 0 and len(set(seen)) > 3
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_failing_process_stops_the_others(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

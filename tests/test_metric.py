@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.metric import IdentityMetric, from_covariance
+from numpyro_sgmcmc.target.metric import IdentityMetric, from_covariance
 
 RNG = np.random.default_rng(0)
 ROOT = RNG.standard_normal((4, 4)) * np.array([1e-4, 1.0, 30.0, 1e3])[:, None]

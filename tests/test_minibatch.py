@@ -22,8 +22,10 @@ from numpyro.infer.util import log_density, potential_energy
 import pytest
 
 from numpyro_sgmcmc import full_data
-from numpyro_sgmcmc.minibatch import as_arrays, read_model
-from numpyro_sgmcmc.starts import initial_values
+from numpyro_sgmcmc.target.initial_values import initial_values
+from numpyro_sgmcmc.target.model import as_arrays, read_model
+
+COMPILE_QUICKLY = True
 
 N, BATCH = 60, 12
 RNG = np.random.default_rng(0)

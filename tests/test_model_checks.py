@@ -19,6 +19,7 @@ from bad_inputs import (
     said_of,
     section,
     sgld,
+    subsampled_regression,
     wide,
 )
 from flax import linen
@@ -32,7 +33,9 @@ from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_value
 import pytest
 
-from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL
+from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL, NoiseEstimate
+
+COMPILE_QUICKLY = True
 
 
 @pytest.mark.parametrize("title", bad_inputs())
@@ -63,6 +66,8 @@ def test_numbers_must_be_positive(name, value):
 @pytest.mark.parametrize("name", ["steps_per_sample", "window"])
 def test_counts_must_be_positive_integers(name, value):
     with pytest.raises(ValueError, match=f"`{name}` must be a positive integer"):
+        if name == "window":
+            NoiseEstimate(window=value)
         ccadl(regression, **{name: value})
 
 
@@ -71,15 +76,17 @@ def test_counts_must_be_positive_integers(name, value):
     [
         (
             "subsampling",
-            "'without_replacement', 'with_replacement', 'epochs', 'symmetric_sweeps', 'clusters'",
+            "'without_replacement', 'with_replacement', 'epochs', 'symmetric_sweeps', 'blocks'",
         ),
         ("covariance", "'diagonal', 'full', 'low_rank', 'matrix_free'"),
         ("estimator", "'sub_batches', 'two_cotangents', 'per_example'"),
-        ("integrator", "'euler', 'symmetric', 'nogin'"),
+        ("integrator", "'euler', 'symmetric', 'nogin', 'aboba', 'baoab', 'obabo'"),
     ],
 )
 def test_unknown_words_list_the_allowed_ones(name, allowed):
     with pytest.raises(ValueError, match=f"`{name}` must be one of {allowed}; got 'other'"):
+        if name == "estimator":
+            NoiseEstimate(estimator="other")
         ccadl(regression, **{name: "other"})
 
 
@@ -140,8 +147,8 @@ def test_estimated_noise_beyond_the_friction(covariance):
             "integrator='aboba'",
         ),
         (partial(SGHMC, step_size=0.1, friction=1.0, noise_variance="other"), "'estimated'"),
-        (partial(ccadl, window=0), "`window` must be a positive integer"),
-        (partial(ccadl, rank=0.5), "`rank` must be a positive integer"),
+        (lambda m: ccadl(m, noise=NoiseEstimate(window=0)), "`window` must be a positive integer"),
+        (lambda m: NoiseEstimate("low_rank", rank=0.5), "`rank` must be a positive integer"),
         (partial(ccadl, thermal_mass=0.0), "`thermal_mass` must be a positive"),
         (partial(SGNHT, step_size=0.1, friction=1.0, thermostats="two"), "'site', 'coordinate'"),
         (partial(PSGLD, step_size=0.1, gamma_term=True), "Use frozen=False"),
@@ -151,6 +158,52 @@ def test_estimated_noise_beyond_the_friction(covariance):
 def test_options_that_do_not_go_together(kernel, message):
     with pytest.raises(ValueError, match=message):
         kernel(regression)
+
+
+full = NoiseEstimate("full")
+langevin = partial(SGHMC, step_size=0.1, friction=1.0)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: langevin(regression, noise=full), "give `noise_variance='estimated'`"),
+        (lambda: langevin(regression, covariance="full"), "`covariance` says how the noise"),
+        (lambda: sgld(regression, noise=full), "give `modified=True`, or leave `noise` out"),
+        (lambda: ccadl(regression, noise=full, covariance="full"), "give one of them"),
+        (lambda: ccadl(regression, noise="full"), "`noise` must be a `NoiseEstimate`"),
+        (lambda: NoiseEstimate("full", rank=3), "`rank=3` is the number .*'low_rank', but"),
+        (lambda: NoiseEstimate(rank=3), "covariance=None: leave one out"),
+        (lambda: NoiseEstimate("matrix_free", "per_example"), "`estimator='per_example'` would"),
+        (lambda: NoiseEstimate("matrix_free", window=5), "`window=5` would be ignored"),
+    ],
+)
+def test_arguments_that_would_be_ignored(made, message):
+    with pytest.raises(ValueError, match=message):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"windw": 3}, r"CCAdL: .*'windw'; the arguments are model, step_size, friction, integ"),
+        ({"window": 3}, r"CCAdL: .*'window'; write noise=NoiseEstimate\(window=...\)"),
+        ({"rank": 3, "estimator": "x"}, r"NoiseEstimate\(rank=...\), noise=NoiseEstimate\(est"),
+    ],
+)
+def test_unknown_arguments(options, message):
+    with pytest.raises(TypeError, match=message):
+        ccadl(regression, **options)
+    with pytest.raises(TypeError, match="SGLD: missing a required argument: 'model'"):
+        SGLD()
+
+
+def test_settings_are_equal_by_their_values():
+    one = ccadl(regression, metric=np.ones(3), covariance="full").given
+    assert one == ccadl(regression, metric=np.ones(3), noise=full).given
+    assert one != ccadl(regression, metric=np.ones(3)).given
+    assert one != ccadl(regression, metric=2 * np.ones(3), noise=full).given
+    assert one != ccadl(subsampled_regression, metric=np.ones(3), noise=full).given
 
 
 def test_frozen_preconditioner_needs_a_warmup():

@@ -36,9 +36,11 @@ from numpyro_sgmcmc import (
     to_arviz,
 )
 from numpyro_sgmcmc.diagnostics.runs import group
-from numpyro_sgmcmc.metric import IdentityMetric
-from numpyro_sgmcmc.potentials import Anchor
-from numpyro_sgmcmc.warmup import Tuning
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.potential import Anchor
+from numpyro_sgmcmc.tuning.tuning import Tuning
+
+COMPILE_QUICKLY = True
 
 pytestmark = arviz_marks("The draws do not have the law")
 
@@ -454,7 +456,7 @@ def test_gradient_noise_is_exact(runs):
     assert noise.attrs["batch_size_rows"] == BATCH and noise["rank"].values.tolist() == [1, 2, 3, 4]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_gradient_noise_of_rows_with_replacement_and_sequential_chains():
     kernel = SGHMC(model, step_size=0.01, friction=3.0, subsampling="with_replacement")
     noise = gradient_noise(run(kernel, num_samples=5, num_warmup=5, chain_method="sequential"))
@@ -476,7 +478,7 @@ def test_gradient_noise_in_the_coordinates_of_a_metric():
     assert not np.allclose(some["eigenvalue"], exact["eigenvalue"], rtol=1e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_gradient_noise_with_a_control_variate():
     """None at all, where the likelihood is quadratic."""
     values = {"level": jnp.zeros(()), "mu": jnp.ones(3)}
@@ -495,7 +497,7 @@ def two_plates(y):
             numpyro.sample(f"y_{name}", dist.Normal(level, 1), obs=known[i])
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_gradient_noise_of_several_plates_adds_up():
     mcmc = run(SGLD(two_plates, step_size=1e-3), num_samples=5, num_warmup=5, num_chains=1)
     y = Y[:, 0]

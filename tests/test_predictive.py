@@ -15,8 +15,11 @@ from numpyro.infer import MCMC, NUTS, Predictive
 import pytest
 from scipy import stats
 
-from numpyro_sgmcmc import SGLD, full_data, predictive, to_arviz
-from numpyro_sgmcmc.predictive import loo
+from numpyro_sgmcmc import SGLD, full_data, to_arviz
+from numpyro_sgmcmc.results import loo as predictive
+from numpyro_sgmcmc.results.loo import loo
+
+COMPILE_QUICKLY = True
 
 pytestmark = arviz_marks("Estimated shape parameter of Pareto", "look (binary|discrete)")
 
@@ -258,6 +261,7 @@ def uniform(pit):
     return stats.kstest(np.ravel(pit), "uniform").statistic < 1.95 / np.size(pit) ** 0.5
 
 
+@pytest.mark.slow
 def test_pit_of_a_right_model_is_uniform_and_of_a_wrong_one_not(numbers):
     for is_right, data in numbers.items():
         y, w = values(data, "observed_data"), values(data, "posterior", "w")
@@ -279,6 +283,7 @@ def test_loo_pit_of_a_right_model_is_uniform_and_of_a_wrong_one_not(numbers):
         assert pit.shape == (CHOSEN,) and uniform(pit) == is_right
 
 
+@pytest.mark.slow
 def test_reliability_of_a_right_model_and_of_a_wrong_one(events):
     for is_right, data in events.items():
         y = values(data, "observed_data")

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from numpyro_sgmcmc.subsampling import (
+from numpyro_sgmcmc.data.subsampling import (
     SCHEMES,
     _multiply_divmod,
-    clusters,
+    blocks,
     epochs,
-    finite_population_factor,
     permute,
+    symmetric_sweeps,
     with_replacement,
     without_replacement,
 )
@@ -62,23 +62,23 @@ def test_variance_of_a_minibatch_mean(scheme, size, batch_size):
     """The finite-population factor describes the draws: also for an ordered, skewed population."""
     x = np.exp(np.linspace(-2, 2, size))
     steps = 40_000
-    means = x[draws(SCHEMES[scheme], size, batch_size, steps)].mean(1)
+    means = x[draws(SCHEMES[scheme].draw, size, batch_size, steps)].mean(1)
     ddof = 1 if scheme == "without_replacement" else 0
-    expected = finite_population_factor(scheme, size, batch_size) * x.var(ddof=ddof) / batch_size
+    expected = SCHEMES[scheme].factor(size, batch_size) * x.var(ddof=ddof) / batch_size
     error = (2 / steps) ** 0.5
     assert abs(means.var() / expected - 1) < 4 * error
     assert abs(means.mean() - x.mean()) < 4 * (expected / steps) ** 0.5
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [(200, 40), (203, 40), (47, 22), (37, 5)])
-def test_clusters(size, batch_size):
+def test_blocks(size, batch_size):
     """
     Stretches of neighbours that do not overlap; every row is equally likely, also where their
     length does not divide the number of rows; the variance of a mean is that between stretches.
     """
     steps, count = 40_000, min(batch_size, 11 if batch_size == 22 else 10)
     length = batch_size // count
-    rows = draws(clusters, size, batch_size, steps)
+    rows = draws(blocks, size, batch_size, steps)
     stretches = rows.reshape(steps, count, length)
     assert np.all((stretches - stretches[..., :1]) % size == np.arange(length))
     assert all(len(set(batch)) == batch_size for batch in rows[:1_000].tolist())
@@ -89,7 +89,7 @@ def test_clusters(size, batch_size):
     means = x[rows].mean(1)
     if size % length == 0:
         between = [np.roll(x, -k).reshape(-1, length).mean(1).var(ddof=1) for k in range(length)]
-        factor = finite_population_factor("clusters", size, batch_size)
+        factor = SCHEMES["blocks"].factor(size, batch_size)
         variance = factor * np.mean(between) / count
         assert abs(means.var() / variance - 1) < 4 * (2 / steps) ** 0.5
     assert abs(means.mean() - x.mean()) < 4 * means.std() / steps**0.5
@@ -128,7 +128,7 @@ def test_multiply_divmod():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_stream_is_a_function_of_key_and_step(scheme):
-    draw = SCHEMES[scheme]
+    draw = SCHEMES[scheme].draw
     first = draws(draw, 1000, 10, 20)
     assert np.array_equal(first[7], draw(random.key(0), 7, 1000, 10))
     assert not np.array_equal(first[7], first[8])
@@ -140,3 +140,15 @@ def test_a_full_minibatch_keeps_its_order():
     for draw in (without_replacement, epochs):
         assert np.array_equal(draw(random.key(0), 3, 10, 10), np.arange(10))
     assert len(set(with_replacement(random.key(0), 3, 10, 10).tolist())) < 10
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(60, 10), (1_000, 250)])
+def test_sweeps_go_forward_and_backward(size, batch_size):
+    """A random partition in some order, the same backwards, then another."""
+    count = size // batch_size
+    rows = draws(symmetric_sweeps, size, batch_size, 4 * count)
+    for sweep in np.split(rows, 2):
+        forward, backward = np.split(sweep, 2)
+        assert sorted(forward.ravel().tolist()) == list(range(size))
+        assert np.array_equal(backward, forward[::-1])
+    assert not np.array_equal(rows[: 2 * count], rows[2 * count :])

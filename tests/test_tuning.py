@@ -30,16 +30,16 @@ from numpyro_sgmcmc import (
     ApproximateScaleAdaptedSGHMC,
     CCAdL,
     full_data,
-    potentials,
 )
-from numpyro_sgmcmc.approximation import Gaussian, find_metric
-from numpyro_sgmcmc.metric import DenseMetric, DiagonalMetric, IdentityMetric
-from numpyro_sgmcmc.minibatch import read_model
-from numpyro_sgmcmc.noise import NoiseLevel, measure_noise
-from numpyro_sgmcmc.potentials import Anchor, ControlVariate, full_data_gradient
-from numpyro_sgmcmc.problem import Problem, _quick_compilation
 from numpyro_sgmcmc.stein import start_sums, stein_report
-from numpyro_sgmcmc.warmup import Choices, Tuning, find_tuning
+from numpyro_sgmcmc.target import potential
+from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric
+from numpyro_sgmcmc.target.model import read_model
+from numpyro_sgmcmc.target.potential import Anchor, ControlVariate, full_data_gradient
+from numpyro_sgmcmc.target.target import Target, _quick_compilation
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
+from numpyro_sgmcmc.tuning.tuning import Choices, Tuning, find_tuning
 
 RNG = np.random.default_rng(0)
 N, D = 3_000, 4
@@ -101,6 +101,7 @@ def differing(one, other):
     ]
 
 
+@pytest.mark.slow
 def test_what_is_found(tuning, nuts):
     assert isinstance(tuning.metric, DenseMetric) and tuning.anchor is not None
     assert 0.5 <= tuning.step_size <= 1.0 and tuning.halvings == 0 and tuning.problem is None
@@ -120,8 +121,11 @@ def test_what_is_found(tuning, nuts):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel",
-    [CCAdL, SGLD]
-    + [pytest.param(k, marks=pytest.mark.thorough) for k in (SGHMC, SGNHT, PSGLD, SGFS, SMSUBU)],
+    [CCAdL]
+    + [
+        pytest.param(k, marks=pytest.mark.nightly)
+        for k in (SGLD, SGHMC, SGNHT, PSGLD, SGFS, SMSUBU)
+    ],
 )
 def test_nothing_but_the_model(kernel, nuts):
     """The same posterior as NUTS, with no argument but the model."""
@@ -133,6 +137,7 @@ def test_nothing_but_the_model(kernel, nuts):
         assert effective_sample_size(x).min() > 0.3 * 4 * 1_500
 
 
+@pytest.mark.slow
 def test_steps_per_sample(tuning):
     def of(**options):
         kernel = CCAdL(logistic, tuning=tuning, **options)
@@ -147,7 +152,7 @@ def test_steps_per_sample(tuning):
     assert of(steps_per_sample=1)[0].steps_per_sample == 1
     assert of(step_size=0.1)[0].steps_per_sample == 1
     # other data may be tuned to another number: the program of the same object must follow
-    kernel._given_tuning = tuning._replace(steps_per_sample=7)
+    kernel.given = kernel.given.with_values(tuning=tuning._replace(steps_per_sample=7))
     mcmc.run(random.key(0), X, Y)
     assert set(np.asarray(mcmc.last_state.i)) == {3 * 7}
 
@@ -160,17 +165,17 @@ def test_memory_of_a_chain(friction, scale, expected):
     """In units of the metric; the width is that of 100 draws, to 7 % for each of 3 coordinates."""
     start = DenseMetric(jnp.zeros(3), scale * jnp.eye(3), jnp.eye(3) / scale)
     tuning = Tuning(0.1, friction, IdentityMetric(), start)
-    assert CCAdL(logistic).memory(tuning) == pytest.approx(expected, rel=0.3)
+    assert CCAdL(logistic).relaxation_time(tuning) == pytest.approx(expected, rel=0.3)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("integrator", ["euler", "symmetric"])
 def test_another_integrator(integrator, nuts):
     kernel = CCAdL(logistic, integrator=integrator, progress_bar=False)
     assert_same_posterior(run(kernel, X, Y, num_samples=2_000).get_samples(True)["w"], nuts)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("metric", ["diagonal", "given"])
 def test_other_metrics(metric, nuts):
     """The step size fits the metric, where its coordinates are correlated or have other units."""
@@ -181,14 +186,14 @@ def test_other_metrics(metric, nuts):
     assert kernel.tuning.noise.curvature > {"diagonal": 1.2, "given": 80}[metric]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_same_values_for_every_chain_method(tuning):
     """The values do not depend on chain method, key of the run or process of the chains."""
     found = []
     for k, method in enumerate(["sequential", "vectorized", "parallel"]):
         kernel = CCAdL(logistic, progress_bar=False)
         mcmc = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=2, key=k, chain_method=method)
-        tuned = mcmc.last_state.tuned
+        tuned = mcmc.last_state.fixed
         if method != "vectorized":
             tuned = jax.tree.map(lambda x: x[0], tuned)
         found.append((tuned, kernel.tuning._replace(report=None)))
@@ -198,7 +203,7 @@ def test_same_values_for_every_chain_method(tuning):
     assert differing(tuning.metric, other.metric)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_tuned_once_for_the_same_data(tuning):
     kernel = CCAdL(logistic, tuning=tuning)
     run(kernel, X, Y, num_warmup=2, num_samples=2)
@@ -212,7 +217,7 @@ def test_tuned_once_for_the_same_data(tuning):
     assert kernel.tuning is not found
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_other_data_of_the_same_sums(tuning):
     """Responses in another order: a new anchor, a new tuning, and no old run goes on."""
     other = Y[::-1]
@@ -223,7 +228,7 @@ def test_other_data_of_the_same_sums(tuning):
     assert kernel.tuning is not found
     kernel = CCAdL(logistic, tuning=tuning)
     mcmc = run(kernel, X, other, num_warmup=2, num_samples=2)
-    anchor = mcmc.last_state.anchor
+    anchor = mcmc.last_state.fixed.anchor
     assert np.array_equal(anchor.values["w"][0], tuning.anchor.values["w"])
     potential = Model(logistic, X, other).potential
     slope = jax.grad(potential)(tuning.anchor.values, {"rows": jnp.arange(N)}, random.key(0))
@@ -244,7 +249,7 @@ def test_chains_start_from_different_places(tuning):
 def test_given_values_are_kept(tuning):
     kernel = CCAdL(logistic, step_size=0.25, friction=2.0, tuning=tuning)
     state = run(kernel, X, Y, num_warmup=2, num_samples=2).last_state
-    assert state.tuned.step_size == 0.25 and state.tuned.friction == 2.0
+    assert state.fixed.step_size == 0.25 and state.fixed.friction == 2.0
     assert kernel.settings["step_size"] == 0.25 and kernel.settings["metric"] == "dense"
     assert kernel.settings["gradient"] == "control_variate"
 
@@ -254,11 +259,11 @@ class Model:
 
     def __init__(self, model, *args):
         self.view = read_model(model, init_to_uniform, args, {})
-        self.problem = Problem(self.view, args, {})
-        self.potential = self.problem.potential(IdentityMetric())
+        self.target = Target(self.view, args, {})
+        self.potential = self.target.potential(IdentityMetric())
         size = self.view.dimension
         self.point, self.other = (
-            self.problem.unravel(0.3 * random.normal(random.key(k), (size,))) for k in (1, 2)
+            self.target.unravel(0.3 * random.normal(random.key(k), (size,))) for k in (1, 2)
         )
 
     def gradient(self, potential, values, rows):
@@ -277,7 +282,7 @@ def nested(x):
 @pytest.mark.parametrize("chunk", [10**6, 1_000, 700, 7])
 def test_one_pass_over_the_data(chunk, monkeypatch):
     """In chunks that divide the rows and that do not, it is the potential of all data."""
-    monkeypatch.setattr(potentials, "_CHUNK", chunk)
+    monkeypatch.setattr(potential, "_CHUNK", chunk)
     for model, args in ((logistic, (X, Y)), (nested, (X[:50],))):
         found = Model(model, *args)
         value, gradient = jax.jit(
@@ -295,7 +300,7 @@ def test_programs_that_compile_quickly():
     # JAX 0.10 knows both, 0.12 only this one
     assert "xla_backend_optimization_level" in _quick_compilation()
     found = Model(logistic, X, Y)
-    anchor = found.problem.compiled(Problem.anchor)
+    anchor = found.target.compiled(Target.anchor)
     alone, inside = anchor(found.point), jax.jit(anchor)(found.point)
     np.testing.assert_allclose(alone.gradient["w"], inside.gradient["w"], rtol=1e-3, atol=0.05)
 
@@ -402,15 +407,18 @@ def test_law_in_a_metric():
             assert error < 0.02 and abs(series.mean() - 1 / 0.9) < 3.5 * error
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("chain_method", ["vectorized", "sequential"])
+@pytest.mark.parametrize(
+    "chain_method", ["vectorized", pytest.param("sequential", marks=pytest.mark.nightly)]
+)
 def test_the_anchor_moves_on_request(chain_method, tuning):
     options = {"tuning": tuning, "gradient": "control_variate", "steps_per_sample": 1}
     state = run(
         CCAdL(logistic, **options), X, Y, num_samples=30, chain_method=chain_method
     ).last_state
     center = tuning.anchor.values["w"]
-    assert np.array_equal(state.anchor.values["w"], jnp.stack([center] * 4))
+    # one for all chains, or of chains one after the other as many
+    anchors = np.broadcast_to(state.fixed.anchor.values["w"], (4, *center.shape))
+    assert np.array_equal(anchors, jnp.stack([center] * 4))
     kernel = CCAdL(logistic, refresh_every=0.5, **options)  # 15 steps of 100 of 3,000 rows
     mcmc = MCMC(
         kernel,
@@ -421,7 +429,7 @@ def test_the_anchor_moves_on_request(chain_method, tuning):
         progress_bar=False,
     )
     mcmc.run(random.key(1), X, Y)
-    anchor, draws = mcmc.last_state.anchor, mcmc.get_samples(True)["w"]
+    anchor, draws = mcmc.last_state.fixed.anchor, mcmc.get_samples(True)["w"]
     # before the 31st step, so at the 30th draw
     np.testing.assert_allclose(anchor.values["w"], draws[:, 29], rtol=1e-5)
     found = Model(logistic, X, Y)
@@ -432,7 +440,11 @@ def test_the_anchor_moves_on_request(chain_method, tuning):
     np.testing.assert_allclose(one.gradient["w"], slope["w"], rtol=1e-3, atol=0.5)
 
 
-@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoMultivariateNormal])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "guide",
+    [pytest.param(AutoDiagonalNormal, marks=pytest.mark.nightly), AutoMultivariateNormal],
+)
 def test_metric_of_a_fitted_guide(guide):
     guide = guide(full_data(logistic))
     svi = SVI(full_data(logistic), guide, optax.adam(0.01), Trace_ELBO())
@@ -530,8 +542,8 @@ def test_nonlinearity_of_the_gradient(bend):
         numpyro.factor("y", -jnp.sum(x**2) / 2 - bend * jnp.log(jnp.cosh(50 * x[-1])) / 50)
 
     metric = DiagonalMetric(jnp.zeros(1_000), jnp.ones(1_000))
-    problem = Model(bent, jnp.zeros(1)).problem
-    found = measure_noise(problem, random.key(0), Gaussian(metric, 0.0, 1.0), metric, False)
+    target = Model(bent, jnp.zeros(1)).target
+    found = measure_noise(target, random.key(0), Gaussian(metric, 0.0, 1.0), metric, False)
     # sign(x) - 2 sign(x / 2) is of size 1; the usual size is known from 8,000 normal numbers
     error = (2 / 8_000) ** 0.5 / 2
     assert abs(found.plain.nonlinearity - bend) <= 3 * error * bend + 1e-6
@@ -555,8 +567,8 @@ def test_rounding_errors_of_the_gradient():
     spacing = float(np.spacing(np.float32(offset)))
     center = spacing * random.uniform(random.key(1), (size,))
     metric = DiagonalMetric(center, jnp.ones(size))
-    problem = Model(rounded(offset, size), jnp.zeros(50)).problem
-    found = measure_noise(problem, random.key(0), Gaussian(metric, 0.0, 1.0), metric, False)
+    target = Model(rounded(offset, size), jnp.zeros(50)).target
+    found = measure_noise(target, random.key(0), Gaussian(metric, 0.0, 1.0), metric, False)
     # it jumps by a spacing on one to four of four lines, in the coordinate where most do
     assert spacing / 24**0.5 <= found.rounding <= 1.001 * spacing / 6**0.5
 
@@ -593,7 +605,7 @@ def test_no_noise_at_all(kernel):
         assert np.all(np.isfinite(mcmc.get_samples()["mu"]))
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_too_many_parameters_for_a_matrix():
     """A diagonal metric; the curvature that is left is that of a chain of correlations."""
     size, coupling = 600, 0.4
@@ -620,7 +632,7 @@ def test_too_many_parameters_for_a_matrix():
     bound = 0.871 * np.log(size) / 19
     assert 1 - bound <= tuning.noise.curvature / largest <= 1 + 1e-4
     assert tuning.problem is None and "noise" in tuning.passes and "metric" not in tuning.passes
-    assert stein_report(mcmc.last_state.stein).problem() is None
+    assert stein_report(mcmc.last_state.monitor.stein).problem() is None
 
 
 @pytest.mark.parametrize(
@@ -634,17 +646,17 @@ def test_too_many_parameters_for_a_matrix():
 )
 def test_halvings_of_the_step_size(temperature, expected):
     """As long as they help, and given up where they do not."""
-    problem, tried = Model(logistic, X, Y).problem, []
+    target, tried = Model(logistic, X, Y).target, []
 
     def pilot(tuning):
         def run(step_size, steps, rng_key):
             tried.append(step_size)
             assert steps * step_size >= 40
-            sums = start_sums(jnp.zeros(D), jnp.ones(D), np.zeros(D, int))
+            sums = start_sums(jnp.zeros(D), (D,))
             count = jnp.asarray(640, jnp.int32)
             shares = 10 * temperature(step_size) * (1 + 0.01 * random.normal(rng_key, (64, D)))
             matrix = jnp.diag(shares.sum(0))
-            batches = jnp.concatenate([shares.sum(1, keepdims=True), shares], axis=1)
+            batches = jnp.concatenate([shares.mean(1, keepdims=True), shares], axis=1)
             return sums._replace(
                 steps=count, samples=count, length=count // 64, batches=batches, matrix=matrix
             )
@@ -652,7 +664,7 @@ def test_halvings_of_the_step_size(temperature, expected):
         return run
 
     choices = Choices(None, None, None, "minibatch", init_to_uniform)
-    found = find_tuning(problem, random.key(0), choices, lambda noise: (1.0, None), pilot)
+    found = find_tuning(target, random.key(0), choices, lambda noise: (1.0, None), pilot)
     assert tried == expected
     assert found.step_size == (0.25 if temperature(0) == 1 and len(expected) > 1 else 1)
     assert (found.problem is None) == (temperature(0) == 1)
@@ -666,9 +678,9 @@ def test_metric_where_the_potential_curves_downward():
         x = numpyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
         numpyro.factor("y", x**2 / 2 - x**4 / 400)
 
-    problem = Model(wells, jnp.zeros(1)).problem
+    target = Model(wells, jnp.zeros(1)).target
     start = Gaussian(DiagonalMetric(jnp.zeros(1), jnp.ones(1)), 0.0)
-    found = find_metric(problem, random.key(0), start)
+    found = find_metric(target, random.key(0), start)
     # E[U''] = -1 + 12 s^2 / 400 is 1 / s^2 at s = 5.9; eight draws have a variance of their own
     assert 4 < float(found.metric.factor[0, 0]) < 9 and not found.converged
 
@@ -691,11 +703,11 @@ def test_no_centre():
         )
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_warns_of_bad_runs_and_only_of_them(tuning):
     """Too large a step, a wrong metric, two modes: found out. Thirty good seeds: silence."""
     mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_samples=500, chains=30)
-    sums = mcmc.last_state.stein
+    sums = mcmc.last_state.monitor.stein
     reports = [stein_report(jax.tree.map(lambda x, k=k: x[k], sums)) for k in range(30)]
     assert [r.problem() for r in reports] == [None] * 30
 

@@ -1,0 +1,211 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Samplers that are wrong in one place, and the tests that find each of them out.
+
+    python tests/mutations.py [--only NAME ...]
+
+copies the package and its tests, plants one error at a time, and runs the tests that are to
+notice; an error that none notices is an error of the tests, and the script then ends with 1.
+"""
+
+import argparse
+from pathlib import Path
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Mutation(NamedTuple):
+    #: file of the package
+    file: str
+    #: what stands there once, and what is put in its place
+    right: str
+    wrong: str
+    #: the tests that are to notice, as arguments of pytest
+    tests: str
+
+
+ALGEBRA = "tests/test_algebra.py"
+
+MUTATIONS = {
+    "gradient at the old position (SGHMC, Euler)": Mutation(
+        "kernels/sghmc.py", "evaluation = gradient(position)", "evaluation = gradient(state.z)",
+        f"{ALGEBRA} -k SGHMC",
+    ),
+    "gradient after the whole drift (ABOBA, NOGIN)": Mutation(
+        "kernels/splittings.py", "partial(kicks_around, before=0.5)",
+        "partial(kicks_around, before=1.0)", f"{ALGEBRA} -k CCAdL",
+    ),
+    "half a kick too little (BAOAB)": Mutation(
+        "kernels/splittings.py", "kick(momentum, evaluation.gradient, h), kept",
+        "kick(momentum, evaluation.gradient, h / 2), kept", f"{ALGEBRA} -k baoab",
+    ),
+    "half the added noise (SGLD)": Mutation(
+        "kernels/integrators.py", "jnp.sqrt(2 * step_size * temperature) * noise",
+        "jnp.sqrt(step_size * temperature) * noise", f"{ALGEBRA} -k SGLD",
+    ),
+    "noise of Euler's method in the exact map O": Mutation(
+        "kernels/integrators.py", "jnp.sqrt(2 * step_size * diffusion * phi(x)) * noise",
+        "jnp.sqrt(2 * step_size * diffusion) * noise", f"{ALGEBRA} -k badodab",
+    ),
+    "temperature left out of the added noise (SGHMC)": Mutation(
+        "kernels/sghmc.py", "kept = -given.temperature * xp.expm1", "kept = -1.0 * xp.expm1",
+        f"{ALGEBRA} -k SGHMC",
+    ),
+    "thermostat driven by the old momentum (SGNHT, Euler)": Mutation(
+        "kernels/sgnht.py", "xi = adapted(xi, p, h)",
+        "xi = adapted(xi, state.dynamics.momentum, h)", f"{ALGEBRA} -k thermostat",
+    ),
+    "noise of half a kick taken for heat (NOGIN)": Mutation(
+        "kernels/ccadl.py", "jnp.mean(p**2) - added", "jnp.mean(p**2)",
+        f"{ALGEBRA} -k thermostat",
+    ),
+    "twice the covariance in the control (NOGIN)": Mutation(
+        "kernels/ccadl.py", "1 / (1 + damping + h**2 * v / (4 * temperature))",
+        "1 / (1 + damping + h**2 * v / (2 * temperature))", f"{ALGEBRA} -k CCAdL",
+    ),
+    "twice the correction (modified SGLD)": Mutation(
+        "kernels/sgld.py", "normal - h / (4 * temperature) * product",
+        "normal - h / (2 * temperature) * product", f"{ALGEBRA} -k SGLD",
+    ),
+    "free flight without the drift of its noise (SMSUBU)": Mutation(
+        "kernels/integrators.py", "+ jnp.tanh(y) / friction * kicked", "+ 0.0 * kicked",
+        f"{ALGEBRA} -k SMSUBU",
+    ),
+    "unlagged covariance": Mutation(
+        "gradients/noise_estimate.py",
+        'return evaluation.noise if self.covariance == "matrix_free" else average',
+        "return evaluation.noise", f"{ALGEBRA} -k CCAdL",
+    ),
+    "average of twice the window": Mutation(
+        "gradients/noise_estimate.py", "jnp.minimum(count, int(self.window))",
+        "jnp.minimum(count, 2 * int(self.window))", f"{ALGEBRA} -k average",
+    ),
+    "N for N - 1 (sub-batches)": Mutation(
+        "gradients/estimators.py", "spread * jnp.sqrt(factors[name] / (count * (count - 1)))",
+        "spread * jnp.sqrt(factors[name] / (count * count))",
+        "tests/test_gradients.py -k unbiased",
+    ),
+    "signs with a mean (two cotangents)": Mutation(
+        "gradients/estimators.py", "scale * (sign - sign.mean())", "scale * sign",
+        "tests/test_gradients.py -k unbiased",
+    ),
+    "no finite-population factor": Mutation(
+        "data/subsampling.py",
+        "return 1.0 - batch_size / size if self.distinct and self.independent else 1.0",
+        "return 1.0", "tests/test_subsampling.py",
+    ),
+    "index off by one": Mutation(
+        "data/subsampling.py",
+        "return permute(random.fold_in(key, step), jnp.arange(batch_size), size)",
+        "return jnp.minimum(permute(random.fold_in(key, step), jnp.arange(batch_size), size) + 1,"
+        " size - 1)", "tests/test_subsampling.py",
+    ),
+    "the same rows at every step": Mutation(
+        "data/subsampling.py",
+        "return permute(random.fold_in(key, step), jnp.arange(batch_size), size)",
+        "return permute(key, jnp.arange(batch_size), size)", "tests/test_subsampling.py",
+    ),
+    "a straddling minibatch repeats its epoch": Mutation(
+        "data/subsampling.py", "for k in (0, 1))", "for k in (0, 0))",
+        "tests/test_subsampling.py -k epoch",
+    ),
+    "sweeps that do not turn round": Mutation(
+        "data/subsampling.py", "jnp.where(turn < batches, turn, 2 * batches - 1 - turn)",
+        "jnp.where(turn < batches, turn, turn - batches)", "tests/test_subsampling.py -k sweep",
+    ),
+    "double scale of a minibatch": Mutation(
+        "target/model.py", "self.missing[plate.name] = here * self.parts / plate.size",
+        "self.missing[plate.name] = 2 * here * self.parts / plate.size",
+        f"{ALGEBRA} -k sample_is_a_step",
+    ),
+    "the same normals at every step": Mutation(
+        "kernels/transition.py", "(random.fold_in(key, i) for key in keys)",
+        "(random.fold_in(key, 0) for key in keys)", f"{ALGEBRA} -k sample_is_a_step",
+    ),
+    "the metric for its transpose": Mutation(
+        "target/metric.py", "return gradient @ self.factor", "return self.factor @ gradient",
+        f"{ALGEBRA} tests/test_metric.py -k 'sample_is_a_step or pullback or metric'",
+    ),
+    "a control variate without the gradient of all data": Mutation(
+        "target/potential.py", "lambda g, g_at, g_all: g - g_at + g_all,",
+        "lambda g, g_at, g_all: g - g_at,", "tests/test_tuning.py -k 'control_variate or noise_at'",
+    ),
+    "an anchor that does not move": Mutation(
+        "kernels/transition.py", "lambda z, _: move(z),", "lambda _, anchor: anchor,",
+        "tests/test_tuning.py -k anchor_moves",
+    ),
+    "single-precision sum of rows one by one": Mutation(
+        "target/potential.py", "_CHUNK = 16_384", "_CHUNK = 16",
+        "tests/test_gradients.py -k single_precision",
+    ),
+    "steps that are not finite are kept": Mutation(
+        "kernels/transition.py", "lambda after, before: jnp.where(finite, after, before)",
+        "lambda after, before: after", "tests/test_kernels.py -k nonfinite",
+    ),
+    "a preconditioner that goes on to adapt": Mutation(
+        "kernels/psgld.py", "(state.i < state.fixed.warmup_steps) | (not self.given.frozen)",
+        "state.i >= 0", f"{ALGEBRA} -k PSGLD",
+    ),
+    "the Stein matrix with the position of the other end": Mutation(
+        "kernels/transition.py", "new.z if method.traits.gradient_at_end else state.z",
+        "state.z if method.traits.gradient_at_end else new.z",
+        "tests/test_exact_laws.py -k 'stationary_variance and SGLD'",
+    ),
+    "the noise of one device for that of the mean": Mutation(
+        "gradients/estimators.py", "noise = jax.tree.map(lambda x: x / target.parts, noise)",
+        "noise = noise", "tests/test_devices.py -k noise_of_the_devices",
+    ),
+}  # fmt: skip
+
+
+def first_failure(root: Path, mutation: Mutation) -> str | None:
+    """The first of the tests that fails with the error planted, or None if all pass."""
+    file = root / "numpyro_sgmcmc" / mutation.file
+    source = file.read_text()
+    if source.count(mutation.right) != 1:
+        raise SystemExit(
+            f"{mutation.file} has {source.count(mutation.right)} times what a mutation replaces:"
+            f" {mutation.right}"
+        )
+    file.write_text(source.replace(mutation.right, mutation.wrong))
+    try:
+        options = "-x -q -p no:cacheprovider -m 'not nightly'"
+        command = f"{sys.executable} -m pytest {options} {mutation.tests}"
+        done = subprocess.run(command, cwd=root, shell=True, capture_output=True, text=True)
+    finally:
+        file.write_text(source)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-3_000:]}")
+    found = re.search(r"^(?:FAILED|ERROR) (\S+(?: \S+\])?)", done.stdout, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--only", nargs="+", help="words in the names of mutations")
+    options = parser.parse_args()
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name in ("numpyro_sgmcmc", "tests"):
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", root)
+        for name, mutation in MUTATIONS.items():
+            if options.only and not any(word in name for word in options.only):
+                continue
+            found = first_failure(root, mutation)
+            missed += found is None
+            print(f"{name}: {found or 'NOT NOTICED'}", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

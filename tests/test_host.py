@@ -1,0 +1,127 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+NumPyro's private names that ``target/host.py`` uses: a version of NumPyro that changes one of them
+is to be noticed here.
+"""
+
+import inspect
+from pathlib import Path
+import re
+
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, NUTS
+import pytest
+
+import numpyro_sgmcmc
+from numpyro_sgmcmc import SGLD
+from numpyro_sgmcmc.target import host
+
+COMPILE_QUICKLY = True
+
+PRIVATE = re.compile(r"(?:mcmc|run|view|sampler|kernel|self)\._([a-z]\w*)")
+
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+
+Y = jnp.ones(40)
+
+
+@pytest.fixture(scope="module")
+def mcmc():
+    mcmc = MCMC(SGLD(model, step_size=1e-3), num_warmup=2, num_samples=3, progress_bar=False)
+    mcmc.run(random.key(0), Y)
+    return mcmc
+
+
+def test_arguments(mcmc):
+    (y,), kwargs = host.arguments(mcmc)
+    assert np.array_equal(y, Y) and kwargs == {}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_jit_model_args(traced):
+    kernel = SGLD(model, step_size=1e-3)
+    made = MCMC(kernel, num_warmup=0, num_samples=1, jit_model_args=traced)
+    assert host.has_traced_arguments(made) == traced
+
+
+def test_view_of_a_run(mcmc):
+    view = host.view_of(mcmc, max, {"nu": jnp.arange(6.0).reshape(1, 6)}, (1,), {"two": 2})
+    assert view.sampler.model is max and host.arguments(view) == ((1,), {"two": 2})
+    assert view.get_samples()["nu"].shape == (6,) and "diverging" in view.get_extra_fields()
+    assert set(mcmc.get_samples()) == {"mu"} and mcmc.sampler.model is not max
+
+
+def test_a_kernel_is_initialised_once(mcmc, monkeypatch):
+    """``MCMC`` asks for ``_sample_fn``, and where it is None calls ``init`` at each run."""
+    calls = []
+    init = SGLD.init
+    monkeypatch.setattr(SGLD, "init", lambda *a, **k: calls.append(0) or init(*a, **k))
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(random.key(1), Y)
+    assert not calls and host.is_initialised(mcmc.sampler)
+    monkeypatch.setattr(SGLD, "_sample_fn", None)
+    mcmc.run(random.key(1), Y)
+    assert calls
+    mcmc.post_warmup_state = None
+
+
+def test_tree_depth():
+    """ArviZ reads it of the sampler of a run, ours and NUTS."""
+    kernel = NUTS(model, max_tree_depth=7)
+    made = MCMC(kernel, num_warmup=0, num_samples=1)
+    made._states = {made._sample_field: {}}
+    assert host.view_of(made, model, {}, (), {}).sampler._max_tree_depth == kernel._max_tree_depth
+
+
+class Kept(host.HostedRun):
+    """A run whose loop is that of ``MCMC``, and whose draws are doubled."""
+
+    def stored_draws(self):
+        return self.__dict__.get("kept")
+
+
+def test_hosted_run():
+    made = Kept(SGLD(model, step_size=1e-3), num_warmup=2, num_samples=3, progress_bar=False)
+    sample, others = made.fields
+    assert sample == "z" and set(others) == set(made.sampler.default_fields)
+    assert not made.only_warms_up
+    made.run(random.key(0), Y)
+    draws = made._states
+    made.begin((Y,), {})
+    assert host.arguments(made) == ((Y,), {})
+    made.kept = {**draws, "z": {"mu": 2 * draws["z"]["mu"]}}
+    np.testing.assert_array_equal(made.get_samples()["mu"], 2 * draws["z"]["mu"][0])
+    assert made.get_samples(group_by_chain=True)["mu"].shape == (1, 3)
+    state = made.last_state._replace(i=jnp.asarray(17))
+    made.end(state)
+    assert made.last_state.i == 17 and not made.only_warms_up
+    phases = []
+    made.__class__ = type("Seen", (Kept,), {"run": lambda self, *a, **k: phases.append(
+        (self.only_warms_up, self.warmup_bounds))})  # fmt: skip
+    made.warmup(random.key(0), Y)
+    assert phases == [(True, (2, 2))]
+
+
+def test_no_other_module_uses_private_names():
+    """Whatever ``MCMC`` and ``MCMCKernel`` have with an underscore stands in one module."""
+    source = inspect.getsource(MCMC)
+    hidden = set(PRIVATE.findall(source)) | {"_sample_fn"}
+    hidden = {f"_{name.strip('_')}" for name in hidden}
+    package = Path(numpyro_sgmcmc.__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        if file.name != "host.py":
+            used = {
+                f"_{n}" for n in re.findall(r"(?:mcmc|run|view|self)\._(\w+)", file.read_text())
+            }
+            assert not used & (hidden - {"_cache"}), file
