@@ -72,7 +72,7 @@ def sample(method, options, num_samples):
         progress_bar=False,
     )
     mcmc.run(random.key(0), *data(), init_params={"theta": jnp.zeros((chains, 2))})
-    assert int(np.sum(mcmc.last_state.nonfinite_steps)) == 0
+    assert int(np.sum(mcmc.last_state.monitor.nonfinite_steps)) == 0
     return np.asarray(mcmc.get_samples(True)["theta"], float)
 
 

@@ -126,7 +126,9 @@ def verdicts():
             wrong = 0
             for k in range(RUNS):
                 chains = slice(CHAINS * k, CHAINS * (k + 1))
-                sums = jax.tree.map(lambda x, chains=chains: x[chains], mcmc.last_state.stein)
+                sums = jax.tree.map(
+                    lambda x, chains=chains: x[chains], mcmc.last_state.monitor.stein
+                )
                 wrong += stein_report(sums).problem() is not None
             values = np.asarray(mcmc.get_samples(True)["mu"], float)
             some = values.reshape(RUNS, CHAINS, draws, dimension)[:20]
@@ -154,7 +156,7 @@ def step_sizes(picture):
         mcmc = run(SGLD(gaussian_mean, scaled / PRECISION, steps_per_sample=2), y, 2_000, 4, 1_000)
         found = kernel_stein_discrepancy(mcmc, covariance=np.full(3, 1 / PRECISION))
         table = summary(mcmc).table
-        report = stein_report(mcmc.last_state.stein)
+        report = stein_report(mcmc.last_state.monitor.stein)
         ratio = float(np.std(mcmc.get_samples()["mu"])) * PRECISION**0.5
         rows.append((found.value, table["ess_bulk"].min(), table["r_hat"].max()))
         print(

@@ -32,15 +32,15 @@ from numpyro.util import fori_collect
 from workloads import logistic
 
 from numpyro_sgmcmc import SGHMC, CCAdL, RowsOnDisk
-from numpyro_sgmcmc.minibatch import read_model
-from numpyro_sgmcmc.problem import Problem
+from numpyro_sgmcmc.target.model import read_model
+from numpyro_sgmcmc.target.target import Target
 
 COLUMNS, BATCH_SIZE, STEPS, ROUNDS = 100, 500, 1_000, 5
 KERNELS = {
     "SGHMC": partial(SGHMC, step_size=1e-5, friction=1e3),
     "CCAdL": partial(CCAdL, step_size=1e-5, friction=1e3, covariance="diagonal"),
 }
-SCHEMES = ("without_replacement", "clusters")
+SCHEMES = ("without_replacement", "blocks")
 
 
 def write(path: Path, rows: int) -> None:
@@ -141,8 +141,8 @@ def compare(path: Path, rows: int) -> None:
     print(table(header, lines))
     passes = {}
     for where, data in (("disk", (on_disk, y)), ("memory", (in_memory, y))):
-        problem = Problem(read_model(model, zeros, data, {}), data, {})
-        passes[where] = partial(problem.compiled(Problem.anchor), {"w": jnp.zeros(COLUMNS)})
+        target = Target(read_model(model, zeros, data, {}), data, {})
+        passes[where] = partial(target.compiled(Target.anchor), {"w": jnp.zeros(COLUMNS)})
     warm(path)
     seconds = interleaved(passes, 3)
     print(

@@ -114,7 +114,7 @@ def measure(method, h, friction, x, y, start, steps):
     begin = time.perf_counter()
     mcmc.run(random.key(1), x, y, init_params={"w": jnp.tile(start, (CHAINS, 1))})
     draws = np.asarray(mcmc.get_samples(True)["w"], float)
-    return draws, int(np.sum(mcmc.last_state.nonfinite_steps)), time.perf_counter() - begin
+    return draws, int(np.sum(mcmc.last_state.monitor.nonfinite_steps)), time.perf_counter() - begin
 
 
 def outside(ratio, error):

@@ -5,9 +5,9 @@
 The cost of an estimate of the noise covariance, as a ratio to one gradient.
 
 Minibatches of 500: logistic regression with 100 parameters, and a network of 784-100-10 units
-with 79,510. Each estimate is held as a diagonal, low rank (20), and, for 100 parameters, as the
-full matrix; ``product`` is the gradient with a single product of the covariance and a vector.
-Medians of interleaved runs in one process.
+with 79,510. Each estimate is represented as a diagonal, as low rank (20), and, for 100 parameters,
+as the full matrix; ``product`` is the gradient with a single product of the covariance and a
+vector. Medians of interleaved runs in one process.
 
 Run with ``python benchmarks/noise_estimates.py``; writes a Markdown table.
 """
@@ -23,11 +23,11 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer.initialization import init_to_uniform
 
-from numpyro_sgmcmc.covariance import Diagonal, Full, LowRank
-from numpyro_sgmcmc.gradients import ESTIMATORS, minibatch_gradient, product_gradient
-from numpyro_sgmcmc.metric import IdentityMetric
-from numpyro_sgmcmc.minibatch import read_model
-from numpyro_sgmcmc.problem import Problem
+from numpyro_sgmcmc.gradients.covariance import Diagonal, Full, LowRank
+from numpyro_sgmcmc.gradients.estimators import ESTIMATORS, minibatch_gradient, product_gradient
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.model import read_model
+from numpyro_sgmcmc.target.target import Target
 
 N, BATCH = 12_214, 500
 
@@ -52,22 +52,22 @@ def network(x, y):
 
 def runs(model, x, y, steps):
     """Functions that take ``steps`` gradients with each estimate of the covariance."""
-    problem = Problem(read_model(model, init_to_uniform, (x, y), {}), (x, y), {})
-    d = problem.view.dimension
+    target = Target(read_model(model, init_to_uniform, (x, y), {}), (x, y), {})
+    d = target.view.dimension
     position, factors = 0.1 * random.normal(random.key(0), (d,)), {"rows": 1 - BATCH / N}
-    held = {"diagonal": Diagonal(), "low rank": LowRank(20)} | (
+    representations = {"diagonal": Diagonal(), "low rank": LowRank(20)} | (
         {"full": Full(d)} if d <= 100 else {}
     )
 
     def repeated(oracle, zeros):
         def run(position, x, y):
-            potential = problem._replace(args=(x, y)).potential(IdentityMetric())
+            potential = target._replace(args=(x, y)).potential(IdentityMetric())
 
             def body(k, carry):
                 position, total = carry
-                observed = oracle(potential, problem.rows(random.key(1), k), k)(position)
-                total = jax.tree.map(jnp.add, total, observed.noise)
-                return position - 1e-9 * observed.gradient, total
+                evaluation = oracle(potential, target.rows(random.key(1), k), k)(position)
+                total = jax.tree.map(jnp.add, total, evaluation.noise)
+                return position - 1e-9 * evaluation.gradient, total
 
             return lax.fori_loop(0, steps, body, (position, zeros))
 
@@ -77,45 +77,45 @@ def runs(model, x, y, steps):
     found = {"gradient": repeated(lambda p, rows, k: minibatch_gradient(p, rows, key), None)}
 
     def with_product(potential, rows, k):
-        others = problem.rows(random.key(3), k)
+        others = target.rows(random.key(3), k)
         oracle = product_gradient(potential, rows, key, factors, others)
 
-        def observe(position):
-            observed = oracle(position)
-            return observed._replace(noise=observed.noise(observed.gradient))
+        def evaluated(position):
+            evaluation = oracle(position)
+            return evaluation._replace(noise=evaluation.noise(evaluation.gradient))
 
-        return observe
+        return evaluated
 
     found["product"] = repeated(with_product, jnp.zeros(d))
     for name, estimator in ESTIMATORS.items():
-        for how, form in held.items():
+        for how, representation in representations.items():
             if name == "per_example" and how == "low rank":
                 continue
 
-            def averaged(potential, rows, k, estimator=estimator, form=form):
+            def averaged(potential, rows, k, estimator=estimator, representation=representation):
                 keys = random.fold_in(key, k)
-                return estimator(potential, rows, keys, factors, form)
+                return estimator(potential, rows, keys, factors, representation)
 
-            zeros = form.zeros(d, jnp.float32)
+            zeros = representation.zeros(d, jnp.float32)
             if how == "low rank":
-                found[f"{name}, {how}"] = low_rank(repeated, averaged, form, zeros)
+                found[f"{name}, {how}"] = low_rank(repeated, averaged, representation, zeros)
             else:
                 found[f"{name}, {how}"] = repeated(averaged, zeros)
     return {name: (lambda run=run: jax.block_until_ready(run(position, x, y)))
             for name, run in found.items()}  # fmt: skip
 
 
-def low_rank(repeated, averaged, form, zeros):
+def low_rank(repeated, averaged, representation, zeros):
     """With the cut to the leading directions that an average needs at every step."""
 
     def oracle(potential, rows, k):
         inner = averaged(potential, rows, k)
 
-        def observe(position):
-            observed = inner(position)
-            return observed._replace(noise=form.add(0.5, zeros, 0.5, observed.noise))
+        def evaluated(position):
+            evaluation = inner(position)
+            return evaluation._replace(noise=representation.add(0.5, zeros, 0.5, evaluation.noise))
 
-        return observe
+        return evaluated
 
     return repeated(oracle, zeros)
 

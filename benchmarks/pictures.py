@@ -10,7 +10,6 @@ is too wide in some directions, by CCAdL, and SGLD at several step sizes.
 
 import argparse
 from pathlib import Path
-import warnings
 
 from jax import random
 import jax.numpy as jnp
@@ -66,9 +65,7 @@ def run(kernel, data, num_samples=2_000, extra_fields=()):
         chain_method="vectorized",
         progress_bar=False,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they say is in the pictures
-        mcmc.run(random.key(0), *data, extra_fields=extra_fields)
+    mcmc.run(random.key(0), *data, extra_fields=extra_fields)
     return mcmc
 
 

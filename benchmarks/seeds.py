@@ -52,7 +52,7 @@ def main():
             )
             mcmc.run(random.key(seed), x, y)
             jax.block_until_ready(mcmc.last_state)
-        report = stein_report(mcmc.last_state.stein)
+        report = stein_report(mcmc.last_state.monitor.stein)
         problem = report.problem() or "; ".join(str(w.message)[:100] for w in caught)
         warned += bool(problem)
         halvings += tuning.halvings

@@ -9,7 +9,7 @@ three models; and its growth with the number of rows and of parameters.
 
 Everything is measured in one process, interleaved, every position is kept, data are arguments
 of the programs. A kernel runs in the loop of NumPyro's ``MCMC`` without a progress bar, which
-keeps two more numbers of each sample. The step by hand has the rows, the update and the noise and
+keeps three more numbers of each sample. The step by hand has the rows, the update and the noise and
 nothing else: no running sums, no guard against steps that are not finite. A ratio is the median
 over the rounds of the ratio within a round, with quartiles.
 """
@@ -30,7 +30,7 @@ from numpyro.util import fori_collect
 from workloads import Workload, logistic, logistic_data, workloads
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
-from numpyro_sgmcmc.subsampling import without_replacement
+from numpyro_sgmcmc.data.subsampling import without_replacement
 
 PARTS = ("by_hand", "rows", "parameters")
 
@@ -111,8 +111,8 @@ def collected(make: Callable, workload: Workload) -> Callable:
         constrain = kernel.postprocess_fn(data, {})
 
         def kept(states):
-            state = states[0]
-            return constrain(state.z), state.nonfinite_steps, state.configurational_temperature
+            state, others = states[0], kernel.default_fields[1:]
+            return constrain(state.z), *(state[name] for name in others)
 
         def step(states):
             return (kernel.sample(states[0], data, {}),)

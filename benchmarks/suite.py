@@ -108,9 +108,9 @@ def one(name, case, cache, draws):
     seconds = time.perf_counter() - start
     found = moments_of(*flat(case, mcmc))
     errors = errors_of(found, right, name)
-    report = stein_report(mcmc.last_state.stein)
+    report = stein_report(mcmc.last_state.monitor.stein)
     tuning = mcmc.sampler.tuning
-    passes = (WARMUP + draws) * CHAINS * mcmc.sampler.passes_per_sample
+    passes = (WARMUP + draws) * CHAINS * mcmc.sampler.settings["passes_per_sample"]
     worst = float(np.nanmax(nuts["rhat"]))
     ess = found.mean_size.min()
     cells = [name, f"{len(case.args[0]):,}", len(found.mean)]

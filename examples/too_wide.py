@@ -5,8 +5,7 @@
 
 import warnings
 
-warnings.filterwarnings("ignore")  # what they say is in the summary
-
+warnings.filterwarnings("ignore", category=FutureWarning)  # ArviZ 0.23 announces ArviZ 1.0
 
 from jax import random
 import numpyro
