@@ -35,6 +35,6 @@ from numpyro_sgmcmc.plots import plot_stein as plot_stein
 from numpyro_sgmcmc.plots import plot_temperature as plot_temperature
 from numpyro_sgmcmc.results.inference_data import to_arviz as to_arviz
 from numpyro_sgmcmc.results.loo import loo as loo
-from numpyro_sgmcmc.target.model import full_data as full_data
+from numpyro_sgmcmc.target.handlers import full_data as full_data
 
 __version__ = _version("numpyro_sgmcmc")

@@ -153,7 +153,7 @@ def add_to_sums(
         terms = jnp.stack([jnp.mean(x) for x in jnp.split(terms, np.cumsum(sites)[:-1])])
     matrix = sums.current_matrix
     if matrix.size:
-        matrix = matrix + away[:, None] * scaled
+        matrix = matrix + away[:, None] * scaled[None]
     return sums._replace(
         steps=sums.steps + counts,
         current_matrix=matrix,

@@ -22,8 +22,20 @@ import numpyro
 from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
+import pandas as pd
 
-from numpyro_sgmcmc import SGHMC, SGLD, SMSUBU, CCAdL, NoiseEstimate, RowsOnDisk
+from numpyro_sgmcmc import (
+    SGFS,
+    SGHMC,
+    SGLD,
+    SMSUBU,
+    CCAdL,
+    NoiseEstimate,
+    RowsOnDisk,
+    UnreadableRows,
+)
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 
@@ -148,6 +160,87 @@ def closes_over_numpy(y):
         numpyro.sample("y", dist.Normal(X[i] @ w, 1), obs=y[i])
 
 
+def logistic(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
+
+
+def rows_as_event(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1).to_event(1), obs=y[i])
+
+
+def factor_of_a_sum(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.factor("likelihood", dist.Normal(x[i] @ w, 1).log_prob(y[i]).sum())
+
+
+def batch_normalisation(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        batch = (x[i] - x[i].mean(0)) / x[i].std(0)
+        numpyro.sample("y", dist.Normal(batch @ w, 1), obs=y[i])
+
+
+def scaled_by_hand(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i, numpyro.handlers.scale(scale=N / 10):
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+
+def computed_index(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(x[i * 1] @ w, 1), obs=y[i])
+
+
+def groups(x, y):
+    z = numpyro.sample("z", dist.Normal(0, 1).expand([4]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("x", dist.Normal(z[y[i]], 1), obs=x[i, 0])
+
+
+def class_of_each_row(x, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        k = numpyro.sample("k", dist.Bernoulli(0.5), infer={"enumerate": "parallel"})
+        numpyro.sample("x", dist.Normal(mu[k], 1), obs=x[i, 0])
+
+
+def classes_of_the_data(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3, len(np.unique(y))]).to_event(2))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Categorical(logits=x[i] @ w), obs=y[i])
+
+
+def two_plates_in_one_dimension(x, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("columns", 3, dim=-1), numpyro.plate("rows", N, 10, dim=-1) as i:
+        numpyro.sample("x", dist.Normal(mu, 1), obs=x[i])
+
+
+def no_coefficients(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([0]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(x[i, :0] @ w, 1), obs=y[i])
+
+
+def logarithm(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Normal(w * jnp.log(y[i]), 1), obs=x[i, 0])
+
+
+def random_numbers_of_numpy(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        noise = np.random.default_rng().standard_normal(10)
+        numpyro.sample("y", dist.Normal(x[i] @ w + noise, 1), obs=y[i])
+
+
 def wide(x, y):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([1001]).to_event(1))
     with numpyro.plate("rows", N, subsample_size=10) as i:
@@ -192,7 +285,7 @@ BAD_MODELS = {
     "predictors that are not indexed": (
         predictors_not_indexed,
         (X, Y),
-        r"minibatch: .*index it with the plate's",
+        r"minibatch .*line \d+ of bad_inputs.py\): .*index it with the plate's",
     ),
     "observations that are not indexed, by minibatches of one row": (
         one_row_not_indexed,
@@ -255,12 +348,77 @@ BAD_MODELS = {
     "observations outside of the support": (
         wrong_support,
         (X, Y),
-        "not finite at site 'y' .values from 0 to 1",
+        r"'y' \(Gamma\) are outside .* in 2\d of 40 rows of plate 'rows'.* no density at 0",
+    ),
+    "labels that count from 1": (logistic, (X, Y + 1), r"\(Bernoulli\) .* of 40 rows .*subtract 1"),
+    "-1 for a missing label": (
+        logistic,
+        (X, np.where(np.arange(N) == 17, -1, Y)),
+        "in 1 of 40 rows of plate 'rows', the first in row 17: -1. -1 often stands for a missing",
+    ),
+    "observations in a column": (
+        regression,
+        (X, Y[:, None]),
+        r"batch shape \(10, 10\) .* `y\[i, 0\]`",
+    ),
+    "rows that are declared an event": (rows_as_event, (X, Y), r"Leave out `.to_event\(...\)`"),
+    "a factor of the sum of the rows": (factor_of_a_sum, (X, Y), "the vector of the rows' terms"),
+    "batch normalisation": (batch_normalisation, (X, Y), "when other rows .* are exchanged"),
+    "a scale besides that of the plate": (scaled_by_hand, (X, Y), "scaled by 40/10 twice"),
+    "a computed index on data shorter than the plate": (
+        computed_index,
+        (X[:30], Y),
+        r"argument 'x' of shape \(30, 3\) with 30 in row 30, and beyond its ends in 10 rows",
+    ),
+    "groups that count from 1": (groups, (X, 1 + np.arange(N) % 4), "with 4 in row 3, .* 10 rows"),
+    "a discrete latent site of each row": (
+        class_of_each_row,
+        (X, Y),
+        "'k' in plate 'rows' is discrete .*MixtureSameFamily",
+    ),
+    "NumPy's functions of an argument": (
+        classes_of_the_data,
+        (X, Y),
+        r"NumPy meets a traced value .*np.unique\(y\).*line \d+ of bad_inputs.py.*`functools",
+    ),
+    "two plates in one dimension": (
+        two_plates_in_one_dimension,
+        (X, Y),
+        r"line \d+ of bad_inputs.py\). The usual cause is two plates",
+    ),
+    "a latent site without entries": (no_coefficients, (X, Y), "'w' has nothing to be sampled"),
+    "a row without a finite density": (
+        logarithm,
+        (X, np.where(np.arange(N) == 17, 0.0, 1.0)),
+        "'y' .Normal. is not finite in 1 of 40 rows .* the first is row 17",
+    ),
+    "random numbers of NumPy": (
+        random_numbers_of_numpy,
+        (X, Y),
+        "The model is another one each time .*numpyro.prng_key",
+    ),
+    "a hidden latent site": (
+        numpyro.handlers.block(regression, hide=["w"]),
+        (X, Y),
+        "Latent site 'w' is hidden by `numpyro.handlers.block`",
+    ),
+    "a list": (regression, (X, Y.tolist()), "Argument 'y' is a list of 40 values.*jnp.asarray"),
+    "a pandas object": (regression, (X, pd.Series(Y)), "'y' is a pandas Series.*to_numpy"),
+    "text": (regression, (X, Y.astype(str)), "'y' is an array of <U11: pass codes"),
+    "integers beyond 32 bits": (
+        regression,
+        (X, Y.astype(np.int64) + 2**31),
+        "Argument 'y' .* 2,147,483,648 .*numpyro.enable_x64",
+    ),
+    "masked arrays": (
+        regression,
+        (X, np.ma.masked_less(Y, 1)),
+        r"'y' .* masked entries.*handlers.mask",
     ),
     "data that are not an argument": (
         closes_over_numpy,
         (Y,),
-        "NumPy array that is not one of its arguments",
+        r"NumPy meets a traced value .*NumPy array that is not one of its arguments",
     ),
 }
 
@@ -279,6 +437,18 @@ BAD_ARGUMENTS = {
     "a step size schedule that is not positive": (
         chain_of(sgld(regression, step_size=lambda i: 0.0), X, Y),
         "step size schedule gives .* at step 0",
+    ),
+    "a step size schedule that ends": (
+        chain_of(sgld(regression, step_size=lambda i: 1e-3 * (1 - i)), X, Y),
+        "schedule gives 0 at step 1 of 2",
+    ),
+    "a step size that asks a traced number": (
+        chain_of(sgld(regression, step_size=lambda i: 1e-3 if i < 9 else 1e-4), X, Y),
+        "`step_size` is a function.*jnp.where",
+    ),
+    "initial values of another kind": (
+        partial(sgld, regression, init_strategy={"w": jnp.zeros(3)}),
+        "`init_strategy` must be one of NumPyro's functions.*init_to_value",
     ),
     "an unknown word": (
         partial(ccadl, regression, covariance="complete"),
@@ -299,10 +469,6 @@ BAD_ARGUMENTS = {
     "shuffled passes with a method that corrects for the noise": (
         chain_of(ccadl(regression, subsampling="epochs"), X, Y),
         "anti-correlated.*without_replacement",
-    ),
-    "a method that needs minibatches, on a model without": (
-        chain_of(ccadl(no_subsampling), X, Y),
-        "no plate of the model has a `subsample_size`",
     ),
     "noise beyond the friction": (
         chain_of(SGHMC(regression, 0.1, 1.0, noise_variance=300.0), X, Y),
@@ -337,6 +503,82 @@ BAD_ARGUMENTS = {
         "potential at `init_params` is inf",
     ),
     "a file that is not of rows": (partial(RowsOnDisk, "rows.parquet"), "is not a .npy file"),
+    "a file that is not there": (
+        partial(RowsOnDisk, "rows.npy"),
+        r"'rows.npy' cannot be opened \(No such file.*Give the path",
+    ),
+    "strata of another number of rows": (
+        chain_of(sgld(regression, strata=np.zeros(39, int)), X, Y),
+        "`strata` has 39 entries for plate 'rows', which has 40 rows",
+    ),
+    "strata of a plate that is not there": (
+        chain_of(sgld(regression, strata={"row": np.zeros(N, int)}), X, Y),
+        "`strata` has an entry for 'row'.*those are 'rows'",
+    ),
+    "more strata than a minibatch can hold": (
+        chain_of(sgld(regression, strata=np.arange(N) // 5), X, Y),
+        "Plate 'rows' has 8 strata in `strata`, too many for minibatches of 10 rows",
+    ),
+    "strata that are not numbered": (
+        partial(sgld, regression, strata=X[:, 0]),
+        r"`strata` must be a vector.*whole numbers; got float32 of shape \(40,\)",
+    ),
+    "negative numbers of strata": (
+        partial(sgld, regression, strata=np.where(np.arange(N) == 7, -1, 0)),
+        "`strata` has the stratum -1 at row 7",
+    ),
+    "an unknown word for the strata": (
+        partial(sgld, regression, strata="soil"),
+        "`strata` must be an array.*got 'soil'",
+    ),
+    "strata with another way of drawing rows": (
+        partial(sgld, regression, strata=np.zeros(N, int), subsampling="with_replacement"),
+        "`strata` are drawn from without replacement, but subsampling='with_replacement'",
+    ),
+    "strata with an estimate from single rows": (
+        chain_of(
+            ccadl(
+                regression,
+                strata=np.arange(N) % 2,
+                noise=NoiseEstimate(estimator="per_example"),
+            ),
+            X,
+            Y,
+        ),
+        "Stratified minibatches need an estimate from sub-batches of one stratum",
+    ),
+    "strata with a Fisher information": (
+        partial(SGFS, regression, 0.1, strata=np.zeros(N, int)),
+        "SGFS takes the Fisher information from rows that are drawn alike",
+    ),
+    "strata with rows that are drawn by importance": (
+        partial(sgld, regression, strata=np.zeros(N, int), subsampling="importance"),
+        "`strata` are drawn from without replacement, but subsampling='importance'",
+    ),
+    "importance with an estimate from single rows": (
+        chain_of(
+            ccadl(
+                regression,
+                subsampling="importance",
+                noise=NoiseEstimate(estimator="two_cotangents"),
+            ),
+            X,
+            Y,
+        ),
+        "CCAdL with subsampling='importance' needs an estimate .*'sub_batches'",
+    ),
+    "importance with a Fisher information": (
+        partial(SGFS, regression, 0.1, subsampling="importance"),
+        "SGFS takes the Fisher information .* those of `subsampling='importance'` are not",
+    ),
+    "importance with a tuning that has none": (
+        chain_of(
+            sgld(regression, tuning=Tuning(0.1, None, IdentityMetric()), subsampling="importance"),
+            X,
+            Y,
+        ),
+        "`tuning` was found without subsampling='importance'.*Tune a kernel with",
+    ),
     "rows that are not numbers": (
         partial(RowsOnDisk, np.array(["a", "b"])),
         "rows must be numbers or truth values",
@@ -345,7 +587,7 @@ BAD_ARGUMENTS = {
 
 
 def bad_inputs() -> dict[str, tuple[Callable, str]]:
-    """All of them: what raises a ``ValueError``, and a pattern of what it says."""
+    """All of them: what raises an error, and a pattern of what it says."""
     models = {
         title: (chain_of(sgld(model), *args), message)
         for title, (model, args, message) in BAD_MODELS.items()
@@ -354,19 +596,19 @@ def bad_inputs() -> dict[str, tuple[Callable, str]]:
 
 
 def said_of(refused: Callable) -> str:
-    """What the error says."""
+    """The error, and what it says."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             refused()
-    except ValueError as error:
-        return str(error)
+    except (TypeError, ValueError, UnreadableRows) as error:
+        return f"{type(error).__name__}: {error}"
     raise AssertionError("nothing was said")
 
 
 def section(title: str, message: str) -> str:
     """Of the page, between its ends."""
-    return f"**{title[0].upper()}{title[1:]}**\n\n```text\nValueError: {message}\n```\n"
+    return f"**{title[0].upper()}{title[1:]}**\n\n```text\n{message}\n```\n"
 
 
 if __name__ == "__main__":

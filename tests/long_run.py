@@ -5,12 +5,12 @@
 A long run in a process of its own, for tests that kill it.
 
     python tests/long_run.py STORE NUM_SAMPLES [hang=FILE:COUNT] [process=K:PORT] [fail=CHUNK]
-        [seconds=SECONDS] [flush=0]
+        [seconds=SECONDS] [flush=0] [resume=0]
 
 ``hang=checkpoint:3`` stops for ever in the middle of the third checkpoint, with half of it written;
 ``process=1:12345`` is the second one of two processes; ``fail=20`` fails in the 20th chunk, and
 ``seconds=0.002`` is how long a chunk takes; ``flush=0`` leaves it to the system when files go to
-the disk, which only a failure of the machine would show.
+the disk, which only a failure of the machine would show; ``resume=0`` begins anew.
 """
 
 import os
@@ -75,7 +75,7 @@ def fail_in(count: int) -> None:
 
 def main() -> None:
     folder, num_samples, *options = sys.argv[1:]
-    running._SECONDS = 0.01  # many chunks in a short time
+    running._SECONDS, resume = 0.01, True  # many chunks in a short time
     for option in options:
         name, value = option.split("=")
         if name == "hang":
@@ -87,12 +87,15 @@ def main() -> None:
             running._SECONDS = float(value)
         elif name == "flush":
             os.fsync = lambda file: None
+        elif name == "resume":
+            resume = False
         else:
             index, port = map(int, value.split(":"))
             jax.distributed.initialize(f"localhost:{port}", 2, index)
     mcmc = LongRun(
         kernel(), num_warmup=300, num_samples=int(num_samples), num_chains=2, thinning=2,
-        chain_method="vectorized", store=folder, checkpoint_every=0, progress_bar=False,
+        chain_method="vectorized", store=folder, resume=resume, checkpoint_every=0,
+        progress_bar=False,
     )  # fmt: skip
     print("begins", flush=True)
     mcmc.run(random.key(1), data(), extra_fields=("z.mu",))

@@ -22,7 +22,7 @@ from known_posterior import X, Y, sample  # noqa: E402
 import numpy as np  # noqa: E402
 
 from numpyro_sgmcmc import LongRun, spread_rows  # noqa: E402
-from numpyro_sgmcmc.kernels._arguments import fingerprint_of  # noqa: E402
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of  # noqa: E402
 
 shape, names = (PROCESSES * DEVICES // CHAINS,), ("rows",)
 if CHAINS > 1:

@@ -6,6 +6,7 @@
 from functools import partial
 import os
 import pickle
+import shutil
 
 import h5py
 import jax
@@ -20,6 +21,7 @@ from numpyro.infer import MCMC
 import pytest
 
 from numpyro_sgmcmc import SGLD, CCAdL, LongRun, NoiseEstimate, RowsOnDisk, UnreadableRows, to_arviz
+from numpyro_sgmcmc.data import seen
 from numpyro_sgmcmc.data.rows_on_disk import read_ahead
 
 COMPILE_QUICKLY = True
@@ -108,9 +110,12 @@ def test_rows_that_are_not_in_memory_are_fetched_at_once(tmp_path, monkeypatch):
 
 
 def test_data_types(tmp_path):
-    for dtype, on_device in ((np.float64, np.float32), (np.int64, np.int32), (np.uint8, np.uint8)):
+    for dtype, on_device in (
+        (np.float64, np.float32), (np.int64, np.int32), (np.uint8, np.uint8), (">f4", np.float32),
+    ):  # fmt: skip
         x = npy(tmp_path, np.arange(6).astype(dtype))
         assert x.dtype == on_device and x[jnp.arange(2)].dtype == on_device
+        assert np.array_equal(jax.jit(lambda i: x[i])(jnp.arange(2, 6)), np.arange(2, 6))
 
 
 def test_pickled_rows_are_read(tmp_path):
@@ -229,6 +234,206 @@ def test_what_cannot_be_read_is_named(tmp_path):
     down.shape = (299, 4)
     with pytest.raises(UnreadableRows, match=r"between 3 and 4 cannot be read: OSError: the netwo"):
         RowsOnDisk(down).read([3, 4])
+
+
+def without(path):
+    pass
+
+
+FILES = {
+    "missing": (without, r"cannot be opened \(No such file or directory\). Give the path"),
+    "a folder": (lambda path: path.mkdir(), r"cannot be opened \(Is a directory\)"),
+    "empty": (lambda path: path.touch(), "has 0 bytes and is not a whole .npy file .* got 0"),
+    "cut off": (
+        lambda path: np.save(path, ROWS) or os.truncate(path, 1_000),
+        "has 1,000 bytes and is not a whole .npy file .*greater than file size.* Write it again",
+    ),
+    "cut off in its header": (
+        lambda path: np.save(path, ROWS) or os.truncate(path, 100), "has 100 bytes and is not"
+    ),
+    "of text": (lambda path: path.write_text("a,b\n1,2\n" * 20), "has 160 bytes .*magic string"),
+    "of pickles": (
+        lambda path: np.save(path, np.array([{}, None]), allow_pickle=True), "has .* Python objects"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_no_file_of_rows(kind, tmp_path):
+    write, said = FILES[kind]
+    write(tmp_path / "x.npy")
+    with pytest.raises(UnreadableRows, match=f"'.*x.npy' {said}"):
+        RowsOnDisk(tmp_path / "x.npy")
+
+
+def edit(path, row, change=1.0):
+    """Changes a row of a file in its place."""
+    mapped = np.load(path, mmap_mode="r+")
+    mapped[row] += change
+    mapped.flush()
+
+
+@pytest.fixture
+def short_stretches(monkeypatch):
+    """So that 300 rows are many, and a file is believed as soon as it is written."""
+    monkeypatch.setattr(seen, "_STRETCH_BYTES", 5 * 16)
+    monkeypatch.setattr(seen, "_SETTLED", 0)
+    rng = np.random.default_rng(0)
+    monkeypatch.setattr(np.random, "default_rng", lambda: rng)
+    read, checked = [], RowsOnDisk._checked
+    monkeypatch.setattr(
+        RowsOnDisk, "_checked", lambda self, i: read.extend(i.tolist()) or checked(self, i)
+    )
+    return read
+
+
+def test_digest_is_of_all_rows(tmp_path, short_stretches):
+    path = tmp_path / "x.npy"
+    x = npy(tmp_path, ROWS)
+    digest = x.digest
+    assert sorted(short_stretches) == list(range(300))
+    for row in (0, 37, 299):
+        edit(path, row)
+        assert x.digest != digest == npy(tmp_path, ROWS).digest
+        x = RowsOnDisk(path)
+    # whatever else is said of the file
+    (tmp_path / "copied").mkdir()
+    twin = shutil.copy(path, tmp_path / "copied")
+    os.utime(path, ns=(5, 5))
+    assert x.digest == RowsOnDisk(path).digest == RowsOnDisk(twin).digest == digest
+
+
+def test_what_has_not_changed_is_read_in_part(tmp_path, short_stretches):
+    x, looked_at = npy(tmp_path, ROWS), []
+    digest = x.digest
+    for _ in range(3):
+        short_stretches.clear()
+        assert x.digest == digest and len(short_stretches) == 4 * 5
+        looked_at.append(sorted(short_stretches))
+    assert looked_at[0] != looked_at[1] != looked_at[2]
+    # the size is the same, and the time is put back
+    status = os.stat(tmp_path / "x.npy")
+    edit(tmp_path / "x.npy", 37)
+    os.utime(tmp_path / "x.npy", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert x.digest != digest
+
+
+def test_what_has_no_times_is_looked_at_again(short_stretches):
+    """A change of one row in sixty stretches, four of which are looked at each time."""
+    rows = ROWS.copy()
+    source = Elsewhere()
+    source.__class__ = type("Rows", (), {
+        "dtype": rows.dtype, "shape": rows.shape, "__getitem__": lambda self, i: rows[i]
+    })  # fmt: skip
+    x = RowsOnDisk(source)
+    digest = x.digest
+    rows[37] += 1
+    assert any(x.digest != digest for _ in range(100))
+
+
+def test_a_fresh_file_is_read_again(tmp_path, short_stretches, monkeypatch):
+    """Writes to a page that waits for the disk do not change the times of its file."""
+    monkeypatch.setattr(seen, "_SETTLED", 40 * 10**9)
+    x = npy(tmp_path, ROWS)
+    for _ in range(2):
+        short_stretches.clear()
+        assert x.digest and len(short_stretches) == 300
+
+
+def test_a_change_during_a_run_is_noticed(tmp_path):
+    x, path = npy(tmp_path, ROWS), tmp_path / "x.npy"
+    assert x.digest
+    os.utime(path)
+    assert np.array_equal(x.take(np.array([3])), ROWS[3:4])
+    edit(path, 200)
+    with pytest.raises(UnreadableRows, match="x.npy' has been edited since the run began: draws"):
+        x.take(np.array([3]))
+    assert x.digest  # of another run
+    x.take(np.array([3]))
+
+
+def test_a_file_that_is_written_again(tmp_path):
+    x, path = npy(tmp_path, ROWS), tmp_path / "x.npy"
+    np.save(path, np.ones((300, 4), np.int32))
+    said = r"rewritten since .* its header was .*'<f4'.*300, 4.* and is .*'<i4'.*Put the file back"
+    with pytest.raises(UnreadableRows, match=said):
+        x.read([3])
+    x = npy(tmp_path, ROWS)
+    path.write_bytes(b"0" * path.stat().st_size)
+    with pytest.raises(UnreadableRows, match="its header was .* and is of another kind"):
+        x.read([3])
+
+
+def test_a_file_in_the_place_of_another(tmp_path):
+    """Its rows are still there; another run would not be of those that the name has now."""
+    x = npy(tmp_path, ROWS)
+    np.save(tmp_path / "new.npy", ROWS + 1)
+    os.replace(tmp_path / "new.npy", tmp_path / "x.npy")
+    assert np.array_equal(x.read([3]), ROWS[3:4])
+    with pytest.raises(UnreadableRows, match="x.npy' has been replaced by another file"):
+        assert x.digest
+
+
+def test_a_map_that_is_a_copy(tmp_path):
+    """Its own values are read, of which those of the file know nothing."""
+    npy(tmp_path, ROWS)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="c")
+    x = RowsOnDisk(mapped)
+    digest = x.digest
+    mapped[37] = 7
+    assert np.array_equal(x.read([36, 37]), [ROWS[36], np.full(4, 7)])
+    assert x.digest != digest
+    os.truncate(tmp_path / "x.npy", 1_000)  # to look beyond would end the process
+    with pytest.raises(UnreadableRows, match="x.npy', which had 4,928 bytes .* has 1,000 now"):
+        x.read([299])
+
+
+@pytest.mark.slow
+def test_tuning_of_rows_that_were_edited(tmp_path, monkeypatch):
+    found, self_tuning = [], "numpyro_sgmcmc.kernels.self_tuning"
+    monkeypatch.setattr(
+        f"{self_tuning}.found_tuning",
+        lambda *arguments: found.append(arguments[-1]) or tuning()._replace(data=found[-1]),
+    )
+    kernel, path = CCAdL(model), tmp_path / "x.npy"
+    x = npy(tmp_path, X)
+    for runs, row in ((1, None), (1, None), (2, 37)):
+        if row is not None:
+            edit(path, row)
+        kernel.init(random.key(0), 0, None, (x, jnp.asarray(Y)), {})
+        assert len(found) == runs
+
+
+@pytest.mark.slow
+def test_a_long_run_on_rows_that_were_restored(tmp_path, short_stretches, monkeypatch):
+    """What counts is what they are; unchanged, they are not all read again."""
+    passes = []
+    monkeypatch.setattr(
+        "numpyro_sgmcmc.data.rows_on_disk.seen_of",
+        lambda *of: passes.append(of) or seen.seen_of(*of),
+    )
+
+    def run_on(path, num_samples):
+        mcmc = LongRun(
+            KERNELS["SGLD"](model, init_strategy=CENTRE), num_warmup=5, num_samples=num_samples,
+            store=tmp_path / "run.zarr", progress_bar=False,
+        )  # fmt: skip
+        mcmc.run(random.key(0), RowsOnDisk(path), Y)
+        return mcmc.get_samples()["w"]
+
+    path = tmp_path / "x.npy"
+    whole = drawn("SGLD", X, num_warmup=5, num_samples=40).get_samples()["w"]
+    np.save(path, X)
+    assert np.array_equal(run_on(path, 10), whole[:10])
+    assert len(passes) == 1
+    assert np.array_equal(run_on(path, 20), whole[:20])
+    assert len(passes) == 1
+    os.utime(shutil.copy(path, tmp_path / "restored.npy"), ns=(5, 5))
+    assert np.array_equal(run_on(tmp_path / "restored.npy", 40), whole)
+    assert len(passes) == 2
+    edit(path, 37, 1e-3)
+    with pytest.raises(ValueError, match="holds another run: another data"):
+        run_on(path, 40)
 
 
 @pytest.mark.parametrize(
@@ -408,3 +613,13 @@ def test_estimates_from_single_rows_are_refused_for_blocks(noise):
     kernel = CCAdL(model, step_size=3e-3, friction=30.0, subsampling="blocks", noise=noise)
     with pytest.raises(ValueError, match=r"subsampling='blocks' needs .*estimator='sub_batches'"):
         kernel.init(random.key(0), 0, None, (X, Y), {})
+
+
+def test_integers_beyond_32_bits(tmp_path):
+    codes = np.arange(100, dtype=np.int64)
+    np.save(tmp_path / "codes.npy", codes)
+    assert RowsOnDisk(tmp_path / "codes.npy")[np.arange(3)].tolist() == [0, 1, 2]
+    codes[77] = 2**31
+    np.save(tmp_path / "codes.npy", codes)
+    with pytest.raises(UnreadableRows, match=r"Row 77 of .* has 2,147,483,648 .*enable_x64"):
+        RowsOnDisk(tmp_path / "codes.npy")[np.arange(100)]

@@ -33,8 +33,8 @@ import pytest
 from numpyro_sgmcmc import SGLD, SMSUBU, CCAdL, NoiseEstimate, RowsOnDisk, spread_rows
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.gradients import noise_estimate
+from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.potential import Anchor
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore:After .* samples. The draws do not have the law")
@@ -424,6 +424,15 @@ def test_tuned():
     np.testing.assert_allclose(there.plain_noise.mean, here.plain_noise.mean, rtol=0.4)
 
 
+@pytest.mark.nightly
+def test_tuned_with_an_anchor_that_moves():
+    """The pilot, too, has an anchor for each chain."""
+    options = {"gradient": "control_variate", "refresh_every": 1.0, "progress_bar": False}
+    kernel = SGLD(kernel_table.model, mesh=MESH, **options)
+    there = kernel.tune(random.key(0), *spread_rows(MESH, X, Y))
+    assert there.report is not None and there.report.problem() is None
+
+
 # --- what cannot be -----------------------------------------------------------------------
 
 
@@ -496,6 +505,8 @@ def test_runs_refused():
     with pytest.raises(ValueError, match="different numbers of rows: 40, 80"):
         kernel = SGLD(lambda x, y, groups: kernel_table.model(x, y), mesh=MESH, **some)
         run(kernel, spread_rows(MESH, X, Y, np.ones(40)))
+    with pytest.raises(ValueError, match="'importance' cannot be used with rows that are spread"):
+        run(CCAdL(kernel_table.model, mesh=MESH, subsampling="importance"))
     with pytest.raises(ValueError, match=r"use `MCMC\(..., jit_model_args=True\)`"):
         run(jit_model_args=False)
     with pytest.raises(ValueError, match="use chain_method='vectorized'"):

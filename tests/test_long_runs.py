@@ -3,15 +3,20 @@
 
 """Long runs give the draws of ``MCMC``, and lose none of them whatever happens."""
 
+import errno
+import fcntl
+import json
 import os
 from pathlib import Path
 import pickle
 import random as python_random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 from generations import FIRST_GENERATION, arviz_marks
 import jax
@@ -29,6 +34,9 @@ import zarr
 from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data, summary, to_arviz
 from numpyro_sgmcmc.long_runs import checkpoint, driver, effective_size, moments, running, store
 from numpyro_sgmcmc.long_runs.folder import FOLDER, RunFolder
+from numpyro_sgmcmc.target.control_variate import Anchor
+from numpyro_sgmcmc.target.metric import DiagonalMetric
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 COMPILE_QUICKLY = True
 
@@ -295,8 +303,8 @@ def test_damaged_checkpoint_is_refused(tmp_path):
     for damaged, said in (
         (bytes(flipped), "is corrupted: its checksum differs"),
         (content[:-10], "is truncated: .* of .* bytes"),
-        (bytes(newer), "has version 3 of the format, and this is version 2"),
-        (bytes(older), "has version 1 .* go on with the version of numpyro_sgmcmc that wrote it"),
+        (bytes(newer), r"has version 4 of the format; this is version 3\. Go on with the"),
+        (bytes(older), "has version 2 of the format, a pickle, .* not opened; this is version 3"),
         (b"", "is not a checkpoint"),
     ):
         file.write_bytes(damaged)
@@ -311,10 +319,61 @@ def test_damaged_checkpoint_is_refused(tmp_path):
         run(long_run(folder))
 
 
-def test_one_writer(tmp_path):
+@pytest.mark.parametrize("resume", [True, False])
+def test_one_writer(resume, tmp_path):
     with RunFolder(tmp_path / "run.zarr", True):
         with pytest.raises(ValueError, match="Another process is writing"):
-            run(long_run(tmp_path / "run.zarr"))
+            run(long_run(tmp_path / "run.zarr", resume=resume))
+        assert os.listdir(tmp_path) == ["run.zarr"]
+
+
+def test_store_that_another_process_puts_aside_just_now(tmp_path, monkeypatch):
+    """Between the opening of the lock and its being held the folder gets another name."""
+    folder, flock = tmp_path / "run.zarr", fcntl.flock
+    with RunFolder(folder, True):
+        pass
+
+    def late(*arguments):
+        folder.rename(tmp_path / "run.zarr.1")
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ValueError, match="Another process is writing"):
+        with RunFolder(folder, False):
+            pass
+
+
+def test_file_system_without_locks(tmp_path, monkeypatch):
+    def refused(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.warns(UserWarning, match="cannot lock .*run.zarr.* no other run writes into"):
+        with RunFolder(tmp_path / "run.zarr", True):
+            pass
+
+
+@pytest.mark.slow
+def test_beginning_anew_waits_for_the_writer(tmp_path):
+    """Two processes: the second one neither renames nor touches the store of the first."""
+    settings = {"cache": tmp_path / "cache", "samples": 10_000_000}
+    with child(tmp_path / "run.zarr", **settings) as first:
+        assert waits_for(first, "begins")
+        while not (tmp_path / "run.zarr" / FOLDER / "checkpoint").exists():
+            time.sleep(0.1)
+        with child(tmp_path / "run.zarr", "resume=0", stderr=subprocess.PIPE, **settings) as second:
+            _, errors = second.communicate(timeout=120)
+        assert second.returncode == 1 and "Another process is writing into the store" in errors
+        assert first.poll() is None and not (tmp_path / "run.zarr.1").exists()
+        first.kill()
+    settings["samples"] = 1_000
+    with child(tmp_path / "run.zarr", "resume=0", **settings) as third:
+        assert waits_for(third, "done") and third.wait() == 0
+    old, new = (store.Store(tmp_path / name) for name in ("run.zarr.1", "run.zarr"))
+    count = min(old.draws, new.draws)
+    assert count and np.array_equal(
+        old.read("posterior/mu")[:, :count], new.read("posterior/mu")[:, :count]
+    )
 
 
 @pytest.mark.slow
@@ -401,7 +460,7 @@ def test_store_is_zarr(shape, tmp_path):
     assert np.prod(chunk) * 4 <= 1 << 20 and (chunk[1] >= 64 or chunk[1] >= draws or shape)
 
 
-@pytest.mark.parametrize("damaged, said", [(b"0123", "reshape"), (None, "1 of 1 files")])
+@pytest.mark.parametrize("damaged, said", [(b"0123", "checksum"), (None, "1 of 1 files")])
 def test_damaged_draws_are_named(damaged, said, tmp_path):
     """Draws that something else has cut off or removed are an error, and not zeros."""
     written = store.Store(tmp_path)
@@ -412,6 +471,242 @@ def test_damaged_draws_are_named(damaged, said, tmp_path):
     file.unlink() if damaged is None else file.write_bytes(damaged)
     with pytest.raises(ValueError, match=f"`posterior/x` in the store .* is damaged: .*{said}"):
         store.Store(tmp_path).read("posterior/x")
+
+
+def flip(file, place):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def moments_of(folder):
+    return next(file for file in (folder / "moments" / "mu" / "c").rglob("*") if file.is_file())
+
+
+def test_a_flipped_bit_of_the_draws_is_noticed(tmp_path):
+    """By the run that has them, by one that goes on, and by other readers of Zarr."""
+    folder = tmp_path / "run.zarr"
+    mcmc = run(long_run(folder))
+    chunk = folder / "posterior" / "mu" / "c" / "0" / "0" / "0"
+    flip(chunk, 17)
+    for read in (mcmc.get_samples, lambda: to_arviz(mcmc)):
+        with pytest.raises(ValueError, match="`posterior/mu` in .* is damaged: .*checksum.*"):
+            read()
+    for samples in (110, 140):
+        said = "`posterior/mu/c/0/0/0` in the store .* is damaged: .*checksum.*Put the file back"
+        with pytest.raises(ValueError, match=said):
+            run(long_run(folder, num_samples=samples))
+    flip(moments_of(folder), 3)
+    for group in ("posterior", "moments"):
+        with pytest.raises(ValueError, match="checksum"):
+            xr.open_datatree(folder, engine="zarr", chunks=None)[group]["mu"].load()
+    flip(chunk, 17)
+    assert same(results(run(long_run(folder))), results(mcmc))
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, "zarr.json, which describes the store, is lost"),
+        (b"", r"is damaged \(JSONDecodeError"),
+        (b"[1, 2]", r"is damaged \(TypeError"),
+        (b'{"zarr_format": 3, "node_type": "group"}', r"is damaged \(KeyError"),
+    ],
+)
+def test_damaged_metadata_are_named(content, said, finished):
+    file = finished / "zarr.json"
+    before = file.read_bytes()
+    try:
+        file.unlink() if content is None else file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{said}.*Put the file back, or begin anew"):
+            run(long_run(finished))
+        # what the error says of the draws is true
+        with xr.open_zarr(finished / "posterior", consolidated=False) as posterior:
+            assert posterior["mu"].shape == (1, 36, 3)
+    finally:
+        file.write_bytes(before)
+    assert run(long_run(finished)).get_samples()["mu"].shape == (36, 3)
+
+
+def test_lost_metadata_of_a_part_are_written_again(stopped, whole):
+    _, folder = stopped
+    parts = [folder / name / "zarr.json" for name in ("posterior", "posterior/mu", "moments")]
+    expected = [json.loads(file.read_text()) for file in parts]
+    parts[0].unlink()
+    parts[1].write_text("{")
+    parts[2].unlink()
+    resumed = run(long_run(folder, num_chains=2, chain_method="vectorized"))
+    assert same(results(resumed), results(whole))
+    found = [json.loads(file.read_text()) for file in parts]
+    expected[1]["shape"][1] = expected[2]["attributes"]["draws"] = 36
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["0", "zarr.json", "checkpoint"])
+def test_full_disk(name, tmp_path, monkeypatch, whole):
+    """Nothing that was drawn is lost, and the run goes on when there is room."""
+    folder, count = tmp_path / "run.zarr", [0]
+    settings = {"num_chains": 2, "chain_method": "vectorized"}
+    replace = os.replace
+
+    def full(new, file):
+        count[0] += Path(file).name == name
+        if count[0] > 30 and Path(file).name == name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(new))
+        replace(new, file)
+
+    mcmc = long_run(folder, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        patch.setattr(running, "_SECONDS", 1e-9)
+        said = "store .*run.zarr cannot be written: No space left .* bytes free .*same script goes"
+        with pytest.raises(OSError, match=said) as caught:
+            run(mcmc)
+    assert caught.value.errno == errno.ENOSPC
+    assert not list(folder.rglob("*.new"))
+    kept = mcmc.get_samples(True)["mu"]
+    assert kept.shape[1] * 3 == mcmc.num_samples > 0
+    assert same(kept, whole.get_samples(True)["mu"][:, : kept.shape[1]])
+    assert same(results(run(long_run(folder, **settings))), results(whole))
+
+
+def test_store_that_disappears(tmp_path, monkeypatch):
+    folder, seen = tmp_path / "run.zarr", []
+    show = running.Running.show
+
+    def removing(self, bar):
+        seen.append(show(self, bar))
+        if len(seen) == 50:
+            folder.rename(tmp_path / "elsewhere")
+
+    monkeypatch.setattr(running.Running, "show", removing)
+    monkeypatch.setattr(running, "_SECONDS", 1e-9)
+    mcmc = long_run(folder)
+    with pytest.raises(FileNotFoundError, match="run.zarr has been removed, renamed or replaced"):
+        run(mcmc)
+    assert os.listdir(tmp_path) == ["elsewhere"]
+    with pytest.raises(ValueError, match="zarr.json, which describes the store, is lost"):
+        mcmc.get_samples()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_path_of_something_else(kind, tmp_path):
+    path = tmp_path / "run.zarr"
+    if kind == "file":
+        path.write_text("of value")
+    else:
+        path.mkdir()
+        (path / "letter.txt").write_text("of value")
+    with pytest.raises(ValueError, match="is not a store of `LongRun`, and is a file or has files"):
+        run(long_run(path))
+    assert kind == "folder" or path.read_text() == "of value"
+
+
+class Attack:
+    """What a pickle can do to whoever opens it."""
+
+    def __reduce__(self):
+        return os.mkdir, ("attacked",)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_checkpoint_runs_nothing(version, tmp_path, monkeypatch):
+    """A file with the right header and checksum whose content is a program."""
+    monkeypatch.chdir(tmp_path)
+    body, file = pickle.dumps({"about": {}, "leaves": Attack()}), tmp_path / "checkpoint"
+    header = checkpoint._HEADER.pack(
+        checkpoint._MAGIC, version, len(body), checkpoint._checksum(body)
+    )
+    file.write_bytes(header + body)
+    said = "a pickle, which could run any program" if version == 2 else "written by something else"
+    with pytest.raises(ValueError, match=f"{said}.*`resume=False`"):
+        checkpoint.load(file)
+    assert not Path("attacked").exists()
+    pickle.loads(body)  # it would have
+    assert Path("attacked").exists()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"arrays": [{"dtype": "O", "shape": [1]}]}, "no array of object"),
+        ({"arrays": [{"dtype": "float32", "shape": [10**12]}]}, "no array of float32"),
+        ({"content": {"record": ["Popen", {"args": "ls"}]}}, "Popen.* is nothing that"),
+        ({"content": {"record": ["Monitored", {"kept": 1}]}}, "is nothing that this version"),
+        ({"content": {"array": 7}}, "is nothing that this version"),
+        ({"content": [[]]}, "it has no names"),
+    ],
+)
+def test_a_checkpoint_that_says_something_else(change, said, tmp_path):
+    """With a header that is right, as a faulty or a hostile program would write it."""
+    text = json.dumps({"content": {"mapping": {}}, "arrays": []} | change).encode()
+    body = len(text).to_bytes(8, "little") + text
+    header = checkpoint._HEADER.pack(checkpoint._MAGIC, 3, len(body), checkpoint._checksum(body))
+    (tmp_path / "checkpoint").write_bytes(header + body)
+    with pytest.raises(ValueError, match=f"written by something else: .*{said}"):
+        checkpoint.load(tmp_path / "checkpoint")
+
+
+def test_what_a_checkpoint_holds(tmp_path):
+    """To the last bit: keys of both kinds, every type of numbers, what a tuning has."""
+    arrays = {
+        str(np.dtype(dtype)): np.arange(6).astype(dtype).reshape(2, 3)
+        for dtype in (bool, np.int8, np.uint64, np.float16, np.float64, np.complex64,
+                      jnp.bfloat16, jnp.float8_e4m3fn)
+    }  # fmt: skip
+    state = (
+        {"typed": random.split(random.key(3, impl="rbg"), 2), "legacy": random.PRNGKey(3)},
+        [jnp.float32(jnp.nan), jnp.zeros((0, 4)), jnp.asarray(arrays["bfloat16"])],
+    )
+    center, number = np.array([1 / 3, np.inf]), np.float64(0.1)
+    tuning = Tuning(number, None, DiagonalMetric(center, -center), passes={"noise": 1e-300},
+                    anchor=Anchor({"w": center}, center[0], {"w": center}))  # fmt: skip
+    content = {"leaves": checkpoint.held(state), "tuning": tuning, "words": (True, [1, "ä"]),
+               **arrays, "count": np.int64(2**62)}  # fmt: skip
+    checkpoint.save(tmp_path / "checkpoint", content)
+    found = checkpoint.load(tmp_path / "checkpoint")
+    assert same(checkpoint.restored(found.pop("leaves"), state), state)
+    assert found["tuning"] == tuning._replace(
+        metric=found["tuning"].metric, anchor=found["tuning"].anchor
+    )
+    assert same(found["tuning"].metric, tuning.metric) and type(found["tuning"].step_size) is float
+    assert same(found["tuning"].anchor.values, tuning.anchor.values)
+    assert found["words"] == (True, [1, "ä"]) and found["count"] == 2**62
+    for name, x in arrays.items():
+        assert found[name].dtype == x.dtype and np.array_equal(found[name], x)
+    with pytest.raises(TypeError, match="function is not data that a file could hold"):
+        checkpoint.save(tmp_path / "checkpoint", {"words": same})
+    assert checkpoint.load(tmp_path / "checkpoint")["count"] == 2**62
+
+
+class Found(NamedTuple):
+    """Of a kernel that somebody else wrote."""
+
+    value: float
+
+
+@pytest.mark.parametrize("tuning", [object(), Found(1.0), [{1: 2}]])
+def test_what_could_not_be_read_is_not_written(tuning, tmp_path):
+    with RunFolder(tmp_path / "run.zarr", True) as folder:
+        with pytest.raises(ValueError, match="no checkpoint in .* is not data .* `tuning` and"):
+            folder.save({}, state=jnp.zeros(3), tuning=tuning)
+
+
+def test_store_behind_a_link(tmp_path):
+    """Its folder is renamed, and not the link."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run.zarr").symlink_to(tmp_path / "disk" / "here")
+    for resume in (True, False):
+        with RunFolder(tmp_path / "run.zarr", resume) as folder:
+            assert folder.writes
+    assert sorted(os.listdir(tmp_path / "disk")) == ["here", "here.1"]
+    assert (tmp_path / "run.zarr").is_symlink()
+
+
+def test_nothing_is_unpickled():
+    for file in Path(driver.__file__).parents[1].rglob("*.py"):
+        found = re.findall("import pickle|pickle.load|allow_pickle=True", file.read_text())
+        assert not found, (file, found)
 
 
 def test_missing_zarr_is_named(tmp_path, monkeypatch):
@@ -509,8 +804,16 @@ def test_resumed_run_is_not_tuned_again(tmp_path, monkeypatch):
 CHILD = Path(__file__).with_name("long_run.py")
 
 
+class Child(subprocess.Popen):
+    """A process that does not outlive the test."""
+
+    def __exit__(self, *error):
+        self.kill()
+        super().__exit__(*error)
+
+
 def child(folder, *options, cache, samples=20_000, **pipes):
-    return subprocess.Popen(
+    return Child(
         [sys.executable, CHILD, folder, str(samples), "flush=0", *options],
         stdout=subprocess.PIPE, text=True,
         env=os.environ | {"LONG_RUN_CACHE": str(cache), "XLA_FLAGS": ""}, **pipes,

@@ -22,8 +22,9 @@ from numpyro.infer.util import log_density, potential_energy
 import pytest
 
 from numpyro_sgmcmc import full_data
+from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.initial_values import initial_values
-from numpyro_sgmcmc.target.model import as_arrays, read_model
+from numpyro_sgmcmc.target.model import read_model
 
 COMPILE_QUICKLY = True
 

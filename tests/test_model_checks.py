@@ -5,6 +5,7 @@
 
 from functools import partial
 import re
+import warnings
 
 from bad_inputs import (
     PAGE,
@@ -26,6 +27,7 @@ from flax import linen
 from jax import random
 import jax.numpy as jnp
 import numpy as np
+from numpy.testing import assert_allclose
 import numpyro
 from numpyro.contrib.module import flax_module
 import numpyro.distributions as dist
@@ -76,7 +78,8 @@ def test_counts_must_be_positive_integers(name, value):
     [
         (
             "subsampling",
-            "'without_replacement', 'with_replacement', 'epochs', 'symmetric_sweeps', 'blocks'",
+            "'without_replacement', 'with_replacement', 'epochs', 'symmetric_sweeps', 'blocks',"
+            " 'importance'",
         ),
         ("covariance", "'diagonal', 'full', 'low_rank', 'matrix_free'"),
         ("estimator", "'sub_batches', 'two_cotangents', 'per_example'"),
@@ -254,17 +257,25 @@ def test_epochs_and_corrected_noise(kernel):
         run(kernel, X, Y)
 
 
-@pytest.mark.parametrize(
-    "kernel", [ccadl(no_subsampling), sgld(no_subsampling, subsampling="epochs")]
-)
-def test_methods_that_need_minibatches(kernel):
+def test_epochs_need_minibatches():
     with pytest.raises(ValueError, match="no plate of the model has a `subsample_size`"):
+        run(sgld(no_subsampling, subsampling="epochs"), X, Y)
+
+
+def test_without_minibatches_there_is_no_noise():
+    """A model without a subsampled plate is that of a minibatch of all rows."""
+    draws = []
+    for kernel in (ccadl(no_subsampling), ccadl(partial(regression, batch_size=N))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            draws.append(run(kernel, X, Y).get_samples()["w"])
+    assert_allclose(*draws, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [sgld(no_subsampling), ccadl(no_subsampling)])
+def test_full_gradients_are_warned_of(kernel):
+    with pytest.warns(UserWarning, match="gradient on all data.*subsample_size"):
         run(kernel, X, Y)
-
-
-def test_other_methods_warn_of_full_gradients():
-    with pytest.warns(UserWarning, match="gradient on all data"):
-        run(sgld(no_subsampling), X, Y)
 
 
 def test_full_covariance_of_many_parameters():

@@ -36,8 +36,8 @@ from numpyro_sgmcmc import (
     to_arviz,
 )
 from numpyro_sgmcmc.diagnostics.runs import group
+from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.potential import Anchor
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 COMPILE_QUICKLY = True

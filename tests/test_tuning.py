@@ -31,11 +31,13 @@ from numpyro_sgmcmc import (
     CCAdL,
     full_data,
 )
+from numpyro_sgmcmc.kernels import self_tuning
 from numpyro_sgmcmc.stein import start_sums, stein_report
 from numpyro_sgmcmc.target import potential
+from numpyro_sgmcmc.target.control_variate import Anchor, ControlVariate
 from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.potential import Anchor, ControlVariate, full_data_gradient
+from numpyro_sgmcmc.target.potential import full_data_gradient
 from numpyro_sgmcmc.target.target import Target, _quick_compilation
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
@@ -783,3 +785,23 @@ def test_scale_adapted_law():
 def test_scale_adapted_needs_a_warmup():
     with pytest.raises(ValueError, match="finds its scales in the warm-up"):
         run(ApproximateScaleAdaptedSGHMC(logistic), X, Y, num_warmup=0)
+
+
+@pytest.mark.slow
+def test_a_sampler_that_hardly_moves(monkeypatch):
+    """Columns that nearly depend on each other, and a metric that does not know of it."""
+    x = np.column_stack([X[:, 1], X[:, 1] + 0.02 * RNG.standard_normal(N)])
+    kernel = CCAdL(logistic, metric="diagonal", progress_bar=False)
+    monkeypatch.setattr(self_tuning, "_LONG", 0.0)
+    with pytest.warns(UserWarning, match=r"moves slowly: with a step size of .* [\d,]+ steps"):
+        tuning = kernel.tune(random.key(0), x, Y)
+    assert tuning.steps_per_sample > 100
+    assert 0 < tuning.seconds_per_sample < 10
+    assert "s for each independent draw of a chain" in str(tuning)
+    monkeypatch.setattr(self_tuning, "_FAILED", tuning.steps_per_sample - 1)
+    kernel = CCAdL(logistic, metric="diagonal", progress_bar=False)
+    with pytest.raises(ValueError, match=r"has failed: .*standardise.*tuning=kernel.tuning"):
+        run(kernel, x, Y)
+    nevertheless = CCAdL(logistic, tuning=kernel.tuning)
+    run(nevertheless, x, Y, num_warmup=2, num_samples=2)
+    assert nevertheless.steps_per_sample == tuning.steps_per_sample

@@ -3,6 +3,7 @@
 
 """Tells data, and settings, from others."""
 
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 import hashlib
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 from jax import Array, random
 from jax.experimental.multihost_utils import process_allgather
+from jax.extend.core import Literal
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,17 +21,19 @@ from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
     """
     Tells data from other data, without holding them, in every process alike; None of data that
-    are traced. Of rows on disk a part is looked at.
+    are traced. Rows on disk are read where they have not been, or may have changed.
     """
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, RowsOnDisk))
     found = hashlib.blake2b(str(tree).encode())
     for leaf in leaves:
         if isinstance(leaf, jax.core.Tracer):
             return None
-        if isinstance(leaf, jax.Array):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             found.update(f"{leaf.dtype}{leaf.shape}".encode())
-            for part in _parts_here(random.key_data(leaf) if is_key else leaf):
+            found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+        elif isinstance(leaf, jax.Array):
+            found.update(f"{leaf.dtype}{leaf.shape}".encode())
+            for part in _parts_here(random.key_data(leaf) if _is_key(leaf) else leaf):
                 found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
         elif isinstance(leaf, RowsOnDisk):
             found.update(leaf.digest.encode())
@@ -40,6 +44,39 @@ def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
     # every process has seen what it holds, and all are to come to the same answer
     digests = process_allgather(np.frombuffer(found.digest(), np.uint8))
     return hashlib.blake2b(digests.tobytes()).hexdigest()
+
+
+def fingerprints_of_captured(traced: Any) -> tuple[str, str]:
+    """
+    Tells what a traced function has from elsewhere than its arguments, of its closure for instance,
+    from others: arrays, in every process and version alike; and numbers, in this process.
+
+    :param traced: what :func:`jax.make_jaxpr` gives.
+    """
+    found = list(_captured(traced))
+    arrays = [x for x in found if np.ndim(x) > 0]
+    numbers = [np.asarray(x) for x in found if np.ndim(x) == 0 and not _is_key(x)]
+    return fingerprint_of((arrays,), {}) or "", fingerprint_of((numbers,), {}) or ""
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key))
+
+
+def _captured(traced: Any) -> Iterator[Any]:
+    yield from getattr(traced, "consts", ())
+    jaxpr = getattr(traced, "jaxpr", traced)
+    # newer versions of JAX write arrays where they are used
+    yield from (x.val for x in jaxpr.outvars if isinstance(x, Literal))
+    for eqn in jaxpr.eqns:
+        yield from (x.val for x in eqn.invars if isinstance(x, Literal))
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_program):
+            if _is_program(value):
+                yield from _captured(value)
+
+
+def _is_program(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
 
 
 def _parts_here(array: Array) -> list[Array]:

@@ -15,7 +15,7 @@ reads these in the meantime.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cache
 import hashlib
 import math
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.seen import Reader, Seen, are_as_seen, seen_of
 from numpyro_sgmcmc.data.sources import MOST_BYTES, UnreadableRows, opened
 
 #: Requests that are read ahead, of each source: one or two for each chain on its own device.
@@ -65,8 +66,23 @@ class RowsOnDisk(IndexedByRows):
         truth values; 64 bits become 32 unless JAX has them enabled.
     :raises TypeError: if the source has no shape or data type.
     :raises ValueError: if its rows are not numbers.
-    :raises UnreadableRows: on reading, if the source has changed or ends early, or if a row has
-        entries that are NaN or infinite; it says which.
+    :raises UnreadableRows: if a file is missing, a folder, empty, cut off or not what its name
+        says; on reading, if the source has changed or ends early, or if a row has entries that
+        are NaN or infinite; it says which.
+
+    The rows are not to change while a run uses them. A kernel that tunes itself or has a control
+    variate, and a :class:`~numpyro_sgmcmc.LongRun`, read all of them once in a process, so that
+    other rows are never taken for these. Before the next run a file whose size, times and place
+    on the disk are the same is taken for the same if four stretches of 8 MB are, other ones each
+    time; one that was copied, restored or touched is read again, and is the same if its rows are.
+    A change during a run ends it where the times of the file show it. Not noticed are
+
+    - changes of rows that no tuning and no :class:`~numpyro_sgmcmc.LongRun` has read, during a
+      plain run with a given step size;
+    - changes outside of these stretches in what is neither a file nor in memory, such as an array
+      of Zarr, as long as the same object wraps it;
+    - changes in memory during a run. A memory map with ``mode="c"`` is an array in memory: its
+      own values are read, and not those of the file.
 
     **Example:**
 
@@ -96,6 +112,7 @@ class RowsOnDisk(IndexedByRows):
         #: why the latest rows could not be read
         self.failure: UnreadableRows | None = None
         self._requests: OrderedDict[bytes, Future] = OrderedDict()
+        self._seen: Seen | None = None
         found = np.dtype(self._source.dtype)
         if found.kind not in "biuf" or not self._source.shape or not self._source.shape[0]:
             raise ValueError(
@@ -112,7 +129,7 @@ class RowsOnDisk(IndexedByRows):
     @property
     def dtype(self) -> np.dtype:
         """Data type of the rows on the device."""
-        return jax.dtypes.canonicalize_dtype(self._source.dtype)
+        return jax.dtypes.canonicalize_dtype(self._source.dtype.newbyteorder("="))
 
     @property
     def ndim(self) -> int:
@@ -130,13 +147,46 @@ class RowsOnDisk(IndexedByRows):
         """Bytes of a row on the device."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    @cached_property
+    @property
     def digest(self) -> str:
-        """Tells these rows from others: of their shape and the content of 64 of them."""
-        some = np.unique(np.linspace(0, len(self) - 1, 64).astype(np.int64))
+        """
+        Tells these rows, as they are now, from others: by their shape, type and content.
+
+        :raises UnreadableRows: if they cannot be read.
+        """
+        source, seen = self._source, self._seen
+        if source.is_replaced:
+            raise UnreadableRows(
+                f"{source.name} has been replaced by another file since it was opened: begin"
+                " another run, with a `RowsOnDisk` of the new one."
+            )
+        if seen is None or not self._are_as(seen):
+            seen = self._seen = seen_of(*self._all, source.version())
         found = hashlib.blake2b(f"{self.shape}{self.dtype}".encode())
-        found.update(np.ascontiguousarray(self.read(some)).tobytes())
+        found.update(seen.hashes.tobytes())
         return found.hexdigest()
+
+    def _are_as(self, seen: Seen) -> bool:
+        """Whether the rows are those that were read before, as far as a part of them says it."""
+        known = seen.is_settled and seen.version == self._source.version()
+        return known and not self._source.is_in_memory and are_as_seen(*self._all, seen)
+
+    @property
+    def seen(self) -> Seen | None:
+        """What is known of all rows, for another process."""
+        return None if self._source.version() is None else self._seen
+
+    def remember(self, seen: Seen | None) -> None:
+        """What another process knew of all rows, for as long as their file is the same."""
+        if seen is not None and seen.version == self._source.version():
+            self._seen = seen
+
+    @property
+    def _all(self) -> tuple[Reader, int, int]:
+        def read(first: int, end: int) -> np.ndarray:
+            return self._checked(np.arange(first, end))
+
+        return read, len(self), self.row_bytes
 
     def __repr__(self) -> str:
         return f"RowsOnDisk({self._source.name}, shape={self.shape}, dtype={self.dtype})"
@@ -186,8 +236,10 @@ class RowsOnDisk(IndexedByRows):
         each = max(1, MOST_BYTES // max(1, self.row_bytes))
         for k in range(0, len(flat), each):
             numbers, part = flat[k : k + each], found[k : k + each]
+            # integers of 64 bits are looked at before they lose half of them
+            read = np.empty(part.shape, self._whole) if self._whole is not None else part
             try:
-                self._source.read_into(part, numbers)
+                self._source.read_into(read, numbers)
             except UnreadableRows:
                 raise
             except Exception as error:
@@ -195,12 +247,35 @@ class RowsOnDisk(IndexedByRows):
                     f"Rows of {self._source.name} between {numbers.min():,} and"
                     f" {numbers.max():,} cannot be read: {type(error).__name__}: {error}"
                 ) from error
+            if self._whole is not None:
+                self._refuse_large(numbers, read.reshape(len(read), -1))
+                part[...] = read
             if part.dtype.kind == "f":
                 with np.errstate(over="ignore", invalid="ignore"):
                     total = np.sum(part)
                 if not np.isfinite(total):
                     self._refuse_nonfinite(numbers, part.reshape(len(part), -1))
         return found
+
+    @property
+    def _whole(self) -> np.dtype | None:
+        """The dtype of integers that JAX keeps a part of, or None."""
+        kept = np.dtype(self._source.dtype).newbyteorder("=")
+        return kept if kept.kind in "iu" and kept.itemsize > self.dtype.itemsize else None
+
+    def _refuse_large(self, numbers: np.ndarray, found: np.ndarray) -> None:
+        """
+        :raises UnreadableRows: if integers do not fit into what JAX keeps of them.
+        """
+        limits = np.iinfo(self.dtype)
+        where = np.argwhere((found < limits.min) | (found > limits.max))
+        if len(where):
+            row, column = where[0]
+            raise UnreadableRows(
+                f"Row {numbers[row]:,} of {self!r} has {found[row, column]:,} at position {column},"
+                f" of which JAX would keep 32 bits: beyond {limits.max:,} it would become another"
+                " number. Call `numpyro.enable_x64()` before anything else, or store codes from 0."
+            )
 
     def _refuse_nonfinite(self, numbers: np.ndarray, found: np.ndarray) -> None:
         """
@@ -215,12 +290,29 @@ class RowsOnDisk(IndexedByRows):
                 " `numpyro.handlers.mask`."
             )
 
+    def _read_in_run(self, numbers: np.ndarray) -> np.ndarray:
+        """
+        :raises UnreadableRows: also if the rows are no longer those that were compared.
+        """
+        found, seen, version = self.read(numbers), self._seen, self._source.version()
+        if seen is None or version == seen.version:
+            return found
+        now = seen_of(*self._all, version)
+        if not np.array_equal(now.hashes, seen.hashes):
+            self.failure = UnreadableRows(
+                f"{self._source.name} has been edited since the run began: draws before and after"
+                " would be of different data. Begin another run, with a `RowsOnDisk` of its own."
+            )
+            raise self.failure
+        self._seen = now
+        return found
+
     def request(self, numbers: np.ndarray) -> Future:
         """Begins to read rows, or finds that it has been asked for them before."""
         key = numbers.tobytes()
         found = self._requests.pop(key, None)
         if found is None:
-            found = _readers().submit(self.read, numbers)
+            found = _readers().submit(self._read_in_run, numbers)
         self._requests[key] = found
         while len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
@@ -237,16 +329,19 @@ class RowsOnDisk(IndexedByRows):
         return self.__dict__ | {"_requests": OrderedDict()}
 
 
-class ReadRows(NamedTuple):
+class DrawnRows(NamedTuple):
     """
-    Rows of a plate whose values have been read.
+    Rows of a plate of which more is known than their numbers.
 
     - **numbers** - their numbers, shape (n,).
-    - **values** - of each :class:`RowsOnDisk` of the plate its values, shape (n, ...).
+    - **values** - of each :class:`RowsOnDisk` of the plate its values, shape (n, ...); nothing if
+      they have not been read.
+    - **weights** - how much more than an equal share each of them counts, shape (n,), or None.
     """
 
     numbers: Array
-    values: tuple[Array, ...]
+    values: tuple[Array, ...] = ()
+    weights: Array | None = None
 
 
 class OfMinibatch(IndexedByRows):

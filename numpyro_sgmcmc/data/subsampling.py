@@ -266,12 +266,16 @@ class Scheme(NamedTuple):
     - **distinct** - whether no row is drawn twice into a minibatch.
     - **blocks** - whether neighbouring rows are drawn together, so that the noise must be
       estimated from whole blocks.
+    - **by_importance** - whether rows are drawn with probabilities that a tuning finds
+      (:mod:`~numpyro_sgmcmc.data.importance`); before it has, and where a minibatch has all rows,
+      they are drawn as ``draw`` says.
     """
 
     draw: Callable[[Array, Array, int, int], Array]
     independent: bool = True
     distinct: bool = True
     blocks: bool = False
+    by_importance: bool = False
 
     def factor(self, size: int, batch_size: int) -> float:
         """
@@ -291,4 +295,5 @@ SCHEMES: dict[str, Scheme] = {
     "epochs": Scheme(epochs, independent=False),
     "symmetric_sweeps": Scheme(symmetric_sweeps, independent=False),
     "blocks": Scheme(blocks, blocks=True),
+    "importance": Scheme(without_replacement, by_importance=True),
 }

@@ -18,8 +18,10 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, group
 from numpyro_sgmcmc.results.facts import parameters, variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.target.argument_checks import as_arrays
+from numpyro_sgmcmc.target.handlers import full_data
 from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import as_arrays, full_data, read_model
+from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
 
 #: Scores on all data are made for up to so many rows times draws, if nothing is said.

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import jax
-from jax import Array, random
+from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import MCMC
@@ -17,13 +17,16 @@ import xarray as xr
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.diagnostics._scores import RunModel, positions_of, target_of
 from numpyro_sgmcmc.gradients.covariance import Full
-from numpyro_sgmcmc.gradients.estimators import per_example_gradient
+from numpyro_sgmcmc.gradients.estimators import per_example_gradient, sub_batch_gradient
 from numpyro_sgmcmc.results.inference_data import arguments_of
-from numpyro_sgmcmc.target.model import Plate
+from numpyro_sgmcmc.target.handlers import Plate
 from numpyro_sgmcmc.target.target import Target
 
 #: The matrix of eigenvectors of so many parameters takes a second.
 _LARGEST_SPECTRUM = 500
+
+#: Stratified minibatches of which each shows a part of the noise within the strata.
+_MINIBATCHES = 500
 
 
 def gradient_noise(
@@ -41,7 +44,8 @@ def gradient_noise(
     Of several plates the noises are added up.
 
     :param mcmc: an ``MCMC`` object of a kernel of this package, after its run.
-    :param int max_rows: with more rows than this, :math:`S^2` is estimated from so many of them.
+    :param int max_rows: with more rows than this, :math:`S^2` is estimated from so many of them;
+        of stratified minibatches it is estimated from 500.
     :param rng_key: random key of their choice, and of a likelihood that is itself random.
     :return: a dataset with the variable ``eigenvalue``, from the largest to the smallest, and
         the attributes ``mean``, ``step_size`` and, where minibatches are independent,
@@ -100,8 +104,18 @@ def gradient_noise(
 
     def covariance(target: Target, mean: Array, metric: Any, anchor: Any, rows: Any) -> Array:
         potential, at = target.potential(metric, anchor), metric.coordinates(mean)
-        return per_example_gradient(potential, rows, model_key, factors, Full(size))(at).noise
+        if not target.strata:
+            return per_example_gradient(potential, rows, model_key, factors, Full(size))(at).noise
 
+        def added(total: Array, key: Array) -> tuple[Array, None]:
+            options = target.factors, Full(size), target.groups
+            seen = sub_batch_gradient(potential, target.rows(key), model_key, *options)(at)
+            return total + seen.noise / _MINIBATCHES, None
+
+        keys = random.split(rows_key, _MINIBATCHES)
+        return lax.scan(added, jnp.zeros((size, size), at.dtype), keys)[0]
+
+    target = target._replace(strata=state.fixed.strata)
     matrix = target.compiled(covariance)(mean, state.fixed.metric, state.fixed.anchor, rows)
     attrs = {
         "algorithm": settings["algorithm"],

@@ -15,16 +15,18 @@ where :math:`S^2` is the covariance of the :math:`g_i` with denominator :math:`N
 and the denominator is :math:`N`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
+import numpy as np
 
+from numpyro_sgmcmc.data.strata import Group
 from numpyro_sgmcmc.data.subsampling import sub_batches
 from numpyro_sgmcmc.gradients.covariance import Covariance, LowRankPlusDiagonal, column_sums
-from numpyro_sgmcmc.target.model import BatchRows, count_of
+from numpyro_sgmcmc.target.handlers import BatchRows, count_of
 from numpyro_sgmcmc.target.potential import Potential, Rows
 from numpyro_sgmcmc.target.target import Target
 
@@ -71,6 +73,7 @@ def sub_batch_gradient(
     rng_key: Array,
     factors: Mapping[str, float],
     representation: Covariance,
+    groups: Mapping[str, Sequence[Group]] = {},
 ) -> Gradient:
     """
     The gradient of the minibatch potential with an estimate of the covariance of its
@@ -86,12 +89,21 @@ def sub_batch_gradient(
     time, with the full minibatch of the others, and added up; rows of nested plates
     interact, and that part is counted once for each plate.
 
+    Of stratified minibatches each sub-batch is of one stratum, and the spread is that within the
+    strata: with :math:`m_h` sub-batches of mean :math:`\\tilde g_h` in stratum :math:`h`,
+
+    .. math::
+
+        \\hat V = \\frac{1}{m^2} \\sum_h f_h \\frac{m_h}{m_h - 1}
+            \\sum_{k \\in h} (\\tilde g_k - \\tilde g_h)(\\tilde g_k - \\tilde g_h)^\\top .
+
     :param potential: the minibatch potential.
     :param rows: rows of the minibatch for each subsampled plate.
     :param rng_key: key for a potential that is itself random; each sub-batch gets its own.
     :param factors: the finite-population factor :math:`f` for each plate; where it is 0
         there is no noise to estimate and :math:`\\hat V = 0`.
     :param representation: how :math:`\\hat V` is held.
+    :param groups: the sub-batches of each stratum, of plates whose minibatches are stratified.
     :return: the oracle :math:`\\theta \\mapsto (\\tilde U, \\nabla \\tilde U, \\hat V)`, at the
         cost of one gradient and memory for :math:`m` of them for each plate.
     """
@@ -99,13 +111,18 @@ def sub_batch_gradient(
     def gradient(position: Array) -> Evaluation:
         noise, evaluation = None, None
         for name in _noisy(rows, factors):
-            count = sub_batches(count_of(rows[name]))
+            strata = groups.get(name)
+            count = strata[-1].stop if strata else sub_batches(count_of(rows[name]))
             potentials, gradients = jax.vmap(_on_rows_of(name, potential, position, rows))(
                 _shaped(rows[name], (count, -1)), random.split(rng_key, count)
             )
             mean = column_sums(gradients) / count
             spread = gradients - mean
-            samples = spread * jnp.sqrt(factors[name] / (count * (count - 1)))
+            if strata:
+                within = jnp.asarray(_within(strata), spread.dtype)
+                samples = jnp.matmul(within, spread, precision="highest")
+            else:
+                samples = spread * jnp.sqrt(factors[name] / (count * (count - 1)))
             one = representation.outer(samples)
             noise = one if noise is None else representation.add(1.0, noise, 1.0, one)
             # each plate's sub-batches average to the same minibatch gradient
@@ -301,6 +318,19 @@ ESTIMATORS: dict[str, Callable[..., Gradient]] = {
     "two_cotangents": two_cotangent_gradient,
     "per_example": per_example_gradient,
 }
+
+
+def _within(groups: Sequence[Group]) -> np.ndarray:
+    """
+    From the gradients of all sub-batches to vectors :math:`z_k` with :math:`\\hat V = \\sum_k z_k
+    z_k^\\top`: of each stratum with noise the deviations from its mean.
+    """
+    count, parts = groups[-1].stop, []
+    for start, stop, factor in groups:
+        if factor > 0:
+            each, one = stop - start, np.eye(count)[start:stop]
+            parts.append(np.sqrt(factor * each / (each - 1)) / count * (one - one.mean(axis=0)))
+    return np.concatenate(parts)
 
 
 def _noisy(rows: Rows, factors: Mapping[str, float]) -> list[str]:

@@ -115,6 +115,11 @@ class NoiseEstimate:
                         f" averages nothing. Leave `{name}` out, or use another covariance."
                     )
 
+    @property
+    def can_stratify(self) -> bool:
+        """Whether it is right for stratified minibatches too."""
+        return self.covariance != "matrix_free" and self.estimator in (None, "sub_batches")
+
     def resolved(
         self, target: Target, level: float | None = None, lanczos_steps: int = LANCZOS_STEPS
     ) -> "RunningCovariance":
@@ -129,9 +134,7 @@ class NoiseEstimate:
         :raises ValueError: if the model or the scheme of subsampling cannot serve it.
         """
         plates, dimension = target.view.plates, target.view.dimension
-        factors = {
-            plate.name: target.scheme.factor(plate.size, plate.subsample_size) for plate in plates
-        }
+        factors = target.factors
         covariance, estimator = self.covariance, self.estimator or "sub_batches"
         if covariance is None:
             if level is not None and level < _LITTLE_NOISE:
@@ -146,6 +149,12 @@ class NoiseEstimate:
                 "subsampling='blocks' needs an estimate from whole blocks, and not from single"
                 " rows: use estimator='sub_batches', and another covariance than 'matrix_free'."
             )
+        if target.strata and not self.can_stratify:
+            raise ValueError(
+                "Stratified minibatches need an estimate from sub-batches of one stratum: use"
+                " estimator='sub_batches', and another covariance than 'matrix_free', or"
+                " `strata=None`."
+            )
         if covariance == "full" and dimension > MAX_FULL_DIMENSION:
             raise ValueError(
                 f"covariance='full' is for at most {MAX_FULL_DIMENSION:,} parameters, but the model"
@@ -158,7 +167,12 @@ class NoiseEstimate:
             "matrix_free": MatrixFree,
         }[covariance]()
         noisy = [plate for plate in plates if factors[plate.name] > 0]
-        ranks = [estimate_rank(estimator, plate.subsample_size) for plate in noisy]
+        ranks = [
+            sum(stop - start - 1 for start, stop, factor in target.groups[name] if factor > 0)
+            if name in target.groups
+            else estimate_rank(estimator, batch_size)
+            for name, _, batch_size in noisy
+        ]
         directions = _FEWEST_DIRECTIONS + _DIRECTIONS_FOR_EACH * representation.freedom
         window = self.window or max(_FEWEST_STEPS, math.ceil(directions / min(ranks, default=1)))
         return RunningCovariance(
@@ -244,6 +258,8 @@ def gradient_oracle(
             others = target.rows(random.fold_in(own, 1))
             gradient = product_gradient(potential, rows, own, factors, others)
         else:
-            estimate = ESTIMATORS[noise.estimator]
-            gradient = estimate(potential, rows, own, factors, noise.representation)
+            estimate, groups = ESTIMATORS[noise.estimator], target.groups
+            # no other estimate is resolved where minibatches are stratified
+            strata = {"groups": groups} if groups else {}
+            gradient = estimate(potential, rows, own, factors, noise.representation, **strata)
     return over_devices(gradient, target, target.own(random.fold_in(rng_key, 2)))

@@ -23,6 +23,11 @@ def axes_of(state: SGMCMCState) -> SGMCMCState:
     return with_chains(0, None if shared else 0, None if anchor_is_shared else 0)
 
 
+def axes_for(refresh_every: float | None) -> SGMCMCState:
+    """The axes of several new chains, each with an anchor of its own if anchors move."""
+    return with_chains(0, None, None if refresh_every is None else 0)
+
+
 def with_chains(chains: Any, fixed: Any, anchor: Any) -> SGMCMCState:
     """What is to be said of each field of a state: of chains, of what is fixed, of the anchor."""
     fields: dict[str, Any] = dict.fromkeys(SGMCMCState._fields, chains)

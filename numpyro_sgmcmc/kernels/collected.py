@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 import warnings
 
-from numpyro_sgmcmc.data.fingerprint import fingerprint_of
+from numpyro_sgmcmc.kernels.identity import OTHER_DATA, data_of
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
 from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.tuning.tuning import Tuning
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
@@ -24,7 +23,7 @@ def constrained(kernel: "SGMCMCKernel", args: tuple, kwargs: dict) -> Callable[[
     """
     context = kernel.context
     whole = context.whole(kernel.given, args, kwargs)
-    _check_same_data(kernel.tuning, args, kwargs)
+    _check_data(kernel, whole)
     _warn_of_dropped_sites(whole.view)
 
     def constrain(target: Target, z: Values) -> Values:
@@ -43,13 +42,12 @@ def _warn_of_dropped_sites(view: MinibatchModel) -> None:
         )
 
 
-def _check_same_data(tuning: Tuning | None, args: tuple, kwargs: dict) -> None:
+def _check_data(kernel: "SGMCMCKernel", target: Target) -> None:
+    tuning, context = kernel.tuning, kernel.context
     if tuning is None or tuning.anchor is None:
         return
-    data = fingerprint_of(args, kwargs)
-    if data is not None and data != tuning.data:
-        raise ValueError(
-            "The control variate of this run belongs to other data: the run cannot go on with"
-            " these. Set `mcmc.post_warmup_state = None`, or use a new `MCMC`; with"
-            " `tuning=kernel.tuning` a new kernel need not tune itself again."
-        )
+    if (data := data_of(target)) is None:
+        return
+    context.data = data
+    if data not in {tuning.data, *context.known}:
+        raise ValueError(OTHER_DATA)

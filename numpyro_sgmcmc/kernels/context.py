@@ -6,13 +6,17 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 import warnings
 
-from numpyro_sgmcmc.data.sharding import Shards, found_shards
+import jax
+
+from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards, found_shards
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.settings import Settings
 from numpyro_sgmcmc.target.model import MinibatchModel, read_model
+from numpyro_sgmcmc.target.row_checks import check_rows
 from numpyro_sgmcmc.target.sharding_checks import check_spread
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -26,18 +30,27 @@ class Context:
     Static facts of the model and the data, the same for every chain.
 
     - **kernel** - the name of the kernel, for errors.
-    - **model** - the model as read, or None before.
+    - **model** - the model as read for the latest data, or None before.
     - **shards** - how the data lie on devices, if they are spread.
     - **programs** - compiled programs for any data with these facts.
     - **tuning** - the latest tuning.
+    - **data**, **known** - tell the data of the latest run, and those that chains were started on,
+      from others.
+    - **lock** - held while chains are started.
+    - **densities** - log densities by site at fixed values, which tell the model from others.
     """
 
     def __init__(self, kernel: str, tuning: Tuning | None = None) -> None:
         self.kernel = kernel
         self.model: MinibatchModel | None = None
+        self._models: dict[Any, MinibatchModel] = {}
         self.shards: Shards | None = None
         self.programs: dict[Any, Callable] = {}
         self.tuning = tuning
+        self.densities: dict[str, float] = {}
+        self.data: str | None = None
+        self.known: set[str | None] = set()
+        self.lock = RLock()
 
     def read(self, kernel: "SGMCMCKernel", args: tuple, kwargs: dict) -> MinibatchModel:
         """
@@ -50,6 +63,7 @@ class Context:
         model = read_model(given.model, given.init_strategy, args, kwargs)
         if model != self.model:
             self.model, self.programs = model, {}
+        self._models[_shapes((args, kwargs))] = model
         independent = SCHEMES[given.subsampling].independent
         if kernel.traits.corrects_noise and not independent:
             raise ValueError(
@@ -57,7 +71,9 @@ class Context:
                 " there: minibatches of one pass over the data are anti-correlated. Use"
                 " subsampling='without_replacement'."
             )
-        if not model.plates and (kernel.traits.corrects_noise or not independent):
+        if SCHEMES[given.subsampling].by_importance:
+            _check_importance(given, name, self.shards)
+        if not model.plates and not independent:
             raise ValueError(
                 f"{name} with subsampling='{given.subsampling}' needs minibatches, but no plate of"
                 " the model has a `subsample_size`: write `numpyro.plate(name, size,"
@@ -66,7 +82,8 @@ class Context:
         if not model.plates:
             warnings.warn(
                 "No plate of the model has a `subsample_size`: every step uses the gradient on all"
-                " data.",
+                " data. For minibatches write `numpyro.plate(name, size, subsample_size=...)`"
+                " around the data.",
                 stacklevel=3,
             )
         if model.dimension == 0:
@@ -83,7 +100,9 @@ class Context:
         """
         if self.model is None:
             raise RuntimeError(f"Call `{self.kernel}.init` first.")
-        return Target(self.model, args, kwargs, SCHEMES[given.subsampling])
+        # another `MCMC` may have given this kernel other data since
+        model = self._models.get(_shapes((args, kwargs)), self.model)
+        return Target(model, args, kwargs, SCHEMES[given.subsampling])
 
     def target(self, given: Settings, args: tuple = (), kwargs: dict | None = None) -> Target:
         """The model with these data, on each of the devices that they are spread over."""
@@ -92,13 +111,53 @@ class Context:
             return whole
         return whole._replace(view=whole.view.on_each(self.shards.parts), shards=self.shards)
 
-    def compiled(self, name: str, function: Callable, target: Target, *facts: Any) -> Callable:
+    def check_rows(self, target: Target) -> None:
+        """
+        Looks at all rows of the data, unless their values are not known.
+
+        :raises ValueError: naming site and row, if minibatches cannot serve them.
+        """
+        if any(
+            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((target.args, target.kwargs))
+        ):
+            return
+        assert self.model is not None
+        whole = target._replace(view=self.model, shards=None)
+        self.densities = check_rows(target, whole, self.compiled)
+
+    def compiled(
+        self, name: str, function: Callable, target: Target, *facts: Any, outputs: Any = EVERYWHERE
+    ) -> Callable:
         """
         ``function(target, *arguments)`` under ``jit``, compiled once for all data of one shape.
 
         :param facts: what else the function depends on, besides the model and its arguments.
+        :param outputs: how the result lies on the devices that the data are spread over.
         """
-        program, data, rest = target.program(function)
+        program, data, rest = target.program(function, outputs=outputs)
         with suppress(TypeError):  # an argument of the model that cannot be told from others
-            program = self.programs.setdefault((name, rest, facts), program)
+            program = self.programs.setdefault((name, target.view.facts, rest, facts), program)
         return partial(program, data)
+
+
+def _check_importance(given: Settings, name: str, shards: Shards | None) -> None:
+    """
+    :raises ValueError: if rows cannot be drawn by importance.
+    """
+    if shards is not None:
+        raise ValueError(
+            "subsampling='importance' cannot be used with rows that are spread over devices, each"
+            " of which draws from its own rows: leave it out, or sample on one device."
+        )
+    if not given.takes_weights:
+        raise ValueError(
+            f"{name} with subsampling='importance' needs an estimate of the noise from sub-batches:"
+            " use estimator='sub_batches', and another covariance than 'matrix_free', or leave"
+            " `subsampling` out."
+        )
+
+
+def _shapes(tree: Any) -> Any:
+    """What is static about the arguments of a model."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((x.shape, x.dtype) for x in leaves if isinstance(x, jax.Array))

@@ -14,22 +14,28 @@ import jax.numpy as jnp
 from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.data.sharding import found_shards
-from numpyro_sgmcmc.kernels.chains import check_chains, placed, with_chains
+from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed
 from numpyro_sgmcmc.kernels.self_tuning import fixed_for, tuning_for
+from numpyro_sgmcmc.kernels.settings import check_schedule
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import start
+from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.initial_values import (
     check_initial_values,
     draw_from,
     initial_values,
     no_initial_values,
 )
-from numpyro_sgmcmc.target.model import Values, as_arrays
+from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+
+
+#: The counter of the steps, when it is full, goes on from beyond this.
+_MOST_WARMUP_STEPS = 2**29
 
 
 def initialised(
@@ -53,15 +59,32 @@ def initialised(
     context.read(method, args, kwargs)
     method.monitor.begin(num_warmup)
     target = context.target(given, args, kwargs)
+    with jax.ensure_compile_time_eval() if traced else nullcontext():
+        context.check_rows(target)
     method.check(target, num_warmup)
     with jax.ensure_compile_time_eval() if traced else nullcontext():
         tuning = context.tuning = tuning_for(method, target)
+        _check_schedule(given.step_size, num_warmup * method.steps_per_sample)
         fixed = fixed_for(method, target, tuning, method.steps_per_sample, num_warmup)
+    context.known |= {tuning.data}
     method.check(target, num_warmup, fixed)
     state = initial_state(method, args, kwargs, rng_key, fixed, tuning, init_params)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
         method.check(target, num_warmup, fixed, state)
     return state
+
+
+def _check_schedule(step_size: Any, warmup_steps: int) -> None:
+    """
+    :raises ValueError: if there are too many steps, or a schedule fails before the first sample.
+    """
+    if warmup_steps >= _MOST_WARMUP_STEPS:
+        raise ValueError(
+            f"The warm-up has {warmup_steps:,} steps, of which there can be"
+            f" {_MOST_WARMUP_STEPS:,}: reduce `num_warmup` or `steps_per_sample`."
+        )
+    if callable(step_size):
+        check_schedule(step_size, warmup_steps + 1)
 
 
 def initial_state(
@@ -110,8 +133,7 @@ def initial_state(
             z = draw_from(gaussian, target, given.temperature, start_key)
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
-        # an anchor that moves is one for each chain
-        axes = with_chains(0, None, None if given.refresh_every is None else 0)
+        axes = axes_for(given.refresh_every)
         one = of_chains(partial(start, method, target, fixed), out_axes=axes)
         return one(z, *others)
 

@@ -5,9 +5,12 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
+import jax
 from jax import Array
+import numpy as np
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_sgmcmc.gradients.estimators import Gradient
@@ -15,6 +18,7 @@ from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
 from numpyro_sgmcmc.kernels.collected import constrained
 from numpyro_sgmcmc.kernels.context import Context
+from numpyro_sgmcmc.kernels.identity import OTHER_DATA, digest
 from numpyro_sgmcmc.kernels.initial import initialised
 from numpyro_sgmcmc.kernels.monitor import Monitor
 from numpyro_sgmcmc.kernels.record import identity_of, record_of
@@ -22,7 +26,10 @@ from numpyro_sgmcmc.kernels.self_tuning import found_tuning, known_data
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
 from numpyro_sgmcmc.kernels.transition import sample, sample_on_devices
 from numpyro_sgmcmc.target import host
-from numpyro_sgmcmc.target.model import Model, Values, as_arrays, full_data
+from numpyro_sgmcmc.target.argument_checks import as_arrays, checked_arrays
+from numpyro_sgmcmc.target.handlers import Model, full_data
+from numpyro_sgmcmc.target.linear_algebra import run_in_order
+from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -213,7 +220,7 @@ class SGMCMCKernel(MCMCKernel):
         :param int samples: number of samples, warm-up included, over which step size schedules are
             compared.
         """
-        args, kwargs = as_arrays((args, kwargs))
+        args, kwargs = checked_arrays(self.given.model, args, kwargs)
         self.context.read(self, args, kwargs)
         target = self.context.target(self.given, args, kwargs)
         return identity_of(self, target, samples * self.steps_per_sample)
@@ -248,9 +255,10 @@ class SGMCMCKernel(MCMCKernel):
             >>> print(str(tuning).splitlines()[0])
             step size 1, friction 0.7, 4 steps per sample, dense metric
         """
-        args, kwargs = as_arrays((args, kwargs))
+        args, kwargs = checked_arrays(self.given.model, args, kwargs)
         self.context.read(self, args, kwargs)
         target = self.context.target(self.given, args, kwargs)
+        self.context.check_rows(target)
         return found_tuning(self, target, rng_key, known_data(self, target))
 
     def with_step_size(self, step_size: float, steps_per_sample: int | None = None) -> Self:
@@ -267,7 +275,7 @@ class SGMCMCKernel(MCMCKernel):
         tuning = self.tuning
         if tuning is not None:
             tuning = tuning._replace(step_size=step_size)
-            values |= {"tuning": tuning, "metric": None}
+            values |= {"tuning": tuning, "metric": None, "strata": "auto"}
         new = _restored(type(self), self.given.with_values(**values), tuning)
         new.context.model, new.context.shards = self.context.model, self.context.shards
         return new
@@ -280,19 +288,31 @@ class SGMCMCKernel(MCMCKernel):
         model_args: tuple,
         model_kwargs: dict,
     ) -> SGMCMCState:
-        args, kwargs = as_arrays((model_args, model_kwargs))
-        return initialised(self, args, kwargs, rng_key, num_warmup, init_params)
+        args, kwargs = checked_arrays(self.given.model, model_args, model_kwargs)
+        # a kernel in two threads has one context
+        with self.context.lock:
+            return initialised(self, args, kwargs, rng_key, num_warmup, init_params)
 
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
         target = self.context.target(self.given, args, kwargs)
-        return (sample if target.shards is None else sample_on_devices)(self, target, state)
+        if target.shards is not None:
+            return sample_on_devices(self, target, state)
+        one = partial(sample, self, target)
+        if not isinstance(state.i, jax.core.Tracer):
+            return one(state)  # operation by operation
+        return run_in_order(*jax.make_jaxpr(one, return_shape=True)(state), state)
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
         args, kwargs = as_arrays((model_args, model_kwargs))
         return constrained(self, args, kwargs)
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
+        data = self.context.data
+        if data is not None and state.fixed.anchor is not None:
+            known = np.reshape(state.fixed.data, (-1, 4))[0]
+            if known.any() and not np.array_equal(known, digest(data)):
+                raise ValueError(OTHER_DATA)
         return self.monitor.text(state)
 
 

@@ -57,7 +57,10 @@ class Monitor:
                 self._text += f", {found.summary()}"
             potential = float(np.mean(monitored.minibatch_potential))
             self._text += f", minibatch potential {potential:.4g}"
-            if undone := int(np.sum(monitored.nonfinite_steps)):
+            undone = int(np.sum(monitored.nonfinite_steps))
+            if not np.all(np.asarray(state.step_size) > 0):
+                self._text += f", {undone} STEPS UNDONE: the step size schedule is not positive"
+            elif undone:
                 self._text += f", {undone} NON-FINITE STEPS UNDONE: reduce the step size"
             used = getattr(state.dynamics, "friction_used", None)
             if used is not None and (worst := float(np.max(used))) > 1:

@@ -3,14 +3,13 @@
 
 """What a kernel says of itself to others: a record of its run, and what tells it from another."""
 
-import math
 from typing import TYPE_CHECKING
 
 from jax import Array
-import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
-from numpyro_sgmcmc.target.model import Values
+from numpyro_sgmcmc.kernels.settings import check_schedule
+from numpyro_sgmcmc.target.model import Values, unremarkable_values
 from numpyro_sgmcmc.target.target import Target
 
 if TYPE_CHECKING:
@@ -35,6 +34,9 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
         record["gradient"] = "minibatch" if tuning.anchor is None else "control_variate"
         if tuning.passes:
             record["tuning_passes"] = sum(tuning.passes.values())
+        if tuning.strata:
+            kind = next(iter(tuning.strata.values())).kind
+            record[kind] = "; ".join(map(str, tuning.strata.values()))
         if tuning.noise is not None:
             record["noise_variance"] = tuning.noise.mean
     if friction is not None:
@@ -63,6 +65,8 @@ def identity_of(kernel: "SGMCMCKernel", target: Target, num_steps: int) -> dict[
     :param target: the model with its data.
     :param int num_steps: number of steps of the run, over which schedules are compared.
     """
+    if callable(kernel.given.step_size):
+        check_schedule(kernel.given.step_size, num_steps)
     identity: dict[str, str | float] = {"kernel": type(kernel).__name__}
     settings = kernel.given.described(num_steps)
     identity |= {f"kernel's {name}": words for name, words in settings.items()}
@@ -72,12 +76,12 @@ def identity_of(kernel: "SGMCMCKernel", target: Target, num_steps: int) -> dict[
     def densities(target: Target, z: Values) -> dict[str, Array]:
         return target.view.log_densities(z, target.args, target.kwargs)
 
-    # no special values: a prior with another width must make a difference
-    z = {k: jnp.cos(1.0 + jnp.arange(math.prod(x.shape))).reshape(x.shape) for k, x in latents}
-    z = {k: (z[k] / 2).astype(x.dtype) for k, x in latents}
     program = kernel.context.compiled("densities", densities, target)
-    identity |= {f"log density of '{k}'": float(x) for k, x in program(z).items()}
-    identity["data"] = fingerprint_of(target.args, target.kwargs) or ""
+    found = program(unremarkable_values(target.view))
+    identity |= {f"log density of '{k}'": float(x) for k, x in found.items()}
+    data = fingerprint_of(target.args, target.kwargs)
+    identity["data"] = "" if data is None else data
+    identity["data that are no arguments"] = target.view.captured
     # other devices draw other rows
     shards = kernel.context.shards
     identity["mesh"] = str(dict(shards.mesh.shape)) if shards else "none"

@@ -9,14 +9,17 @@ with its own step in the pilot. Functions of a method, a target and what was giv
 from collections.abc import Callable
 from functools import partial
 import math
+import time
 from typing import TYPE_CHECKING, Any
+import warnings
 
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.data.fingerprint import fingerprint_of
-from numpyro_sgmcmc.kernels.chains import with_chains
+from numpyro_sgmcmc.data.importance import Probabilities, SamplingDesign
+from numpyro_sgmcmc.kernels.chains import axes_for
+from numpyro_sgmcmc.kernels.identity import data_of, digest, other_sites
 from numpyro_sgmcmc.kernels.state import Fixed, Layout, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import sample, start
 from numpyro_sgmcmc.stein import SteinSums
@@ -24,7 +27,10 @@ from numpyro_sgmcmc.target.initial_values import draw_from
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.given import metric_for
+from numpyro_sgmcmc.tuning.rare_rows import strata_by_importance
+from numpyro_sgmcmc.tuning.strata import are_strata_of, given_strata
 from numpyro_sgmcmc.tuning.tuning import (
     PILOT_CHAINS,
     Choices,
@@ -40,15 +46,22 @@ if TYPE_CHECKING:
 #: A sample of a method that needs very short steps is not to take forever.
 _MOST_STEPS_PER_SAMPLE = 1_000
 
+#: Of so many steps it is said how long they take, from this many seconds on in a warning, and so
+#: many are not begun.
+_MANY_STEPS_PER_SAMPLE, _LONG, _FAILED = 100, 0.5, 10_000
+
+#: They are measured by some of them.
+_STEPS_TIMED = 100
+
 
 def fixed_for(
     method: "SGMCMCKernel", target: Target, tuning: Tuning, steps_per_sample: int, num_warmup: Any
 ) -> Fixed:
     """What a tuning decides for all steps of all chains."""
-    latents = target.view.latents
+    target, latents = target._replace(strata=tuning.strata), target.view.latents
     dtype = jnp.result_type(*(x.dtype for x in latents.values()))
     sites = tuple(math.prod(latents[name].shape) for name in sorted(latents))
-    layout = Layout(steps_per_sample, sites, method.noise(target, tuning))
+    layout = Layout(steps_per_sample, sites, method.noise(target, tuning), target.view.facts)
     return Fixed(
         step_size=jnp.asarray(tuning.step_size, dtype),
         friction=None if tuning.friction is None else jnp.asarray(tuning.friction, dtype),
@@ -56,6 +69,8 @@ def fixed_for(
         variances=tuning.metric.variances(jnp.zeros(target.view.dimension, dtype)),
         warmup_steps=jnp.asarray(num_warmup * steps_per_sample, jnp.int32),
         anchor=tuning.anchor,
+        data=jnp.asarray(digest(tuning.data)),
+        strata=tuning.strata,
         constants=method.constants(target),
         layout=layout,
     )
@@ -70,14 +85,18 @@ def tuning_for(method: "SGMCMCKernel", target: Target) -> Tuning:
         given.rates_are_given
         and not isinstance(given.metric, str)
         and given.gradient != "control_variate"
+        and not target.scheme.by_importance
     ):
         step_size = given.first_step_size
         assert step_size is not None
         metric = metric_for(given.metric, target) or IdentityMetric()
-        return Tuning(step_size, getattr(given, "friction", None), metric)
+        friction, strata = getattr(given, "friction", None), given_strata(given.strata, target)
+        return Tuning(step_size, friction, metric, strata={**strata})
     data = known_data(method, target)
+    densities = method.context.densities
     if latest is not None and latest.data == data:
-        return latest
+        if not other_sites(densities, latest.densities):
+            return latest
     return found_tuning(method, target, random.key(0), data)
 
 
@@ -85,7 +104,7 @@ def known_data(method: "SGMCMCKernel", target: Target) -> str:
     """
     :raises ValueError: if the values of the data are not known.
     """
-    data = fingerprint_of(target.args, target.kwargs)
+    data = data_of(target)
     if data is None:
         raise ValueError(
             f"{type(method).__name__} cannot tune itself inside `jit` or `vmap` of its data."
@@ -104,6 +123,23 @@ def _adopted(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> Tuning:
             f"`tuning` was found for {len(metric.center)} unconstrained parameters, but this"
             f" model has {size}."
         )
+    data, here, there = data_of(target), method.context.densities, tuning.densities
+    # of other data the densities are others too
+    others = other_sites(here, there) if data == tuning.data else sorted(here.keys() ^ there)
+    if here and there and others:
+        raise ValueError(
+            "`tuning` was found for another model: the densities of"
+            f" {', '.join(map(repr, others))} differ. Let the kernel tune itself, or give it the"
+            " tuning of this model."
+        )
+    weighted = any(isinstance(design, Probabilities) for design in tuning.strata.values())
+    if any(target.factors.values()) and weighted != target.scheme.by_importance:
+        kind = "with" if weighted else "without"
+        raise ValueError(
+            f"`tuning` was found {kind} subsampling='importance', but"
+            f" subsampling={given.subsampling!r}: the noise is another one. Tune a kernel with"
+            f" subsampling={given.subsampling!r}."
+        )
     tuning = tuning._replace(
         step_size=given.first_step_size or tuning.step_size,
         friction=getattr(given, "friction", None) or tuning.friction,
@@ -113,14 +149,36 @@ def _adopted(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> Tuning:
             f"`tuning` has no friction, which {type(method).__name__} needs: call its own `tune`,"
             " or give `friction`."
         )
-    if tuning.anchor is None:
+    if tuning.anchor is None and not tuning.strata:
         return tuning
-    data = fingerprint_of(target.args, target.kwargs)
-    if data is None or data != tuning.data:
+    if tuning.strata and (data != tuning.data or not are_strata_of(target, tuning.strata)):
+        tuning = tuning._replace(strata=_strata_anew(method, target, tuning, data))
+    if tuning.anchor is not None and (data is None or data != tuning.data):
         # any centre serves, with what these data say there
         anchor_at = method.context.compiled("anchor", Target.anchor, target)
         tuning = tuning._replace(anchor=anchor_at(tuning.anchor.values), data=data)
     return tuning
+
+
+def _strata_anew(
+    method: "SGMCMCKernel", target: Target, tuning: Tuning, data: str | None
+) -> dict[str, SamplingDesign]:
+    """
+    Strata or probabilities of other data, or for minibatches of another size.
+
+    :param data: tells the data from others, or None if their values are not known.
+    :raises ValueError: if there cannot be any.
+    """
+    if data is not None and tuning.start is not None:
+        gaussian, controlled = Gaussian(tuning.start, 0.0), tuning.anchor is not None
+        return strata_by_importance(target, random.key(0), gaussian, controlled)
+    if are_strata_of(target, tuning.strata):
+        return tuning.strata  # unbiased for any rows
+    raise ValueError(
+        "`tuning` has strata or probabilities of other rows, or for minibatches of another size:"
+        f" {type(method).__name__} cannot make them anew inside `jit` or `vmap` of its data. Call"
+        " `tune` before with data of this shape."
+    )
 
 
 def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: str) -> Tuning:
@@ -134,16 +192,73 @@ def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: s
     if metric is None and given.rates_are_given:
         metric = IdentityMetric()
     friction = getattr(given, "friction", None)
-    choices = Choices(given.first_step_size, friction, metric, given.gradient, given.init_strategy)
+    strata = None if given.strata == "auto" and not given.can_stratify else given.strata
+    choices = Choices(
+        given.first_step_size, friction, metric, given.gradient, given.init_strategy, strata
+    )
     suggest = None if given.rates_are_given else method.suggest
     with tuning_bar(given.progress_bar) as report:
         pilot = partial(_pilot, method, target)
-        tuning = find_tuning(target, rng_key, choices, suggest, pilot, report)
+        try:
+            tuning = find_tuning(target, rng_key, choices, suggest, pilot, report)
+        except TypeError as error:
+            if "custom_vjp" not in str(error):
+                raise
+            raise ValueError(
+                "The tuning needs second derivatives of the density, which a function of the model"
+                " does not have (it is a `jax.custom_vjp`, as `odeint` of JAX is). Use another one,"
+                f" diffrax for instance; or give {type(method).__name__} its step size and"
+                " friction, and gradient='minibatch'."
+            ) from error
     warn_of(tuning)
     if given.step_size is None:
         steps = math.ceil(2 * method.relaxation_time(tuning) / tuning.step_size)
         tuning = tuning._replace(steps_per_sample=min(steps, _MOST_STEPS_PER_SAMPLE))
-    return tuning._replace(data=data)
+        if steps >= _MANY_STEPS_PER_SAMPLE:
+            seconds = steps * _seconds_of_a_step(method, target, tuning)
+            tuning = tuning._replace(seconds_per_sample=seconds)
+    tuning = tuning._replace(data=data, densities=method.context.densities)
+    if given.step_size is None and steps >= _MANY_STEPS_PER_SAMPLE:
+        _check_speed(method, tuning, steps)
+    return tuning
+
+
+def _seconds_of_a_step(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> float:
+    """Measured, on one chain after the other."""
+    run, seconds = _pilot(method, target, tuning), math.inf
+    # the first compiles
+    for _ in range(2):
+        start = time.monotonic()
+        jax.block_until_ready(run(tuning.step_size, _STEPS_TIMED, random.key(0)))
+        seconds = time.monotonic() - start
+    return seconds / (_STEPS_TIMED * PILOT_CHAINS)
+
+
+def _check_speed(method: "SGMCMCKernel", tuning: Tuning, steps: int) -> None:
+    """
+    Warns of chains that take long to forget where they were.
+
+    :raises ValueError: if they take so long that nothing can be expected of a run.
+    """
+    name, found = type(method).__name__, tuning.problem
+    seen = (
+        f"with a step size of {tuning.step_size:.2g} a chain forgets where it was after {steps:,}"
+        f" steps, {tuning.seconds_per_sample:.2g} s for each independent draw"
+        f"{f' ({found})' if found else ''}. The usual causes are columns that nearly depend on each"
+        " other, or are of very different scales: standardise them, and drop one; a hierarchy in"
+        " unfortunate coordinates: write it centred, or non-centred; and digits that single"
+        " precision does not have: `numpyro.enable_x64()`."
+    )
+    if steps <= _FAILED:
+        if tuning.seconds_per_sample > _LONG:
+            warnings.warn(f"The sampler moves slowly: {seen}", stacklevel=2)
+        return
+    method.context.tuning = tuning
+    raise ValueError(
+        f"The tuning has failed: {seen} To go on nevertheless, with"
+        f" {_MOST_STEPS_PER_SAMPLE:,} steps between two samples, give it what was found,"
+        f" `{name}(model, tuning=kernel.tuning)`."
+    )
 
 
 def _pilot(
@@ -178,7 +293,8 @@ def _pilot(
             # one after the other: a program for all at once takes twice as long to compile
             return lax.map(one, (keys[0], z, keys[2]))
         # devices would spend their time in waiting for each other
-        chains = jax.vmap(begin, out_axes=with_chains(0, None, None))(keys[0], z, keys[2])
+        axes = axes_for(method.given.refresh_every)
+        chains = jax.vmap(begin, out_axes=axes)(keys[0], z, keys[2])
         return lax.fori_loop(0, samples, sampled, chains).monitor.stein
 
     compiled = target.compiled(run)

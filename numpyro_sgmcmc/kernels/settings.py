@@ -21,8 +21,9 @@ from numpyro_sgmcmc.data.fingerprint import description_of
 from numpyro_sgmcmc.data.sharding import checked_mesh
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate
-from numpyro_sgmcmc.target.model import Model
+from numpyro_sgmcmc.target.handlers import Model
 from numpyro_sgmcmc.tuning.given import checked_metric, checked_tuning
+from numpyro_sgmcmc.tuning.strata import STRATIFIED, checked_strata
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 #: A positive number, or a function of the number of steps taken, such as an optax schedule.
@@ -60,8 +61,9 @@ class Settings:
         is tuned if the step size or the friction is, a matrix up to 500 parameters, and else
         the identity.
     :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step,
-        after a pass over all data (:class:`~numpyro_sgmcmc.target.potential.ControlVariate`); or
-        ``"auto"``, a control variate if something is tuned and it at least halves the noise.
+        after a pass over all data
+        (:class:`~numpyro_sgmcmc.target.control_variate.ControlVariate`); or ``"auto"``, a control
+        variate if something is tuned and it at least halves the noise.
     :param float refresh_every: move the anchor of the control variate to the current position
         every so many passes over the data; it stays at the centre if None.
     :param Tuning tuning: the result of :meth:`~numpyro_sgmcmc.SGMCMCKernel.tune`, instead of
@@ -72,7 +74,15 @@ class Settings:
         within a minibatch and independently of other minibatches, ``"with_replacement"``,
         ``"epochs"``, in shuffled passes over the data, ``"symmetric_sweeps"``, forward
         and backward through random partitions of them, or ``"blocks"``, of neighbouring rows,
-        which are read from disk much faster (:func:`~numpyro_sgmcmc.data.subsampling.blocks`).
+        which are read from disk much faster (:func:`~numpyro_sgmcmc.data.subsampling.blocks`); or
+        ``"importance"``, with replacement, with probabilities that the tuning finds, which this
+        asks for, and weights to match (:mod:`~numpyro_sgmcmc.data.importance`).
+    :param strata: strata of the rows, of each of which a minibatch has a number of its own: an
+        array of whole numbers, the number of the stratum of each row, or a dictionary of them by
+        the name of the plate; None for none; or ``"auto"``, strata that the tuning finds, where
+        something is tuned and rows that few minibatches have would make the draws wrong
+        (:mod:`~numpyro_sgmcmc.tuning.rare_rows`). They need
+        ``subsampling="without_replacement"``.
     :param int steps_per_sample: number of steps between two samples that NumPyro's
         ``MCMC`` sees; ``num_warmup``, ``num_samples`` and ``thinning`` count samples. None is 1 if
         the step size is given, and else as many as a chain needs to forget most of where it was,
@@ -93,6 +103,7 @@ class Settings:
     tuning: Tuning | None = None
     temperature: float = recorded(1.0)
     subsampling: str = recorded("without_replacement")
+    strata: Any = "auto"
     steps_per_sample: int | None = None
     init_strategy: Callable = init_to_uniform
     progress_bar: bool = field(default=True, metadata=_UNIMPORTANT)
@@ -101,6 +112,11 @@ class Settings:
     def __post_init__(self) -> None:
         if self.step_size is not None and not callable(self.step_size):
             self.set(step_size=positive("step_size", self.step_size))
+        if not callable(self.init_strategy):
+            raise ValueError(
+                "`init_strategy` must be one of NumPyro's functions, for instance"
+                f" `numpyro.infer.init_to_value(values={{...}})`; got {self.init_strategy!r}."
+            )
         one_of("subsampling", self.subsampling, tuple(SCHEMES))
         one_of("gradient", self.gradient, ("auto", "minibatch", "control_variate"))
         for name, check in (("steps_per_sample", whole), ("refresh_every", positive)):
@@ -110,7 +126,8 @@ class Settings:
             temperature=positive("temperature", self.temperature),
             mesh=checked_mesh(self.mesh),
             metric=checked_metric(self.metric),
-            tuning=checked_tuning(self.tuning, self.metric, self.gradient),
+            tuning=checked_tuning(self.tuning, self.metric, self.gradient, self.strata),
+            strata=checked_strata(self.strata, self.subsampling),
         )
         if self.refresh_every is not None and self.gradient != "control_variate":
             raise ValueError(
@@ -136,8 +153,7 @@ class Settings:
         """
         if not callable(self.step_size):
             return self.step_size
-        with jax.ensure_compile_time_eval():
-            step_size = float(self.step_size(jnp.asarray(0)))
+        step_size = float(schedule_values(self.step_size, 1)[1][0])
         if not (math.isfinite(step_size) and step_size > 0):
             raise ValueError(
                 f"The step size schedule gives {step_size} at step 0; it must be positive."
@@ -148,6 +164,17 @@ class Settings:
     def rates_are_given(self) -> bool:
         """Whether step size and friction are given."""
         return self.step_size is not None and getattr(self, "friction", 0.0) is not None
+
+    @property
+    def can_stratify(self) -> bool:
+        """Whether minibatches may be stratified, as far as these settings go."""
+        return self.subsampling == STRATIFIED and self.takes_weights
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the method is right for rows that are not drawn alike, and weighted."""
+        noise = getattr(self, "noise", None)
+        return noise is None or noise.can_stratify
 
     @property
     def record(self) -> dict[str, Any]:
@@ -165,7 +192,7 @@ class Settings:
             if one.metadata.get("law", True):
                 value = getattr(self, one.name)
                 if one.name == "step_size" and callable(value):
-                    value = schedule_values(value, num_steps).tolist()
+                    value = schedule_values(value, num_steps)[1].tolist()
                 found[one.name] = description_of(value)
         return found
 
@@ -181,12 +208,40 @@ class Settings:
         return hash((type(self), self.model))
 
 
-def schedule_values(schedule: Callable, num_steps: int) -> np.ndarray:
-    """The step sizes of a run, at every step or at 100,000 of them."""
+def check_schedule(schedule: Callable, num_steps: int) -> None:
+    """
+    :raises ValueError: if a step of a run would not be positive.
+    """
+    steps, values = schedule_values(schedule, num_steps)
+    wrong = ~(np.isfinite(values) & (values > 0))
+    if wrong.any():
+        k = int(np.argmax(wrong))
+        raise ValueError(
+            f"The step size schedule gives {values[k]:g} at step {steps[k]:,} of {num_steps:,}; it"
+            " must be positive. Let it end in a small number, or run less."
+        )
+
+
+def schedule_values(schedule: Callable, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Steps of a run, every one or 100,000 of them, and their sizes."""
     count = min(max(1, num_steps), _MOST_STEPS_COMPARED)
     steps = np.unique(np.linspace(0, max(0, num_steps - 1), count).astype(np.int32))
     with jax.ensure_compile_time_eval():
-        return np.asarray(jax.vmap(lambda i: jnp.asarray(schedule(i), float))(steps))
+        try:
+            return steps, np.asarray(jax.vmap(lambda i: _scalar(schedule(i)))(steps))
+        except (TypeError, ValueError, AttributeError, jax.errors.JAXTypeError) as error:
+            raise ValueError(
+                "`step_size` is a function, but not one that gives a number for the number of a"
+                f" step, which is traced: {str(error).splitlines()[0]} Write `jnp.where` for an"
+                " `if`, the functions of `jax.numpy` for those of NumPy, or take one of optax."
+            ) from error
+
+
+def _scalar(value: Any) -> jax.Array:
+    value = jnp.asarray(value, float)
+    if value.shape:
+        raise ValueError(f"It gives an array of shape {value.shape}.")
+    return value
 
 
 def covariance_settings(

@@ -336,6 +336,7 @@ def _noise_at_start(method: SGHMC, target: Target, state: SGMCMCState) -> Array:
     """The largest variance of the gradient's noise at the initial values of all chains."""
 
     def one(state: SGMCMCState) -> Array:
+        here = target._replace(strata=state.fixed.strata)
         _, position, potential = flattened(target, state)
         noise = state.fixed.layout.noise
         assert noise is not None
@@ -343,8 +344,8 @@ def _noise_at_start(method: SGHMC, target: Target, state: SGMCMCState) -> Array:
 
         def observe(key: Array) -> Evaluation:
             rows_key, model_key = random.split(key)
-            rows = target.rows(rows_key)
-            return gradient_oracle(target, potential, rows, model_key, noise)(position)
+            rows = here.rows(rows_key)
+            return gradient_oracle(here, potential, rows, model_key, noise)(position)
 
         def seen(running: tuple[Any, Array], key: Array) -> tuple[Any, None]:
             return noise.update(*running, observe(key)), None

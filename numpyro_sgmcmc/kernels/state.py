@@ -3,6 +3,7 @@
 
 """The state of a chain: what a step changes, what it does not, and what is watched."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,10 +11,11 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.gradients.estimators import Evaluation
 from numpyro_sgmcmc.stein import SteinSums
+from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.metric import Metric
-from numpyro_sgmcmc.target.potential import Anchor
 from numpyro_sgmcmc.target.prefetch import Prefetched
 
 
@@ -27,11 +29,13 @@ class Layout:
     - **sites** - number of parameters of each latent site, in the order of their names.
     - **noise** - how the covariance of the gradient's noise is estimated, a
       :class:`~numpyro_sgmcmc.gradients.noise_estimate.RunningCovariance`, or None.
+    - **model** - facts of the model, what it has from elsewhere than its arguments among them.
     """
 
     steps_per_sample: int
     sites: tuple[int, ...]
     noise: Any = None
+    model: Hashable = None
 
 
 class Fixed(NamedTuple):
@@ -44,6 +48,8 @@ class Fixed(NamedTuple):
     - **variances** - the diagonal of :math:`L L^\\top` of the metric, shape (d,).
     - **warmup_steps** - number of steps of the warm-up, after which nothing adapts.
     - **anchor** - of the control variate, or None; one for each chain if it moves.
+    - **data** - tells the data of the anchor from others, shape (4,).
+    - **strata** - of the rows by plate, or their probabilities, where rows are not drawn alike.
     - **constants** - what the method has decided for this model.
     - **layout** - facts that are part of the program.
     """
@@ -54,6 +60,8 @@ class Fixed(NamedTuple):
     variances: Array
     warmup_steps: Array
     anchor: Anchor | None
+    data: Array
+    strata: dict[str, SamplingDesign]
     constants: Any
     layout: Layout
 
@@ -86,7 +94,8 @@ class SGMCMCState(NamedTuple):
     can be collected with ``mcmc.run(..., extra_fields=("step_size", "thermostat"))``, and so can
     ``kinetic_temperature`` for methods with momentum.
 
-    - **i** - number of steps taken, warm-up included.
+    - **i** - number of steps taken, warm-up included; after :math:`2^{31}` of them it goes on from
+      :math:`2^{30}`, with another key.
     - **z** - unconstrained values of the latent sites; within a step the position, a vector of
       shape (d,) in the coordinates of the metric.
     - **dynamics** - what the method keeps besides the position, for instance the momentum.
@@ -117,7 +126,10 @@ class SGMCMCState(NamedTuple):
             return parts[key]
         if key == "kinetic_temperature" and "momentum" in parts:
             return jnp.mean(parts["momentum"] ** 2, axis=-1)
-        raise ValueError(f"The state has no field '{key}'; it has {', '.join(self.names)}.")
+        raise ValueError(
+            f"The state has no field '{key}'; it has {', '.join(self.names)}. Run again with other"
+            " `extra_fields`: what was tuned is kept."
+        )
 
     @property
     def names(self) -> list[str]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
 from numpyro_sgmcmc.kernels.chains import axes_of, check_traced, layout_on, placed
+from numpyro_sgmcmc.kernels.identity import digest_of
 from numpyro_sgmcmc.kernels.state import Fixed, Monitored, SGMCMCState
 from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
 from numpyro_sgmcmc.target.model import Values
@@ -27,6 +28,10 @@ from numpyro_sgmcmc.target.target import Target
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+
+
+#: Steps that are looked at ahead, and some more.
+_ROOM = 2**16
 
 
 def start(
@@ -69,6 +74,7 @@ def start(
 def sample(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
     """One sample of one chain or, along a leading axis, of several."""
     several = jnp.ndim(state.i) > 0
+    state = _with_counter_in_range(state)
     if (passes := method.given.refresh_every) is not None:
         state = _with_anchor_moved(state, passes, target)
     axes = axes_of(state)
@@ -95,6 +101,24 @@ def sample_on_devices(method: "SGMCMCKernel", target: Target, state: SGMCMCState
     return placed(shards, program(data, state))
 
 
+def _with_counter_in_range(state: SGMCMCState) -> SGMCMCState:
+    """
+    The state with room for the steps of a sample in 32 bits: a counter that came to its end would
+    draw the same rows and noise again.
+    """
+    i = state.i.ravel()[0]  # the same in all chains
+    several = jnp.ndim(state.i) > 0
+
+    def moved(counter: tuple[Array, Array]) -> tuple[Array, Array]:
+        i, rng_key = counter
+        next_key = jax.vmap(random.fold_in) if several else random.fold_in
+        return i - 2**30, next_key(rng_key, i)
+
+    is_last = i > 2**31 - _ROOM - state.fixed.layout.steps_per_sample
+    i, rng_key = lax.cond(is_last, moved, lambda counter: counter, (state.i, state.rng_key))
+    return state._replace(i=i, rng_key=rng_key)
+
+
 def _with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGMCMCState:
     """The anchor moved to the position, if it is time to."""
     move = jax.vmap(target.anchor) if jnp.ndim(state.i) > 0 else target.anchor
@@ -114,6 +138,7 @@ def _with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGM
 def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
     """The steps of one sample of one chain, on the position as one flat vector."""
     fixed, z, monitor = state.fixed, state.z, state.monitor
+    target = target._replace(strata=fixed.strata)
     flat, position, potential = flattened(target, state)
     none = jnp.zeros_like(monitor.configurational_temperature)
     # what is the same for every step stays out of the loop
@@ -121,7 +146,7 @@ def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMC
     state = state._replace(
         z=position, monitor=monitor._replace(configurational_temperature=none), fixed=nothing
     )
-    body = partial(one_step, method, target, potential, fixed)
+    body = partial(one_step, method, target, potential, fixed, _has_its_data(target, fixed))
     steps = fixed.layout.steps_per_sample
     state = body(0, state) if steps == 1 else lax.fori_loop(0, steps, body, state)
     stein, counted = state.monitor.stein, state.i > fixed.warmup_steps
@@ -140,12 +165,15 @@ def one_step(
     target: Target,
     potential: Potential,
     fixed: Fixed,
+    is_valid: Array | bool,
     _: Any,
     state: SGMCMCState,
 ) -> SGMCMCState:
     """
-    One step, on the position as one flat vector; undone and counted if it is not finite.
+    One step, on the position as one flat vector; undone and counted if it is not finite, or its
+    step size not positive.
 
+    :param is_valid: whether there is a right step at all.
     :param state: without what is fixed, before and after.
     """
     monitor, i = state.monitor, state.i
@@ -156,13 +184,16 @@ def one_step(
     if state.prefetched is not None:
         prefetched = prefetched_with(i, rows_key, state.prefetched, target)
         state = state._replace(prefetched=prefetched)
-        rows = {**rows, **rows_at(prefetched, i)}
+        rows = rows_at(prefetched, i, rows)
     gradient = gradient_oracle(target, potential, rows, model_key, fixed.layout.noise)
     step_size = _step_size(method, i, fixed).astype(state.step_size.dtype)
     before = state._replace(step_size=step_size, fixed=fixed)
     new, evaluation = method.step(before, gradient, noise_key)
     # The sum is not finite if any entry is not; squares could overflow before.
     finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
+    finite = finite & is_valid
+    if callable(method.given.step_size):
+        finite = finite & (step_size > 0)
     moved = (new.z, new.dynamics, evaluation.potential)
     stayed = (state.z, _turned(state.dynamics), monitor.minibatch_potential)
     z, dynamics, minibatch_potential = jax.tree.map(
@@ -196,6 +227,13 @@ def one_step(
             stein=stein,
         ),
     )
+
+
+def _has_its_data(target: Target, fixed: Fixed) -> Array | bool:
+    """Whether the data are those of the anchor, if that can be known."""
+    if fixed.anchor is None or (here := digest_of(target)) is None:
+        return True
+    return jnp.array_equal(fixed.data, here) | ~jnp.any(fixed.data)
 
 
 def flattened(target: Target, state: SGMCMCState) -> tuple[Array, Array, Potential]:

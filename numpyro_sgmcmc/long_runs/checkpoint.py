@@ -5,55 +5,72 @@
 The file from which a run goes on: written whole or not at all, and never believed unchecked.
 
 It has a header, the magic word, the version of the format, the length and the BLAKE2b checksum
-of what follows, and then a pickle: open no checkpoint of people whose programs you would not run.
+of what follows; then the length of some JSON, the JSON, which describes values and arrays
+(:mod:`numpyro_sgmcmc.long_runs.records`), and the arrays, byte by byte. Reading it runs nothing.
 """
 
 from collections.abc import Mapping
 import hashlib
-import os
+import json
+import math
 from pathlib import Path
-import pickle
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-_MAGIC, VERSION = b"SGMCMCRN", 2
-_HEADER = struct.Struct("<8sIQ32s")
+from numpyro_sgmcmc.data.seen import Seen
+from numpyro_sgmcmc.long_runs.effective_size import Monitored
+from numpyro_sgmcmc.long_runs.files import flush_folder, write_atomically
+from numpyro_sgmcmc.long_runs.moments import Moments
+from numpyro_sgmcmc.long_runs.records import as_words, from_words, kinds_in
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
-_REMEDY = (
+#: Up to version 2 the file was a pickle, which can run any program when it is read.
+_MAGIC, VERSION = b"SGMCMCRN", 3
+_HEADER, _LENGTH = struct.Struct("<8sIQ32s"), struct.Struct("<Q")
+
+REMEDY = (
     "`resume=False` begins anew and keeps the store under another name; the draws in it can be"
     " opened as before."
 )
 
 
-def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
-    """The file with this content, in parts; whatever happens, it is the old one or the new one."""
-    new = path.with_name(f"{path.name}.new")
-    with open(new, "wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+class Key(NamedTuple):
+    """
+    A random key of JAX.
+
+    - **implementation** - its name.
+    - **data** - the numbers of the key.
+    """
+
+    implementation: str
+    data: np.ndarray
+
+    def key(self) -> Any:
+        return random.wrap_key_data(jnp.asarray(self.data), impl=self.implementation)
 
 
-def flush_folder(path: Path) -> None:
-    """Makes sure that the names in a folder outlast a failure of the machine."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+#: What a checkpoint has, besides numbers, words and arrays.
+_KINDS = kinds_in(Key, Moments, Monitored, Seen, Tuning)
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Puts a checkpoint in the place of the one before."""
-    body = pickle.dumps(dict(content), protocol=pickle.HIGHEST_PROTOCOL)
-    header = _HEADER.pack(_MAGIC, VERSION, len(body), _checksum(body))
-    write_atomically(path, header, body)
+    """
+    Puts a checkpoint in the place of the one before.
+
+    :raises TypeError: if there is something in it that is not data.
+    """
+    arrays: list[np.ndarray] = []
+    words = as_words(content, arrays, _KINDS)
+    shapes = [{"dtype": str(x.dtype), "shape": x.shape} for x in arrays]
+    text = json.dumps({"content": words, "arrays": shapes}).encode()
+    body: list[bytes | memoryview] = [_LENGTH.pack(len(text)), text, *map(_bytes_of, arrays)]
+    length = sum(map(len, body))
+    write_atomically(path, _HEADER.pack(_MAGIC, VERSION, length, _checksum(*body)), *body)
     flush_folder(path.parent)
 
 
@@ -61,38 +78,65 @@ def load(path: Path) -> dict[str, Any]:
     """
     :raises ValueError: if it is not whole, or not a checkpoint of this version.
     """
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"The checkpoint {path} cannot be read: {error}. {REMEDY}") from error
     if len(content) < _HEADER.size or not content.startswith(_MAGIC):
-        raise ValueError(f"{path} is not a checkpoint, or its start is lost. {_REMEDY}")
+        raise ValueError(f"{path} is not a checkpoint, or its start is lost. {REMEDY}")
     _, version, length, checksum = _HEADER.unpack_from(content)
     body = memoryview(content)[_HEADER.size :]
     if version != VERSION:
+        why = ", a pickle, which could run any program and is not opened" if version < 3 else ""
         raise ValueError(
-            f"The checkpoint {path} has version {version} of the format, and this is version"
-            f" {VERSION}: go on with the version of numpyro_sgmcmc that wrote it. {_REMEDY}"
+            f"The checkpoint {path} has version {version} of the format{why}; this is version"
+            f" {VERSION}. Go on with the version of numpyro_sgmcmc that wrote it. {REMEDY}"
         )
     if len(body) != length:
         raise ValueError(
-            f"The checkpoint {path} is truncated: {len(body):,} of {length:,} bytes. {_REMEDY}"
+            f"The checkpoint {path} is truncated: {len(body):,} of {length:,} bytes. {REMEDY}"
         )
     if _checksum(body) != checksum:
-        raise ValueError(f"The checkpoint {path} is corrupted: its checksum differs. {_REMEDY}")
-    return pickle.loads(body)
+        raise ValueError(f"The checkpoint {path} is corrupted: its checksum differs. {REMEDY}")
+    try:
+        return _content_of(body)
+    except (ValueError, TypeError, KeyError, struct.error, RecursionError) as error:
+        raise ValueError(
+            f"The checkpoint {path} was written by something else: {error}. {REMEDY}"
+        ) from error
 
 
-def _checksum(body: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(body, digest_size=32).digest()
+def _content_of(body: memoryview) -> dict[str, Any]:
+    """
+    :raises ValueError: or another error, if it is not as :func:`save` writes it.
+    """
+    (length,) = _LENGTH.unpack_from(body)
+    begin = _LENGTH.size + length
+    text = json.loads(bytes(body[_LENGTH.size : begin]))
+    arrays = []
+    for described in text["arrays"]:
+        dtype, shape = np.dtype(str(described["dtype"])), tuple(described["shape"])
+        end = begin + math.prod(shape) * dtype.itemsize
+        if dtype.hasobject or not 0 <= begin <= end <= len(body):
+            raise ValueError(f"no array of {dtype} and shape {shape} is there")
+        # a copy, at an address that suits its type
+        arrays.append(np.frombuffer(body[begin:end], dtype).reshape(shape).copy())
+        begin = end
+    found = from_words(text["content"], arrays, _KINDS)
+    if not isinstance(found, dict):
+        raise ValueError("it has no names")
+    return found
 
 
-class Key:
-    """A random key of JAX as arrays of NumPy."""
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
-    def __init__(self, key: Any) -> None:
-        self.implementation = str(random.key_impl(key))
-        self.data = np.asarray(random.key_data(key))
 
-    def key(self) -> Any:
-        return random.wrap_key_data(jnp.asarray(self.data), impl=self.implementation)
+def _checksum(*parts: bytes | memoryview) -> bytes:
+    found = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        found.update(part)
+    return found.digest()
 
 
 def held(tree: Any) -> dict[str, Any]:
@@ -100,7 +144,7 @@ def held(tree: Any) -> dict[str, Any]:
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        found[jax.tree_util.keystr(path)] = Key(leaf) if is_key else np.array(leaf)
+        found[jax.tree_util.keystr(path)] = _key_of(leaf) if is_key else np.array(leaf)
     return found
 
 
@@ -116,7 +160,7 @@ def restored(leaves: Mapping[str, Any], template: Any) -> Any:
     if missing := set(names) ^ set(leaves):
         raise ValueError(
             "The state in the checkpoint is of another kernel or model: these are in only one of"
-            f" the two: {', '.join(sorted(missing))}. {_REMEDY}"
+            f" the two: {', '.join(sorted(missing))}. {REMEDY}"
         )
     values = []
     for name, (_, expected) in zip(names, paths, strict=True):
@@ -126,10 +170,14 @@ def restored(leaves: Mapping[str, Any], template: Any) -> Any:
             raise ValueError(
                 f"The state in the checkpoint is of another kernel or model: `{name}` was"
                 f" {value.dtype}{list(value.shape)} and is {expected.dtype}{list(expected.shape)}."
-                f" {_REMEDY}"
+                f" {REMEDY}"
             )
         several = isinstance(expected, jax.Array) and len(expected.sharding.device_set) > 1
         # the devices may be those of several processes, all of which have read the same
         places = {"out_shardings": expected.sharding} if several else {}
         values.append(jax.jit(lambda x: x, **places)(value))
     return jax.tree.unflatten(tree, values)
+
+
+def _key_of(key: Any) -> Key:
+    return Key(str(random.key_impl(key)), np.asarray(random.key_data(key)))

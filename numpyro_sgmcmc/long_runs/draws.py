@@ -79,7 +79,10 @@ class Draws:
 
         store = Store(self._path)  # which another process may have written
         # the names are in the order of the leaves
-        values = [store.read(path)[:, : self.count] for path, _ in self._paths(self._shapes)]
+        values = [store.read(path)[:, : self._stored] for path, _ in self._paths(self._shapes)]
+        if self._waiting:  # it could not write all of them
+            waiting = [jax.tree.leaves(draws) for draws in self._waiting]
+            values = [np.concatenate(x, axis=1) for x in zip(values, *waiting, strict=True)]
         dtypes = [x.dtype for x in jax.tree.leaves(self._shapes)]
         leaves = [jnp.asarray(x, dtype) for x, dtype in zip(values, dtypes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
@@ -114,10 +117,11 @@ class Draws:
         for group, arrays in groups.items():
             arrays["draw"] = variable((), np.int64, ["draw"], num_draws)
             constants[group]["chain"] = (["chain"], np.arange(chains))
-        folder.store.create(groups, inference_library="numpyro_sgmcmc")
-        for group, coordinates in constants.items():
-            folder.store.write(group, xr.Dataset(coords=coordinates))
-        folder.store.publish(0)
+        with folder.writing():
+            folder.store.create(groups, inference_library="numpyro_sgmcmc")
+            for group, coordinates in constants.items():
+                folder.store.write(group, xr.Dataset(coords=coordinates))
+            folder.store.publish(0)
 
     def write(self, folder: RunFolder, moments: xr.Dataset | None) -> None:
         """Appends what waits to the store, and shows it to readers."""
@@ -137,7 +141,8 @@ class Draws:
         """The draws up to a checkpoint are those that there are."""
         self.count = self._stored = count
         if folder.writes:
-            folder.store.publish(count)
+            with folder.writing():
+                folder.store.publish(count)
 
     def forget(self) -> None:
         """What waits is in the store, or another process writes it."""

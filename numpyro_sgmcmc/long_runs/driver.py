@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from numpyro.util import is_prng_key
 import xarray as xr
 
+from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.long_runs import identity
 from numpyro_sgmcmc.long_runs.draws import Draws
 from numpyro_sgmcmc.long_runs.folder import RunFolder
@@ -24,8 +25,9 @@ from numpyro_sgmcmc.long_runs.program import Program, joined, separated
 from numpyro_sgmcmc.long_runs.running import Limits, Progress, Running
 from numpyro_sgmcmc.results.inference_data import plate_dims
 from numpyro_sgmcmc.results.kept_rows import site_shapes
+from numpyro_sgmcmc.target.argument_checks import checked_arrays
+from numpyro_sgmcmc.target.handlers import first_rows_of, full_data
 from numpyro_sgmcmc.target.host import HostedRun, is_initialised
-from numpyro_sgmcmc.target.model import as_arrays, first_rows_of, full_data
 
 #: How many samples of a run have been compared with those of another.
 COMPARED = "samples compared"
@@ -202,7 +204,8 @@ class LongRun(HostedRun):
         names, removed = _fields_of(self, extra_fields)
         lower, upper = self._bounds()
         skipped = lower + (upper - lower) % self.thinning
-        arguments = as_arrays((args, kwargs))
+        model = getattr(getattr(self.sampler, "given", self.sampler), "model", None)
+        arguments = checked_arrays(model, args, kwargs)
         keys = rng_key
         if self.num_chains > 1 and is_prng_key(rng_key):
             keys = random.split(rng_key, self.num_chains)
@@ -211,6 +214,9 @@ class LongRun(HostedRun):
         with RunFolder(path, self._resume) as folder, watched(folder.hidden):
             found = folder.checkpoint
             about: dict[str, Any] = {}
+            if found is not None:
+                for rows, seen in zip(on_disk(arguments), found["rows"], strict=False):
+                    rows.remember(seen)  # so that they need not all be read again
             if path is not None:
                 same = arguments, rng_key, init_params, extra_fields
                 samples = upper if found is None else found["about"][COMPARED]

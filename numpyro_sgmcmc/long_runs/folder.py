@@ -3,7 +3,9 @@
 
 """The folder of a run: the store, the checkpoint in it, and who may write there."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+import errno
 from pathlib import Path
 import shutil
 from typing import TYPE_CHECKING, Any, Self
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from numpyro_sgmcmc.long_runs import checkpoint
+from numpyro_sgmcmc.long_runs.files import Lock
 from numpyro_sgmcmc.long_runs.identity import differences
 from numpyro_sgmcmc.long_runs.processes import together
 
@@ -30,25 +33,22 @@ class RunFolder:
     """
 
     def __init__(self, path: Path | None, resume: bool) -> None:
-        self.path = path
+        # a link stays one, wherever the store behind it goes
+        self.path = None if path is None else path.resolve()
         #: whether it is this process that writes
         self.writes = path is not None and jax.process_index() == 0
         self._resume = resume
-        self._lock: Any = None
+        self._lock: Lock | None = None
         self.store: Store
         #: what the latest checkpoint says
         self.checkpoint: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
-        failed: BaseException | None = None
-        try:
-            self._open()
-        except BaseException as error:
-            failed = error
         try:
             if self.path is not None:
-                together(failed)
-                self._load()
+                # a process that fails alone would leave the others waiting
+                together(_failure_of(self._open))
+                together(_failure_of(self._load))
         except BaseException:
             self.__exit__()
             raise
@@ -56,10 +56,10 @@ class RunFolder:
 
     def _open(self) -> None:
         if self.writes:
-            assert self.path is not None
-            if not self._resume and self.path.exists():
-                put_aside(self.path)
-            self._begin_to_write()
+            with self.writing():
+                if not self._resume:
+                    self._put_aside()
+                self._begin_to_write()
 
     def _load(self) -> None:
         # zarr is needed for nothing else
@@ -70,41 +70,86 @@ class RunFolder:
         file = self.path / FOLDER / "checkpoint"
         if file.exists():
             self.checkpoint = self._loaded(file)
+            self.store.check_metadata()
         elif self.store.draws:
             raise ValueError(
                 f"The store {self.path} has {self.store.draws:,} draws, but its checkpoint {file}"
-                " is lost: the run cannot go on. `resume=False` begins anew and keeps the store"
-                " under another name."
+                f" is lost: the run cannot go on. {checkpoint.REMEDY}"
             )
 
     def __exit__(self, *error: Any) -> None:
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """
+        Within it files of the store are written.
+
+        :raises OSError: if they cannot be, with cause and remedy.
+        """
+        self._check_place()
+        try:
+            yield
+        except OSError as error:
+            self._check_place()
+            cause = error.strerror or str(error)
+            raise OSError(
+                error.errno,
+                f"The store {self.path} cannot be written: {cause} (at '{error.filename}', with"
+                f" {_free_bytes(self.path):,} bytes free on this disk). The draws up to the last"
+                " checkpoint are safe: when this is mended, the same script goes on from there.",
+            ) from error
+
+    def _check_place(self) -> None:
+        """
+        :raises FileNotFoundError: if the folder is no longer that in which the run began.
+        """
+        if self._lock is not None and not self._lock.is_in_its_place:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"The store {self.path} has been removed, renamed or replaced while the run was"
+                " writing into it: nothing more is written. Under its old name it goes on from its"
+                " last checkpoint with the same script; if it is lost, the run begins anew.",
+            )
 
     @property
     def hidden(self) -> Path | None:
         """The folder of what is not for readers of Zarr."""
         return None if self.path is None else self.path / FOLDER
 
+    def _put_aside(self) -> None:
+        """Renames what is there, unless another process is at work in it."""
+        assert self.path is not None
+        if (self.path / FOLDER).exists():
+            # until it has its new name, nobody else can begin
+            held = self._locked()
+            try:
+                put_aside(self.path)
+            finally:
+                held.release()
+        elif self.path.exists():
+            put_aside(self.path)
+
     def _begin_to_write(self) -> None:
         assert self.path is not None
-        folder = self.path / FOLDER
-        others = [] if not self.path.exists() else list(self.path.iterdir())
-        if others and not folder.exists():
+        is_other = self.path.exists() and not (self.path / FOLDER).exists()
+        if is_other and not (self.path.is_dir() and not any(self.path.iterdir())):
             raise ValueError(
-                f"{self.path} is not a store of `LongRun`, and has files in it: choose another path"
-                " for `store`, or begin anew with `resume=False`, which renames it."
+                f"{self.path} is not a store of `LongRun`, and is a file or has files in it: choose"
+                " another path for `store`, or begin anew with `resume=False`, which renames it."
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        (self.path / FOLDER).mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked()
+
+    def _locked(self) -> Lock:
+        """
+        :raises ValueError: if another process has the store.
+        """
+        assert self.path is not None
         try:
-            import fcntl
-        except ImportError:  # of Windows: there two runs in one store are not noticed
-            return
-        self._lock = open(folder / "lock", "w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
+            return Lock(self.path / FOLDER / "lock")
+        except BlockingIOError as error:
             raise ValueError(
                 f"Another process is writing into the store {self.path}: wait for it, or give this"
                 " run a `store` of its own."
@@ -118,7 +163,7 @@ class RunFolder:
     def check(self, about: Mapping[str, Any], num_draws: int) -> None:
         """
         :raises ValueError: if the checkpoint is that of another run, or has more draws than asked
-            for, or if the store has fewer.
+            for, or if the store has fewer or is damaged.
         """
         assert self.checkpoint is not None
         if found := differences(dict(about), self.checkpoint["about"]):
@@ -139,15 +184,25 @@ class RunFolder:
                 f" checkpoint knows of {draws:,}: files of the store are lost. `resume=False`"
                 " begins anew and keeps the store under another name."
             )
+        self.store.check()
 
     def save(self, about: Mapping[str, Any], *, state: Any, **content: Any) -> None:
-        """Writes a checkpoint, after the draws that belong to it."""
+        """
+        Writes a checkpoint, after the draws that belong to it.
+
+        :raises ValueError: if something of a kernel cannot be in one.
+        """
         assert self.path is not None
         content["tuning"] = jax.device_get(content["tuning"])
-        checkpoint.save(
-            self.path / FOLDER / "checkpoint",
-            {"about": dict(about), "leaves": checkpoint.held(state), **content},
-        )
+        content |= {"about": about, "leaves": checkpoint.held(state)}
+        try:
+            checkpoint.save(self.path / FOLDER / "checkpoint", content)
+        except TypeError as error:
+            raise ValueError(
+                f"There can be no checkpoint in {self.path}: {error}. The state, `tuning` and"
+                " `identity` of a kernel must be numbers, words and arrays, or lists, tuples and"
+                " mappings of them."
+            ) from error
 
 
 def put_aside(path: Path) -> Path:
@@ -155,5 +210,20 @@ def put_aside(path: Path) -> Path:
     k = 1
     while (new := path.with_name(f"{path.name}.{k}")).exists():
         k += 1
-    shutil.move(path, new)
+    path.rename(new)
     return new
+
+
+def _failure_of(action: Callable[[], None]) -> BaseException | None:
+    try:
+        action()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _free_bytes(path: Path | None) -> int:
+    """What is free on the disk of a path, or of the nearest folder above it that there is."""
+    assert path is not None
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    return shutil.disk_usage(there).free

@@ -13,7 +13,7 @@ all processes see.
 
 import atexit
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 import json
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ import time
 import jax
 import numpy as np
 
-from numpyro_sgmcmc.long_runs.checkpoint import write_atomically
+from numpyro_sgmcmc.long_runs.files import write_atomically
 
 #: Seconds between signs of life, without any until a process is given up, and until a process
 #: that waits for a failed one is ended.
@@ -130,6 +130,7 @@ class Watch:
 
     def __init__(self, folder: Path, index: int, count: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / str(index)).unlink(missing_ok=True)  # of an earlier run
         self._folder, self._index, self._count = folder, index, count
         self._beats, self._state, self._text = 0, "runs", ""
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -153,7 +154,8 @@ class Watch:
     def _write(self) -> None:
         self._beats += 1
         content = {"state": self._state, "error": self._text, "beat": self._beats}
-        write_atomically(self._folder / str(self._index), json.dumps(content).encode())
+        with suppress(OSError):  # where it cannot be written, silence says enough
+            write_atomically(self._folder / str(self._index), json.dumps(content).encode())
 
     def culprit(self) -> str | None:
         """Which of the others has failed, in words, if one has."""
@@ -161,10 +163,12 @@ class Watch:
         for k in range(self._count):
             if k == self._index:
                 continue
-            said = json.loads((self._folder / str(k)).read_text())
-            before = self._seen.get(k)
-            if before is None or said != before[0]:
-                self._seen[k] = said, now
+            before = self._seen.get(k, ({"state": "runs"}, now))
+            try:
+                said = json.loads((self._folder / str(k)).read_text())
+            except (OSError, ValueError):  # the folder is gone, or cannot be read just now
+                said = before[0]
+            self._seen[k] = before if said == before[0] else (said, now)
             since = now - self._seen[k][1]
             if said["state"] == "failed":
                 return f"Process {k} has failed: {said['error']}"

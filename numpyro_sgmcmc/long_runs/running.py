@@ -14,7 +14,7 @@ import numpy as np
 from numpyro.infer import MCMC
 from tqdm.auto import tqdm
 
-from numpyro_sgmcmc.data.rows_on_disk import failure_of
+from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.long_runs.draws import Draws
 from numpyro_sgmcmc.long_runs.effective_size import Monitored, least_size, places
 from numpyro_sgmcmc.long_runs.effective_size import with_draws as monitored_with
@@ -234,14 +234,16 @@ class Running:
             self.draws.forget()
             return
         moments = summary_of(progress.moments, self.dims) if progress.moments.draws else None
-        self.draws.write(self.folder, moments)
-        self.folder.save(
-            self.about,
-            draws=self.draws.count,
-            state=joined(progress.states),
-            tuning=getattr(self.mcmc.sampler, "tuning", None),
-            progress={k: v for k, v in progress._asdict().items() if k != "states"},
-        )
+        with self.folder.writing():
+            self.draws.write(self.folder, moments)
+            self.folder.save(
+                self.about,
+                draws=self.draws.count,
+                state=joined(progress.states),
+                tuning=getattr(self.mcmc.sampler, "tuning", None),
+                rows=[rows.seen for rows in on_disk(arguments(self.mcmc))],
+                progress={k: v for k, v in progress._asdict().items() if k != "states"},
+            )
 
     def finish(self) -> None:
         """The facts of the run go to the store."""

@@ -8,13 +8,15 @@ zarr-python would show a longer array before its new chunks are there, and one v
 others. So chunks go to disk at once, and metadata wait in memory for :meth:`Store.publish`, which
 writes those of the arrays and last those of the root, which repeat all shapes. Each file is flushed
 and replaced as a whole, so a reader of the root's ("consolidated") metadata sees all variables with
-the same number of complete draws, whatever happens.
+the same number of complete draws, whatever happens. Each chunk ends in its CRC-32C checksum,
+which every reader of Zarr compares.
 """
 
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,14 @@ import warnings
 import numpy as np
 import xarray as xr
 
-from numpyro_sgmcmc.long_runs.checkpoint import flush_folder, write_atomically
+from numpyro_sgmcmc.long_runs.files import flush_folder, write_atomically
 
 try:
     import zarr
     from zarr.abc.buffer import Buffer, BufferPrototype
     from zarr.abc.store import ByteRequest
     from zarr.buffer import cpu
+    from zarr.codecs import Crc32cCodec
     from zarr.storage import LocalStore, MemoryStore, WrapperStore
 except ImportError as error:
     raise ImportError(
@@ -92,9 +95,10 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._held = _Held(path)
-        for name in ("", *self.nodes) if self._exists else ():
-            key = f"{name}/{_METADATA}".lstrip("/")
-            self._held.metadata[key] = cpu.Buffer.from_bytes((path / key).read_bytes())
+        if self._exists:
+            with self._metadata_named():
+                found = _separated((path / _METADATA).read_bytes())
+                self._held.metadata |= {k: cpu.Buffer.from_bytes(x) for k, x in found.items()}
 
     def create(self, groups: Mapping[str, Mapping[str, dict]], **attributes: Any) -> None:
         """
@@ -140,9 +144,13 @@ class Store:
         """Writes arrays that do not grow into a group, or puts them in the place of older ones."""
         # words of fixed length are not in the specification of Zarr
         words = {k: x.astype(object) for k, x in dataset.variables.items() if x.dtype.kind == "U"}
+        new = [
+            k for k in dataset.variables if f"{group}/{k}/{_METADATA}" not in self._held.metadata
+        ]
         dataset.assign_coords(words).to_zarr(
-            self._held, group=group, mode="a", consolidated=False, write_empty_chunks=True
-        )
+            self._held, group=group, mode="a", consolidated=False, write_empty_chunks=True,
+            encoding={name: {"compressors": [Crc32cCodec()]} for name in new},
+        )  # fmt: skip
 
     def describe(self, attributes: Mapping[str, Any]) -> None:
         """Adds attributes of the store."""
@@ -167,9 +175,27 @@ class Store:
         """
         array: Any = self._seen[name]
         with _damage_named(self.path, name):
-            if lost := array.nchunks - array.nchunks_initialized:
-                raise ValueError(f"{lost:,} of {array.nchunks:,} files are lost")
+            _check_files(array)
             return array[...]
+
+    def check(self) -> None:
+        """
+        Reads all draws, a chunk at a time.
+
+        :raises ValueError: if a file of the store is lost or not whole, naming it.
+        """
+        for name, (array, _) in _growing_in(self._seen).items():
+            with _damage_named(self.path, name):
+                _check_files(array)
+            for block in np.ndindex(array.cdata_shape):
+                with _damage_named(self.path, f"{name}/{'/'.join(map(str, ('c', *block)))}"):
+                    array.get_block_selection(block)
+
+    def check_metadata(self) -> None:
+        """
+        :raises ValueError: if they are lost or not whole.
+        """
+        _growing_in(self._seen)
 
     @property
     def _exists(self) -> bool:
@@ -177,7 +203,25 @@ class Store:
 
     @property
     def _seen(self) -> zarr.Group:
-        return zarr.open_group(self.path, mode="r", use_consolidated=True)
+        with self._metadata_named():
+            return zarr.open_group(self.path, mode="r", use_consolidated=True)
+
+    @contextmanager
+    def _metadata_named(self) -> Iterator[None]:
+        """
+        :raises ValueError: instead of whatever zarr raises where metadata are not as it wrote them.
+        """
+        file = self.path / _METADATA
+        try:
+            yield
+        except Exception as error:
+            cause = f"is damaged ({type(error).__name__}: {error})" if file.exists() else "is lost"
+            raise ValueError(
+                f"{file}, which describes the store, {cause}. Something else has written into the"
+                " store, or removed it. Put the file back, or begin anew with `resume=False`, which"
+                " keeps the store under another name; its groups open one by one, for instance with"
+                f" `xarray.open_zarr('{self.path / 'posterior'}', consolidated=False)`."
+            ) from error
 
     @cached_property
     def _growing(self) -> dict[str, tuple[Any, int]]:
@@ -218,7 +262,7 @@ def variable(shape: tuple[int, ...], dtype: Any, dims: list[str], num_draws: int
         "dtype": dtype,
         "dimension_names": dims,
         # a tenth of the size would be saved for twice the processor time: draws are noise
-        "compressors": None,
+        "compressors": [Crc32cCodec()],
     }
 
 
@@ -227,6 +271,26 @@ def _growing_in(root: zarr.Group) -> dict[str, tuple[Any, int]]:
     arrays = {k: x for k, x in root.members(max_depth=None) if isinstance(x, zarr.Array)}
     dims = {k: getattr(x.metadata, "dimension_names", None) or () for k, x in arrays.items()}
     return {k: (x, dims[k].index("draw")) for k, x in arrays.items() if "draw" in dims[k]}
+
+
+def _separated(root: bytes) -> dict[str, bytes]:
+    """
+    The metadata of each node by file, from those of the root, which repeat all the others: a file
+    that is lost is written again.
+    """
+    found = {_METADATA: root}
+    for name, node in json.loads(root)["consolidated_metadata"]["metadata"].items():
+        own = {key: value for key, value in node.items() if key != "consolidated_metadata"}
+        found[f"{name}/{_METADATA}"] = json.dumps(own).encode()
+    return found
+
+
+def _check_files(array: Any) -> None:
+    """
+    :raises ValueError: if some are lost, of which zarr would make zeros.
+    """
+    if lost := array.nchunks - array.nchunks_initialized:
+        raise ValueError(f"{lost:,} of {array.nchunks:,} files are lost")
 
 
 def _resize(array: zarr.Array, axis: int, draws: int) -> None:
@@ -240,5 +304,6 @@ def _damage_named(path: Path, name: str) -> Iterator[None]:
     except ValueError as error:
         raise ValueError(
             f"`{name}` in the store {path} is damaged: {error}. Something else has written into the"
-            " store; begin anew with `resume=False`."
+            " store, or the disk fails. Put the file back, or begin anew with `resume=False`, which"
+            " keeps the store under another name."
         ) from error

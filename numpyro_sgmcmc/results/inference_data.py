@@ -27,8 +27,8 @@ from numpyro_sgmcmc.results.facts import (
 )
 from numpyro_sgmcmc.results.kept_rows import Selection, full_sites, keep_rows, log_likelihood_of
 from numpyro_sgmcmc.stein import advice
+from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.host import arguments, view_of
-from numpyro_sgmcmc.target.model import as_arrays
 
 #: Values of the size of (chains, draws, N) beyond this need `max_values`: 2 GB in float32.
 MAX_VALUES = 500_000_000

@@ -14,7 +14,8 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import log_likelihood
 
 from numpyro_sgmcmc.data.rows_on_disk import ShapeOf, on_disk, replaced
-from numpyro_sgmcmc.target.model import NOT_SEEDED, Plate, given_rows
+from numpyro_sgmcmc.target.handlers import Plate, given_rows
+from numpyro_sgmcmc.target.model import NOT_SEEDED
 
 #: Of data on disk so many rows are kept with the draws.
 ROWS_FROM_DISK = 1_000

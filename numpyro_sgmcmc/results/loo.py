@@ -26,7 +26,7 @@ from numpyro_sgmcmc.results.kept_rows import (
     site_shapes,
     subsampled_plates,
 )
-from numpyro_sgmcmc.target.model import Plate
+from numpyro_sgmcmc.target.handlers import Plate
 
 #: Selection whose log likelihood is computed at once.
 _CHUNK = 10_000

@@ -14,8 +14,10 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import initialize_model
 from numpyro.util import is_prng_key
 
+from numpyro_sgmcmc.target.handlers import first_rows_of
 from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric
-from numpyro_sgmcmc.target.model import MinibatchModel, Values, first_rows_of
+from numpyro_sgmcmc.target.model import MinibatchModel, Values
+from numpyro_sgmcmc.target.model_exceptions import one_at_a_time
 from numpyro_sgmcmc.target.target import Target
 
 
@@ -34,7 +36,7 @@ def initial_values(
     """
     single = is_prng_key(rng_key)
     # under `jit` NumPyro does not raise, and a batch of keys is one program
-    info = jax.jit(
+    find = jax.jit(
         lambda keys: (
             initialize_model(
                 keys,
@@ -44,7 +46,9 @@ def initial_values(
                 model_kwargs=kwargs,
             ).param_info
         )
-    )(rng_key[None] if single else rng_key)
+    )
+    with one_at_a_time:
+        info = find(rng_key[None] if single else rng_key)
     seen = jax.tree.leaves((info.potential_energy, info.z_grad))
     found = jnp.isfinite(sum(jnp.sum(x) for x in seen))
     return jax.tree.map(lambda x: x[0], info.z) if single else info.z, found
@@ -104,6 +108,11 @@ def check_initial_values(
         )
     batch = () if chains is None else (chains,)
     for name, latent in view.latents.items():
+        if not isinstance(z[name], jax.Array | float | int):
+            raise ValueError(
+                f"`init_params['{name}']` is a {type(z[name]).__name__}: give an array,"
+                " `jnp.asarray(...)` of it."
+            )
         if not jnp.issubdtype(jnp.result_type(z[name]), jnp.floating):
             raise ValueError(
                 f"`init_params['{name}']` has dtype {jnp.result_type(z[name])}, but gradients"

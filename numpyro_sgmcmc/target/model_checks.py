@@ -11,88 +11,27 @@ any sampling, and named in the error together with the remedy.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-import inspect
-import operator
+import math
 from typing import Any
 
 import jax
-from jax import Array
+from jax import Array, random
 from jax.extend.core import Literal
 import jax.numpy as jnp
 import numpyro.distributions as dist
+from numpyro.distributions import biject_to
+from numpyro.handlers import block, seed, trace
 from numpyro.ops.provenance import eval_provenance
+from numpyro.primitives import Messenger
+
+from numpyro_sgmcmc.data.fingerprint import fingerprints_of_captured
+from numpyro_sgmcmc.target.argument_checks import named_arrays
+from numpyro_sgmcmc.target.handlers import first_rows_of
 
 #: Operations between ``x[i]`` and the gather that leave the rows what they are.
 _SAME_INDEX = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")
 
 _INDEX = "`with numpyro.plate(...) as i: ... X[i]` or `numpyro.subsample(X, event_dim=...)`"
-
-
-def check_plate(name: str, size: Any, subsample_size: Any) -> None:
-    """
-    :raises ValueError: if ``subsample_size`` is not a whole number from 1 to ``size``.
-    """
-    try:
-        size, subsample_size = operator.index(size), operator.index(subsample_size)
-    except (TypeError, jax.errors.JAXTypeError) as error:
-        raise ValueError(
-            f"Plate '{name}' has size {size} and subsample_size {subsample_size}; both must be"
-            " Python integers. An argument of the model that sets one of them cannot be traced:"
-            " bind it with `functools.partial(model, batch_size=...)`."
-        ) from error
-    if not 1 <= subsample_size <= size:
-        raise ValueError(
-            f"Plate '{name}' has subsample_size={subsample_size}, which must be from 1 to its"
-            f" size {size}."
-        )
-
-
-def _named_arrays(model: Callable, args: tuple, kwargs: dict) -> list[tuple[str, Any]]:
-    """The array leaves among the arguments of the model, named as the user would."""
-    try:
-        arguments = dict(inspect.signature(model).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        arguments = {f"args[{i}]": x for i, x in enumerate(args)} | dict(kwargs)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(arguments)
-    named = []
-    for (name, *path), leaf in leaves:
-        if isinstance(leaf, jax.Array):
-            named.append((name.key + jax.tree_util.keystr(tuple(path)), leaf))
-    return named
-
-
-@jax.jit
-def _count_nonfinite(x: Array) -> Array:
-    return jnp.sum(~jnp.isfinite(x))
-
-
-@jax.jit
-def _first_nonfinite(x: Array) -> list[Array]:
-    """Its index, axis by axis; no process need hold all of the array."""
-    found, index = ~jnp.isfinite(x), []
-    for _ in range(x.ndim):
-        index.append(jnp.argmax(found.any(axis=tuple(range(1, found.ndim)))))
-        found = found[index[-1]]
-    return index
-
-
-def check_data(model: Callable, args: tuple, kwargs: dict) -> None:
-    """
-    :raises ValueError: if an array among the arguments has entries that are NaN or infinite.
-    """
-    for name, x in _named_arrays(model, args, kwargs):
-        if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
-            continue
-        with jax.ensure_compile_time_eval():
-            count = int(_count_nonfinite(x))
-        if count:
-            with jax.ensure_compile_time_eval():
-                first = tuple(int(k) for k in _first_nonfinite(x))
-            raise ValueError(
-                f"Argument '{name}' of the model, of shape {x.shape}, has {count} entries that are"
-                f" NaN or infinite, the first at index {first}. Drop these rows, or put any finite"
-                " value there and mask the site with `numpyro.handlers.mask`."
-            )
 
 
 def check_lengths(
@@ -117,7 +56,7 @@ def check_sites(
     given: Callable[[dict[str, Array], tuple, dict], Mapping[str, dict]],
     args: tuple,
     kwargs: dict,
-) -> frozenset[str]:
+) -> tuple[frozenset[str], tuple[str, str]]:
     """
     Checks a traced model site by site.
 
@@ -125,7 +64,8 @@ def check_sites(
     :param sites: a trace of the model on the first rows of its plates.
     :param plates: the plates with a ``subsample_size``.
     :param given: the trace as a function of the rows of each plate and the arguments.
-    :return: names of the deterministic sites that depend on the rows.
+    :return: names of the deterministic sites that depend on the rows, and what tells arrays and
+        numbers that the model has from elsewhere than its arguments from others.
     :raises ValueError: if minibatches of the model would be biased or meaningless.
     """
     subsampled = {p.name: p for p in plates if p.subsample_size < p.size}
@@ -133,18 +73,76 @@ def check_sites(
         if site["type"] == "sample":
             if not site["is_observed"]:
                 _check_latent(name, site, subsampled)
+            _check_scale(name, site, subsampled)
             _check_control_flow(name, site, sites)
     rows = {p.name: jnp.arange(p.subsample_size) for p in plates}
-    _check_gathers(model, plates, given, rows, args, kwargs)
+    captured = _check_gathers(model, plates, given, rows, args, kwargs)
     depends = _dependence(given, rows, args, kwargs)
     for name, site in sites.items():
         if site["type"] == "sample":
             _check_dependence(name, site, subsampled, *depends[name])
-    return frozenset(
+    dependent = frozenset(
         name
         for name, site in sites.items()
         if site["type"] == "deterministic" and depends[name][0] & set(subsampled)
     )
+    return dependent, captured
+
+
+def without_wrappers(fn: Any) -> Any:
+    """A distribution as it was before it was expanded, masked or declared an event."""
+    while isinstance(fn, dist.ExpandedDistribution | dist.Independent | dist.MaskedDistribution):
+        fn = fn.base_dist
+    return fn
+
+
+def check_hidden(model: Callable, args: tuple, kwargs: dict) -> None:
+    """
+    :raises ValueError: if ``numpyro.handlers.block`` hides sites of a model.
+    """
+    layer = model
+    while isinstance(layer, Messenger) and layer.fn is not None:
+        if isinstance(layer, block):
+            drawn = [
+                trace(seed(first_rows_of(layer.fn), random.key(k))).get_trace(*args, **kwargs)
+                for k in (0, 1)
+            ]
+            for name, site in drawn[0].items():
+                if site["type"] not in ("sample", "plate") or not layer.hide_fn(site):
+                    continue
+                if site["type"] == "plate" and site["args"][1] is not None:
+                    raise ValueError(
+                        f"Plate '{name}' is hidden by `numpyro.handlers.block`, and its rows cannot"
+                        " be set: leave the handler out."
+                    )
+                if site.get("is_observed"):
+                    raise ValueError(
+                        f"Observed site '{name}' is hidden by `numpyro.handlers.block`, and the"
+                        " draws would be those of the prior: leave the handler out."
+                    )
+                others = drawn[1][name]["value"]
+                if site["type"] == "sample" and not jnp.array_equal(site["value"], others):
+                    raise ValueError(
+                        f"Latent site '{name}' is hidden by `numpyro.handlers.block`: it would be"
+                        " drawn anew at every step, from its prior. Leave the handler out, and pick"
+                        " the sites that you want of the draws; or fix it,"
+                        f" `numpyro.handlers.substitute(model, data={{'{name}': ...}})`."
+                    )
+        layer = layer.fn
+
+
+def _check_scale(name: str, site: dict, subsampled: Mapping[str, Any]) -> None:
+    scale = site["scale"]
+    if scale is None or jnp.ndim(scale) > 0 or isinstance(scale, jax.core.Tracer):
+        return
+    for frame in _frames(site, subsampled):
+        plate = subsampled[frame.name]
+        if math.isclose(float(scale), (plate.size / plate.subsample_size) ** 2, rel_tol=1e-4):
+            factor = f"{plate.size}/{plate.subsample_size}"
+            raise ValueError(
+                f"Site '{name}' is scaled by {factor} twice: by plate '{plate.name}', which does it"
+                " by itself, and by `numpyro.handlers.scale`. Leave the handler out."
+            )
 
 
 def _frames(site: dict, plates: Iterable[str]) -> list[Any]:
@@ -153,6 +151,13 @@ def _frames(site: dict, plates: Iterable[str]) -> list[Any]:
 
 def _check_latent(name: str, site: dict, subsampled: Mapping[str, Any]) -> None:
     local = [frame.name for frame in _frames(site, subsampled)]
+    if site["fn"].support.is_discrete and not name.endswith("_unobserved"):
+        where, kind = f" in plate '{local[0]}'" if local else "", without_wrappers(site["fn"])
+        raise ValueError(
+            f"Latent site '{name}'{where} is discrete ({type(kind).__name__}) and has no"
+            " gradient. Sum over its values in the likelihood: for a mixture, or a class of each"
+            " row, `numpyro.distributions.MixtureSameFamily(weights, components)`."
+        )
     if local and name.endswith("_unobserved"):
         raise ValueError(
             f"Site '{name.removesuffix('_unobserved')}' has an `obs_mask` inside the subsampled"
@@ -166,13 +171,14 @@ def _check_latent(name: str, site: dict, subsampled: Mapping[str, Any]) -> None:
             f" {plate.subsample_size} values would belong to other rows at every step. Sample it"
             f" for all {plate.size} rows outside the plate, `z = numpyro.sample(...)` under a plate"
             f" without `subsample_size`, and use `z[i]` inside; or integrate it out of the"
-            " likelihood."
+            " likelihood. If it was to be observed, its `obs` is None here."
         )
-    if site["fn"].support.is_discrete:
+    shape = jnp.shape(site["value"])
+    if 0 in biject_to(site["fn"].support).inverse_shape(shape):
         raise ValueError(
-            f"Latent site '{name}' is discrete ({type(site['fn']).__name__}) and has no gradient."
-            " Integrate it out: for a mixture use"
-            " `numpyro.distributions.MixtureSameFamily(weights, components)`."
+            f"Latent site '{name}' has nothing to be sampled: its shape is {shape}, with"
+            f" support {site['fn'].support}. Leave it out where it has no entries, or give its only"
+            f" value, `numpyro.deterministic('{name}', ...)`."
         )
     if isinstance(site["fn"], dist.Delta):
         raise ValueError(
@@ -209,13 +215,7 @@ def _dependence(
             if s["type"] in ("sample", "deterministic")
         }
 
-    try:
-        found = eval_provenance(outputs, **arrays, **{f"plate {k}": v for k, v in rows.items()})
-    except jax.errors.TracerArrayConversionError as error:
-        raise ValueError(
-            "The model indexes a NumPy array that is not one of its arguments with the rows of a"
-            " minibatch. Make it a JAX array with `jnp.asarray`, or pass it as an argument."
-        ) from error
+    found = eval_provenance(outputs, **arrays, **{f"plate {k}": v for k, v in rows.items()})
 
     def merge(labels: list[frozenset[str]]) -> frozenset[str]:
         union = frozenset().union(*labels)
@@ -279,13 +279,25 @@ def _length(shape: tuple[int, ...], frame: Any, site: dict | None = None) -> int
 
 
 def _check_length(name: str, site: dict, frame: Any, size: int) -> None:
-    length = _length(jnp.shape(site["value"]), frame, site)
-    if length not in (1, frame.size):
-        indexed = "not indexed by the plate" if length == size else "of another length"
+    shape = jnp.shape(site["value"])
+    length = _length(shape, frame, site)
+    if length in (1, frame.size):
+        return
+    begin = f"The observations of site '{name}'"
+    if len(shape) > 1 and shape[0] == frame.size != size:
         raise ValueError(
-            f"The observations of site '{name}' are {indexed}: they have {length} rows where the"
-            f" minibatch of plate '{frame.name}' has {frame.size}. Use {_INDEX}."
+            f"{begin} have the shape {shape} in plate '{frame.name}', whose minibatch has"
+            f" {frame.size} rows: one entry for each row, and no more, is what a"
+            f" {type(without_wrappers(site['fn'])).__name__} of this shape has. Classes are"
+            " numbers, `y.argmax(-1)`, and not indicators; a vector for each row needs"
+            " `.to_event(1)`, or another plate with dim=-2."
         )
+    indexed = "not indexed by the plate" if length == size else "of another length"
+    raise ValueError(
+        f"{begin} are {indexed}: they have {length} rows where the minibatch of plate"
+        f" '{frame.name}' has {frame.size}. Use {_INDEX}; values for"
+        " `numpyro.handlers.condition` are those of a minibatch, so observe them in the model."
+    )
 
 
 def _check_gathers(
@@ -295,9 +307,13 @@ def _check_gathers(
     rows: dict[str, Array],
     args: tuple,
     kwargs: dict,
-) -> None:
-    """Raises if a plate's indices are used on an array of another length, where JAX clamps them."""
-    names = {id(x): name for name, x in _named_arrays(model, args, kwargs)}
+) -> tuple[str, str]:
+    """
+    Raises if a plate's indices are used on an array of another length, where JAX clamps them.
+
+    :return: what tells arrays and numbers that the model has from elsewhere from others.
+    """
+    names = {id(x): name for name, x in named_arrays(model, args, kwargs)}
     leaves, tree = jax.tree.flatten((args, kwargs))
     positions = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
@@ -311,10 +327,12 @@ def _check_gathers(
             for x in _arrays((s["value"], s["fn"] if s["type"] == "sample" else ()))
         ]
 
-    try:
-        jaxpr = jax.make_jaxpr(values)(rows, [leaves[k] for k in positions]).jaxpr
-    except jax.errors.TracerArrayConversionError:
-        return  # named by `_dependence`, which traces the model next
+    def trace_again() -> Any:
+        # not from JAX's cache of what it has traced
+        return jax.make_jaxpr(lambda *inputs: values(*inputs))(rows, [leaves[k] for k in positions])
+
+    traced = trace_again()
+    jaxpr = traced.jaxpr
     ordered = sorted(rows)
     tags = dict(zip(jaxpr.invars, ordered, strict=False))
     arguments = dict(
@@ -325,30 +343,50 @@ def _check_gathers(
         )
     )
     sizes = {p.name: p.size for p in plates}
-    for plate, length, shape, argument in _gathers(jaxpr, tags, arguments):
-        if length != sizes[plate]:
-            what = f"argument '{argument}'" if argument else "an array"
-            raise ValueError(
-                f"The indices of plate '{plate}', of size {sizes[plate]}, are used on {what} of"
-                f" shape {shape}, which has {length} rows. Rows beyond the end would be replaced by"
-                " the last one and rows beyond the plate never seen: make the two lengths equal."
-            )
+    found = _gathers(jaxpr, tags, arguments)
+    neighbours = {argument for plate, *_, argument in found if plate is None and argument}
+    for plate, length, shape, argument in found:
+        # of `y[i]` and `y[i + 1]` together every row is seen
+        if (
+            plate is None
+            or length == sizes[plate]
+            or length > sizes[plate]
+            and argument in neighbours
+        ):
+            continue
+        what = f"argument '{argument}'" if argument else "an array"
+        raise ValueError(
+            f"The indices of plate '{plate}', of size {sizes[plate]}, are used on {what} of"
+            f" shape {shape}, which has {length} rows. Rows beyond the end would be replaced by"
+            " the last one and rows beyond the plate never seen: make the two lengths equal."
+        )
+    captured = fingerprints_of_captured(traced)
+    if fingerprints_of_captured(trace_again()) != captured:
+        raise ValueError(
+            "The model is another one each time that it is evaluated: it draws random numbers by"
+            " NumPy or Python, or changes what it reads. Every step of a compiled program would see"
+            " the numbers of the first. Draw them before and pass them as an argument, or in the"
+            " model with `numpyro.prng_key()`."
+        )
+    return captured
 
 
 def _gathers(
     jaxpr: Any, tags: dict[Any, str], arguments: dict[Any, str]
-) -> list[tuple[str, int, tuple[int, ...], str]]:
+) -> list[tuple[str | None, int, tuple[int, ...], str]]:
     """
-    Every place where an array is indexed by the rows of a plate themselves: the plate, the
-    length of the indexed axis, the shape of the array, the name of the argument it is.
+    Every place where an array is indexed by the rows of a plate: the plate, or None if by what is
+    computed from them, the length of the indexed axis, the shape of the array, the name of the
+    argument it is.
 
     ``tags`` says which variables are the rows of which plate. It follows them through the
     operations JAX puts between ``x[i]`` and the gather; a computed index loses its tag.
     """
     # The layout of equations in a jaxpr is not a stable interface of JAX, but the lengths of
     # indexed arrays can be read nowhere else. `test_model_checks` notices a change.
-    found: list[tuple[str, int, tuple[int, ...], str]] = []
+    found: list[tuple[str | None, int, tuple[int, ...], str]] = []
     shifted: set[Any] = set()
+    computed: set[Any] = set(tags)
 
     def tag(variable: Any) -> str | None:
         return None if isinstance(variable, Literal) else tags.get(variable)
@@ -359,7 +397,10 @@ def _gathers(
     for eqn in jaxpr.eqns:
         name, inputs, plates = eqn.primitive.name, eqn.invars, [tag(v) for v in eqn.invars]
         inner = eqn.params.get("jaxpr")
-        if name == "gather" and plates[1] is not None:
+        depends = [not isinstance(v, Literal) and v in computed for v in inputs]
+        if any(depends):
+            computed |= set(eqn.outvars)
+        if name == "gather" and depends[1]:
             shape = inputs[0].aval.shape
             for axis in eqn.params["dimension_numbers"].start_index_map[:1]:
                 argument = "" if isinstance(inputs[0], Literal) else arguments.get(inputs[0], "")

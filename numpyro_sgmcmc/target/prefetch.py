@@ -10,7 +10,9 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.data.rows_on_disk import ReadRows, RowsOnDisk, on_disk, read_ahead
+from numpyro_sgmcmc.data.rows_on_disk import DrawnRows, RowsOnDisk, on_disk, read_ahead
+from numpyro_sgmcmc.target.handlers import numbers_of, weights_of
+from numpyro_sgmcmc.target.potential import Rows
 from numpyro_sgmcmc.target.target import Target
 
 #: A block holds the minibatches of so many steps, or fewer of so many bytes together.
@@ -26,7 +28,7 @@ class Prefetched(NamedTuple):
     """
 
     start: Array
-    rows: dict[str, ReadRows]
+    rows: dict[str, DrawnRows]
 
 
 def nothing_prefetched(target: Target) -> Prefetched | None:
@@ -38,7 +40,7 @@ def nothing_prefetched(target: Target) -> Prefetched | None:
     each = sum(sizes[name] * x.row_bytes for name, found in sources.items() for x in found)
     steps = max(1, min(_MOST_STEPS, _MOST_BYTES // max(each, 1)))
     rows = {
-        name: ReadRows(
+        name: DrawnRows(
             jnp.zeros((steps, sizes[name]), jnp.int32),
             tuple(jnp.zeros((steps, sizes[name], *x.shape[1:]), x.dtype) for x in found),
         )
@@ -60,8 +62,11 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
     steps = next(iter(block.rows.values())).numbers.shape[-2]
 
     def numbers(rows_key: Array, start: Array) -> dict[str, Array]:
-        many = jax.vmap(lambda k: target.rows(rows_key, start + k))(jnp.arange(steps))
-        return {name: many[name] for name in sources}
+        def at(k: Array) -> dict[str, Array]:
+            rows = target.rows(rows_key, start + k)
+            return {name: numbers_of(rows[name]) for name in sources}
+
+        return jax.vmap(at)(jnp.arange(steps))
 
     def filled(rows_key: Array, start: Array, chains: bool) -> Prefetched:
         drawn = jax.vmap(numbers) if chains else numbers
@@ -73,7 +78,7 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
         ]
         values = iter(read_ahead(requests))
         rows = {
-            name: ReadRows(now[name], tuple(next(values) for _ in found))
+            name: DrawnRows(now[name], tuple(next(values) for _ in found))
             for name, found in sources.items()
         }
         return Prefetched(start, rows)
@@ -110,11 +115,13 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
     return one(block, rows_key, i)
 
 
-def rows_at(block: Prefetched, i: Array) -> dict[str, ReadRows]:
-    """The minibatch of a step that the block holds."""
-    return jax.tree.map(
+def rows_at(block: Prefetched, i: Array, drawn: Rows) -> Rows:
+    """The minibatch of a step, as it was drawn, with the values that the block holds."""
+    read = jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, i - block.start, keepdims=False), block.rows
     )
+    weighted = {name: rows._replace(weights=weights_of(drawn[name])) for name, rows in read.items()}
+    return {**drawn, **weighted}
 
 
 def _by_plate(target: Target) -> dict[str, list[RowsOnDisk]]:

@@ -3,7 +3,7 @@
 
 """A model with its data: how its rows are drawn, and the programs that compute with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -12,18 +12,17 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.importance import SamplingDesign
+from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
+from numpyro_sgmcmc.data.strata import Group
 from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
+from numpyro_sgmcmc.target.control_variate import Anchor, ControlVariate
+from numpyro_sgmcmc.target.handlers import BatchRows, Plate
+from numpyro_sgmcmc.target.linear_algebra import in_order
 from numpyro_sgmcmc.target.metric import IdentityMetric, Metric
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
-from numpyro_sgmcmc.target.potential import (
-    Anchor,
-    ControlVariate,
-    ModelPotential,
-    Potential,
-    full_data_gradient,
-    ravel,
-)
+from numpyro_sgmcmc.target.potential import ModelPotential, Potential, full_data_gradient, ravel
 
 
 class Target(NamedTuple):
@@ -38,6 +37,8 @@ class Target(NamedTuple):
     scheme: Scheme = SCHEMES["without_replacement"]
     #: how the data lie on the devices, or None if they are not spread
     shards: Shards | None = None
+    #: strata of the rows by plate, or their probabilities, where rows are not drawn alike
+    strata: Mapping[str, SamplingDesign] = {}
 
     @property
     def parts(self) -> int:
@@ -78,15 +79,35 @@ class Target(NamedTuple):
         whole = full_data_gradient(potential, self.view.plates, values, key)
         return Anchor(values, *self.mean(whole))
 
-    def rows(self, rng_key: Array, step: Any = 0) -> dict[str, Array]:
+    def rows(self, rng_key: Array, step: Any = 0) -> dict[str, BatchRows]:
         """The rows of a minibatch, drawn independently for each plate."""
-        rng_key = self.own(rng_key)
+        rng_key, step = self.own(rng_key), jnp.asarray(step)
+
+        def drawn(plate: Plate, key: Array) -> BatchRows:
+            if (design := self.strata.get(plate.name)) is not None:
+                numbers = design.draw(key, step)
+                return DrawnRows(numbers, weights=design.weights_of(numbers))
+            return self.scheme.draw(key, step, plate.size, plate.subsample_size)
+
         return {
-            plate.name: self.scheme.draw(
-                random.fold_in(rng_key, k), jnp.asarray(step), plate.size, plate.subsample_size
-            )
+            plate.name: drawn(plate, random.fold_in(rng_key, k))
             for k, plate in enumerate(self.view.plates)
         }
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """The finite-population factor of each plate; 0 where its minibatches have no noise."""
+        return {
+            plate.name: self.strata[plate.name].allocation.factor
+            if plate.name in self.strata
+            else self.scheme.factor(plate.size, plate.subsample_size)
+            for plate in self.view.plates
+        }
+
+    @property
+    def groups(self) -> dict[str, tuple[Group, ...]]:
+        """The sub-batches that show the noise, by stratum, where rows are not drawn alike."""
+        return {name: design.allocation.groups for name, design in self.strata.items()}
 
     @property
     def minibatch_share(self) -> float:
@@ -106,11 +127,11 @@ class Target(NamedTuple):
         :return: the program, of the data and the arguments; the data; and what else the target
             is made of, which tells targets that differ in their data alone from others.
         """
-        leaves, tree = jax.tree.flatten((self.args, self.kwargs))
+        leaves, tree = jax.tree.flatten((self.args, self.kwargs, dict(self.strata)))
         is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
         data = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         others = tuple(None if isinstance(leaf, jax.Array) else leaf for leaf in leaves)
-        empty = self._replace(args=(), kwargs={})
+        empty = self._replace(args=(), kwargs={}, strata={})
 
         def run(data: list[Array], *arguments: Any) -> Any:
             remaining = iter(data)
@@ -118,8 +139,9 @@ class Target(NamedTuple):
                 next(remaining) if data_here else leaf
                 for leaf, data_here in zip(others, is_data, strict=True)
             ]
-            args, kwargs = jax.tree.unflatten(tree, merged)
-            return function(empty._replace(args=args, kwargs=kwargs), *arguments)
+            args, kwargs, strata = jax.tree.unflatten(tree, merged)
+            here = empty._replace(args=args, kwargs=kwargs, strata=strata)
+            return in_order(partial(function, here))(*arguments)
 
         if (shards := self.shards) is None:
             return compiled_quickly(run), data, (tree, others)

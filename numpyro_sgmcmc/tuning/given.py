@@ -10,6 +10,7 @@ from jax import random
 from jax.flatten_util import ravel_pytree
 import numpy as np
 
+from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.target.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.tuning import DENSE_BY_DEFAULT, Tuning
@@ -37,7 +38,7 @@ def checked_metric(metric: Any) -> Any:
     return array
 
 
-def checked_tuning(tuning: Any, metric: Any, gradient: str) -> Tuning | None:
+def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuning | None:
     """
     :raises ValueError: if it is not one, or if another argument contradicts it.
     """
@@ -51,6 +52,13 @@ def checked_tuning(tuning: Any, metric: Any, gradient: str) -> Tuning | None:
     if gradient not in ("auto", kind):
         raise ValueError(
             f"`tuning` was found for gradient='{kind}': tune a kernel with gradient='{gradient}'."
+        )
+    stratified = any(isinstance(design, Strata) for design in tuning.strata.values())
+    if not isinstance(strata, str) and (strata is not None or stratified):
+        kind = "with strata" if stratified else "without strata"
+        raise ValueError(
+            f"`tuning` was found {kind}, and uses the same again: give `strata` to the kernel that"
+            " tunes."
         )
     return tuning
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from numpyro_sgmcmc.gradients.covariance import Diagonal
 from numpyro_sgmcmc.gradients.estimators import sub_batch_gradient
+from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, Metric
-from numpyro_sgmcmc.target.potential import Anchor
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_curvature
 
@@ -120,10 +120,7 @@ def measure_noise(
     :param metric: the metric of the sampler.
     :param bool controlled: whether to look at a control variate.
     """
-    factors = {
-        plate.name: target.scheme.factor(plate.size, plate.subsample_size)
-        for plate in target.view.plates
-    }
+    factors, groups = target.factors, target.groups
 
     def run(target: Target, draws: DiagonalMetric | DenseMetric, metric: Metric) -> Any:
         center = draws.center
@@ -152,7 +149,7 @@ def measure_noise(
             point = metric.coordinates(draws.values(normal))
             rows = target.rows(rows_key)
             seen = [
-                sub_batch_gradient(kind, rows, model_key, factors, Diagonal())(point).noise
+                sub_batch_gradient(kind, rows, model_key, factors, Diagonal(), groups)(point).noise
                 for kind in kinds
             ]
             return jax.tree.map(jnp.add, total, seen), None

@@ -53,8 +53,9 @@ Tuning is done once, before the chains start, and is the same for all of them:
     (1.0, 0.7)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 import os
 from typing import NamedTuple
 import warnings
@@ -62,14 +63,17 @@ import warnings
 import jax
 from jax import Array, random
 import jax.numpy as jnp
+import numpy as np
 from tqdm.auto import tqdm
 
+from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.stein import SteinReport, SteinSums, advice, stein_report
+from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric, Metric
-from numpyro_sgmcmc.target.potential import Anchor
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import find_center, find_metric
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
+from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, RareRows, error_of, find_rare_rows
 
 #: The metric is a full matrix up to this many parameters, diagonal above.
 DENSE_BY_DEFAULT = 500
@@ -112,8 +116,13 @@ class Tuning(NamedTuple):
     - **converged** - whether the search for the metric has converged; where the posterior is
       far from any Gaussian it does not.
     - **data** - tells the data of the anchor from others.
+    - **densities** - log density of each site at fixed values, which tells the model from others.
     - **steps_per_sample** - number of steps after which a chain has forgotten most of where it
       was, with a step size that was tuned; else 1.
+    - **seconds_per_sample** - what that takes, measured where these steps are many.
+    - **strata** - of the rows by plate, or their probabilities, where rows are not drawn alike.
+    - **fourth_cumulant** - of the gradient's noise, what rows that few minibatches have add to it
+      in the worst direction, or a bound of it (:mod:`numpyro_sgmcmc.tuning.rare_rows`).
     """
 
     step_size: float
@@ -130,7 +139,11 @@ class Tuning(NamedTuple):
     multimodal: bool = False
     converged: bool = True
     data: str | None = None
+    densities: dict[str, float] = {}
     steps_per_sample: int = 1
+    seconds_per_sample: float = 0.0
+    strata: dict[str, SamplingDesign] = {}
+    fourth_cumulant: float = 0.0
 
     @property
     def width(self) -> float:
@@ -169,6 +182,19 @@ class Tuning(NamedTuple):
         return self.noise.nonlinearity > _FAR_FROM_GAUSSIAN or not self.converged
 
     @property
+    def rare_rows_error(self) -> float:
+        """How wrong rows that few minibatches have make standard deviations, at worst about."""
+        if self.noise is None:
+            return 0.0
+        rates = self.step_size, self.friction
+        return error_of(self.fourth_cumulant, self.noise.nonlinearity, *rates)
+
+    @property
+    def has_rare_rows(self) -> bool:
+        """Whether minibatches have rows that count much too seldom."""
+        return self.rare_rows_error > MUCH_ERROR
+
+    @property
     def needs_double_precision(self) -> bool:
         """Whether rounding errors of the gradient are large enough to be seen in the draws."""
         return self.rounding > _MUCH_ROUNDING
@@ -179,6 +205,7 @@ class Tuning(NamedTuple):
         found = ["the posterior has several modes"] if self.multimodal else []
         found += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
         found += ["the gradient is rounded off"] if self.needs_double_precision else []
+        found += ["few minibatches have rows that count much"] if self.has_rare_rows else []
         pilot = None if self.report is None else self.report.problem()
         return "; ".join(found + ([pilot] if pilot else [])) or None
 
@@ -195,6 +222,8 @@ class Tuning(NamedTuple):
                 f"noise variance {self.noise.mean:.3g} with {kind}, {self.plain_noise.mean:.3g} of"
                 " plain minibatches (in units of the curvature)"
             )
+        if self.seconds_per_sample:
+            lines.append(f"{self.seconds_per_sample:.2g} s for each independent draw of a chain")
         if self.passes:
             phases = ", ".join(f"{name} {cost:.3g}" for name, cost in self.passes.items())
             lines.append(f"{sum(self.passes.values()):.3g} passes over the data: {phases}")
@@ -204,6 +233,10 @@ class Tuning(NamedTuple):
             lines.append("far from any Gaussian: slow directions may remain")
         if self.multimodal:
             lines.append("several modes, of which the chains see one")
+        designs = self.strata.items()
+        lines += [f"{design.kind} of '{name}': {design}" for name, design in designs]
+        if self.has_rare_rows:
+            lines.append(f"rows that few minibatches have: {_about(self.rare_rows_error)}")
         if self.needs_double_precision:
             lines.append(f"rounding errors of {self.rounding:.2g} standard deviations")
         return "\n".join(lines)
@@ -218,6 +251,7 @@ class Choices(NamedTuple):
       number of parameters.
     - **gradient** - ``"auto"``, ``"minibatch"`` or ``"control_variate"``.
     - **init_strategy** - where the search for the centre starts.
+    - **strata** - numbers of strata by plate, ``"auto"``, or None.
     """
 
     step_size: float | None
@@ -225,6 +259,7 @@ class Choices(NamedTuple):
     metric: Metric | str | None
     gradient: str
     init_strategy: Callable
+    strata: Mapping[str, np.ndarray] | str | None = "auto"
 
 
 #: From the noise of the gradient to step size and friction (None if the method has none).
@@ -254,7 +289,8 @@ def find_tuning(
     :param pilot: how to run the method.
     :param report: is told the name of each phase when it begins.
     """
-    center_key, metric_key, noise_key, pilot_key = (random.fold_in(rng_key, k) for k in range(4))
+    keys = (random.fold_in(rng_key, k) for k in range(5))
+    center_key, metric_key, noise_key, pilot_key, rare_key = keys
     passes: dict[str, float] = {}
     report("centre")
     gaussian = find_center(target, center_key, choices.init_strategy)
@@ -274,11 +310,21 @@ def find_tuning(
             noise = controlled
         else:
             anchor = None
-    step_size, friction = choices.step_size, choices.friction
-    if suggest is not None:
-        suggested = suggest(noise)
-        step_size, friction = step_size or suggested[0], friction or suggested[1]
-    assert step_size is not None
+    step_size, friction = _rates(choices, suggest, noise)
+    controls, rare = anchor is not None, RareRows()
+    is_noisy = target.scheme.independent and any(target.factors.values())
+    if is_noisy and target.shards is None:
+        error = partial(
+            error_of, nonlinearity=noise.nonlinearity, step_size=step_size, friction=friction
+        )
+        rare = find_rare_rows(target, rare_key, gaussian, metric, controls, choices.strata, error)
+        passes["rare rows"] = rare.passes
+    if rare.strata:
+        target = target._replace(strata=rare.strata)
+        measured = measure_noise(target, noise_key, gaussian, metric, controls)
+        passes["noise"] += measured.passes
+        noise = measured.controlled or measured.plain
+        step_size, friction = _rates(choices, suggest, noise)
     tuning = Tuning(
         step_size,
         friction,
@@ -291,6 +337,8 @@ def find_tuning(
         rounding,
         multimodal=multimodal,
         converged=gaussian.converged,
+        strata=rare.strata,
+        fourth_cumulant=rare.fourth_cumulant,
     )
     if choices.step_size is not None:
         return tuning
@@ -312,6 +360,18 @@ def find_tuning(
             break
     # whatever is wrong, it is not the step size
     return tuning._replace(report=reports[0])
+
+
+def _rates(
+    choices: Choices, suggest: Suggestion | None, noise: NoiseLevel
+) -> tuple[float, float | None]:
+    """Step size and friction: those given, and what a level of noise asks for."""
+    step_size, friction = choices.step_size, choices.friction
+    if suggest is not None:
+        suggested = suggest(noise)
+        step_size, friction = step_size or suggested[0], friction or suggested[1]
+    assert step_size is not None
+    return step_size, friction
 
 
 def _is_no_better(found: SteinReport, first: SteinReport) -> bool:
@@ -372,8 +432,22 @@ def warn_of(tuning: Tuning) -> None:
             " Use double precision: call `numpyro.enable_x64()` before anything else.",
             stacklevel=3,
         )
+    if tuning.has_rare_rows:
+        warnings.warn(
+            "Some parameters are known from a few rows only, those of a small group or with a rare"
+            " feature, and most minibatches have none of them: their standard deviations are wrong"
+            f" by {_about(tuning.rare_rows_error)}, which no correction of the noise removes. Use"
+            " strata (`strata='auto'`, with subsampling='without_replacement' and an estimate of"
+            " the noise from sub-batches), or a larger `subsample_size`.",
+            stacklevel=3,
+        )
     if tuning.report is not None and (problem := tuning.report.problem()):
         warnings.warn(f"After tuning: {advice(problem)}", stacklevel=3)
+
+
+def _about(error: float) -> str:
+    """An error of first order, which means little where it is large."""
+    return f"about {error:.0%}" if error < 0.2 else "20% or more"
 
 
 def _chosen(metric: Metric | str | None, found: DiagonalMetric | DenseMetric) -> Metric:

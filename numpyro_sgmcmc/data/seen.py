@@ -1,0 +1,99 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Whether rows are still those that were read, which mostly need not be read again for it.
+
+All rows are read once, in stretches of 8 MB, and of each stretch a hash is kept. Later, a file
+whose size, times and place on the disk are the same is taken for the same if a few stretches are,
+other ones each time. Whatever has been copied, restored or touched is read again as a whole: what
+counts is what the rows are.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+import hashlib
+import os
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+#: Bytes of a stretch, and how many of them are looked at; where there are no more, it is all.
+_STRETCH_BYTES, _LOOKED_AT = 2**23, 4
+
+#: Nanoseconds after which a change shows in the times of a file: writes through a memory map to
+#: a page that waits for the disk, up to half a minute, do not show.
+_SETTLED = 40 * 10**9
+
+#: Rows from a first one up to another.
+Reader = Callable[[int, int], np.ndarray]
+
+
+class Version(NamedTuple):
+    """
+    What changes with a file.
+
+    - **inode** - its number on the disk.
+    - **size** - in bytes.
+    - **modified** - when its content changed, in nanoseconds.
+    - **changed** - when something about it changed, which nobody can set.
+    """
+
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+
+class Seen(NamedTuple):
+    """
+    What is kept of rows that have been read.
+
+    - **version** - of their file before that, or None where nothing tells.
+    - **is_settled** - whether every later change shows in the version.
+    - **hashes** - of each stretch, shape (stretches, 16).
+    """
+
+    version: Version | None
+    is_settled: bool
+    hashes: np.ndarray
+
+
+def version_of(status: os.stat_result) -> Version:
+    return Version(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def seen_of(read: Reader, rows: int, row_bytes: int, version: Version | None) -> Seen:
+    """
+    Reads all rows.
+
+    :param read: how.
+    :param int rows: how many there are.
+    :param int row_bytes: bytes of a row.
+    :param version: of the file, found before.
+    """
+    # of what has no times there is nothing to wait for
+    since = 0 if version is None else max(version.modified, version.changed)
+    is_settled = time.time_ns() - since > _SETTLED
+    each = _rows_of_stretch(row_bytes)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda k: _hash(read, k, each, rows), range(-(-rows // each))))
+    return Seen(version, is_settled, np.frombuffer(b"".join(found), np.uint8).reshape(-1, 16))
+
+
+def are_as_seen(read: Reader, rows: int, row_bytes: int, seen: Seen) -> bool:
+    """Whether a few stretches are, each time other ones."""
+    each = _rows_of_stretch(row_bytes)
+    count = len(seen.hashes)
+    some = np.random.default_rng().choice(count, min(count, _LOOKED_AT), replace=False)
+    return all(_hash(read, int(k), each, rows) == seen.hashes[k].tobytes() for k in some)
+
+
+def _rows_of_stretch(row_bytes: int) -> int:
+    return max(1, _STRETCH_BYTES // max(1, row_bytes))
+
+
+def _hash(read: Reader, stretch: int, each: int, rows: int) -> bytes:
+    values = read(stretch * each, min(rows, (stretch + 1) * each))
+    return hashlib.blake2b(values.reshape(-1).view(np.uint8).data, digest_size=16).digest()

@@ -1,0 +1,56 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which model, and which data, a tuning or a state belongs to."""
+
+import math
+
+import numpy as np
+
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of
+from numpyro_sgmcmc.target.target import Target
+
+#: Log densities that differ by more than rounding are of another model.
+_SAME = 1e-4
+
+OTHER_DATA = (
+    "The control variate of this run belongs to other data: the run cannot go on with these. Set"
+    " `mcmc.post_warmup_state = None`, or use a new `MCMC`; with `tuning=kernel.tuning` a new"
+    " kernel need not tune itself again."
+)
+
+
+def data_of(target: Target) -> str | None:
+    """
+    Tells the data from others, those that the model has from elsewhere than its arguments too; None
+    of data that are traced.
+    """
+    data = fingerprint_of(target.args, target.kwargs)
+    return None if data is None else data + target.view.captured
+
+
+def digest(data: str | None) -> np.ndarray:
+    """What tells data from others as numbers, shape (4,); zeros of data that are not known."""
+    return np.array([int((data or "")[k : k + 8] or "0", 16) for k in (0, 8, 128, 136)], np.uint32)
+
+
+def digest_of(target: Target) -> np.ndarray | None:
+    """The same of the data of a target, or None if they are traced."""
+    data = data_of(target)
+    return None if data is None else digest(data)
+
+
+def other_sites(here: dict[str, float], there: dict[str, float]) -> list[str]:
+    """
+    Sites whose log densities are not those of another model; none if one of the two is not known.
+    """
+    if not here or not there:
+        return []
+    return [name for name in sorted(here.keys() | there) if not _same(here, there, name)]
+
+
+def _same(here: dict[str, float], there: dict[str, float], name: str) -> bool:
+    if name not in here or name not in there:
+        return False
+    x, y = here[name], there[name]
+    return math.isclose(x, y, rel_tol=_SAME, abs_tol=_SAME) or (math.isnan(x) and math.isnan(y))

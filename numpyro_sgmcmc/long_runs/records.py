@@ -1,0 +1,86 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Values as JSON and arrays: what is read of them is data, whoever wrote them, and never a program.
+
+A value is None, a truth value, number, word or array, or a list, tuple, mapping by words or
+``NamedTuple`` of values. In JSON the latter are mappings with a single entry, ``{"array": 3}``,
+``{"tuple": [...]}``, ``{"mapping": {...}}`` and ``{"record": ["Moments", {...}]}``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
+
+import jax
+import numpy as np
+
+
+def kinds_in(*roots: Any) -> dict[str, type]:
+    """These kinds of ``NamedTuple``, and those that their annotations name, by name."""
+    found: dict[str, type] = {}
+    for root in roots:
+        if _is_record(root):
+            found |= {root.__name__: root} | kinds_in(*get_type_hints(root).values())
+        found |= kinds_in(*get_args(root))
+    return found
+
+
+def as_words(value: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) -> Any:
+    """
+    The value for JSON.
+
+    :param arrays: its arrays are appended to these.
+    :param kinds: of ``NamedTuple`` that may be there, by name.
+    :raises TypeError: if it has something of another kind.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray | jax.Array) and not np.asarray(value).dtype.hasobject:
+        arrays.append(np.asarray(value))
+        return {"array": len(arrays) - 1}
+    if isinstance(value, list):
+        return [as_words(x, arrays, kinds) for x in value]
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {"mapping": {name: as_words(x, arrays, kinds) for name, x in value.items()}}
+    if type(value) in kinds.values():
+        fields = {name: as_words(x, arrays, kinds) for name, x in value._asdict().items()}
+        return {"record": [type(value).__name__, fields]}
+    if type(value) is tuple:
+        return {"tuple": [as_words(x, arrays, kinds) for x in value]}
+    raise TypeError(f"{type(value).__name__} is not data that a file could hold")
+
+
+def from_words(words: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) -> Any:
+    """
+    The inverse of :func:`as_words`.
+
+    :param kinds: of ``NamedTuple`` that may be there, by name.
+    :raises ValueError: if there is anything else.
+    """
+
+    def value(words: Any) -> Any:
+        match words:
+            case None | bool() | int() | float() | str():
+                return words
+            case list():
+                return [value(x) for x in words]
+            case {"array": int(k)} if 0 <= k < len(arrays):
+                return arrays[k]
+            case {"tuple": list(items)}:
+                return tuple(value(x) for x in items)
+            case {"mapping": dict(items)}:
+                return {name: value(x) for name, x in items.items()}
+            case {"record": [str(name), dict(fields)]} if name in kinds:
+                kind: Any = kinds[name]
+                if set(fields) == set(kind._fields):
+                    return kind(**{field: value(x) for field, x in fields.items()})
+        raise ValueError(f"{str(words)[:80]!r} is nothing that this version writes")
+
+    return value(words)
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")

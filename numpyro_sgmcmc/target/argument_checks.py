@@ -1,0 +1,206 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The arguments of a model: as arrays, by their names, and whether they can be what is meant."""
+
+from collections.abc import Callable
+import inspect
+from typing import Any
+import warnings
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+#: What can be an array of JAX: truth values, whole numbers, floating point and complex numbers.
+_NUMBERS = "biufc"
+
+#: Rounding by more than this part of a standard deviation is warned of, where rows show it.
+_MUCH_ROUNDING, _ENOUGH = 0.001, 10_000
+
+
+def as_arrays(tree: Any) -> Any:
+    """NumPy arrays among the leaves of ``tree`` as JAX arrays, which traced indices can index."""
+    return jax.tree.map(lambda x: _converted(x) if _is_numeric(x) else x, tree)
+
+
+def _is_numeric(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.dtype.kind in _NUMBERS
+
+
+def _converted(x: np.ndarray) -> Array:
+    # also while a program is traced their values are to be known
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")))
+
+
+def checked_arrays(model: Callable | None, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """
+    The arguments of a model with JAX arrays for those of NumPy.
+
+    :raises ValueError: if this would change their values, or leave out which ones are masked.
+    """
+    for name, x in _named(model, args, kwargs):
+        if not _is_numeric(x):
+            continue
+        if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
+            raise ValueError(
+                f"Argument '{name}' of the model is a masked array with"
+                f" {int(np.ma.count_masked(x)):,} masked entries, and JAX has no mask: fill them,"
+                " `x.filled(0)`, pass `~np.ma.getmaskarray(x)` as another argument, and leave these"
+                " rows out with `numpyro.handlers.mask`."
+            )
+        kept = jax.dtypes.canonicalize_dtype(x.dtype)
+        if x.dtype.kind in "iu" and kept.itemsize < x.dtype.itemsize and x.size:
+            limits = np.iinfo(kept)
+            low, high = int(x.min()), int(x.max())
+            if low < limits.min or high > limits.max:
+                raise ValueError(
+                    f"Argument '{name}' of the model has {x.dtype} entries from {low:,} to {high:,}"
+                    f"{_columns(x, limits)}, of which JAX would keep 32 bits: beyond"
+                    f" {limits.max:,} they would become other numbers. Call"
+                    " `numpyro.enable_x64()` before anything else, or store codes from 0 instead,"
+                    " `np.unique(x, return_inverse=True)[1]`."
+                )
+        elif x.dtype == np.float64 and kept == np.float32:
+            _warn_of_rounding(name, x)
+    return as_arrays((args, kwargs))
+
+
+def _warn_of_rounding(name: str, x: np.ndarray) -> None:
+    """Warns of columns whose differences are lost in single precision, as those of timestamps."""
+    some = x[:: max(1, len(x) // _ENOUGH)] if x.ndim else x
+    with np.errstate(all="ignore"):
+        rounding = np.abs(some - some.astype(np.float32)).max(axis=0, initial=0.0)
+        spread = some.std(axis=0)
+        is_constant = spread < 1e-12 * np.abs(some).max(axis=0, initial=0.0)
+        lost = np.atleast_1d((rounding > _MUCH_ROUNDING * spread) & ~is_constant)
+    if lost.any():
+        where = f" in column {int(np.argmax(lost))}" if x.ndim > 1 else ""
+        warnings.warn(
+            f"Argument '{name}' of the model loses digits{where} in single precision: it is rounded"
+            f" there by more than {_MUCH_ROUNDING} of its standard deviation. Subtract the mean"
+            " before, `x - x.mean(0)`, or call `numpyro.enable_x64()` before anything else.",
+            stacklevel=2,
+        )
+
+
+def _columns(x: np.ndarray, limits: Any) -> str:
+    """Which columns of a table are too large."""
+    if x.ndim != 2 or x.shape[1] == 1:
+        return ""
+    wrong = (x.min(axis=0) < limits.min) | (x.max(axis=0) > limits.max)
+    return f" (column {', '.join(map(str, np.flatnonzero(wrong)[:5]))})"
+
+
+def named_arrays(model: Callable, args: tuple, kwargs: dict) -> list[tuple[str, Array]]:
+    """The JAX arrays among the arguments of the model, named as the user would."""
+    return [(k, x) for k, x in _named(model, args, kwargs) if isinstance(x, jax.Array)]
+
+
+def _arguments(model: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    try:
+        # of no function there is no signature, a TypeError too
+        return dict(inspect.signature(model).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {f"args[{i}]": x for i, x in enumerate(args)} | dict(kwargs)
+
+
+def _named(model: Callable | None, args: tuple, kwargs: dict) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(_arguments(model, args, kwargs))
+    return [(name.key + jax.tree_util.keystr(tuple(path)), x) for (name, *path), x in leaves]
+
+
+@jax.jit
+def _count_nonfinite(x: Array) -> Array:
+    return jnp.sum(~jnp.isfinite(x))
+
+
+@jax.jit
+def _first_nonfinite(x: Array) -> list[Array]:
+    """Its index, axis by axis; no process need hold all of the array."""
+    found, index = ~jnp.isfinite(x), []
+    for _ in range(x.ndim):
+        index.append(jnp.argmax(found.any(axis=tuple(range(1, found.ndim)))))
+        found = found[index[-1]]
+    return index
+
+
+def check_data(model: Callable, args: tuple, kwargs: dict) -> None:
+    """
+    :raises ValueError: if an array among the arguments has entries that are NaN or infinite.
+    """
+    for name, x in named_arrays(model, args, kwargs):
+        if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        with jax.ensure_compile_time_eval():
+            count = int(_count_nonfinite(x))
+        if count:
+            with jax.ensure_compile_time_eval():
+                first = tuple(int(k) for k in _first_nonfinite(x))
+            raise ValueError(
+                f"Argument '{name}' of the model, of shape {x.shape}, has {count} entries that are"
+                f" NaN or infinite, the first at index {first}. Drop these rows, or put any finite"
+                " value there and mask the site with `numpyro.handlers.mask`."
+            )
+
+
+def what_is_no_array(model: Callable, args: tuple, kwargs: dict) -> str:
+    """
+    Of arguments that look like data, but that the rows of a minibatch cannot index, what they are
+    and how to make arrays of them; an empty string if there are none.
+    """
+    found = [
+        f"Argument '{name}' is {kind}: {remedy}."
+        for name, value in _arguments(model, args, kwargs).items()
+        for kind, remedy in _not_an_array(value)
+    ]
+    return " ".join(found)
+
+
+def shapes_of(model: Callable, args: tuple, kwargs: dict) -> str:
+    """The arguments of a model in a few words."""
+    found = []
+    for name, value in _arguments(model, args, kwargs).items():
+        shape = getattr(value, "shape", None)
+        kind = getattr(value, "dtype", type(value).__name__)
+        kind = kind if shape is None else f"{kind}{list(shape)}"
+        found.append(f"{name}: {kind}")
+    return ", ".join(found) or "none"
+
+
+def _not_an_array(value: Any) -> list[tuple[str, str]]:
+    """What a value is, and what to do, if it looks like rows and is no array of numbers."""
+    if value is None:
+        return [("None", "pass what the model observes")]
+    package = type(value).__module__.partition(".")[0]
+    name = f"a {package} {type(value).__name__}"
+    if isinstance(value, np.ndarray) and value.dtype.kind not in _NUMBERS:
+        return [(f"an array of {value.dtype}", _from_numpy(value.dtype))]
+    if isinstance(value, list | tuple) and value and all(np.isscalar(x) for x in value):
+        kind = type(value).__name__
+        return [(f"a {kind} of {len(value):,} values", "pass `jnp.asarray(...)` of it")]
+    if package in ("pandas", "polars", "xarray", "pyarrow"):
+        if str(getattr(value, "dtype", "")) == "category":
+            return [(f"{name} of categories", "pass its codes, `.cat.codes.to_numpy()`")]
+        return [(name, "pass `jnp.asarray(...)` of its numbers, for instance `.to_numpy()`")]
+    if package == "scipy" and hasattr(value, "toarray"):
+        return [(name, "JAX has no such matrix here; pass `.toarray()`, or its few columns")]
+    if package in ("h5py", "zarr"):
+        return [(name, "pass `RowsOnDisk(...)` of it, or its rows in memory, `[:]`")]
+    if package == "torch":
+        return [(name, "pass `.numpy()` of it")]
+    if isinstance(value, dict):
+        return [pair for x in value.values() for pair in _not_an_array(x)]
+    return []
+
+
+def _from_numpy(dtype: np.dtype) -> str:
+    if dtype.kind in "US":
+        return "pass codes, `np.unique(x, return_inverse=True)[1]`"
+    if dtype.kind in "mM":
+        return "pass a number of days or seconds, `(x - x.min()) / np.timedelta64(1, 'D')`"
+    if dtype.names:
+        return f"pass its fields as arrays, `x['{dtype.names[0]}']`"
+    return "pass numbers, `x.astype(float)`, without None or text among them"

@@ -1,0 +1,183 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Effect handlers that choose the rows of the plates that have a ``subsample_size``: all of them, the
+first ones, or those of a minibatch.
+"""
+
+from collections.abc import Callable, Mapping
+import operator
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from numpyro.primitives import Messenger
+
+from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
+
+Model = Callable[..., Any]
+#: The rows of a minibatch of one plate: their numbers, or what else is known of them, too.
+BatchRows = Array | DrawnRows
+#: Rows of the minibatch for each subsampled plate, by name of the plate.
+Indices = Mapping[str, BatchRows]
+
+
+class Plate(NamedTuple):
+    """A plate with a ``subsample_size``."""
+
+    #: name of the plate
+    name: str
+    #: number of rows N
+    size: int
+    #: number of rows in a minibatch n
+    subsample_size: int
+
+
+class _choose_rows(Messenger):
+    """Sets the indices of every plate that has a ``subsample_size``."""
+
+    def rows(self, plate: Plate) -> Array:
+        raise NotImplementedError
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "plate" and msg["args"][1] is not None:
+            size, subsample_size = msg["args"]
+            rows = self.rows(Plate(msg["name"], size, subsample_size))
+            # Both, or the plate warns that its indices have another length than declared.
+            msg["value"], msg["args"] = rows, (size, rows.shape[0])
+
+
+class full_data(_choose_rows):
+    """
+    Effect handler under which every subsampled plate of a model is complete.
+
+    Its indices are :math:`0, \\ldots, N - 1`, and its sites are not scaled.
+
+    ``Predictive`` and ``log_likelihood`` see all rows of ``full_data(model)``, in their
+    order; of the model itself they would see one random minibatch. The wrapped model can
+    be pickled if the model can.
+
+    :param fn: a model with NumPyro primitives. May be left out to use the handler as a
+        context manager.
+    :raises UnreadableRows: on evaluation, if rows on disk cannot be read.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import log_likelihood
+        >>> from numpyro_sgmcmc import full_data
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> draws = {"mu": jnp.zeros(3)}
+        >>> log_likelihood(full_data(model), draws, jnp.ones(50))["y"].shape
+        (3, 50)
+    """
+
+    def rows(self, plate: Plate) -> Array:
+        # concrete also while something traces the model: NumPy data can be indexed by them
+        with jax.ensure_compile_time_eval():
+            return jnp.arange(plate.size)
+
+
+class first_rows_of(_choose_rows):
+    """
+    Takes the first rows of every plate, so that nothing is drawn at a cost of O(N).
+
+    :param taken: is told what was taken, by name of the plate.
+    """
+
+    def __init__(self, fn: Model, taken: dict[str, Array] | None = None) -> None:
+        self.taken = taken
+        super().__init__(fn)
+
+    def rows(self, plate: Plate) -> Array:
+        check_plate(*plate)
+        rows = jnp.arange(plate.subsample_size)
+        if self.taken is not None:
+            self.taken[plate.name] = rows
+        return rows
+
+
+class given_rows(_choose_rows):
+    """
+    Takes the given rows; their number may differ from the ``subsample_size``, and what each of them
+    adds has its weight. If ``parts`` devices hold as many parts of the rows, sites are scaled as if
+    this part stood for all.
+    """
+
+    def __init__(
+        self, fn: Model, plates: tuple[Plate, ...], indices: Indices, parts: int = 1
+    ) -> None:
+        self.sizes = {plate.name: plate.size for plate in plates}
+        self.indices = {name: numbers_of(rows) for name, rows in indices.items()}
+        self.weights = {name: weights_of(rows) for name, rows in indices.items()}
+        self.parts = parts
+        #: what the scale that the plate gives to its sites lacks
+        self.missing: dict[str, float] = {}
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        super().process_message(msg)
+        if msg["type"] == "sample":
+            for frame in msg["cond_indep_stack"]:
+                factor: Any = self.missing.get(frame.name, 1.0)
+                if (weights := self.weights.get(frame.name)) is not None:
+                    factor = factor * weights.reshape(-1, *(1,) * (-frame.dim - 1))
+                if isinstance(factor, Array) or factor != 1.0:
+                    msg["scale"] = factor * (1.0 if msg["scale"] is None else msg["scale"])
+
+    def rows(self, plate: Plate) -> Array:
+        here = self.sizes.get(plate.name)
+        # the size may be that of the rows that are here, or a number that was written out
+        if here is None or plate.size not in (here, here * self.parts):
+            raise ValueError(
+                f"Plate '{plate.name}' has size {plate.size}, but had size {here} when the"
+                " sampler was initialised. Call"
+                " `mcmc.warmup` again, or use a new `MCMC` object, for data of another length; two"
+                " plates of the model need two names."
+            )
+        self.missing[plate.name] = here * self.parts / plate.size
+        return self.indices[plate.name]
+
+
+def numbers_of(rows: BatchRows) -> Array:
+    """The numbers of the rows of a minibatch."""
+    return rows.numbers if isinstance(rows, DrawnRows) else rows
+
+
+def weights_of(rows: BatchRows) -> Array | None:
+    """The weights of the rows of a minibatch; None if they are equal."""
+    return rows.weights if isinstance(rows, DrawnRows) else None
+
+
+def count_of(rows: BatchRows) -> int:
+    """The number of the rows of a minibatch."""
+    return numbers_of(rows).shape[0]
+
+
+def check_plate(name: str, size: Any, subsample_size: Any) -> None:
+    """
+    :raises ValueError: if ``subsample_size`` is not a whole number from 1 to ``size``.
+    """
+    try:
+        size, subsample_size = operator.index(size), operator.index(subsample_size)
+    except (TypeError, jax.errors.JAXTypeError) as error:
+        raise ValueError(
+            f"Plate '{name}' has size {size} and subsample_size {subsample_size}; both must be"
+            " Python integers. An argument of the model that sets one of them cannot be traced:"
+            " bind it with `functools.partial(model, batch_size=...)`."
+        ) from error
+    if not 1 <= subsample_size <= size:
+        raise ValueError(
+            f"Plate '{name}' has subsample_size={subsample_size}, which must be from 1 to its"
+            f" size {size}."
+        )

@@ -1,0 +1,144 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What it means if the code of a model raises on a minibatch, and what to do about it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+import linecache
+from pathlib import Path
+from threading import RLock
+from types import TracebackType
+
+import jax
+import numpyro
+
+from numpyro_sgmcmc.data.rows_on_disk import on_disk
+from numpyro_sgmcmc.target.argument_checks import shapes_of, what_is_no_array
+
+#: What JAX raises where Python needs a value that is traced,
+_NEEDS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
+#: and where NumPy does.
+_NEEDS_AN_ARRAY = jax.errors.TracerArrayConversionError
+
+#: Of what others say no more is repeated: pandas lists all rows.
+_MOST_LETTERS = 200
+
+_OTHERS = tuple(module.__path__[0] for module in (jax, numpyro))
+_HERE = str(Path(__file__).parents[1])
+
+
+#: Held while a model is evaluated: NumPyro has one stack of handlers for all threads.
+one_at_a_time = RLock()
+
+
+@contextmanager
+def explained(model: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
+    """
+    Around an evaluation of a model on a minibatch.
+
+    :raises ValueError: with line, likely cause and remedy, where the model raised something else.
+    """
+    try:
+        with one_at_a_time:
+            yield
+    except (*_NEEDS_A_VALUE, _NEEDS_AN_ARRAY) as error:
+        strange = what_is_no_array(model, args, kwargs)
+        instead = f"The model cannot be evaluated on a minibatch{_line(error)}. {strange}"
+        raise ValueError(instead if strange else _value_needed(error)) from error
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
+        said = _said(error, model, args, kwargs)
+        if said is None:
+            raise
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(said) from error
+
+
+def _value_needed(error: Exception) -> str:
+    traced = (
+        "the rows of a minibatch are traced, arrays among the arguments of the model are too, and"
+        " with `MCMC(jit_model_args=True)` every argument is"
+    )
+    if isinstance(error, _NEEDS_AN_ARRAY):
+        return (
+            f"NumPy meets a traced value in the model{_line(error)}: {traced}. Of a NumPy function"
+            " use that of `jax.numpy`; where it has none, as for `np.unique`, compute the value"
+            " before and bind it, `functools.partial(model, classes=...)`. A NumPy array that is"
+            " not one of its arguments cannot be indexed by rows: make it a JAX array with"
+            " `jnp.asarray`, or pass it as an argument."
+        )
+    return (
+        "The model needs the value of an argument in Python, for a `subsample_size`, an `if` or"
+        f" `int(y.max())`{_line(error)}: {traced}. So compute the value before, and bind it,"
+        " `functools.partial(model, classes=...)`; or write `jnp.where` for the `if`."
+    )
+
+
+def _said(error: Exception, model: Callable, args: tuple, kwargs: dict) -> str | None:
+    """What is said instead of an error, or None if it says what is to be said."""
+    text, shapes = str(error), shapes_of(model, args, kwargs)
+    if sources := on_disk((args, kwargs)):
+        if isinstance(error, TypeError):
+            return (
+                f"{', '.join(map(repr, sources))}: rows on disk can only be indexed, by the indices"
+                " of the plate, `with numpyro.plate(...) as i: ... X[i]`; `numpyro.subsample` and"
+                f" operations on the whole array need one in memory. The model raised: {text}"
+            )
+    if strange := what_is_no_array(model, args, kwargs):
+        return (
+            f"The model cannot be evaluated on a minibatch{_line(error)}. {strange} It raised"
+            f" {type(error).__name__}: {text[:_MOST_LETTERS]}"
+        )
+    if "size of plate should be positive" in text:
+        return f"A plate has no rows{_line(error)}; the arguments are {shapes}."
+    if isinstance(error, AssertionError) and not text:
+        return (
+            f"An assertion without words stopped the model{_line(error)}. The usual cause is two"
+            " plates, one inside the other, in one dimension: give the outer one another,"
+            " `numpyro.plate('groups', G, dim=-2)`."
+        )
+    if "invalid shape of numpyro.subsample" in text:
+        return (
+            f"{text}. The data must have as many rows as the plate, in the dimension that"
+            " `event_dim` leaves to it: make the two lengths equal."
+        )
+    if isinstance(error, ValueError | TypeError) and "broadcast" in text:
+        return (
+            f"The model cannot be evaluated on a minibatch{_line(error)}: {text}. Under a"
+            " subsampled plate every array must have the length of the minibatch: index it with the"
+            " plate's indices, `with numpyro.plate(...) as i: ... X[i]`, or use"
+            " `numpyro.subsample(X, event_dim=...)`."
+        )
+    if "'scale' argument should be positive" in text:
+        return (
+            f"A weight in `numpyro.handlers.scale` is not positive{_line(error)}. Rows of weight"
+            " zero are to be left out, `with numpyro.handlers.mask(mask=weight[i] > 0):`, and the"
+            " weight there be 1."
+        )
+    if isinstance(error, TypeError) and "integer" in text and "ind" in text.lower():
+        return (
+            f"The model indexes with what are no whole numbers{_line(error)}: {text}. Labels and"
+            f" codes must be integers, `.astype(int)`; the arguments are {shapes}."
+        )
+    if isinstance(error, ValueError) or not (line := _line(error)):
+        return None
+    return (
+        f"The model raised {type(error).__name__} on a minibatch{line}: {text}. Its arguments are"
+        f" {shapes}."
+    )
+
+
+def _line(error: Exception) -> str:
+    """The line of the user's code where it was raised."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        place = _place(traceback)
+        found, traceback = place or found, traceback.tb_next
+    return found
+
+
+def _place(traceback: TracebackType) -> str:
+    path, number = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+    if path.startswith((*_OTHERS, _HERE)) or "site-packages" in path:
+        return ""
+    code = linecache.getline(path, number).strip()
+    return f" (`{code}`, line {number} of {Path(path).name})" if code else ""

@@ -1,0 +1,318 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+One look at every row before anything is drawn.
+
+What a model says of the first rows it need not say of all: one label in a million may lie outside
+of the support of its site, one code beyond the end of what it indexes. And a minibatch potential is
+unbiased only if what a row adds to the log density is its own: it must not change when other rows
+of the minibatch are exchanged for others. All of this is seen here in one pass over the data,
+without gradients, and refused with the row and the likely cause (:mod:`.row_errors`).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, random
+from jax.experimental.multihost_utils import process_allgather
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from numpyro_sgmcmc.data.sharding import ROWS
+from numpyro_sgmcmc.target.model import Values, log_density, unremarkable_values
+from numpyro_sgmcmc.target.row_errors import (
+    beyond_array,
+    check_supports,
+    dependent_on_others,
+    not_finite,
+    outside_support,
+)
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.target.watched_indices import IndexedArray, watched
+
+#: So many rows are looked at together, and so few where a row may depend on others.
+_CHUNK, _FEW = 16_384, 16
+
+#: A term that changes by more than this part of its size, and of that of others, is not rounded;
+#: where so many of the terms do, it is no accident of a few rows.
+_ROUNDING, _SHARE = 1e-3, 0.05
+
+#: A site, and one of the subsampled plates that it is in.
+Place = tuple[str, str]
+
+
+class Seen(NamedTuple):
+    """
+    What is seen of some rows, an entry for each.
+
+    - **terms** - what a row adds to the log density, by site and plate.
+    - **outside** - whether an observation that counts is outside of its support, likewise.
+    - **densities** - of all of them the log density of each site, latent ones too.
+    - **beyond** - whether an index is outside of what it indexes, for each index in the model.
+    """
+
+    terms: dict[Place, Any]
+    outside: dict[Place, Any]
+    densities: dict[str, Any]
+    beyond: list[Any]
+
+
+class BadRows(NamedTuple):
+    """The number of rows, the first of them, and those of the chunk where it was seen."""
+
+    number: int
+    first: int
+    among: dict[str, Array]
+
+
+def check_rows(
+    target: Target, whole: Target, compiled: Callable[..., Callable]
+) -> dict[str, float]:
+    """
+    Looks at every row of the data, at fixed values of the latent sites.
+
+    :param target: the model with its data, on each of the devices that they are spread over.
+    :param whole: the same with all data, for what is said of single rows.
+    :param compiled: how a program is compiled, as :meth:`Target.program` does it.
+    :return: the log density of each site there, on some of the rows, which tells the model from
+        others.
+    :raises ValueError: if observations lie outside of the support of their site, or indices outside
+        of what they index, if the density of single rows is not finite, or if what a row adds to
+        the log density depends on the other rows of its minibatch. It names site and rows.
+    """
+    look, values = _Look(target, compiled), unremarkable_values(target.view)
+    if not target.view.plates:
+        return look.densities
+    check_supports(whole)
+    outside, beyond, is_finite = look.over_all_rows(values)
+    for (site, plate), rows in outside.items():
+        raise outside_support(whole, site, plate, rows)
+    for k, rows in beyond.items():
+        if (indexed := _used_beyond(whole, values, k, rows)) is not None:
+            raise beyond_array(whole, indexed, rows)
+    if not is_finite:
+        for (site, plate), rows in look.never_finite(values).items():
+            raise not_finite(whole, site, plate, rows)
+    for site, plate in look.places_that_depend_on_others(values):
+        raise dependent_on_others(whole, site, plate)
+    return look.densities
+
+
+def seen_of(target: Target, z: Values, rows: Any, rng_key: Array) -> Seen:
+    """
+    What is seen of some rows.
+
+    :param z: unconstrained values of the latent sites.
+    :param rows: rows of each plate.
+    :param rng_key: key for a density that is itself random.
+    """
+    found, indexed = watched(partial(_of_sites, target, z, rng_key), rows)
+    terms, outside, densities = found
+    return Seen(terms, outside, densities, [_beyond(x.indices, x.length, rows) for x in indexed])
+
+
+def _of_sites(
+    target: Target, z: Values, rng_key: Array, rows: Any
+) -> tuple[dict[Place, Array], dict[Place, Array], dict[str, Array]]:
+    """All but the indices."""
+    plates = {plate.name for plate in target.view.plates}
+    _, sites = target.view.potential_and_sites(z, rows, rng_key, target.args, target.kwargs)
+    terms, outside, densities = {}, {}, {}
+    for name, site in sites.items():
+        if site["type"] != "sample":
+            continue
+        value, term = site["value"], log_density(site)
+        densities[name] = term.sum()[None]
+        for frame in (frame for frame in site["cond_indep_stack"] if frame.name in plates):
+            axes = tuple(k for k in range(jnp.ndim(term)) if k - jnp.ndim(term) != frame.dim)
+            terms[name, frame.name] = term.sum(axes)
+            # `numpyro.factor` has no value
+            inside = site["fn"].support(value) if jnp.size(value) else jnp.ones((), bool)
+            # what is masked, or has no weight, adds nothing
+            wrong = ~jnp.broadcast_to(inside, term.shape).astype(bool) & (term != 0)
+            outside[name, frame.name] = wrong.any(axes)
+    return terms, outside, densities
+
+
+def _beyond(indices: Array, length: int, rows: dict[str, Array]) -> Array:
+    """
+    Whether the indices of a row are, or those of any row where they do not go row by row. Negative
+    ones count from the end if all do: next to others they are codes, or neighbours of the first.
+    """
+    wrong = (indices < -length) | (indices >= length) | (indices < 0) & (indices >= 0).any()
+    for numbers in rows.values():
+        if len(numbers) == len(indices):
+            return wrong.reshape(len(numbers), -1).any(1)
+    return jnp.full(len(next(iter(rows.values()))), wrong.any())
+
+
+class _Look:
+    """A program that looks at some rows, and what it is used for."""
+
+    def __init__(self, target: Target, compiled: Callable[..., Callable]) -> None:
+        self.target, self.plates = target, target.view.plates
+        self.sizes = {plate.name: plate.size * target.parts for plate in self.plates}
+        self.program = compiled("rows", seen_of, target, outputs=PartitionSpec(ROWS))
+        most = int(_CHUNK ** (1 / max(1, len(self.plates))))
+        self.many, seen = self._working(most)
+        self.densities = {name: float(x.sum()) for name, x in seen.densities.items()}
+        sites = [site for site, _ in seen.terms]
+        self.are_nested = len(sites) > len(set(sites))
+
+    def _working(self, most: int, all_but: int = 0) -> tuple[dict[str, int], Seen]:
+        """Numbers of rows that the model can be evaluated on, and what is seen of the first."""
+        lengths = {plate.name: max(1, min(plate.size - all_but, most)) for plate in self.plates}
+        z = unremarkable_values(self.target.view)
+        try:
+            return lengths, self.at(z, _first(lengths))
+        except (TypeError, ValueError):
+            # a model that has written out the size of its minibatches
+            lengths = {plate.name: plate.subsample_size for plate in self.plates}
+            return lengths, self.at(z, _first(lengths))
+
+    def at(self, z: Values, rows: dict[str, Array], key: int = 0) -> Seen:
+        """What is seen of the rows, by all devices one after the other."""
+        seen = self.program(z, rows, random.key(key))
+        leaves, tree = jax.tree.flatten(seen)
+        here = [x if x.is_fully_addressable else process_allgather(x, tiled=True) for x in leaves]
+        return jax.tree.unflatten(tree, [np.asarray(x) for x in here])
+
+    def chunks(self) -> Iterator[tuple[dict[str, Array], dict[str, np.ndarray]]]:
+        """
+        Rows of each plate, and which of them were in none before; all pairs of the chunks of
+        several plates if a site is in more than one of them.
+        """
+        each = [
+            [(min(k, plate.size - length), k) for k in range(0, plate.size, length)]
+            for plate, length in zip(self.plates, self.many.values(), strict=True)
+        ]
+        if not self.are_nested:
+            # what has been seen starts beyond the end
+            most = max(map(len, each))
+            each = [x + [(x[-1][0], x[-1][0] + _CHUNK)] * (most - len(x)) for x in each]
+        for chosen in product(*each) if self.are_nested else zip(*each, strict=True):
+            rows, new = {}, {}
+            for (name, length), (start, first_new) in zip(self.many.items(), chosen, strict=True):
+                rows[name] = start + jnp.arange(length)
+                here = start + np.arange(length) >= first_new
+                new[name] = np.tile(here, self.target.parts)
+            yield rows, new
+
+    def numbers(self, plate: str, rows: dict[str, Array]) -> np.ndarray:
+        """Rows of a plate on all devices by their numbers among all rows."""
+        size = next(p.size for p in self.plates if p.name == plate)
+        parts = range(self.target.parts)
+        return np.concatenate([np.asarray(rows[plate]) + part * size for part in parts])
+
+    def over_all_rows(self, z: Values) -> tuple[dict[Place, BadRows], dict[int, BadRows], bool]:
+        """
+        The rows outside of the support by place, those beyond an array by index, and whether the
+        terms of all rows are finite.
+        """
+        outside: dict[Place, BadRows] = {}
+        beyond: dict[int, BadRows] = {}
+        is_finite = True
+        for rows, new in self.chunks():
+            seen = self.at(z, rows)
+            for place, wrong in seen.outside.items():
+                self._count(outside, place, wrong & new[place[1]], place[1], rows)
+                is_finite &= bool(np.isfinite(seen.terms[place]).all())
+            for k, wrong in enumerate(seen.beyond):
+                plate = next(name for name in rows if len(new[name]) == len(wrong))
+                self._count(beyond, k, wrong & new[plate], plate, rows)
+        return outside, beyond, is_finite
+
+    def _count(
+        self, found: dict[Any, BadRows], key: Any, wrong: np.ndarray, plate: str, rows: Any
+    ) -> None:
+        if not wrong.any():
+            return
+        numbers = self.numbers(plate, rows)[wrong]
+        before = found.get(key) or BadRows(0, int(numbers[0]), {**rows, plate: numbers})
+        found[key] = before._replace(number=before.number + int(wrong.sum()))
+
+    def never_finite(self, z: Values) -> dict[Place, BadRows]:
+        """
+        Rows whose density is nowhere finite: neither at these values nor at others where that of
+        most rows is.
+        """
+        seen = [self._finite(jax.tree.map(lambda x, c=c: c * x, z)) for c in (1.0, 0.0, 0.01)]
+        found = {}
+        for place in seen[0]:
+            telling = [x[place] for x in seen if x[place].mean() > 0.5]
+            never = ~np.any(telling, axis=0) if telling else np.zeros(1, bool)
+            if never.any():
+                found[place] = BadRows(int(never.sum()), int(np.argmax(never)), {})
+        return found
+
+    def _finite(self, z: Values) -> dict[Place, np.ndarray]:
+        """By place whether the term of each row is finite."""
+        found: dict[Place, np.ndarray] = {}
+        for rows, _ in self.chunks():
+            for place, terms in self.at(z, rows).terms.items():
+                all_rows = found.setdefault(place, np.ones(self.sizes[place[1]], bool))
+                all_rows[self.numbers(place[1], rows)] &= np.isfinite(terms)
+        return found
+
+    def places_that_depend_on_others(self, z: Values) -> Iterator[Place]:
+        """
+        Where what a row adds changes when every other row of its minibatch is exchanged for one and
+        the same, or when the rows come in another order.
+        """
+        # of all rows `numpyro.subsample` would give them in their own order
+        lengths, _ = self._working(_FEW, all_but=1)
+        first = _first(lengths)
+        # values at which densities are finite, and others matter
+        for scale in (1.0, 0.01):
+            values = jax.tree.map(lambda x, scale=scale: scale * x, z)
+            before = self.at(values, first)
+            if all(np.isfinite(x).mean() > 0.5 for x in before.terms.values()):
+                break
+        again = self.at(values, first, key=1)
+        for name, length in lengths.items():
+            rows = first[name]
+            exchanged = jnp.where(jnp.arange(length) % 2 == 0, rows, rows[-1])
+            other, turned = (self.at(values, {**first, name: x}) for x in (exchanged, rows[::-1]))
+            for place, terms in before.terms.items():
+                if place[1] != name or length == 1:
+                    continue
+                each = terms.reshape(self.target.parts, length)
+                now = other.terms[place].reshape(each.shape)
+                back = turned.terms[place].reshape(each.shape)[:, ::-1]
+                # a density that is itself random has its randomness by position
+                is_random = _differ(each, again.terms[place].reshape(each.shape))
+                if _differ(each[:, ::2], now[:, ::2]) or (_differ(each, back) and not is_random):
+                    yield place
+
+
+def _first(lengths: dict[str, int]) -> dict[str, Array]:
+    return {name: jnp.arange(length) for name, length in lengths.items()}
+
+
+def _differ(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether terms differ by more than rounding, and not only a few of them."""
+    both = np.isfinite(x) & np.isfinite(y)
+    if not both.any():
+        return False
+    x, y = x[both], y[both]
+    usual = np.sqrt(np.mean(x**2))
+    return bool(np.mean(np.abs(x - y) > _ROUNDING * (np.abs(x) + usual)) > _SHARE)
+
+
+def _used_beyond(target: Target, z: Values, k: int, bad: BadRows) -> IndexedArray | None:
+    """
+    The ``k``-th index of the model in rows where it is beyond an array's ends, or None if another
+    value there makes no difference.
+    """
+    rows = {name: jnp.asarray(numbers[:_FEW]) for name, numbers in bad.among.items()}
+    function = partial(_of_sites, target, z, random.key(0))
+    (terms, *_), indexed = watched(function, rows)
+    (others, *_), _ = watched(function, rows, elsewhere=True)
+    pairs = zip(terms.values(), others.values(), strict=True)
+    matters = any(not np.array_equal(x, y, equal_nan=True) for x, y in pairs)
+    return indexed[k] if matters else None

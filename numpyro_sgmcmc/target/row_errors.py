@@ -1,0 +1,200 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What is said of rows that no model can mean: which they are, the likely cause, a remedy."""
+
+from typing import Any
+
+from jax import Array, random
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+from numpyro.distributions.distribution import validation_enabled
+from numpyro.ops.provenance import eval_provenance
+
+from numpyro_sgmcmc.target.argument_checks import named_arrays
+from numpyro_sgmcmc.target.handlers import Indices
+from numpyro_sgmcmc.target.model import log_density, unremarkable_values
+from numpyro_sgmcmc.target.model_checks import without_wrappers
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.target.watched_indices import IndexedArray
+
+_REMEDY = (
+    "Correct these rows or drop them; or give any value of the support there and leave them out of"
+    " the density, `with numpyro.handlers.mask(mask=is_known[i]):`."
+)
+
+
+def _sites(target: Target, rows: Indices, z: Any = None) -> dict[str, dict]:
+    z = unremarkable_values(target.view) if z is None else z
+    with validation_enabled(False):
+        return target.view.potential_and_sites(z, rows, random.key(0), target.args, target.kwargs)[
+            1
+        ]
+
+
+def check_supports(target: Target) -> None:
+    """
+    :raises ValueError: if what an observation may be depends on latent sites.
+    """
+    plates = {plate.name for plate in target.view.plates}
+
+    def inside(**z: Array) -> dict[str, Array]:
+        sites = _sites(target, target.view.first_rows(), z)
+        return {
+            name: jnp.asarray(site["fn"].support(site["value"]))
+            for name, site in sites.items()
+            if site["type"] == "sample"
+            and plates & {frame.name for frame in site["cond_indep_stack"]}
+            and jnp.size(site["value"])
+        }
+
+    for name, latents in eval_provenance(inside, **unremarkable_values(target.view)).items():
+        if latents:
+            raise ValueError(
+                f"The support of the observations of site '{name}' depends on latent sites"
+                f" ({', '.join(sorted(latents))}): the rows that bound them are in few minibatches,"
+                " and draws would leave the support. Use a density that falls off smoothly, write"
+                " the bound as a prior from all rows, or sample all rows by NUTS."
+            )
+
+
+def _named(fn: Any) -> str:
+    name = type(without_wrappers(fn)).__name__
+    for ending in ("Logits", "Probs"):
+        name = name.removesuffix(ending)
+    return name
+
+
+def _of_all(target: Target, plate: str) -> str:
+    # the view may be that of one device
+    size = next(p.size for p in target.view.plates if p.name == plate)
+    return f"{size:,} rows of plate '{plate}'"
+
+
+def outside_support(target: Target, name: str, plate: str, bad: Any) -> ValueError:
+    """Observations outside of the support of their site."""
+    site = _sites(target, {k: jnp.asarray(rows) for k, rows in bad.among.items()})[name]
+    value = np.asarray(site["value"])
+    inside = np.asarray(site["fn"].support(site["value"]))
+    event = value.ndim - inside.ndim
+    shown = (
+        value[~inside.astype(bool)] if value.shape[: value.ndim - event] == inside.shape else value
+    )
+    cause = _cause(without_wrappers(site["fn"]), shown) if event == 0 else ""
+    found = shown.ravel()[0].item() if event == 0 else shown.reshape(-1, *value.shape[-event:])[0]
+    return ValueError(
+        f"Observations of site '{name}' ({_named(site['fn'])}) are outside of its support in"
+        f" {bad.number:,} of {_of_all(target, plate)}, the first in row {bad.first}: {found}."
+        f" {cause}{_REMEDY}"
+    )
+
+
+def _cause(fn: Any, values: np.ndarray) -> str:
+    """What people mostly mean by such values."""
+    support, low, high = fn.support, values.min(), values.max()
+    if np.isnan(values).any():
+        return "NaN stands for missing values. "
+    if not fn.support.is_discrete:
+        if (values == 0).any():
+            return f"A {_named(fn)} has no density at 0: model zeros by a site of their own. "
+        if low < 0:
+            return f"A {_named(fn)} has no negative values. "
+        return f"Values go up to {high:.6g}: were they to be rescaled? "
+    if (values % 1 != 0).any():
+        return (
+            f"A {_named(fn)} takes whole numbers; averaged or soft labels have a density of your"
+            " own, `numpyro.factor`. "
+        )
+    last = _last(support)
+    if last is not None and high == last + 1 and low >= 0:
+        if isinstance(fn, dist.BinomialLogits | dist.BinomialProbs):
+            return "There are more successes than trials. "
+        return f"Labels count from 0 to {last} here: subtract 1 if yours count from 1. "
+    if low == -1:
+        return "-1 often stands for a missing label. "
+    if low < 0:
+        return "Counts and labels are not negative. "
+    if isinstance(fn, dist.BinomialLogits | dist.BinomialProbs):
+        return "There are more successes than trials. "
+    return "" if last is None else f"Labels count from 0 to {last} here. "
+
+
+def _last(support: Any) -> int | None:
+    if support is constraints.boolean:
+        return 1
+    bound = getattr(support, "upper_bound", None)
+    return None if bound is None else int(np.max(bound))
+
+
+def not_finite(target: Target, name: str, plate: str, bad: Any) -> ValueError:
+    """Rows whose density is not finite."""
+    rows = {p.name: jnp.zeros(1, int) for p in target.view.plates} | {plate: jnp.array([bad.first])}
+    site = _sites(target, rows)[name]
+    value = np.asarray(site["value"])
+    seen = f", where the observation is {value.ravel()[0]:.6g}" if value.size == 1 else ""
+    return ValueError(
+        f"The log density of site '{name}' ({_named(site['fn'])}) is not finite in"
+        f" {bad.number:,} of {_of_all(target, plate)}, wherever it was tried; the first is row"
+        f" {bad.first}{seen}. Look at what the model computes for that row: a division by zero, the"
+        f" logarithm of a number that is not positive, an infinite value. {_REMEDY}"
+    )
+
+
+def beyond_array(target: Target, indexed: IndexedArray, bad: Any) -> ValueError:
+    """An array that is indexed beyond its ends by some rows."""
+    arrays = named_arrays(target.view.model, target.args, target.kwargs)
+    names = {id(x): f"argument '{name}'" for name, x in arrays}
+    array, length, index = indexed
+    wrong = index[(index < 0) | (index >= length)]
+    return ValueError(
+        f"The model indexes {names.get(id(array), 'an array')} of shape {array.shape} with"
+        f" {int(wrong.ravel()[0])} in row {bad.first}, and beyond its ends in {bad.number:,} rows"
+        f" in all, where its indices go from 0 to {length - 1}: JAX takes another entry in silence."
+        " Let codes count from 0, one entry for each of them; for neighbours at an end write what"
+        " is meant, `jnp.clip(i + 1, 0, last)` or `(i - 1) % length`."
+    )
+
+
+def dependent_on_others(target: Target, name: str, plate: str) -> ValueError:
+    """A site in which what a row adds depends on the other rows of its minibatch."""
+    rows = target.view.first_rows()
+    site = _sites(target, rows)[name]
+    count = len(rows[plate])
+    fn, shape = site["fn"], jnp.shape(site["value"])
+    frames = {f.dim for f in site["cond_indep_stack"]}
+    batch = jnp.shape(log_density(site))
+    unexplained = [d for d in range(-len(batch), 0) if d not in frames]
+    begin = f"Site '{name}' in plate '{plate}': what a row adds to the log density"
+    if any(batch[d] == count > 1 for d in unexplained):
+        return ValueError(
+            f"Site '{name}' has the batch shape {batch} in plate '{plate}', whose"
+            f" minibatch has {count} rows: every observation would be compared with every row's"
+            f" parameters. Observations of shape {shape} were broadcast against parameters of shape"
+            f" {_own_shape(fn)}: give both the shape ({count},), `y[i, 0]` or"
+            " `y[i].squeeze(-1)`; or declare the dimension, `.to_event(1)` or a plate of its own."
+        )
+    if isinstance(without_wrappers(fn), dist.Unit):
+        return ValueError(
+            f"{begin} is a sum over the minibatch, which the plate counts once for each of its"
+            f" {count} rows: give `numpyro.factor('{name}', ...)` the vector of the rows' terms,"
+            f" shape ({count},), and not its sum."
+        )
+    if count in fn.event_shape:
+        return ValueError(
+            f"{begin} is that of all {count} rows, which the plate counts once for each: the rows"
+            f" are in its event shape {fn.event_shape}. Leave out `.to_event(...)` for the rows,"
+            " which the plate declares."
+        )
+    return ValueError(
+        f"{begin} changes when other rows of the minibatch are exchanged, or come in another order,"
+        " so that minibatches are biased: a mean, a softmax, a sum or a difference over the rows of"
+        " the minibatch, or batch normalisation. Compute it from all rows before,"
+        " `mean = X.mean(0)`, and pass it as an argument; normalise layers by their units"
+        " (`LayerNorm`), or rows by constants."
+    )
+
+
+def _own_shape(fn: Any) -> tuple[int, ...]:
+    return fn.base_dist.batch_shape if isinstance(fn, dist.ExpandedDistribution) else fn.batch_shape

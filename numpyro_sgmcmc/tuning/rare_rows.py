@@ -1,0 +1,321 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Rows that few minibatches have and that count much in those that do.
+
+In a plain minibatch of :math:`n` of :math:`N` rows each stands for :math:`w = N / n` of them. Where
+a direction of the posterior is known from a few rows only, from a group of four or from a feature
+that one row of a thousand has, most minibatches have none of these rows, and the others kick the
+chain: noise that is far from Gaussian, and no method corrects for more than its covariance.
+
+With the gradients :math:`a_i = L^\\top \\nabla \\ell_i` of the rows in the coordinates of the
+metric, less those at the anchor if there is a control variate, the noise of the gradient has in a
+direction :math:`u` the fourth cumulant :math:`Q(u) \\le \\sum_i (w_i^3 - w_i^2) (u \\cdot a_i)^4`.
+Where the potential is :math:`x^2 / 2`, the cumulants of order four of position and momentum of
+:math:`\\dot x = p`, :math:`\\dot p = -x - A p` + shots obey linear equations, from which a chain
+with friction :math:`A` and steps :math:`h` has draws of excess kurtosis
+
+.. math:: \\kappa = \\frac{h^3 Q}{4 A (4/3 + A^2)} ,
+
+and :math:`h^3 Q / 4` without momentum, while their variance is right. It no longer is where the
+potential is :math:`x^2 / 2 + c x^4 / 4`: since :math:`\\mathrm{E} [x \\, U'(x)] = 1` holds for any
+noise of the right covariance, the variance is off by :math:`c \\kappa`. The nonlinearity of
+:class:`~numpyro_sgmcmc.tuning.noise_level.NoiseLevel` is :math:`\\nu = 2.9 \\, c` here, so that
+standard deviations are wrong by about :math:`\\nu \\kappa / 6`.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+from jax.scipy.special import ndtri
+import numpy as np
+
+from numpyro_sgmcmc.data.importance import SamplingDesign, probabilities_of
+from numpyro_sgmcmc.data.strata import by_importance
+from numpyro_sgmcmc.gradients.estimators import PER_EXAMPLE_NUMBERS
+from numpyro_sgmcmc.target.handlers import Plate
+from numpyro_sgmcmc.target.metric import IdentityMetric, Metric
+from numpyro_sgmcmc.target.potential import of_all_rows, ravel
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.gaussian import Gaussian
+from numpyro_sgmcmc.tuning.strata import given_strata
+
+#: Pairs of opposite draws of the Gaussian at which rows are looked at, and how much wider than it
+#: they are spread: what is seen of a row at eight places is not to miss what it does at others.
+_PAIRS, _WIDTH = 8, 1.5
+
+#: Of so many rows, those that kick the hardest, the gradients are looked at one by one.
+_MOST_ROWS = 1_000
+
+#: Standard deviations that are wrong by more than this part are worth strata, and a warning if
+#: there cannot be any.
+_TOLERABLE, MUCH_ERROR = 0.02, 0.05
+
+
+class Importance(NamedTuple):
+    """
+    - **plain** - by plate, the root mean square :math:`|a_i|` of each row, shape (N,).
+    - **controlled** - the same with a control variate.
+    - **passes** - the cost in passes over the data.
+    """
+
+    plain: dict[str, np.ndarray]
+    controlled: dict[str, np.ndarray]
+    passes: float
+
+
+def find_importance(target: Target, rng_key: Array, gaussian: Gaussian) -> Importance:
+    """
+    How much noise each row makes in the coordinates of a Gaussian :math:`N(c, L L^\\top)`, from
+    what it adds to the log density, :math:`\\ell_i`, at pairs of opposite draws: with
+    :math:`\\ell_i^\\pm = \\ell_i(c \\pm L \\zeta)`,
+
+    .. math::
+
+        |a_i|^2 \\approx \\tfrac14 \\mathrm{E} (\\ell_i^+ - \\ell_i^-)^2, \\qquad
+        |a_i|^2 \\approx \\tfrac13 \\mathrm{E} (\\ell_i^+ + \\ell_i^- - 2 \\ell_i(c))^2
+
+    with plain minibatches and with a control variate, to leading order in :math:`\\zeta`.
+
+    :param target: the model with its data.
+    :param rng_key: a random key.
+    :param gaussian: an approximation of the posterior.
+    """
+
+    def run(target: Target, draws: Any) -> dict[str, tuple[Array, Array]]:
+        normal_key, rows_key, model_key = random.split(rng_key, 3)
+        normal = _WIDTH * _spread_normal(normal_key, draws.center)
+        points = jnp.concatenate([jnp.zeros_like(normal[:1]), normal, -normal])
+        points = jax.vmap(draws.values)(points)
+        potential, others = target.potential(IdentityMetric()), target.rows(rows_key)
+
+        def of_rows(plate: Plate, rows: Array) -> tuple[Array, Array]:
+            share = rows.shape[0] / (plate.size * target.parts)
+
+            def terms(point: Array) -> Array:
+                values, batch = target.unravel(point), {**others, plate.name: rows}
+                return share * potential.with_row_terms(values, batch, model_key)[1][plate.name]
+
+            found = lax.map(terms, points)
+            center, above, below = found[0], found[1 : _PAIRS + 1], found[_PAIRS + 1 :]
+            odd = (above - below) / (2 * _WIDTH)
+            even = (above + below - 2 * center) / (3**0.5 * _WIDTH**2)
+            return _mean_square(odd), _mean_square(even)
+
+        plates = target.view.plates
+        return {plate.name: of_all_rows(partial(of_rows, plate), plate) for plate in plates}
+
+    found = target.compiled(run)(gaussian.metric)
+    plain, controlled = (
+        {name: np.sqrt(np.asarray(squares[k])) for name, squares in found.items()} for k in (0, 1)
+    )
+    # the potential alone costs less than half of a gradient
+    return Importance(plain, controlled, (1 + 2 * _PAIRS) / 2)
+
+
+def _mean_square(found: Array) -> Array:
+    """Over the first axis, of what is finite."""
+    return jnp.mean(jnp.where(jnp.isfinite(found), found, 0.0) ** 2, axis=0)
+
+
+def _spread_normal(rng_key: Array, like: Array) -> Array:
+    """
+    Normal vectors, shape (8, d): each coordinate has in them every eighth of its law, with random
+    signs (McKay, Beckman and Conover, 1979), so that none is seen near its centre alone.
+    """
+    place_key, sign_key = random.split(rng_key)
+    shape = (_PAIRS, *like.shape)
+    places = jnp.broadcast_to(jnp.arange(_PAIRS)[:, None], shape)
+    places = random.permutation(place_key, places, axis=0, independent=True)
+    sizes = ndtri(0.5 + (places + 0.5) / (2 * _PAIRS))
+    return random.rademacher(sign_key, shape, like.dtype) * sizes.astype(like.dtype)
+
+
+def fourth_cumulant(
+    target: Target,
+    rng_key: Array,
+    gaussian: Gaussian,
+    metric: Metric,
+    controlled: bool,
+    importance: dict[str, np.ndarray],
+    weights: dict[str, np.ndarray],
+) -> float:
+    """
+    The largest fourth cumulant of the gradient's noise in the coordinates of a metric, the mean
+    over draws of the Gaussian: in the directions of the gradients of the rows that kick the
+    hardest, at most 1,000 of them,
+
+    .. math:: \\max_k \\mathrm{E} \\sum_i (w_i^3 - w_i^2) \\frac{(a_k \\cdot a_i)^4}{|a_k|^4} .
+
+    :param target: the model with its data.
+    :param rng_key: a random key.
+    :param gaussian: an approximation of the posterior.
+    :param metric: the metric of the sampler.
+    :param bool controlled: whether there is a control variate.
+    :param importance: by plate, :math:`|a_i|` of each row.
+    :param weights: by plate, the weight :math:`w_i` of each row in a minibatch that has it.
+    """
+    options = target, rng_key, gaussian, metric, controlled
+    return max(
+        _fourth_cumulant_of(*options, plate, importance[plate.name], weights[plate.name])
+        for plate in target.view.plates
+    )
+
+
+def _fourth_cumulant_of(
+    target: Target,
+    rng_key: Array,
+    gaussian: Gaussian,
+    metric: Metric,
+    controlled: bool,
+    plate: Plate,
+    importance: np.ndarray,
+    weights: np.ndarray,
+) -> float:
+    """That of the rows of one plate."""
+    most = max(1, min(_MOST_ROWS, plate.size, PER_EXAMPLE_NUMBERS // target.view.dimension))
+    hardest = np.argpartition(-weights * importance, most - 1)[:most]
+
+    def run(target: Target, draws: Any, metric: Metric, rows: Array, w: Array) -> Array:
+        normal_key, rows_key, model_key = random.split(rng_key, 3)
+        normal = _spread_normal(normal_key, draws.center)
+        potential, others = target.potential(IdentityMetric()), target.rows(rows_key)
+
+        def gradient(point: Array, row: Array) -> Array:
+            def term(values: Any) -> Array:
+                batch = {**others, plate.name: row[None]}
+                return potential.with_row_terms(values, batch, model_key)[1][plate.name][0]
+
+            slope = jax.grad(term)(target.unravel(point))
+            return metric.pullback(ravel(slope)) / (plate.size * target.parts)
+
+        of_rows = jax.vmap(gradient, (None, 0))
+        center = of_rows(draws.center, rows) if controlled else 0.0
+
+        def seen(total: Array, point: Array) -> tuple[Array, None]:
+            a = of_rows(point, rows) - center
+            products = a @ a.T
+            lengths = jnp.sqrt(jnp.maximum(jnp.diag(products), jnp.finfo(a.dtype).tiny))
+            along = products / lengths
+            along = jnp.where(jnp.isfinite(along), along, 0.0)
+            return total + (w**3 - w**2) @ along**4, None
+
+        points = jax.vmap(draws.values)(jnp.concatenate([normal, -normal]))
+        total, _ = lax.scan(seen, jnp.zeros_like(w), points)
+        return jnp.max(total) / len(points)
+
+    rows = jnp.asarray(hardest, jnp.int32)
+    w = jnp.asarray(weights[hardest], gaussian.metric.center.dtype)
+    return float(target.compiled(run)(gaussian.metric, metric, rows, w))
+
+
+class RareRows(NamedTuple):
+    """
+    - **strata** - of the rows by plate, or their probabilities, where rows are not drawn alike.
+    - **fourth_cumulant** - :math:`Q` in the worst direction, or a bound that is small enough.
+    - **passes** - the cost in passes over the data.
+    """
+
+    strata: dict[str, SamplingDesign] = {}
+    fourth_cumulant: float = 0.0
+    passes: float = 0.0
+
+
+def find_rare_rows(
+    target: Target,
+    rng_key: Array,
+    gaussian: Gaussian,
+    metric: Metric,
+    controlled: bool,
+    strata: Any,
+    error: Callable[[float], float],
+) -> RareRows:
+    """
+    Looks for rows that few minibatches have, and for strata of which minibatches have enough; or
+    for probabilities, where rows are drawn by importance.
+
+    :param target: the model with its data.
+    :param rng_key: a random key.
+    :param gaussian: an approximation of the posterior.
+    :param metric: the metric of the sampler.
+    :param bool controlled: whether there is a control variate.
+    :param strata: those that were given, ``"auto"`` to have them made where plain minibatches make
+        standard deviations wrong by 2 %, or None.
+    :param error: from a fourth cumulant of the noise to the error of the standard deviations.
+    """
+    key, others = random.split(rng_key)
+    found = find_importance(target, key, gaussian)
+    importance = found.controlled if controlled else found.plain
+
+    def cumulant(strata: Mapping[str, SamplingDesign]) -> float:
+        weights = {
+            plate.name: strata[plate.name].row_weights
+            if plate.name in strata
+            else np.full(plate.size, plate.size / plate.subsample_size)
+            for plate in target.view.plates
+        }
+        bound = max(
+            float(np.max(weights[name] * r) ** 2 * np.sum(weights[name] * r**2))
+            for name, r in importance.items()
+        )
+        if error(bound) < _TOLERABLE:
+            return bound
+        return fourth_cumulant(target, others, gaussian, metric, controlled, importance, weights)
+
+    chosen: dict[str, SamplingDesign] = {**given_strata(strata, target, importance)}
+    if target.scheme.by_importance:
+        chosen = _by_importance(target, importance)
+    largest = cumulant(chosen)
+    if isinstance(strata, str) and error(largest) > _TOLERABLE:
+        chosen = _by_importance(target, importance)
+        largest = cumulant(chosen)
+    return RareRows(chosen, largest, found.passes)
+
+
+def strata_by_importance(
+    target: Target, rng_key: Array, gaussian: Gaussian, controlled: bool
+) -> dict[str, SamplingDesign]:
+    """
+    The strata of like rows, or their probabilities, in any case. Parameters are those of
+    :func:`find_rare_rows`.
+    """
+    found = find_importance(target, rng_key, gaussian)
+    return _by_importance(target, found.controlled if controlled else found.plain)
+
+
+def _by_importance(target: Target, importance: dict[str, np.ndarray]) -> dict[str, SamplingDesign]:
+    made = probabilities_of if target.scheme.by_importance else by_importance
+    return {
+        plate.name: made(importance[plate.name], plate.subsample_size)
+        for plate in target.view.plates
+        if target.factors[plate.name] > 0
+    }
+
+
+def error_of(
+    fourth_cumulant: float, nonlinearity: float, step_size: float, friction: float | None
+) -> float:
+    """
+    The relative error of standard deviations in the worst direction, :math:`\\nu \\kappa / 6`, as
+    far as it is of first order.
+
+    :param float fourth_cumulant: :math:`Q`.
+    :param float nonlinearity: :math:`\\nu`; no more than 1 is made of it.
+    :param float step_size: :math:`h`.
+    :param float friction: :math:`A`, or None for methods without momentum.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> from numpyro_sgmcmc.tuning.rare_rows import error_of
+        >>> print(f"{error_of(5e4, nonlinearity=0.5, step_size=0.1, friction=2.5):.2f}")
+        0.05
+    """
+    damping = 1.0 if friction is None else friction * (4 / 3 + friction**2)
+    return min(nonlinearity, 1.0) * step_size**3 * fourth_cumulant / (4 * damping) / 6

@@ -1,0 +1,104 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Strata from the user, checked, and for a model."""
+
+from typing import Any
+
+import numpy as np
+
+from numpyro_sgmcmc.data.importance import SamplingDesign
+from numpyro_sgmcmc.data.strata import Strata, by_labels
+from numpyro_sgmcmc.target.target import Target
+
+#: The scheme of subsampling that draws rows within strata too.
+STRATIFIED = "without_replacement"
+
+
+def checked_strata(strata: Any, subsampling: str) -> Any:
+    """
+    Strata by plate, those of the only one under the name None; ``"auto"`` and None as they are.
+
+    :raises ValueError: if they are not whole numbers, or rows are not drawn within strata.
+    """
+    if strata is None or isinstance(strata, str):
+        if strata not in (None, "auto"):
+            raise ValueError(
+                "`strata` must be an array with the number of the stratum of each row, a dictionary"
+                f" of arrays by plate, 'auto' or None; got {strata!r}."
+            )
+        return strata
+    if subsampling != STRATIFIED:
+        raise ValueError(
+            f"`strata` are drawn from without replacement, but subsampling={subsampling!r}: use"
+            f" subsampling={STRATIFIED!r}, or leave `strata` out."
+        )
+    checked = {}
+    for plate, labels in (strata if isinstance(strata, dict) else {None: strata}).items():
+        where = "`strata`" if plate is None else f"`strata[{plate!r}]`"
+        array = np.asarray(labels)
+        if array.ndim != 1 or array.dtype.kind not in "biu":
+            raise ValueError(
+                f"{where} must be a vector with the number of the stratum of each row, whole"
+                f" numbers; got {array.dtype} of shape {array.shape}. Number categories with"
+                " `numpy.unique(labels, return_inverse=True)[1]`."
+            )
+        if array.size and array.min() < 0:
+            row = int(np.argmin(array))
+            raise ValueError(
+                f"{where} has the stratum {array[row]} at row {row}: numbers of strata are 0 or"
+                " more, and every row has one."
+            )
+        checked[plate] = array.astype(np.int32)
+    return checked
+
+
+def are_strata_of(target: Target, strata: dict[str, SamplingDesign]) -> bool:
+    """Whether the plates have as many rows and minibatches as large as these are for."""
+    sizes = {plate.name: (plate.size, plate.subsample_size) for plate in target.view.plates}
+    return all(
+        sizes.get(name) == (found.allocation.size, found.allocation.batch_size)
+        for name, found in strata.items()
+    )
+
+
+def given_strata(
+    strata: Any, target: Target, importance: dict[str, np.ndarray] | None = None
+) -> dict[str, Strata]:
+    """
+    The strata that were given, for a model; none of ``"auto"`` and None.
+
+    :param importance: of the rows of each plate, where it is known.
+    :raises ValueError: if they do not fit the model.
+    """
+    if strata is None or isinstance(strata, str):
+        return {}
+    plates = {plate.name: plate for plate in target.view.plates}
+    names = ", ".join(f"'{name}'" for name in plates) or "none"
+    if None in strata and len(plates) != 1:
+        raise ValueError(
+            f"`strata` is one array, but the plates with a `subsample_size` are {names}: give a"
+            " dictionary of arrays by the name of the plate."
+        )
+    if target.shards is not None:
+        raise ValueError(
+            "`strata` cannot be used with rows that are spread over devices, each of which draws"
+            " from its own rows: leave `strata` out, or sample on one device."
+        )
+    found = {}
+    for key, labels in strata.items():
+        if key is not None and key not in plates:
+            raise ValueError(
+                f"`strata` has an entry for '{key}', which is no plate with a `subsample_size`;"
+                f" those are {names}."
+            )
+        plate = next(iter(plates.values())) if key is None else plates[key]
+        if len(labels) != plate.size:
+            raise ValueError(
+                f"`strata` has {len(labels):,} entries for plate '{plate.name}', which has"
+                f" {plate.size:,} rows: give the number of the stratum of each row."
+            )
+        known = None if importance is None else importance[plate.name]
+        where = f"Plate '{plate.name}'"
+        found[plate.name] = by_labels(labels, plate.subsample_size, known, where)
+    return found
