@@ -21,7 +21,15 @@ import sys
 from measure import machine
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("benchmarks", "diagnostics", "rows_on_disk", "many_devices", "internet_scale")
+PAGES = (
+    "benchmarks",
+    "diagnostics",
+    "rows_on_disk",
+    "many_devices",
+    "internet_scale",
+    "numpyro_examples",
+    "rare_rows",
+)
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
 #: The command of each part; a word in braces is an option of this script.
@@ -43,9 +51,11 @@ PARTS = {
     "kills": "benchmarks/long_runs.py --only kills",
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",
+    "numpyro_examples": "benchmarks/numpyro_examples.py",
     "suite": "benchmarks/suite.py --data {data} --cache {cache}",
     "pictures": "benchmarks/pictures.py --folder docs",
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",
+    "strata": "benchmarks/strata.py",
     "noise_estimates": "benchmarks/noise_estimates.py",
     "anisotropic_noise": "benchmarks/anisotropic_noise.py --picture docs/anisotropic_noise.png",
     "devices": "benchmarks/devices.py",

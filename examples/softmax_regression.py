@@ -5,8 +5,9 @@
 Bayesian softmax regression by minibatches and by NUTS on all data, side by side in ArviZ.
 
 Without arguments it classifies the handwritten digits that come with scikit-learn. With
-``--data`` it reads your own file: a CSV with a header, or an .npz with the arrays ``x`` and
-``y`` (or ``X`` and ``y``, or ``features`` and ``labels``). ``make demo DATA=path`` does that.
+``--data`` it reads your own file: a table as text, its cells divided by commas, semicolons, tabs
+or spaces, with a header or without; or an .npz with the arrays ``x`` and ``y``.
+``make demo DATA=path`` does that.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import warnings
 warnings.filterwarnings("ignore", category=FutureWarning)  # ArviZ 0.23 announces ArviZ 1.0
 
 import arviz as az
+from features_and_labels import Data, UnusableFile, read
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -53,46 +55,21 @@ def model(x, y=None, classes=10, batch_size=100):
 
 
 def load(path, label):
-    """Features, labels as 0, 1, ..., and the names of both."""
-    if path is None:
-        from sklearn.datasets import load_digits
+    """The user's file, or the digits."""
+    if path is not None:
+        return read(path, label)
+    from sklearn.datasets import load_digits
 
-        digits = load_digits()
-        return digits.data, digits.target, list(digits.feature_names), list(range(10))
-    path = Path(path)
-    if not path.is_file():
-        raise SystemExit(f"There is no file {path}.")
-    if path.suffix == ".npz":
-        arrays = np.load(path, allow_pickle=False)
-        for x_name, y_name in (("x", "y"), ("X", "y"), ("features", "labels")):
-            if x_name in arrays and y_name in arrays:
-                x, y = arrays[x_name], arrays[y_name]
-                break
-        else:
-            raise SystemExit(f"{path} has the arrays {arrays.files}; it needs x and y.")
-        names = [f"x{k}" for k in range(np.reshape(x, (len(x), -1)).shape[1])]
-    else:
-        table = pd.read_csv(path)
-        label = label or next(
-            (k for k in ("label", "target", "class", "y") if k in table), table.columns[-1]
-        )
-        if label not in table:
-            raise SystemExit(f"{path} has no column {label!r}; it has {list(table.columns)}.")
-        x, y = table.drop(columns=label), table[label]
-        words = [k for k in x if not pd.api.types.is_numeric_dtype(x[k])]
-        if words:
-            raise SystemExit(f"Columns {words} of {path} are not numbers; encode or drop them.")
-        names = list(x.columns)
-    x = np.reshape(np.asarray(x, float), (len(x), -1))
-    classes, y = np.unique(np.asarray(y), return_inverse=True)
-    if len(x) != len(y):
-        raise SystemExit(f"{path} has {len(x)} rows of features but {len(y)} labels.")
-    if len(classes) > 100:
-        raise SystemExit(
-            f"The label has {len(classes)} different values: that is a regression. Name a column"
-            " of classes with --label."
-        )
-    return x, y, names, [str(c) for c in classes]
+    digits = load_digits()
+    names, classes = list(digits.feature_names), [str(k) for k in range(10)]
+    return Data(digits.data, digits.target, names, classes, "handwritten digits")
+
+
+def standardised(x, train):
+    """Features of mean 0 and equal variance in the rows to learn from, together of about 10."""
+    # rounding errors give columns of equal numbers a small standard deviation
+    scale = np.where(np.ptp(x[train], axis=0) > 0, x[train].std(0), 1)
+    return (x - x[train].mean(0)) / scale / np.sqrt(x.shape[1] / 10)
 
 
 def held_out_scores(draws, x, y, classes):
@@ -171,19 +148,22 @@ def draw_pictures(ours, reference, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", help="a .csv or .npz file of features and a label")
-    parser.add_argument("--label", help="name of the label's column in a CSV")
+    parser.add_argument("--data", help="a table as text, or an .npz, of features and a label")
+    parser.add_argument("--label", help="name of the label's column in a table")
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--skip-nuts", action="store_true")
     parser.add_argument("--pictures", type=Path, default=Path("pictures"))
     options = parser.parse_args()
 
-    x, y, features, classes = load(options.data, options.label)
+    try:
+        x, y, features, classes, seen = load(options.data, options.label)
+    except UnusableFile as error:
+        parser.exit(2, f"{error}\n")
+    print(f"{options.data or 'scikit-learn'}: {seen}")
     order = np.random.default_rng(0).permutation(len(y))
     held_out = order[: len(y) // 5]
     train = order[len(y) // 5 :]
-    scale = x[train].std(0)
-    x = (x - x[train].mean(0)) / np.where(scale > 0, scale, 1) / np.sqrt(x.shape[1] / 10)
+    x = standardised(x, train)
     args = jnp.asarray(x[train], jnp.float32), jnp.asarray(y[train])
     test = jnp.asarray(x[held_out], jnp.float32), jnp.asarray(y[held_out])
     print(
