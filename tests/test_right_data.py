@@ -4,6 +4,7 @@
 """What was found for one model and its data is not used for others; a run does not wear out."""
 
 from concurrent.futures import ThreadPoolExecutor
+import traceback
 import warnings
 
 from jax import random
@@ -16,6 +17,7 @@ import optax
 import pytest
 
 from numpyro_sgmcmc import SGLD, LongRun
+from numpyro_sgmcmc.target.model_exceptions import one_at_a_time
 
 N = 500
 Y = 1 + np.random.default_rng(0).standard_normal(N).astype(np.float32)
@@ -26,6 +28,23 @@ def normal(y):
     mu = numpyro.sample("mu", dist.Normal(0, 10))
     with numpyro.plate("rows", y.shape[0], subsample_size=50) as i:
         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+
+UNSEEN_BY_THE_LOCK = []
+
+
+def watched(y):
+    """The same model, which notes where another thread could come between."""
+
+    def can_be_taken():
+        if taken := one_at_a_time.acquire(blocking=False):
+            one_at_a_time.release()
+        return taken
+
+    with ThreadPoolExecutor(1) as pool:
+        if pool.submit(can_be_taken).result():
+            UNSEEN_BY_THE_LOCK.append("".join(traceback.format_stack()))
+    normal(y)
 
 
 def student(y):
@@ -63,10 +82,15 @@ def mean_of(mcmc):
 
 @pytest.fixture(scope="module")
 def tuned():
-    kernel = controlled(normal)
+    kernel = controlled(watched)
     mcmc = chain(kernel)
     mcmc.run(random.key(0), Y)
     return kernel, mcmc
+
+
+def test_models_take_turns(tuned):
+    """NumPyro has one stack of handlers for all threads."""
+    assert not UNSEEN_BY_THE_LOCK, UNSEEN_BY_THE_LOCK[0]
 
 
 def test_the_tuning_of_another_model(tuned):

@@ -116,7 +116,7 @@ def test_what_is_found(tuning, nuts):
     factor = np.asarray(tuning.metric.factor, float)
     relative = np.linalg.eigvals(np.linalg.solve(covariance, factor @ factor.T)).real
     assert np.all((relative > 0.6) & (relative < 1.6))
-    assert set(tuning.passes) == {"centre", "metric", "noise", "pilot"}
+    assert set(tuning.passes) == {"centre", "metric", "noise", "rare rows", "pilot"}
     assert "control variate" in str(tuning) and "passes over the data" in str(tuning)
 
 

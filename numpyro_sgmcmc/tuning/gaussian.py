@@ -25,6 +25,7 @@ from numpyro_sgmcmc.target.metric import (
     from_covariance,
 )
 from numpyro_sgmcmc.target.model import with_rows
+from numpyro_sgmcmc.target.model_exceptions import one_at_a_time
 from numpyro_sgmcmc.target.potential import Rows, full_data_gradient, over_all_data
 from numpyro_sgmcmc.target.target import Target
 
@@ -100,9 +101,10 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
                 rows = target.rows(rows_key, i)
                 return svi.update(state, rows, *target.args, **target.kwargs)
 
-            state = svi.init(init_key, target.rows(rows_key), *target.args, **target.kwargs)
-            state, losses = lax.scan(step, state, jnp.arange(_CENTER_STEPS))
-            posterior = guide.get_posterior(svi.get_params(state))
+            with one_at_a_time:
+                state = svi.init(init_key, target.rows(rows_key), *target.args, **target.kwargs)
+                state, losses = lax.scan(step, state, jnp.arange(_CENTER_STEPS))
+                posterior = guide.get_posterior(svi.get_params(state))
             loss = target.mean(losses[-_CENTER_STEPS // 10 :].mean())
             return posterior.loc, posterior.scale, loss
 
