@@ -17,6 +17,8 @@ from numpyro_sgmcmc.gradients.covariance import (
 )
 from numpyro_sgmcmc.kernels.integrators import phi
 
+COMPILE_QUICKLY = True
+
 D = 12
 RNG = np.random.default_rng(0)
 SAMPLES = jnp.asarray(RNG.standard_normal((30, D)) * np.linspace(0.1, 1.0, D), jnp.float32)

@@ -37,6 +37,8 @@ from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
+COMPILE_QUICKLY = True
+
 pytestmark = pytest.mark.filterwarnings("ignore:After .* samples. The draws do not have the law")
 
 

@@ -26,6 +26,8 @@ from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.potential import ravel
 from numpyro_sgmcmc.target.target import Target
 
+COMPILE_QUICKLY = True
+
 SIZES = {"rows": 60, "columns": 40}
 BATCHES = {"rows": 20, "columns": 12}
 DATA = {

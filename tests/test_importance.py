@@ -26,6 +26,8 @@ from numpyro_sgmcmc.gradients.estimators import minibatch_gradient, sub_batch_gr
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.potential import full_data_gradient
 
+COMPILE_QUICKLY = True
+
 RNG = np.random.default_rng(0)
 TICKETS = 2**32
 
@@ -173,6 +175,7 @@ def sgld_variance(x, found, h):
     return (h**2 * variance_of_b + 2 * h) / (2 * h - h**2 * (1 + variance_of_s)), variance_of_b
 
 
+@pytest.mark.slow
 def test_law(uneven):
     """SGLD has the variance that its noise makes, and CCAdL that of the posterior."""
     x, h = uneven, 0.5
@@ -198,6 +201,7 @@ def test_forgotten_weights_are_noticed(uneven, monkeypatch):
 # --- with a kernel
 
 
+@pytest.mark.nightly
 def test_kept_with_the_kernel(uneven):
     """In texts, records, copies and pickles, made anew for other data, refused for others."""
     kernel = kernel_of(CCAdL)
@@ -231,6 +235,7 @@ def test_all_rows(uneven):
     again.run(random.key(0), uneven, 1.0 / N, N)
 
 
+@pytest.mark.nightly
 def test_several_plates(uneven):
     """Each has probabilities of its own."""
 
@@ -249,6 +254,7 @@ def test_several_plates(uneven):
     assert all(len(one.weights) == one.allocation.size for one in found.values())
 
 
+@pytest.mark.nightly
 def test_rows_from_disk(uneven, tmp_path):
     np.save(tmp_path / "x.npy", uneven)
     draws = []

@@ -39,7 +39,10 @@ each_state = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.nightly if n in ALIKE else ()) for n in KERNELS]
 )
 #: One of each kind, for what the base class does alike for all.
-few_kernels = pytest.mark.parametrize("name", ["SGLD epochs", "SGHMC estimated", "CCAdL"])
+few_kernels = pytest.mark.parametrize(
+    "name",
+    ["SGLD epochs", pytest.param("SGHMC estimated", marks=pytest.mark.nightly), "CCAdL"],
+)
 HERE = Path(__file__).parent
 COMPILE_QUICKLY = True
 
@@ -133,7 +136,11 @@ def test_eight_devices():
 
 @pytest.mark.parametrize(
     ("name", "chains"),
-    [("SGLD", 1), ("SGHMC estimated", 1), ("CCAdL", 1), ("SGLD", 2), ("CCAdL", 2)],
+    [("CCAdL", 1), ("SGLD", 2)]
+    + [
+        pytest.param(*x, marks=pytest.mark.nightly)
+        for x in (("SGLD", 1), ("SGHMC estimated", 1), ("CCAdL", 2))
+    ],
 )
 def test_progress_bar_changes_nothing(name, chains, progress_bar, capsys):
     options = {"num_chains": chains, "chain_method": "vectorized"}

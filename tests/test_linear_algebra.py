@@ -25,6 +25,8 @@ from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
+COMPILE_QUICKLY = True
+
 A = random.normal(random.key(0), (20, 3, 3))
 A = A @ A.mT + jnp.eye(3)
 Y = random.normal(random.key(1), (20, 3))

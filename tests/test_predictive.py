@@ -300,7 +300,7 @@ PICTURES = (
         ("numbers", "plot_loo_pit", {"y": "y"}),
         ("numbers", "plot_loo_pit", {"y": "y", "ecdf": True}),
         ("numbers", "plot_bpv", {"kind": "u_value"}),
-        ("events", "plot_separation", {"y": "y"}),
+        pytest.param("events", "plot_separation", {"y": "y"}, marks=pytest.mark.nightly),
         ("numbers", "plot_ppc", {"num_pp_samples": 20}),
     ]
     if FIRST_GENERATION

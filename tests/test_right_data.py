@@ -19,6 +19,8 @@ import pytest
 from numpyro_sgmcmc import SGLD, LongRun
 from numpyro_sgmcmc.target.model_exceptions import one_at_a_time
 
+COMPILE_QUICKLY = True
+
 N = 500
 Y = 1 + np.random.default_rng(0).standard_normal(N).astype(np.float32)
 CHANGED = np.where(np.arange(N) == 377, 500, Y).astype(np.float32)

@@ -21,6 +21,8 @@ from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.row_checks import check_rows
 from numpyro_sgmcmc.target.target import Target
 
+COMPILE_QUICKLY = True
+
 N = 400
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((N, 3)).astype(np.float32)

@@ -31,6 +31,8 @@ from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.rare_rows import error_of, find_importance, fourth_cumulant
 
+COMPILE_QUICKLY = True
+
 RNG = np.random.default_rng(0)
 SMALL = 11
 X = np.exp(RNG.standard_normal((SMALL, 3))).astype(np.float32)

@@ -19,6 +19,8 @@ from numpyro_sgmcmc.data.subsampling import (
     without_replacement,
 )
 
+COMPILE_QUICKLY = True
+
 
 def draws(scheme, size, batch_size, steps, key=0):
     draw = jax.vmap(lambda k: scheme(random.key(key), k, size, batch_size))

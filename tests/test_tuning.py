@@ -575,7 +575,7 @@ def test_rounding_errors_of_the_gradient():
     assert spacing / 24**0.5 <= found.rounding <= 1.001 * spacing / 6**0.5
 
 
-@pytest.mark.parametrize("offset", [0.0, 2.0**22])
+@pytest.mark.parametrize("offset", [pytest.param(0.0, marks=pytest.mark.nightly), 2.0**22])
 def test_warns_of_rounding(offset):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -586,7 +586,9 @@ def test_warns_of_rounding(offset):
     assert ("rounded off" in (tuning.problem or "")) == ("rounding errors" in str(tuning)) == warned
 
 
-@pytest.mark.parametrize("kernel", [CCAdL, SGHMC, SGLD])
+@pytest.mark.parametrize(
+    "kernel", [CCAdL] + [pytest.param(k, marks=pytest.mark.nightly) for k in (SGHMC, SGLD)]
+)
 def test_no_noise_at_all(kernel):
     """All rows in every minibatch or, for methods that allow it, no minibatches."""
 
@@ -642,8 +644,8 @@ def test_too_many_parameters_for_a_matrix():
     # three quarters less at each halving; too wide whatever the step size; all is well
     [
         (lambda h: 1 + 0.5 * h**2, [1, 0.5, 0.25]),
-        (lambda h: 1.2, [1, 0.5, 0.25]),
-        (lambda h: 1, [1]),
+        pytest.param(lambda h: 1.2, [1, 0.5, 0.25], marks=pytest.mark.nightly),
+        pytest.param(lambda h: 1, [1], marks=pytest.mark.nightly),
     ],
 )
 def test_halvings_of_the_step_size(temperature, expected):

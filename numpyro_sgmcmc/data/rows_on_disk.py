@@ -91,7 +91,7 @@ class RowsOnDisk(IndexedByRows):
         >>> import jax, numpy as np, tempfile
         >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import MCMC
-        >>> from numpyro_sgmcmc import CCAdL, RowsOnDisk
+        >>> from numpyro_sgmcmc import SGLD, RowsOnDisk
 
         >>> def model(y):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -100,7 +100,7 @@ class RowsOnDisk(IndexedByRows):
 
         >>> path = f"{tempfile.mkdtemp()}/y.npy"
         >>> np.save(path, 3 + np.random.default_rng(0).standard_normal(100_000, np.float32))
-        >>> kernel = CCAdL(model, subsampling="blocks")
+        >>> kernel = SGLD(model, step_size=1e-6, subsampling="blocks")
         >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=500, progress_bar=False)
         >>> mcmc.run(jax.random.key(0), RowsOnDisk(path))
         >>> print(f"{mcmc.get_samples()['mu'].mean():.2f}")

@@ -14,6 +14,7 @@ without gradients, and refused with the row and the likely cause (:mod:`.row_err
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -35,8 +36,9 @@ from numpyro_sgmcmc.target.row_errors import (
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.target.watched_indices import IndexedArray, watched
 
-#: So many rows are looked at together, and so few where a row may depend on others.
-_CHUNK, _FEW = 16_384, 16
+#: So many rows are looked at together, and so few where a row may depend on others; all of them in
+#: such few where these are no more, to compile one program instead of two.
+_CHUNK, _FEW, _QUICKLY_SEEN = 16_384, 16, 1_024
 
 #: A term that changes by more than this part of its size, and of that of others, is not rounded;
 #: where so many of the terms do, it is no accident of a few rows.
@@ -158,15 +160,17 @@ class _Look:
         self.target, self.plates = target, target.view.plates
         self.sizes = {plate.name: plate.size * target.parts for plate in self.plates}
         self.program = compiled("rows", seen_of, target, outputs=PartitionSpec(ROWS))
-        most = int(_CHUNK ** (1 / max(1, len(self.plates))))
-        self.many, seen = self._working(most)
+        is_small = math.prod(plate.size for plate in self.plates) <= _QUICKLY_SEEN
+        self.many, seen = self._working(_FEW if is_small else _CHUNK)
         self.densities = {name: float(x.sum()) for name, x in seen.densities.items()}
         sites = [site for site, _ in seen.terms]
         self.are_nested = len(sites) > len(set(sites))
 
-    def _working(self, most: int, all_but: int = 0) -> tuple[dict[str, int], Seen]:
+    def _working(self, most: int) -> tuple[dict[str, int], Seen]:
         """Numbers of rows that the model can be evaluated on, and what is seen of the first."""
-        lengths = {plate.name: max(1, min(plate.size - all_but, most)) for plate in self.plates}
+        each = int(most ** (1 / max(1, len(self.plates))))
+        # of all rows `numpyro.subsample` would give them in their own order
+        lengths = {plate.name: max(1, min(plate.size - 1, each)) for plate in self.plates}
         z = unremarkable_values(self.target.view)
         try:
             return lengths, self.at(z, _first(lengths))
@@ -264,8 +268,7 @@ class _Look:
         Where what a row adds changes when every other row of its minibatch is exchanged for one and
         the same, or when the rows come in another order.
         """
-        # of all rows `numpyro.subsample` would give them in their own order
-        lengths, _ = self._working(_FEW, all_but=1)
+        lengths, _ = self._working(_FEW)
         first = _first(lengths)
         # values at which densities are finite, and others matter
         for scale in (1.0, 0.01):
