@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from numpyro_sgmcmc.data.rows_on_disk import failure_of
 from numpyro_sgmcmc.data.sharding import ROWS
 from numpyro_sgmcmc.target.model import Values, log_density, unremarkable_values
 from numpyro_sgmcmc.target.row_errors import (
@@ -181,7 +182,13 @@ class _Look:
 
     def at(self, z: Values, rows: dict[str, Array], key: int = 0) -> Seen:
         """What is seen of the rows, by all devices one after the other."""
-        seen = self.program(z, rows, random.key(key))
+        try:
+            seen = self.program(z, rows, random.key(key))
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            # which of the two depends on whether the program has run before
+            if unreadable := failure_of((self.target.args, self.target.kwargs), error):
+                raise unreadable from None
+            raise
         leaves, tree = jax.tree.flatten(seen)
         here = [x if x.is_fully_addressable else process_allgather(x, tiled=True) for x in leaves]
         return jax.tree.unflatten(tree, [np.asarray(x) for x in here])
