@@ -33,10 +33,10 @@ _CENTER_STARTS, _CENTER_STEPS, _LEARNING_RATE = 6, 2_000, 0.05
 
 #: A mode matters if its potential is less than this above that of the best, and is another one
 #: if there is this much more on the way.
-_FAR_ABOVE, _BARRIER = 10.0, 5.0
+FAR_ABOVE, _BARRIER = 10.0, 5.0
 
 #: Draws of the Gaussian, in pairs of opposite sign, and rows for each parameter of its Hessian.
-_DRAWS, _ROWS_FOR_EACH = 8, 40
+DRAWS, _ROWS_FOR_EACH = 8, 40
 _NEWTON_STEPS = 20
 
 _POWER_STEPS = 20
@@ -124,7 +124,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
             " `friction` yourself."
         )
     passes = _CENTER_STARTS * (_CENTER_STEPS * target.minibatch_share + 5)
-    several = _are_modes(np.asarray(energies))
+    several = bool(are_modes(np.asarray(energies)).any())
     return Gaussian(DiagonalMetric(center, scale), passes, multimodal=several)
 
 
@@ -142,11 +142,11 @@ def _energies_between(target: Target, centers: Array, best: Array) -> Array:
     return lax.map(at, points.reshape(-1, points.shape[-1])).reshape(5, -1)
 
 
-def _are_modes(energies: np.ndarray) -> bool:
-    """Whether one of the other centres is as good as the best one, with a barrier between."""
+def are_modes(energies: np.ndarray) -> np.ndarray:
+    """Which of the other centres are as good as the first one, with a barrier between."""
     higher = energies[-1] - energies[0]
     barrier = energies[1:-1].max(axis=0) - np.maximum(energies[0], energies[-1])
-    return bool(np.any((higher < _FAR_ABOVE) & (barrier > _BARRIER)))
+    return (higher < FAR_ABOVE) & (barrier > _BARRIER)
 
 
 def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
@@ -180,18 +180,16 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     1. *The Variational Gaussian Approximation Revisited*, Manfred Opper and
        Cedric Archambeau (2009).
     """
-    assert isinstance(start.metric, DiagonalMetric)
     view = target.view
     dimension, dtype = view.dimension, start.metric.center.dtype
     smallest = min((plate.subsample_size for plate in view.plates), default=math.inf)
     smallest *= target.parts
-    minibatches = max(_DRAWS, math.ceil(_ROWS_FOR_EACH * dimension / smallest))
+    minibatches = max(DRAWS, math.ceil(_ROWS_FOR_EACH * dimension / smallest))
 
     def evaluate(target: Target, center: Array, factor: Array) -> tuple[Array, Array, Array]:
         draw_key, rows_key, model_key = random.split(rng_key, 3)
-        half = random.normal(draw_key, (_DRAWS // 2, dimension), dtype)
         potential = target.potential(IdentityMetric())
-        points = center + jnp.concatenate([half, -half]) @ factor.T
+        points = center + normal_draws(draw_key, dimension, dtype) @ factor.T
 
         def whole(point: Array) -> tuple[Array, Array]:
             value, gradient = full_data_gradient(
@@ -211,7 +209,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
                     lambda x: potential(target.unravel(x), rows, random.fold_in(model_key, k))
                 )(point)
 
-            _, product = jax.linearize(gradient, points[k % _DRAWS])
+            _, product = jax.linearize(gradient, points[k % DRAWS])
             return total + jax.vmap(product, 1, 1)(factor), None
 
         total, _ = lax.scan(columns, jnp.zeros_like(factor), jnp.arange(minibatches))
@@ -220,48 +218,28 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
     compiled = target.compiled(evaluate)
 
-    def fitted(center: np.ndarray, factor: np.ndarray) -> _Fit | None:
+    def fitted(center: np.ndarray, factor: np.ndarray) -> Fit | None:
         found = compiled(*(jnp.asarray(x, dtype) for x in (center, factor)))
-        value, gradient, hessian = (np.asarray(x, np.float64) for x in found)
-        if not all(np.all(np.isfinite(x)) for x in (value, gradient, hessian)):
-            return None
-        e, vectors = np.linalg.eigh((hessian + hessian.T) / 2)
-        objective = float(value) - float(np.linalg.slogdet(factor)[1])
-        # the potential of many rows is a sum with an error of its own
-        error = 0.1 + 4 * float(jnp.finfo(dtype).eps) * abs(float(value))
-        return _Fit(center, factor, objective, error, gradient, e, vectors)
+        return fit_of(center, factor, found, dtype)
 
     # a Hessian-vector product counts as two gradients
-    cost = _DRAWS + 2 * dimension * minibatches * target.minibatch_share
-    center = np.asarray(start.metric.center, np.float64)
-    factor = np.diag(np.asarray(start.metric.scale, np.float64))
-    best, length = None, 1.0
-    for count in range(1, _NEWTON_STEPS + 1):
-        found = fitted(center, factor)
-        if found is not None and (best is None or found.objective <= best.objective + found.error):
-            best, length = found, min(1.0, 2 * length)
-            if _has_converged(best):
-                # the last step is short: nothing can be wrong with it
-                center, factor = _moved(best, 1.0)
-                metric = from_covariance(factor @ factor.T, center, dtype)
-                return Gaussian(metric, count * cost, 1.0)
-        elif best is None:  # the draws reach too far
-            factor = factor / 4
-            continue
-        else:
-            length /= 4
-        center, factor = _moved(best, length)
+    cost = DRAWS + 2 * dimension * minibatches * target.minibatch_share
+    found, metric = start.metric, start.metric
+    factor = np.diag(found.scale) if isinstance(found, DiagonalMetric) else found.factor
+    best, steps = closest_gaussian(fitted, found.center, factor, _NEWTON_STEPS)
     if best is None:
         raise ValueError(
-            "Tuning found no metric: the potential is not finite near the centre that variational"
-            " inference found. Give `metric=` a covariance, or reparametrise the model."
+            "Tuning found no metric: the potential is not finite near the centre that was found."
+            " Give `metric=` a covariance, or reparametrise the model."
         )
-    metric = from_covariance(best.factor @ best.factor.T, best.center, dtype)
-    curvature = float(np.max(np.abs(best.e)))
-    return Gaussian(metric, _NEWTON_STEPS * cost, curvature, converged=False)
+    converged = _has_converged(best)
+    center, factor = _moved(best, 1.0) if converged else (best.center, best.factor)
+    metric = from_covariance(factor @ factor.T, center, dtype)
+    curvature = 1.0 if converged else float(np.max(np.abs(best.e)))
+    return Gaussian(metric, steps * cost, curvature, converged=converged)
 
 
-class _Fit(NamedTuple):
+class Fit(NamedTuple):
     """A Gaussian, what is to be minimised there, its error, gradient, and Hessian."""
 
     center: np.ndarray
@@ -273,23 +251,82 @@ class _Fit(NamedTuple):
     vectors: np.ndarray
 
 
-def _has_converged(fit: _Fit) -> bool:
+def normal_draws(rng_key: Array, dimension: int, dtype: Any) -> Array:
+    """The draws :math:`\\zeta_s`, shape ``(8, d)``."""
+    half = random.normal(rng_key, (DRAWS // 2, dimension), dtype)
+    return jnp.concatenate([half, -half])
+
+
+def fit_of(center: np.ndarray, factor: np.ndarray, found: Any, dtype: Any) -> Fit | None:
+    """
+    A Gaussian with what a program has found there, or None if that is not finite.
+
+    :param found: the mean potential, its gradient and its Hessian in the coordinates.
+    """
+    value, gradient, hessian = (np.asarray(x, np.float64) for x in found)
+    if not all(np.all(np.isfinite(x)) for x in (value, gradient, hessian)):
+        return None
+    e, vectors = np.linalg.eigh((hessian + hessian.T) / 2)
+    objective = float(value) - float(np.linalg.slogdet(factor)[1])
+    # the potential of many rows is a sum with an error of its own
+    error = 0.1 + 4 * float(jnp.finfo(dtype).eps) * abs(float(value))
+    return Fit(center, factor, objective, error, gradient, e, vectors)
+
+
+def closest_gaussian(
+    fitted: Callable[[np.ndarray, np.ndarray], Fit | None],
+    center: np.ndarray | Array,
+    factor: np.ndarray | Array,
+    steps: int,
+) -> tuple[Fit | None, int]:
+    """
+    Newton steps until they are short, or until there have been so many.
+
+    :param fitted: what is seen of a Gaussian with this centre and this factor.
+    :return: the last of those that were an advance, if any, and the number of steps.
+    """
+    center, factor = np.asarray(center, np.float64), np.asarray(factor, np.float64)
+    best, length, reach = None, 1.0, 1.0
+    for count in range(1, steps + 1):
+        found = fitted(center, factor)
+        if found is not None and (best is None or found.objective <= best.objective + found.error):
+            best, length, reach = found, min(1.0, 2 * length), 4 * reach
+            if _has_converged(best):
+                # the last step is short: nothing can be wrong with it
+                return best, count
+        elif best is None:  # the draws reach too far
+            factor = factor / 4
+            continue
+        elif reach > 1:
+            reach /= 16
+        else:
+            length /= 4
+        reach = max(1.0, min(reach, 4 * _distance(best)))
+        center, factor = _moved(best, length, reach)
+    return best, steps
+
+
+def _has_converged(fit: Fit) -> bool:
     short = np.max(np.abs(_newton_step(fit))) < 0.1
     return bool(short and np.all((fit.e > 0.5) & (fit.e < 2)))
 
 
-def _newton_step(fit: _Fit) -> np.ndarray:
-    """In the coordinates of the fit, and no longer than a sphere that holds the Gaussian."""
-    step = -fit.vectors @ ((fit.vectors.T @ fit.gradient) / np.clip(np.abs(fit.e), 0.04, None))
-    longest = 3 * math.sqrt(len(step)) + 3
-    return step * min(1.0, longest / max(float(np.linalg.norm(step)), 1e-30))
+def _newton_step(fit: Fit) -> np.ndarray:
+    """In the coordinates of the fit."""
+    return -fit.vectors @ ((fit.vectors.T @ fit.gradient) / np.clip(np.abs(fit.e), 0.04, None))
 
 
-def _moved(fit: _Fit, length: float) -> tuple[np.ndarray, np.ndarray]:
-    """The centre and the factor after a part of the Newton step."""
+def _distance(fit: Fit) -> float:
+    """The length of the Newton step, in radii of a sphere that holds the Gaussian."""
+    step = _newton_step(fit)
+    return float(np.linalg.norm(step)) / (3 * math.sqrt(len(step)) + 3)
+
+
+def _moved(fit: Fit, length: float, reach: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """The centre and the factor after a part of the Newton step, of so many radii at most."""
     scale = np.maximum(fit.e, 0.25) ** (-length / 2)
-    center = fit.center + length * fit.factor @ _newton_step(fit)
-    return center, fit.factor @ ((fit.vectors * scale) @ fit.vectors.T)
+    step = length * min(1.0, reach / max(_distance(fit), 1e-30)) * _newton_step(fit)
+    return fit.center + fit.factor @ step, fit.factor @ ((fit.vectors * scale) @ fit.vectors.T)
 
 
 def find_curvature(

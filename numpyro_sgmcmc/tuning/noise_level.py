@@ -104,14 +104,15 @@ def measure_noise(
     draws of the Gaussian: of plain minibatches, and with a control variate whose anchor is the
     centre. With it the nonlinearity :math:`\\nu` of the gradient of all data and its rounding
     error :math:`\\rho`, from second differences along draws :math:`\\zeta` of :math:`N(0, I)`,
+    which begin at the centre or at other draws :math:`\\beta`,
 
     .. math::
 
-        s_j(\\zeta) &= g_j(\\zeta) - 2 g_j(\\zeta / 2) + g_j(0), \\qquad
-            g(\\zeta) = L^\\top \\nabla U(c + L \\zeta) \\\\
-        \\rho^2 &= \\max_j \\tfrac16 \\mathrm{E} \\, s_j(\\zeta / 100)^2 \\\\
-        \\nu^2 &= \\max_j \\frac{\\mathrm{E} \\, s_j(\\zeta)^2
-            - \\mathrm{E} \\, s_j(\\zeta / 100)^2}
+        s_j(\\beta, \\zeta) &= g_j(\\beta + \\zeta) - 2 g_j(\\beta + \\zeta / 2) + g_j(\\beta),
+            \\qquad g(\\zeta) = L^\\top \\nabla U(c + L \\zeta) \\\\
+        \\rho^2 &= \\max_j \\tfrac16 \\mathrm{E} \\, s_j(\\beta, \\zeta / 100)^2 \\\\
+        \\nu^2 &= \\max_j \\frac{\\mathrm{E} \\, s_j(0, \\zeta)^2
+            - \\mathrm{E} \\, s_j(\\beta, \\zeta / 100)^2}
             {\\mathrm{E} \\| g(\\zeta) - g(0) \\|^2 / d} .
 
     :param target: the model with its data.
@@ -126,13 +127,16 @@ def measure_noise(
         center = draws.center
         draws_key, line_key = (random.fold_in(rng_key, k) for k in (0, 1))
         ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)
-        short = _SHORT * ends[:_SHORT_LINES]
-        lines = jnp.concatenate([ends, short])
-        points = jnp.concatenate([jnp.zeros_like(ends[:1]), lines / 2, lines])
+        # at draws: a centre may lie where nothing is rounded, at zero for one
+        bases = jnp.concatenate([jnp.zeros_like(ends), ends[:_SHORT_LINES]])
+        lines = jnp.concatenate([ends, _SHORT * ends[-_SHORT_LINES:]])
+        points = jnp.concatenate([bases[:1], bases + lines / 2, bases + lines])
         anchors = lax.map(lambda x: target.anchor(target.unravel(draws.values(x))), points)
         anchor = jax.tree.map(lambda x: x[0], anchors)
         slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
-        first, middle, last = slopes[:1], slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
+        middle, last = slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
+        at_center = jnp.broadcast_to(slopes[:1], ends.shape)
+        first = jnp.concatenate([at_center, last[:_SHORT_LINES]])
         squares = (last - 2 * middle + first) ** 2
         rounded = squares[_LINES:].mean(axis=0)
         bent = jnp.maximum(squares[:_LINES].mean(axis=0) - rounded, 0.0)

@@ -6,12 +6,16 @@ From a model and its data to a centre, a metric, a control variate and a step si
 
 Tuning is done once, before the chains start, and is the same for all of them:
 
-1. **Centre** (:func:`~numpyro_sgmcmc.tuning.gaussian.find_center`): stochastic variational
-   inference with NumPyro's ``AutoDiagonalNormal`` guide on minibatches. The variational mean
-   exists also where the mode does not, as in hierarchical models.
-2. **Metric** (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`): the Gaussian
-   :math:`q = N(c, L L^\\top)` that minimises :math:`\\mathrm{E}_q[U] - \\log |\\det L|`, by
-   Newton steps on all data. Above 500 parameters the Gaussian of step 1 is used.
+1. **Centre** (:func:`~numpyro_sgmcmc.tuning.center.search_center`): the Gaussian
+   :math:`q = N(c, L L^\\top)` that minimises :math:`\\mathrm{E}_q[U] - \\log |\\det L|`, with
+   :math:`U` of a part of the rows, by Newton steps; on few rows from several starts, then on
+   more. Its centre exists also where the mode does not, as in hierarchical models, and units
+   make no difference.
+2. **Metric** (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`): the same on all data.
+
+   Above 500 parameters steps 1 and 2 are stochastic variational inference with NumPyro's
+   ``AutoDiagonalNormal`` guide on minibatches
+   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_center`).
 3. **Noise** (:func:`~numpyro_sgmcmc.tuning.noise_level.measure_noise`): the variance of the
    gradient's noise in the coordinates of the metric at draws of :math:`q`, with and without a
    control variate; the nonlinearity and the rounding error of the gradient; and the largest
@@ -29,7 +33,8 @@ Tuning is done once, before the chains start, and is the same for all of them:
     >>> import numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import init_to_uniform
     >>> from numpyro_sgmcmc import CCAdL
-    >>> from numpyro_sgmcmc.tuning.gaussian import find_center, find_metric
+    >>> from numpyro_sgmcmc.tuning.center import search_center
+from numpyro_sgmcmc.tuning.gaussian import find_center, find_metric
     >>> from numpyro_sgmcmc.target.model import read_model
     >>> from numpyro_sgmcmc.tuning.noise_level import measure_noise
     >>> from numpyro_sgmcmc.target.target import Target
@@ -42,7 +47,7 @@ Tuning is done once, before the chains start, and is the same for all of them:
     >>> y = 3 + jax.random.normal(jax.random.key(0), (10_000,))
     >>> target = Target(read_model(model, init_to_uniform, (y,), {}), (y,), {})
     >>> keys = jax.random.split(jax.random.key(1), 3)
-    >>> start = find_center(target, keys[0], init_to_uniform)
+    >>> start = search_center(target, keys[0], init_to_uniform)
     >>> gaussian = find_metric(target, keys[1], start)
     >>> print(f"mu is about {gaussian.metric.center[0]:.1f} +- {gaussian.metric.factor[0, 0]:.2f}")
     mu is about 3.0 +- 0.01
@@ -71,6 +76,7 @@ from numpyro_sgmcmc.stein import SteinReport, SteinSums, advice, stein_report
 from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric, Metric
 from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.center import search_center
 from numpyro_sgmcmc.tuning.gaussian import find_center, find_metric
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, RareRows, error_of, find_rare_rows
@@ -293,9 +299,11 @@ def find_tuning(
     center_key, metric_key, noise_key, pilot_key, rare_key = keys
     passes: dict[str, float] = {}
     report("centre")
-    gaussian = find_center(target, center_key, choices.init_strategy)
+    is_dense = target.view.dimension <= DENSE_BY_DEFAULT or choices.metric == "dense"
+    find = search_center if is_dense else find_center
+    gaussian = find(target, center_key, choices.init_strategy)
     passes["centre"], multimodal = gaussian.passes, gaussian.multimodal
-    if target.view.dimension <= DENSE_BY_DEFAULT or choices.metric == "dense":
+    if is_dense:
         report("metric")
         gaussian = find_metric(target, metric_key, gaussian)
         passes["metric"] = gaussian.passes

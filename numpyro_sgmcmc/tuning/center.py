@@ -1,0 +1,258 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Where a posterior is: a search that knows no units, on few rows first and then on more."""
+
+from collections.abc import Callable
+import math
+from typing import Any
+
+import jax
+from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import init_to_uniform
+
+from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
+from numpyro_sgmcmc.data.subsampling import SCHEMES
+from numpyro_sgmcmc.target.handlers import numbers_of
+from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_values
+from numpyro_sgmcmc.target.metric import IdentityMetric, from_covariance
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.gaussian import (
+    DRAWS,
+    FAR_ABOVE,
+    Fit,
+    Gaussian,
+    are_modes,
+    closest_gaussian,
+    fit_of,
+    normal_draws,
+)
+
+#: Searches from so many starts, one of them from zero, and from so many of more parameters.
+_STARTS, _FEWER_STARTS, _MANY_PARAMETERS = 6, 3, 50
+
+#: The first search is of at least so many rows, and of so many for each parameter; the next ones
+#: of so many times as many.
+_FEWEST_ROWS, _ROWS_FOR_EACH, _GROWTH = 1_000, 10, 8
+
+#: Newton steps of one search, and of those that begin where another one has ended.
+_STEPS, _FEWER_STEPS = 60, 20
+
+
+def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaussian:
+    """
+    The Gaussian closest to the posterior of a part of the rows: on few of them from several
+    starts, and from the best of these on eight times as many, and again, until they are half of
+    all. The posterior of few rows is wide, and that of eight times as many lies within a few of
+    its standard deviations, so that Newton's method
+    (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`) never has far to go.
+
+    With NumPyro's default strategy the starts are the point zero of the unconstrained parameters
+    and points around it, as far as the width that the Hessian there gives to the posterior of a
+    single row. All of it goes with the units of data and parameters: if a column of a regression
+    is multiplied by a number, so is every step divided by it.
+
+    :param target: the model with its data.
+    :param rng_key: a random key.
+    :param init_strategy: where the searches start, a per-site initialization function.
+    :raises ValueError: if no search ends at finite values.
+
+    **References:**
+
+    1. *The Variational Gaussian Approximation Revisited*, Manfred Opper and
+       Cedric Archambeau (2009).
+    """
+    key, start_key = random.split(rng_key)
+    search = _Search(target, key)
+    count = search.first_count
+    starts = search.starts(start_key, init_strategy, count)
+    fits = [found for x, scale in starts if (found := search.fit(x, np.diag(scale), count, _STEPS))]
+    if not fits:
+        raise ValueError(
+            "Tuning found no centre: the potential is not finite wherever the search looks. Start"
+            " it near the posterior with `init_strategy=init_to_value(...)`, or give `step_size`"
+            " and `friction` yourself."
+        )
+    fits.sort(key=lambda fit: fit.objective)
+    others = [fit for fit in fits[1:] if fit.objective < fits[0].objective + FAR_ABOVE]
+    fits = fits[:1] + search.modes(fits[0], others, count)[:1]
+    while (count := count * _GROWTH) < search.all_minibatches / 2:
+        # few rows may have a mode that more of them do not have
+        fits = [search.fit(fit.center, fit.factor, count, _FEWER_STEPS) or fit for fit in fits]
+        fits = fits[:1] + search.modes(fits[0], fits[1:], count)
+    best = min(fits, key=lambda fit: fit.objective)
+    metric = from_covariance(best.factor @ best.factor.T, best.center, search.dtype)
+    return Gaussian(metric, search.passes, multimodal=len(fits) > 1)
+
+
+class _Search:
+    """Searches on the rows of so many minibatches, each of which counts once."""
+
+    def __init__(self, target: Target, rng_key: Array) -> None:
+        self.target, self.rng_key = target, rng_key
+        self.dimension = target.view.dimension
+        self.dtype = jnp.result_type(*(x.dtype for x in target.view.latents.values()))
+        share = target.minibatch_share
+        self.all_minibatches = 1 / share
+        smallest = min((p.subsample_size for p in target.view.plates), default=math.inf)
+        smallest *= target.parts
+        rows = max(_FEWEST_ROWS, _ROWS_FOR_EACH * self.dimension)
+        self.first_count = max(1, math.ceil(min(rows / smallest, self.all_minibatches)))
+        self.hessians = math.ceil(DRAWS / self.first_count)
+        self.passes = 0.0
+        self._evaluate = target.compiled(self._evaluated)
+        self._energies = target.compiled(self._energies_at)
+        self._curvature = target.compiled(self._curvature_at)
+
+    # --- what is computed
+
+    def _rows(
+        self, target: Target, count: Array, k: Array, part: Any = 1.0
+    ) -> dict[str, DrawnRows]:
+        """The ``k``-th of so many minibatches; in the mean each row counts once, or this part."""
+        in_epochs = target._replace(scheme=SCHEMES["epochs"], strata={})
+        drawn, found = in_epochs.rows(self.rng_key, k), {}
+        for plate in target.view.plates:
+            rows, n = drawn[plate.name], plate.subsample_size
+            weight = part * jnp.minimum(1.0, count * n / plate.size)
+            given = rows if isinstance(rows, DrawnRows) else DrawnRows(rows)
+            weights = jnp.full(numbers_of(rows).shape, weight, self.dtype)
+            found[plate.name] = given._replace(weights=weights)
+        return found
+
+    def _potential(self, target: Target) -> Callable[[Array, Any], Array]:
+        potential = target.potential(IdentityMetric())
+        return lambda point, rows: potential(target.unravel(point), rows, self.rng_key)
+
+    def _mean(
+        self, target: Target, count: Array, function: Callable[[Any, Array], Any], part: Any = 1.0
+    ) -> Any:
+        """Of a function of a minibatch, over so many of them."""
+
+        def at(k: Array) -> Any:
+            return function(self._rows(target, count, k, part), k)
+
+        def added(k: Array, total: Any) -> Any:
+            return jax.tree.map(jnp.add, total, at(k))
+
+        shapes = jax.eval_shape(at, jnp.asarray(0))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        total = lax.fori_loop(0, count, added, zeros)
+        return target.mean(jax.tree.map(lambda x: x / count, total))
+
+    def _evaluated(
+        self, target: Target, center: Array, factor: Array, count: Array
+    ) -> tuple[Array, Array, Array]:
+        potential = self._potential(target)
+        draws = normal_draws(self.rng_key, self.dimension, self.dtype)
+        points = center + draws @ factor.T
+
+        def seen(rows: Any, k: Array) -> tuple[Array, Array, Array]:
+            values, gradients = jax.vmap(jax.value_and_grad(potential), (0, None))(points, rows)
+
+            def gradient(point: Array) -> Array:
+                return jax.grad(potential)(point, rows)
+
+            def products(point: Array) -> Array:
+                return jax.vmap(jax.linearize(gradient, point)[1], 1, 1)(factor)
+
+            # at one of the draws for each minibatch, and of all draws where these are few
+            some = jnp.arange(self.hessians) + self.hessians * k
+            hessian = lax.map(products, points[some % len(points)]).mean(0)
+            return values.mean(), gradients.mean(0) @ factor, factor.T @ hessian
+
+        return self._mean(target, count, seen)
+
+    def _energies_at(self, target: Target, points: Array, count: Array) -> Array:
+        potential = self._potential(target)
+        return self._mean(
+            target, count, lambda rows, k: lax.map(lambda x: potential(x, rows), points)
+        )
+
+    def _curvature_at(
+        self, target: Target, point: Array, count: Array, part: Array
+    ) -> tuple[Array, Array]:
+        """The potential, and the diagonal of its Hessian."""
+        potential = self._potential(target)
+
+        def seen(rows: Any, k: Array) -> tuple[Array, Array]:
+            def gradient(x: Array) -> Array:
+                return jax.grad(potential)(x, rows)
+
+            units = jnp.eye(self.dimension, dtype=self.dtype)
+            product = jax.linearize(gradient, point)[1]
+            return potential(point, rows), lax.map(lambda e: product(e) @ e, units)
+
+        return self._mean(target, count, seen, part)
+
+    # --- what is asked for
+
+    def modes(self, best: Fit, others: list[Fit], count: int) -> list[Fit]:
+        """Those of the others between which and the best there is a barrier."""
+        if not others:
+            return []
+        centers = np.stack([fit.center for fit in others])
+        way = np.linspace(0, 1, 5)[:, None, None]
+        points = (best.center + way * (centers - best.center)).reshape(-1, self.dimension)
+        self.passes += len(points) * self._share(count)
+        energies = np.asarray(self._energies(jnp.asarray(points, self.dtype), count))
+        apart = are_modes(energies.reshape(5, -1))
+        return [fit for fit, is_mode in zip(others, apart, strict=True) if is_mode]
+
+    def starts(
+        self, rng_key: Array, init_strategy: Callable, count: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Points, and the width of the posterior there in each coordinate."""
+        view, args, kwargs = self.target.view, self.target.args, self.target.kwargs
+        number = _STARTS if self.dimension <= _MANY_PARAMETERS else _FEWER_STARTS
+        zero = np.zeros(self.dimension)
+        found: list[tuple[np.ndarray, np.ndarray | None]] = []
+        # of a single row, where the search is wide enough to find what there is
+        if init_strategy is init_to_uniform and (
+            (wide := self._scale(zero, count, 1 / self.rows_in(count))) is not None
+        ):
+            away = np.asarray(random.normal(rng_key, (number - 1, self.dimension)), float)
+            points = [zero, *(x * wide for x in away)]
+            found = [(x, self._scale(x, count)) for x in points]
+        if not found:
+            keys = random.split(rng_key, number)
+            values, finite = initial_values(view, keys, init_strategy, args, kwargs)
+            if not finite:
+                raise no_initial_values(view, keys, init_strategy, args, kwargs)
+            drawn = np.asarray(jax.vmap(lambda x: ravel_pytree(x)[0])(values), float)
+            found = [(x, self._scale(x, count)) for x in drawn]
+        return [(x, scale) for x, scale in found if scale is not None]
+
+    def rows_in(self, count: int) -> int:
+        """The rows of so many minibatches."""
+        sizes = [p.subsample_size for p in self.target.view.plates]
+        return count * max(sizes, default=1) * self.target.parts
+
+    def _scale(self, point: Any, count: int, part: float = 1.0) -> np.ndarray | None:
+        found = self._curvature(jnp.asarray(point, self.dtype), count, part)
+        self.passes += 2 * self.dimension * self._share(count)
+        energy, diagonal = (np.abs(np.asarray(x, np.float64)) for x in found)
+        if not np.isfinite(energy) or not np.all(np.isfinite(diagonal)):
+            return None
+        known = diagonal > 0
+        if not known.any():
+            return np.ones(self.dimension)
+        return np.where(known, diagonal, np.median(diagonal[known])) ** -0.5
+
+    def _share(self, count: int) -> float:
+        return count * self.target.minibatch_share
+
+    def fit(self, center: Any, factor: np.ndarray, count: int, steps: int) -> Fit | None:
+        """Newton steps, to the last of those that were an advance."""
+
+        def fitted(center: np.ndarray, factor: np.ndarray) -> Fit | None:
+            x, L = (jnp.asarray(x, self.dtype) for x in (center, factor))
+            # a Hessian-vector product counts as two gradients
+            cost = DRAWS + 2 * self.dimension * self.hessians
+            self.passes += cost * self._share(count)
+            return fit_of(center, factor, self._evaluate(x, L, count), self.dtype)
+
+        return closest_gaussian(fitted, np.asarray(center, float), factor, steps)[0]

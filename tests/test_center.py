@@ -1,0 +1,162 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The search for the centre: from far away, in any units, and of several modes the best."""
+
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.distributions import constraints
+from numpyro.infer import init_to_uniform, init_to_value
+import pytest
+
+from numpyro_sgmcmc import CCAdL
+from numpyro_sgmcmc.target.model import read_model
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.center import search_center
+from numpyro_sgmcmc.tuning.gaussian import find_metric
+
+COMPILE_QUICKLY = True
+
+RNG = np.random.default_rng(0)
+N, D = 2_000, 4
+X = np.column_stack([np.ones(N), RNG.standard_normal((N, D - 1))])
+W = np.array([0.5, -1.0, 1.0, 0.2])
+
+
+def searched(model, *args, init_strategy=init_to_uniform):
+    args = tuple(
+        jnp.asarray(x, jnp.float32 if np.asarray(x).dtype.kind == "f" else None) for x in args
+    )
+    target = Target(read_model(model, init_strategy, args, {}), args, {})
+    return target, search_center(target, random.key(0), init_strategy)
+
+
+def linear(x, y):
+    """Flat priors, and so nothing that tells how large anything is."""
+    w = numpyro.sample("w", dist.ImproperUniform(constraints.real_vector, (), (x.shape[1],)))
+    sigma = numpyro.sample("sigma", dist.ImproperUniform(constraints.positive, (), ()))
+    with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, sigma), obs=y[i])
+
+
+def logistic(x, y, scale):
+    w = numpyro.sample("w", dist.Normal(0, scale).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
+
+
+def test_raw_units():
+    """Incomes on heights in inches: the posterior is 1e5 of its widths from where it starts."""
+    height = 66 + 4 * RNG.standard_normal(N)
+    x = np.column_stack([np.ones(N), height])
+    y = -60_000 + 1_250 * height + 19_000 * RNG.standard_normal(N)
+    target, start = searched(linear, x, y)
+    found = find_metric(target, random.key(1), start)
+    assert found.converged and not found.multimodal
+    expected, residuals, *_ = np.linalg.lstsq(x, y, rcond=None)
+    # in the order of the alphabet: sigma, w
+    sds = [(2 * N) ** -0.5, *np.sqrt(np.diag(np.linalg.inv(x.T @ x)) * residuals[0] / N)]
+    center = np.asarray(found.metric.center, float)
+    off = np.abs(center - [np.log(residuals[0] / N) / 2, *expected]) / sds
+    assert off.max() < 0.1
+    scale = np.sqrt(np.asarray(found.metric.variances(found.metric.center), float))
+    np.testing.assert_allclose(scale, sds, rtol=0.1)
+
+
+@pytest.mark.slow
+def test_a_scale_that_depends_on_covariates():
+    def model(x, y):
+        b, g = (numpyro.sample(k, dist.Normal(0, 5).expand([D]).to_event(1)) for k in "bg")
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ b, jnp.exp(x[i] @ g)), obs=y[i])
+
+    y = X @ W + np.exp(X @ np.array([1.0, 0.4, -0.4, 0.3])) * RNG.standard_normal(N)
+    target, start = searched(model, X, y)
+    found = find_metric(target, random.key(1), start)
+    truth = np.concatenate([W, [1.0, 0.4, -0.4, 0.3]])
+    assert found.converged and np.abs(found.metric.coordinates(truth)).max() < 4
+
+
+def test_units_make_no_difference():
+    """Columns in other units: as many steps, to the same place to rounding."""
+    scale = 2.0 ** np.array([20, -20, 7, 0])
+    y = (RNG.random(N) < 1 / (1 + np.exp(-X @ W))).astype(np.int32)
+    _, here = searched(logistic, X, y, np.full(D, 10.0))
+    _, there = searched(logistic, X * scale, y, 10 / scale)
+    assert here.passes == there.passes
+    np.testing.assert_allclose(there.metric.center * scale, here.metric.center, rtol=1e-4)
+    root = there.metric.factor * scale[:, None]
+    np.testing.assert_allclose(
+        root @ root.T, here.metric.factor @ here.metric.factor.T, rtol=1e-3, atol=1e-7
+    )
+
+
+def mixture(y):
+    w = numpyro.sample("w", dist.Beta(5, 5))
+    mu = numpyro.sample("mu", dist.Normal(0, 5).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        parts = dist.Categorical(probs=jnp.stack([w, 1 - w]))
+        numpyro.sample("y", dist.MixtureSameFamily(parts, dist.Normal(mu, 1)), obs=y[i])
+
+
+def groups_of(centred):
+    def model(g, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 5))
+        tau = numpyro.sample("tau", dist.HalfNormal(2))
+        with numpyro.plate("groups", 30):
+            if centred:
+                a = numpyro.sample("a", dist.Normal(mu, tau))
+            else:
+                a = mu + tau * numpyro.sample("z", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(a[g[i]], 1), obs=y[i])
+
+    return model
+
+
+@pytest.mark.slow
+def test_several_modes():
+    y = np.where(RNG.random(N) < 0.3, -2.0, 2.0) + RNG.standard_normal(N)
+    target, start = searched(mixture, y)
+    assert start.multimodal
+    found = find_metric(target, random.key(1), start)
+    mu = np.sort(target.unravel(found.metric.center)["mu"])
+    np.testing.assert_allclose(mu, [-2, 2], atol=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_hierarchy_has_one(centred):
+    """Its density is highest where the groups do not differ; few draws come from there."""
+    group = RNG.integers(0, 30, N)
+    y = 1 + 0.5 * RNG.standard_normal(30)[group] + RNG.standard_normal(N)
+    target, start = searched(groups_of(centred), group, y)
+    assert not start.multimodal
+    found = find_metric(target, random.key(1), start)
+    tau = np.exp(target.unravel(found.metric.center)["tau"])
+    assert found.converged and 0.3 < tau < 0.8
+
+
+@pytest.mark.slow
+def test_starts_where_it_is_told():
+    """Of two modes that which is near, and with it the others of the searches."""
+    y = np.where(RNG.random(N) < 0.3, -2.0, 2.0) + RNG.standard_normal(N)
+    for mu in ([-2.0, 2.0], [2.0, -2.0]):
+        init = init_to_value(values={"mu": jnp.array(mu), "w": jnp.array(0.5)})
+        target, start = searched(mixture, y, init_strategy=init)
+        assert not start.multimodal
+        assert np.all(np.sign(target.unravel(start.metric.center)["mu"]) == np.sign(mu))
+
+
+def test_nowhere_finite():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        numpyro.factor("nowhere", jnp.where(mu > 1e6, 0.0, -jnp.inf))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+    with pytest.raises(ValueError, match="nowhere"):
+        CCAdL(model).tune(random.key(0), X[:, 1].astype(np.float32))
