@@ -40,6 +40,8 @@ from numpyro_sgmcmc.diagnostics._scores import RunModel, Scores, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import _sums, discrepancy_of
 from numpyro_sgmcmc.diagnostics.runs import group
 from numpyro_sgmcmc.stein import stein_report
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 pytestmark = arviz_marks("The draws do not have the law")
 
@@ -460,6 +462,15 @@ def test_summary_has_the_columns_of_arviz(good):
     np.testing.assert_allclose(found.table["mcse_variance_error"], report.ratio_errors)
     assert found.verdict.startswith("No problem found.")
     assert "would have been seen" in found.verdict
+
+
+def test_what_the_tuning_found_is_in_the_verdict():
+    tuning = Tuning(0.1 / PRECISION, None, IdentityMetric(), multimodal=True)
+    mcmc = run(SGLD(model, tuning=tuning), 2_000, num_warmup=50)
+    assert to_arviz(mcmc).attrs["tuning_problem"] == "the posterior has several modes"
+    verdict = summary(mcmc).verdict
+    assert "Doubtful: the tuning found that the posterior has several modes." in verdict
+    assert "No problem found" not in verdict
 
 
 def test_summary_of_named_entries():

@@ -210,6 +210,8 @@ def _verdict(data: Any, table: pd.DataFrame, stein: xr.Dataset | None, chains: i
     said = []
     if wrong:
         said.append("Do not trust this run: " + "; ".join(wrong) + ".")
+    if attrs.get("tuning_problem"):
+        said.append(f"Doubtful: the tuning found that {attrs['tuning_problem']}.")
     if short:
         said.append(f"Too short: {short}.")
     if not said:

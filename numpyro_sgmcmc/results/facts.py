@@ -40,6 +40,8 @@ def attributes(
     if "passes_per_sample" in found:
         samples = mcmc.num_chains * (mcmc.num_warmup + mcmc.num_samples)
         found["passes"] = samples * float(found["passes_per_sample"])
+    if (tuning := getattr(mcmc.sampler, "tuning", None)) is not None:
+        found["tuning_problem"] = tuning.problem or ""
     if hasattr(mcmc.last_state, "monitor"):
         found["dimension"] = sum(map(math.prod, latent_shapes(mcmc).values()))
         found["nonfinite_steps"] = int(np.sum(mcmc.last_state.monitor.nonfinite_steps))
