@@ -91,12 +91,16 @@ def worst_error(draws: dict[str, Any], right: Right) -> tuple[float, str]:
     return worst
 
 
-def verdict_of(function: Callable[[], Any]) -> tuple[str, str]:
+def verdict_of(
+    function: Callable[[], Any], worst: Callable = worst_error, most: float = TOO_FAR
+) -> tuple[str, str]:
     """
     What becomes of a run, in a word, and what was said.
 
     :param function: gives the draws and the right moments, or a verdict and an explanation with
         a colon between.
+    :param worst: of draws and right moments: how large the worst error is, and where.
+    :param float most: what is still right.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -113,8 +117,8 @@ def verdict_of(function: Callable[[], Any]) -> tuple[str, str]:
         return verdict, explanation or said
     draws, right = outcome
     draws = draws if isinstance(draws, dict) else draws.get_samples(group_by_chain=True)
-    z, where = worst_error(draws, right)
-    if z <= TOO_FAR:
+    z, where = worst(draws, right)
+    if z <= most:
         return ("right, warned", f"{where}; {said}") if said else ("right", where)
     return ("wrong, warned", f"{where}; {said}") if said else ("WRONG, SILENT", where)
 

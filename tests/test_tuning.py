@@ -41,7 +41,8 @@ from numpyro_sgmcmc.target.potential import full_data_gradient
 from numpyro_sgmcmc.target.target import Target, _quick_compilation
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
-from numpyro_sgmcmc.tuning.tuning import Choices, Tuning, find_tuning
+from numpyro_sgmcmc.tuning.phases import Choices, find_tuning
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 RNG = np.random.default_rng(0)
 N, D = 3_000, 4

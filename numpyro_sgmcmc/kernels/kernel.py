@@ -59,7 +59,7 @@ class SGMCMCKernel(MCMCKernel):
 
     A method adds its dynamics, :meth:`init_dynamics` and :meth:`step`, as pure functions, and
     arguments of its own in a subclass of :class:`Settings`. What is left out is tuned before the
-    chains start, the same for all of them; see :mod:`numpyro_sgmcmc.tuning.tuning`.
+    chains start, the same for all of them; see :mod:`numpyro_sgmcmc.tuning.phases`.
 
     :raises ValueError: if an argument has no meaning, here or when ``MCMC`` initialises the
         chain with a model or with data that minibatches cannot serve.
@@ -228,7 +228,7 @@ class SGMCMCKernel(MCMCKernel):
     def tune(self, rng_key: Array, *args: Any, **kwargs: Any) -> Tuning:
         """
         Finds centre, metric, control variate, step size and friction; see
-        :mod:`numpyro_sgmcmc.tuning.tuning`. ``MCMC`` does this by itself when something is to be
+        :mod:`numpyro_sgmcmc.tuning.phases`. ``MCMC`` does this by itself when something is to be
         tuned, with ``jax.random.key(0)``: whatever the key of the run and the chain method,
         the values are the same.
 

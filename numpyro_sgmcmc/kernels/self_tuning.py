@@ -29,16 +29,10 @@ from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.given import metric_for
+from numpyro_sgmcmc.tuning.phases import PILOT_CHAINS, Choices, find_tuning, tuning_bar
 from numpyro_sgmcmc.tuning.rare_rows import strata_by_importance
 from numpyro_sgmcmc.tuning.strata import are_strata_of, given_strata
-from numpyro_sgmcmc.tuning.tuning import (
-    PILOT_CHAINS,
-    Choices,
-    Tuning,
-    find_tuning,
-    tuning_bar,
-    warn_of,
-)
+from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel

@@ -13,7 +13,8 @@ import numpy as np
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.target.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.tuning.tuning import DENSE_BY_DEFAULT, Tuning
+from numpyro_sgmcmc.tuning.phases import DENSE_BY_DEFAULT
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 
 def checked_metric(metric: Any) -> Any:

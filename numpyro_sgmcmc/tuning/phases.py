@@ -1,0 +1,273 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+From a model and its data to a centre, a metric, a control variate and a step size.
+
+Tuning is done once, before the chains start, and is the same for all of them:
+
+1. **Centre** (:func:`~numpyro_sgmcmc.tuning.center.search_center`): the Gaussian
+   :math:`q = N(c, L L^\\top)` that minimises :math:`\\mathrm{E}_q[U] - \\log |\\det L|`, with
+   :math:`U` of a part of the rows, by Newton steps; on few rows from several starts, then on
+   more. Its centre exists also where the mode does not, as in hierarchical models, and units
+   make no difference.
+2. **Metric** (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`): the same on all data.
+
+   Above 500 parameters steps 1 and 2 are stochastic variational inference with NumPyro's
+   ``AutoDiagonalNormal`` guide on minibatches
+   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_center`).
+3. **Noise** (:func:`~numpyro_sgmcmc.tuning.noise_level.measure_noise`): the variance of the
+   gradient's noise in the coordinates of the metric at draws of :math:`q`, with and without a
+   control variate; the nonlinearity and the rounding error of the gradient; and the largest
+   eigenvalue of the Hessian (:func:`~numpyro_sgmcmc.tuning.gaussian.find_curvature`).
+4. **Step size and friction**: what the method says these numbers ask for.
+5. **Rare rows** (:mod:`~numpyro_sgmcmc.tuning.rare_rows`): rows that few minibatches have and
+   that count much in those; strata if they would make the draws wrong, and steps 3 and 4 again.
+6. **Pilot**: short chains, whose Stein matrix (:mod:`numpyro_sgmcmc.stein`) must be the
+   identity; if it is not, the step size is halved and the pilot repeated. If that does not
+   help, the step size was not what is wrong, and is kept.
+
+**Example:** phases 1 to 4, one by one.
+
+.. doctest::
+
+    >>> import jax
+    >>> import numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer import init_to_uniform
+    >>> from numpyro_sgmcmc import CCAdL
+    >>> from numpyro_sgmcmc.tuning.center import search_center
+    >>> from numpyro_sgmcmc.tuning.gaussian import find_metric
+    >>> from numpyro_sgmcmc.target.model import read_model
+    >>> from numpyro_sgmcmc.tuning.noise_level import measure_noise
+    >>> from numpyro_sgmcmc.target.target import Target
+
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+    >>> y = 3 + jax.random.normal(jax.random.key(0), (10_000,))
+    >>> target = Target(read_model(model, init_to_uniform, (y,), {}), (y,), {})
+    >>> keys = jax.random.split(jax.random.key(1), 3)
+    >>> start = search_center(target, keys[0], init_to_uniform)
+    >>> gaussian = find_metric(target, keys[1], start)
+    >>> print(f"mu is about {gaussian.metric.center[0]:.1f} +- {gaussian.metric.factor[0, 0]:.2f}")
+    mu is about 3.0 +- 0.01
+    >>> noise = measure_noise(target, keys[2], gaussian, gaussian.metric, controlled=True)
+    >>> noise.controlled.mean < noise.plain.mean / 1_000
+    True
+    >>> CCAdL(model).suggest(noise.controlled)
+    (1.0, 0.7)
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+import os
+from typing import NamedTuple
+
+from jax import Array, random
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
+from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric, Metric
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.center import search_center
+from numpyro_sgmcmc.tuning.gaussian import find_center, find_metric
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
+from numpyro_sgmcmc.tuning.rare_rows import RareRows, error_of, find_rare_rows
+from numpyro_sgmcmc.tuning.tuning import Tuning
+
+#: The metric is a full matrix up to this many parameters, diagonal above.
+DENSE_BY_DEFAULT = 500
+
+#: The pilot: chains, the fewest and the most steps of each, and halvings.
+PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
+
+#: A pilot that is not much longer than the memory of a chain, which is of the order of 1 in
+#: time, would find draws too narrow.
+_PILOT_TIME = 40.0
+
+#: In the order in which they come.
+PHASES = ("centre", "metric", "noise", "pilot")
+
+
+class Choices(NamedTuple):
+    """
+    What is to be found, and what is given.
+
+    - **step_size**, **friction** - given values, or None.
+    - **metric** - a given metric, ``"diagonal"``, ``"dense"``, or None for what suits the
+      number of parameters.
+    - **gradient** - ``"auto"``, ``"minibatch"`` or ``"control_variate"``.
+    - **init_strategy** - where the search for the centre starts.
+    - **strata** - numbers of strata by plate, ``"auto"``, or None.
+    """
+
+    step_size: float | None
+    friction: float | None
+    metric: Metric | str | None
+    gradient: str
+    init_strategy: Callable
+    strata: Mapping[str, np.ndarray] | str | None = "auto"
+
+
+#: From the noise of the gradient to step size and friction (None if the method has none).
+Suggestion = Callable[[NoiseLevel], tuple[float, float | None]]
+
+#: From a tuning, without a report, to a function that runs short chains with a step size, a
+#: number of steps and a key.
+Pilot = Callable[[Tuning], Callable[[float, int, Array], SteinSums]]
+
+
+def find_tuning(
+    target: Target,
+    rng_key: Array,
+    choices: Choices,
+    suggest: Suggestion | None,
+    pilot: Pilot,
+    report: Callable[[str], None] = lambda phase: None,
+) -> Tuning:
+    """
+    All phases, one after the other.
+
+    :param target: the model with its data.
+    :param rng_key: a random key.
+    :param choices: what is to be found.
+    :param suggest: the method's step size and friction for a level of noise; None if both are
+        given.
+    :param pilot: how to run the method.
+    :param report: is told the name of each phase when it begins.
+    """
+    keys = (random.fold_in(rng_key, k) for k in range(5))
+    center_key, metric_key, noise_key, pilot_key, rare_key = keys
+    passes: dict[str, float] = {}
+    report("centre")
+    is_dense = target.view.dimension <= DENSE_BY_DEFAULT or choices.metric == "dense"
+    find = search_center if is_dense else find_center
+    gaussian = find(target, center_key, choices.init_strategy)
+    passes["centre"], multimodal = gaussian.passes, gaussian.multimodal
+    if is_dense:
+        report("metric")
+        gaussian = find_metric(target, metric_key, gaussian)
+        passes["metric"] = gaussian.passes
+    metric = _chosen(choices.metric, gaussian.metric)
+    report("noise")
+    controls = choices.gradient != "minibatch" and bool(target.view.plates)
+    measured = measure_noise(target, noise_key, gaussian, metric, controls)
+    plain, controlled, anchor, rounding, passes["noise"] = measured
+    noise = plain
+    if controlled is not None:
+        if choices.gradient == "control_variate" or controlled.mean < plain.mean / 2:
+            noise = controlled
+        else:
+            anchor = None
+    step_size, friction = _rates(choices, suggest, noise)
+    controls, rare = anchor is not None, RareRows()
+    is_noisy = target.scheme.independent and any(target.factors.values())
+    if is_noisy and target.shards is None:
+        error = partial(
+            error_of, nonlinearity=noise.nonlinearity, step_size=step_size, friction=friction
+        )
+        rare = find_rare_rows(target, rare_key, gaussian, metric, controls, choices.strata, error)
+        passes["rare rows"] = rare.passes
+    if rare.strata:
+        target = target._replace(strata=rare.strata)
+        measured = measure_noise(target, noise_key, gaussian, metric, controls)
+        passes["noise"] += measured.passes
+        noise = measured.controlled or measured.plain
+        step_size, friction = _rates(choices, suggest, noise)
+    tuning = Tuning(
+        step_size,
+        friction,
+        metric,
+        gaussian.metric,
+        anchor,
+        noise,
+        plain,
+        passes,
+        rounding,
+        multimodal=multimodal,
+        converged=gaussian.converged,
+        strata=rare.strata,
+        fourth_cumulant=rare.fourth_cumulant,
+    )
+    if choices.step_size is not None:
+        return tuning
+    report("pilot")
+    run = pilot(tuning)
+    cost = PILOT_CHAINS * (1 if anchor is None else 2) * target.minibatch_share
+    width = tuning.width
+    passes["pilot"] = 0.0
+    reports: list[SteinReport] = []
+    for halvings in range(_HALVINGS + 1):
+        step_size = tuning.step_size / 2**halvings
+        steps, is_long_enough = pilot_steps(noise, step_size / width)
+        found = stein_report(run(step_size, steps, random.fold_in(pilot_key, halvings)))
+        passes["pilot"] += steps * cost
+        if found is None or found.problem() is None:
+            return tuning._replace(step_size=step_size, halvings=halvings, report=found)
+        reports.append(found)
+        if not is_long_enough or (halvings >= 2 and _is_no_better(found, reports[0])):
+            break
+    # whatever is wrong, it is not the step size
+    return tuning._replace(report=reports[0])
+
+
+def _rates(
+    choices: Choices, suggest: Suggestion | None, noise: NoiseLevel
+) -> tuple[float, float | None]:
+    """Step size and friction: those given, and what a level of noise asks for."""
+    step_size, friction = choices.step_size, choices.friction
+    if suggest is not None:
+        suggested = suggest(noise)
+        step_size, friction = step_size or suggested[0], friction or suggested[1]
+    assert step_size is not None
+    return step_size, friction
+
+
+def _is_no_better(found: SteinReport, first: SteinReport) -> bool:
+    """Whether steps of a quarter of the length or less have left a wrong temperature wrong."""
+    before, now = abs(first.temperature - 1), abs(found.temperature - 1)
+    return before > 3 * first.error and now > 0.75 * before
+
+
+def pilot_steps(noise: NoiseLevel, step_size: float) -> tuple[int, bool]:
+    """
+    The steps of each chain of a pilot: independent draws take more of them where there is more
+    noise and where they are short.
+
+    :param noise: the noise of the gradient.
+    :param float step_size: in units of the largest posterior standard deviation.
+    :return: their number, and whether they are enough for a verdict.
+    """
+    needed = _PILOT_TIME / step_size
+    fewest = _PILOT_STEPS * min(max(1.0, noise.mean / 4), 10.0)
+    return int(min(max(fewest, needed), _MOST_PILOT_STEPS)), needed <= _MOST_PILOT_STEPS
+
+
+@contextmanager
+def tuning_bar(shown: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar of the phases, which disappears when they are done."""
+    # as NumPyro's own
+    hidden = not shown or "CI" in os.environ or "PYTEST_XDIST_WORKER" in os.environ
+    with tqdm(total=len(PHASES), desc="tuning", leave=False, disable=hidden) as bar:
+
+        def report(phase: str) -> None:
+            bar.set_description(f"tuning: {phase}")
+            bar.n = PHASES.index(phase)
+            bar.refresh()
+
+        yield report
+
+
+def _chosen(metric: Metric | str | None, found: DiagonalMetric | DenseMetric) -> Metric:
+    """The metric with the centre that was found."""
+    if metric == "diagonal" and isinstance(found, DenseMetric):
+        # the marginal standard deviations
+        return DiagonalMetric(found.center, jnp.sqrt(jnp.sum(found.factor**2, axis=1)))
+    if metric is None or isinstance(metric, str):
+        return found
+    return metric if isinstance(metric, IdentityMetric) else metric._replace(center=found.center)
