@@ -255,4 +255,4 @@ class _Search:
             self.passes += cost * self._share(count)
             return fit_of(center, factor, self._evaluate(x, L, count), self.dtype)
 
-        return closest_gaussian(fitted, np.asarray(center, float), factor, steps)[0]
+        return closest_gaussian(fitted, np.asarray(center, float), factor, steps)

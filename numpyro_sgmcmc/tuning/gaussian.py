@@ -37,7 +37,8 @@ FAR_ABOVE, _BARRIER = 10.0, 5.0
 
 #: Draws of the Gaussian, in pairs of opposite sign, and rows for each parameter of its Hessian.
 DRAWS, _ROWS_FOR_EACH = 8, 40
-_NEWTON_STEPS = 20
+#: Where these rows prove to be too few, so many times as many.
+_NEWTON_STEPS, _MORE_ROWS = 20, 4
 
 _POWER_STEPS = 20
 
@@ -168,7 +169,8 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
     shorter (:math:`t < 1`) where :math:`f` would rise, until every entry of :math:`e` is within
     a factor of 2 of 1. Where the potential curves downward the Gaussian doubles its width.
-    Potential and gradient are of all data, the Hessian of 40 rows for each parameter.
+    Potential and gradient are of all data, the Hessian of 40 rows for each parameter, or of more
+    where with these the steps do not become shorter.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -186,7 +188,9 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     smallest *= target.parts
     minibatches = max(DRAWS, math.ceil(_ROWS_FOR_EACH * dimension / smallest))
 
-    def evaluate(target: Target, center: Array, factor: Array) -> tuple[Array, Array, Array]:
+    def evaluate(
+        target: Target, center: Array, factor: Array, minibatches: Array
+    ) -> tuple[Array, Array, Array]:
         draw_key, rows_key, model_key = random.split(rng_key, 3)
         potential = target.potential(IdentityMetric())
         points = center + normal_draws(draw_key, dimension, dtype) @ factor.T
@@ -201,7 +205,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
         in_epochs = target._replace(scheme=SCHEMES["epochs"])
 
-        def columns(total: Array, k: Array) -> tuple[Array, None]:
+        def columns(k: Array, total: Array) -> Array:
             rows = in_epochs.rows(rows_key, k)
 
             def gradient(point: Array) -> Array:
@@ -210,23 +214,32 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
                 )(point)
 
             _, product = jax.linearize(gradient, points[k % DRAWS])
-            return total + jax.vmap(product, 1, 1)(factor), None
+            return total + jax.vmap(product, 1, 1)(factor)
 
-        total, _ = lax.scan(columns, jnp.zeros_like(factor), jnp.arange(minibatches))
+        total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
         values, gradients, total = target.mean((values, gradients, total))
         return values.mean(), gradients.mean(0) @ factor, factor.T @ total / minibatches
 
     compiled = target.compiled(evaluate)
 
-    def fitted(center: np.ndarray, factor: np.ndarray) -> Fit | None:
-        found = compiled(*(jnp.asarray(x, dtype) for x in (center, factor)))
-        return fit_of(center, factor, found, dtype)
+    passes, before = 0.0, math.inf
 
-    # a Hessian-vector product counts as two gradients
-    cost = DRAWS + 2 * dimension * minibatches * target.minibatch_share
-    found, metric = start.metric, start.metric
+    def fitted(center: np.ndarray, factor: np.ndarray) -> Fit | None:
+        nonlocal minibatches, passes, before
+        found = compiled(*(jnp.asarray(x, dtype) for x in (center, factor)), minibatches)
+        # a Hessian-vector product counts as two gradients
+        passes += DRAWS + 2 * dimension * minibatches * target.minibatch_share
+        fit = fit_of(center, factor, found, dtype)
+        if fit is not None:
+            # steps that do not become shorter: these rows are not like all rows
+            if _is_near(fit) and _distance(fit) > before / 2:
+                minibatches = min(_MORE_ROWS * minibatches, math.ceil(1 / target.minibatch_share))
+            before = _distance(fit)
+        return fit
+
+    found = start.metric
     factor = np.diag(found.scale) if isinstance(found, DiagonalMetric) else found.factor
-    best, steps = closest_gaussian(fitted, found.center, factor, _NEWTON_STEPS)
+    best = closest_gaussian(fitted, found.center, factor, _NEWTON_STEPS)
     if best is None:
         raise ValueError(
             "Tuning found no metric: the potential is not finite near the centre that was found."
@@ -236,7 +249,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     center, factor = _moved(best, 1.0) if converged else (best.center, best.factor)
     metric = from_covariance(factor @ factor.T, center, dtype)
     curvature = 1.0 if converged else float(np.max(np.abs(best.e)))
-    return Gaussian(metric, steps * cost, curvature, converged=converged)
+    return Gaussian(metric, passes, curvature, converged=converged)
 
 
 class Fit(NamedTuple):
@@ -278,22 +291,22 @@ def closest_gaussian(
     center: np.ndarray | Array,
     factor: np.ndarray | Array,
     steps: int,
-) -> tuple[Fit | None, int]:
+) -> Fit | None:
     """
     Newton steps until they are short, or until there have been so many.
 
     :param fitted: what is seen of a Gaussian with this centre and this factor.
-    :return: the last of those that were an advance, if any, and the number of steps.
+    :return: the last of those that were an advance, if any.
     """
     center, factor = np.asarray(center, np.float64), np.asarray(factor, np.float64)
     best, length, reach = None, 1.0, 1.0
-    for count in range(1, steps + 1):
+    for _ in range(steps):
         found = fitted(center, factor)
         if found is not None and (best is None or found.objective <= best.objective + found.error):
             best, length, reach = found, min(1.0, 2 * length), 4 * reach
             if _has_converged(best):
                 # the last step is short: nothing can be wrong with it
-                return best, count
+                return best
         elif best is None:  # the draws reach too far
             factor = factor / 4
             continue
@@ -303,12 +316,16 @@ def closest_gaussian(
             length /= 4
         reach = max(1.0, min(reach, 4 * _distance(best)))
         center, factor = _moved(best, length, reach)
-    return best, steps
+    return best
 
 
 def _has_converged(fit: Fit) -> bool:
-    short = np.max(np.abs(_newton_step(fit))) < 0.1
-    return bool(short and np.all((fit.e > 0.5) & (fit.e < 2)))
+    return bool(np.max(np.abs(_newton_step(fit))) < 0.1) and _is_near(fit)
+
+
+def _is_near(fit: Fit) -> bool:
+    """Whether the Gaussian has about the right width."""
+    return bool(np.all((fit.e > 0.5) & (fit.e < 2)))
 
 
 def _newton_step(fit: Fit) -> np.ndarray:
