@@ -23,6 +23,7 @@ COMPILE_QUICKLY = True
 RNG = np.random.default_rng(0)
 N, D = 2_000, 4
 X = np.column_stack([np.ones(N), RNG.standard_normal((N, D - 1))])
+NOISE = RNG.standard_normal(N)
 W = np.array([0.5, -1.0, 1.0, 0.2])
 
 
@@ -50,9 +51,9 @@ def logistic(x, y, scale):
 
 def test_raw_units():
     """Incomes on heights in inches: the posterior is 1e5 of its widths from where it starts."""
-    height = 66 + 4 * RNG.standard_normal(N)
-    x = np.column_stack([np.ones(N), height])
-    y = -60_000 + 1_250 * height + 19_000 * RNG.standard_normal(N)
+    height, noise = np.random.default_rng(1).standard_normal((2, N)) * [[4], [19_000]]
+    x = np.column_stack([np.ones(N), 66 + height])
+    y = -60_000 + 1_250 * x[:, 1] + noise
     target, start = searched(linear, x, y)
     found = find_metric(target, random.key(1), start)
     assert found.converged and not found.multimodal
@@ -73,7 +74,7 @@ def test_a_scale_that_depends_on_covariates():
         with numpyro.plate("rows", len(y), subsample_size=100) as i:
             numpyro.sample("y", dist.Normal(x[i] @ b, jnp.exp(x[i] @ g)), obs=y[i])
 
-    y = X @ W + np.exp(X @ np.array([1.0, 0.4, -0.4, 0.3])) * RNG.standard_normal(N)
+    y = X @ W + np.exp(X @ np.array([1.0, 0.4, -0.4, 0.3])) * NOISE
     target, start = searched(model, X, y)
     found = find_metric(target, random.key(1), start)
     truth = np.concatenate([W, [1.0, 0.4, -0.4, 0.3]])
@@ -83,7 +84,7 @@ def test_a_scale_that_depends_on_covariates():
 def test_units_make_no_difference():
     """Columns in other units: as many steps, to the same place to rounding."""
     scale = 2.0 ** np.array([20, -20, 7, 0])
-    y = (RNG.random(N) < 1 / (1 + np.exp(-X @ W))).astype(np.int32)
+    y = (NOISE < X @ W).astype(np.int32)
     _, here = searched(logistic, X, y, np.full(D, 10.0))
     _, there = searched(logistic, X * scale, y, 10 / scale)
     assert here.passes == there.passes
@@ -119,7 +120,7 @@ def groups_of(centred):
 
 @pytest.mark.slow
 def test_several_modes():
-    y = np.where(RNG.random(N) < 0.3, -2.0, 2.0) + RNG.standard_normal(N)
+    y = np.where(X[:, 1] < -0.5, -2.0, 2.0) + NOISE
     target, start = searched(mixture, y)
     assert start.multimodal
     found = find_metric(target, random.key(1), start)
@@ -131,8 +132,8 @@ def test_several_modes():
 @pytest.mark.parametrize("centred", [True, False])
 def test_a_hierarchy_has_one(centred):
     """Its density is highest where the groups do not differ; few draws come from there."""
-    group = RNG.integers(0, 30, N)
-    y = 1 + 0.5 * RNG.standard_normal(30)[group] + RNG.standard_normal(N)
+    group = np.arange(N) % 30
+    y = 1 + 0.5 * NOISE[:30][group] + np.roll(NOISE, 100)
     target, start = searched(groups_of(centred), group, y)
     assert not start.multimodal
     found = find_metric(target, random.key(1), start)
@@ -143,7 +144,7 @@ def test_a_hierarchy_has_one(centred):
 @pytest.mark.slow
 def test_starts_where_it_is_told():
     """Of two modes that which is near, and with it the others of the searches."""
-    y = np.where(RNG.random(N) < 0.3, -2.0, 2.0) + RNG.standard_normal(N)
+    y = np.where(X[:, 1] < -0.5, -2.0, 2.0) + NOISE
     for mu in ([-2.0, 2.0], [2.0, -2.0]):
         init = init_to_value(values={"mu": jnp.array(mu), "w": jnp.array(0.5)})
         target, start = searched(mixture, y, init_strategy=init)

@@ -379,6 +379,8 @@ def exact_sds(grouped):
 
 
 @pytest.mark.slow
+# groups of three rows, all alike, are
+@pytest.mark.filterwarnings("ignore:The posterior is far from any Gaussian")
 def test_small_groups(grouped, tuned):
     """Right with the strata that the tuning finds; without, the tuning says what is wrong."""
     whole = tuned.strata["rows"].allocation
