@@ -95,7 +95,7 @@ def reference(posterior, data, folder, cache):
         return pickle.loads(kept.read_bytes())
     numpyro.enable_x64()
     wide = [jnp.asarray(x, float if np.asarray(x).dtype.kind == "f" else int) for x in data]
-    kernel = NUTS(posterior.model)
+    kernel = NUTS(posterior.original or posterior.model)
     draws, seconds, _ = run(kernel, posterior, wide, 1_000, num_chains=2, chain_method="sequential")
     numpyro.enable_x64(False)
     found = moments_of(draws), seconds
@@ -118,7 +118,8 @@ def outcome_of(item):
 
         draws, own, rate = run(CCAdL(model, progress_bar=False), posterior, data, 1_000)
         taken.extend([own, seconds, rate])
-        return {k: draws[k] for k in right.mean if k in draws}, right
+        both = [name for name in right.mean if name in draws]
+        return {k: draws[k] for k in both}, Right(*({k: x[k] for k in both} for x in right))
 
     verdict, said = verdict_of(compared, beyond, 1.0)
     return verdict, said, taken

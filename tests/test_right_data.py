@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, init_to_uniform
 import optax
 import pytest
 
 from numpyro_sgmcmc import SGLD, LongRun
+from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.model_exceptions import one_at_a_time
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.gaussian import find_center
 
 COMPILE_QUICKLY = True
 
@@ -92,6 +95,10 @@ def tuned():
 
 def test_models_take_turns(tuned):
     """NumPyro has one stack of handlers for all threads."""
+    target = Target(
+        read_model(watched, init_to_uniform, (jnp.asarray(Y),), {}), (jnp.asarray(Y),), {}
+    )
+    find_center(target, random.key(0), init_to_uniform)
     assert not UNSEEN_BY_THE_LOCK, UNSEEN_BY_THE_LOCK[0]
 
 

@@ -52,13 +52,23 @@ def heteroscedastic(x, y, batch=None):
         numpyro.sample("y", dist.Normal(x[i] @ b, jnp.exp(x[i] @ g)), obs=y[i])
 
 
+UNITS = 10.0 ** np.array([0, 4, -4, 3, -3, 2])
+
+
 def raw_units_data(rng, folder):
     x = design(rng, 6)
     y = rng.random(ROWS) < 1 / (1 + np.exp(-(x @ rng.standard_normal(6))))
-    return single(x * 10.0 ** np.array([0, 4, -4, 3, -3, 2]), y)
+    return single(x * UNITS, y)
 
 
-@posterior("logistic, raw units", GELMAN, ROWS, raw_units_data)
+def standard_units(x, y, batch=None):
+    c = numpyro.sample("c", dist.ImproperUniform(dist.constraints.real_vector, (), (6,)))
+    b = numpyro.deterministic("b", c / UNITS)
+    with rows_of(x, batch) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ b), obs=y[i])
+
+
+@posterior("logistic, raw units", GELMAN, ROWS, raw_units_data, original=standard_units)
 def raw_units(x, y, batch=None):
     b = numpyro.sample("b", dist.ImproperUniform(dist.constraints.real_vector, (), (6,)))
     with rows_of(x, batch) as i:

@@ -19,6 +19,7 @@ class Posterior(NamedTuple):
     - **batch** - rows in a minibatch.
     - **compared** - from the draws of a chain to what is compared; None is all latent sites.
     - **reference** - name of the published moments in posteriordb, or None for NUTS.
+    - **original** - the same posterior in coordinates that suit NUTS, where the model's do not.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Posterior(NamedTuple):
     batch: int = 100
     compared: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     reference: str | None = None
+    original: Callable | None = None
 
 
 POSTERIORS: list[Posterior] = []

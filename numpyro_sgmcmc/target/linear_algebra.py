@@ -153,7 +153,7 @@ def _step(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, 
     if name in CALLS:
         return _run(params[CALLS[name]], last, operands)
     if name in _CONTROL_FLOW:
-        return _CONTROL_FLOW[name](params, last, operands)
+        return _CONTROL_FLOW[name](equation, last, operands)
     if is_batch and _devices_share_threads():
         return last, _one_by_one(equation, operands)
     # the first of the operands that can wait
@@ -180,20 +180,30 @@ def _one_by_one(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
     return [x.reshape(*batch, *x.shape[1:]) for x in lax.map(one, flat)]
 
 
-def _scan(params: dict[str, Any], last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
-    start, end = params["num_consts"], params["num_consts"] + params["num_carry"]
+def _is_entry(inside: Any, outside: Any) -> bool:
+    return outside.aval.ndim > inside.aval.ndim
+
+
+def _scan(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
+    params, program = equation.params, equation.params["jaxpr"].jaxpr
+    # versions of JAX count them in other ways: a body sees entries of what it goes along
+    entries = sum(map(_is_entry, program.invars, equation.invars))
+    carried = len(program.outvars) - sum(map(_is_entry, program.outvars, equation.outvars))
+    end = len(operands) - entries
+    start = end - carried
     constants, carry, inputs = operands[:start], operands[start:end], operands[end:]
 
     def body(state: Any, entries: Any) -> Any:
         last, results = _run(params["jaxpr"], state[0], (*constants, *state[1], *entries))
-        return (last, results[: end - start]), results[end - start :]
+        return (last, results[:carried]), results[carried:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     (last, carry), outputs = lax.scan(body, (last, carry), inputs, **options)
     return last, [*carry, *outputs]
 
 
-def _while(params: dict[str, Any], last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
+def _while(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
+    params = equation.params
     start = params["cond_nconsts"]
     end = start + params["body_nconsts"]
     for_condition, for_body, carry = operands[:start], operands[start:end], operands[end:]
@@ -207,16 +217,17 @@ def _while(params: dict[str, Any], last: Array, operands: list[Any]) -> tuple[Ar
     return lax.while_loop(goes_on, body, (last, carry))
 
 
-def _cond(params: dict[str, Any], last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
+def _cond(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
     def branch(program: ClosedJaxpr) -> Callable:
         return lambda last, *arguments: _run(program, last, arguments)
 
     index, *arguments = operands
-    return lax.switch(index, [branch(x) for x in params["branches"]], last, *arguments)
+    return lax.switch(index, [branch(x) for x in equation.params["branches"]], last, *arguments)
 
 
-def _solve(params: dict[str, Any], last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
+def _solve(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
     """JAX's linear solver, whose derivatives have been taken before."""
+    params = equation.params
     counts = params["const_lengths"]
     start, end = counts.matvec + counts.vecmat, sum(counts)
     constants = operands[start : start + counts.solve]
