@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
+from numpyro_sgmcmc.kernels.state import SGMCMCState
 from numpyro_sgmcmc.target.target import Target
 
 #: Log densities that differ by more than rounding are of another model.
@@ -38,6 +39,17 @@ def digest_of(target: Target) -> np.ndarray | None:
     """The same of the data of a target, or None if they are traced."""
     data = data_of(target)
     return None if data is None else digest(data)
+
+
+def check_state(state: SGMCMCState, data: str | None) -> None:
+    """
+    :param data: tells the data of the run from others, or None if they are not known.
+    :raises ValueError: if a state has the anchor of other data.
+    """
+    if data is not None and state.fixed.anchor is not None:
+        known = np.reshape(state.fixed.data, (-1, 4))[0]
+        if known.any() and not np.array_equal(known, digest(data)):
+            raise ValueError(OTHER_DATA)
 
 
 def other_sites(here: dict[str, float], there: dict[str, float]) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 from jax import Array
-import numpy as np
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_sgmcmc.gradients.estimators import Gradient
@@ -18,7 +17,7 @@ from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
 from numpyro_sgmcmc.kernels.collected import constrained
 from numpyro_sgmcmc.kernels.context import Context
-from numpyro_sgmcmc.kernels.identity import OTHER_DATA, digest
+from numpyro_sgmcmc.kernels.identity import check_state
 from numpyro_sgmcmc.kernels.initial import initialised
 from numpyro_sgmcmc.kernels.monitor import Monitor
 from numpyro_sgmcmc.kernels.record import identity_of, record_of
@@ -308,11 +307,7 @@ class SGMCMCKernel(MCMCKernel):
         return constrained(self, args, kwargs)
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
-        data = self.context.data
-        if data is not None and state.fixed.anchor is not None:
-            known = np.reshape(state.fixed.data, (-1, 4))[0]
-            if known.any() and not np.array_equal(known, digest(data)):
-                raise ValueError(OTHER_DATA)
+        check_state(state, self.context.data)
         return self.monitor.text(state)
 
 
