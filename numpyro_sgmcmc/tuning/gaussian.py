@@ -167,8 +167,10 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         c \\leftarrow c - t \\, L V \\operatorname{diag}(1 / |e|) V^\\top g, \\qquad
         L \\leftarrow L V \\operatorname{diag}(\\max(e, \\tfrac14)^{-t / 2}) V^\\top,
 
-    shorter (:math:`t < 1`) where :math:`f` would rise, until every entry of :math:`e` is within
-    a factor of 2 of 1. Where the potential curves downward the Gaussian doubles its width.
+    shorter (:math:`t < 1`) where :math:`f` would rise, and no longer than the radius of a sphere
+    that holds the Gaussian, which grows fourfold with every advance, until every entry of
+    :math:`e` is within a factor of 2 of 1 and the step is shorter than 0.1 in each coordinate.
+    Where the potential curves downward the Gaussian doubles its width.
     Potential and gradient are of all data, the Hessian of 40 rows for each parameter, or of more
     where with these the steps do not become shorter.
 
@@ -208,13 +210,10 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         def columns(k: Array, total: Array) -> Array:
             rows = in_epochs.rows(rows_key, k)
 
-            def gradient(point: Array) -> Array:
-                return jax.grad(
-                    lambda x: potential(target.unravel(x), rows, random.fold_in(model_key, k))
-                )(point)
+            def at(point: Array) -> Array:
+                return potential(target.unravel(point), rows, random.fold_in(model_key, k))
 
-            _, product = jax.linearize(gradient, points[k % DRAWS])
-            return total + jax.vmap(product, 1, 1)(factor)
+            return total + hessian_times(factor, at, points[k % DRAWS])
 
         total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
         values, gradients, total = target.mean((values, gradients, total))
@@ -268,6 +267,12 @@ def normal_draws(rng_key: Array, dimension: int, dtype: Any) -> Array:
     """The draws :math:`\\zeta_s`, shape ``(8, d)``."""
     half = random.normal(rng_key, (DRAWS // 2, dimension), dtype)
     return jnp.concatenate([half, -half])
+
+
+def hessian_times(factor: Array, potential: Callable[[Array], Array], point: Array) -> Array:
+    """:math:`\\nabla^2 U(\\theta) L`, column by column, shape ``(d, d)``."""
+    _, product = jax.linearize(jax.grad(potential), point)
+    return jax.vmap(product, 1, 1)(factor)
 
 
 def fit_of(center: np.ndarray, factor: np.ndarray, found: Any, dtype: Any) -> Fit | None:
