@@ -40,7 +40,7 @@ from verdicts import Right, each_in_a_process, moments_of, verdict_of  # noqa: E
 from numpyro_sgmcmc import CCAdL  # noqa: E402
 
 #: Seconds of a processor for a posterior, and effective samples.
-LIMIT, ASKED = 300.0, 1_000
+LIMIT, ASKED = 1_800.0, 1_000
 
 #: A mean may be off by so many standard deviations and a standard deviation by such a part of
 #: itself, and by so many standard errors more.

@@ -40,6 +40,7 @@ from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.potential import full_data_gradient
 from numpyro_sgmcmc.target.target import Target, _quick_compilation
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
+from numpyro_sgmcmc.tuning.mixing import PilotRun
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
 from numpyro_sgmcmc.tuning.phases import Choices, find_tuning
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -662,9 +663,10 @@ def test_halvings_of_the_step_size(temperature, expected):
             shares = 10 * temperature(step_size) * (1 + 0.01 * random.normal(rng_key, (64, D)))
             matrix = jnp.diag(shares.sum(0))
             batches = jnp.concatenate([shares.mean(1, keepdims=True), shares], axis=1)
-            return sums._replace(
+            sums = sums._replace(
                 steps=count, samples=count, length=count // 64, batches=batches, matrix=matrix
             )
+            return PilotRun(sums)
 
         return run
 
@@ -733,9 +735,13 @@ def test_warns_of_a_funnel():
         with numpyro.plate("rows", len(y), subsample_size=10) as i:
             numpyro.sample("y", dist.Normal(z[0], 1e3), obs=y[i])
 
-    with pytest.warns(UserWarning, match="far from any Gaussian"):
-        tuning = CCAdL(funnel, progress_bar=False).tune(random.key(0), jnp.zeros(100))
+    as_written = CCAdL(funnel, progress_bar=False, reparametrise=False)
+    with pytest.warns(UserWarning, match=r"far from any Gaussian.* R-hat .* in site"):
+        tuning = as_written.tune(random.key(0), jnp.zeros(100))
     assert "far from any Gaussian" in tuning.problem and "slow directions" in str(tuning)
+    # in coordinates of its own there is none
+    tuning = CCAdL(funnel, progress_bar=False).tune(random.key(0), jnp.zeros(100))
+    assert tuning.problem is None and tuning.noise.nonlinearity < 0.1
 
 
 def test_warns_of_several_modes():

@@ -20,6 +20,7 @@ from numpyro_sgmcmc.gradients.covariance import Full
 from numpyro_sgmcmc.gradients.estimators import per_example_gradient, sub_batch_gradient
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.target.handlers import Plate
+from numpyro_sgmcmc.target.potential import ravel
 from numpyro_sgmcmc.target.target import Target
 
 #: The matrix of eigenvectors of so many parameters takes a second.
@@ -103,7 +104,8 @@ def gradient_noise(
     mean = jnp.asarray(positions_of(target, draws).mean(axis=(0, 1)))
 
     def covariance(target: Target, mean: Array, metric: Any, anchor: Any, rows: Any) -> Array:
-        potential, at = target.potential(metric, anchor), metric.coordinates(mean)
+        potential = target.potential(metric, anchor)
+        at = metric.coordinates(ravel(target.in_coordinates(target.unravel(mean))))
         if not target.strata:
             return per_example_gradient(potential, rows, model_key, factors, Full(size))(at).noise
 
@@ -115,7 +117,7 @@ def gradient_noise(
         keys = random.split(rows_key, _MINIBATCHES)
         return lax.scan(added, jnp.zeros((size, size), at.dtype), keys)[0]
 
-    target = target._replace(strata=state.fixed.strata)
+    target = target.tuned(state.fixed)
     matrix = target.compiled(covariance)(mean, state.fixed.metric, state.fixed.anchor, rows)
     attrs = {
         "algorithm": settings["algorithm"],

@@ -22,13 +22,14 @@ from numpyro_sgmcmc.kernels.chains import axes_for
 from numpyro_sgmcmc.kernels.identity import data_of, digest, other_sites
 from numpyro_sgmcmc.kernels.state import Fixed, Layout, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import sample, start
-from numpyro_sgmcmc.stein import SteinSums
 from numpyro_sgmcmc.target.initial_values import draw_from
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.model import Values
+from numpyro_sgmcmc.target.potential import ravel
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.given import metric_for
+from numpyro_sgmcmc.tuning.mixing import Halves, PilotRun, no_positions, with_position
 from numpyro_sgmcmc.tuning.phases import PILOT_CHAINS, Choices, find_tuning, tuning_bar
 from numpyro_sgmcmc.tuning.rare_rows import strata_by_importance
 from numpyro_sgmcmc.tuning.strata import are_strata_of, given_strata
@@ -52,7 +53,7 @@ def fixed_for(
     method: "SGMCMCKernel", target: Target, tuning: Tuning, steps_per_sample: int, num_warmup: Any
 ) -> Fixed:
     """What a tuning decides for all steps of all chains."""
-    target, latents = target._replace(strata=tuning.strata), target.view.latents
+    target, latents = target.tuned(tuning), target.view.latents
     dtype = jnp.result_type(*(x.dtype for x in latents.values()))
     sites = tuple(math.prod(latents[name].shape) for name in sorted(latents))
     layout = Layout(steps_per_sample, sites, method.noise(target, tuning), target.view.facts)
@@ -65,6 +66,7 @@ def fixed_for(
         anchor=tuning.anchor,
         data=jnp.asarray(digest(tuning.data)),
         strata=tuning.strata,
+        centring=tuning.centring,
         constants=method.constants(target),
         layout=layout,
     )
@@ -145,6 +147,7 @@ def _adopted(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> Tuning:
         )
     if tuning.anchor is None and not tuning.strata:
         return tuning
+    target = target._replace(centring=tuning.centring)
     if tuning.strata and (data != tuning.data or not are_strata_of(target, tuning.strata)):
         tuning = tuning._replace(strata=_strata_anew(method, target, tuning, data))
     if tuning.anchor is not None and (data is None or data != tuning.data):
@@ -187,8 +190,16 @@ def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: s
         metric = IdentityMetric()
     friction = getattr(given, "friction", None)
     strata = None if given.strata == "auto" and not given.can_stratify else given.strata
+    # a given metric is one of the coordinates as written
+    reparametrise = given.reparametrise and (metric is None or isinstance(metric, str))
     choices = Choices(
-        given.first_step_size, friction, metric, given.gradient, given.init_strategy, strata
+        given.first_step_size,
+        friction,
+        metric,
+        given.gradient,
+        given.init_strategy,
+        strata,
+        reparametrise,
     )
     suggest = None if given.rates_are_given else method.suggest
     with tuning_bar(given.progress_bar) as report:
@@ -257,7 +268,7 @@ def _check_speed(method: "SGMCMCKernel", tuning: Tuning, steps: int) -> None:
 
 def _pilot(
     method: "SGMCMCKernel", target: Target, tuning: Tuning
-) -> Callable[[float, int, Array], SteinSums]:
+) -> Callable[[float, int, Array], PilotRun]:
     """Short chains, half of whose steps are warm-up."""
     each = method.given.steps_per_sample or 1
     gaussian = tuning.start
@@ -270,18 +281,31 @@ def _pilot(
         fixed: Fixed,
         samples: Array,
         rng_key: Array,
-    ) -> SteinSums:
+    ) -> PilotRun:
         keys = random.split(rng_key, (3, PILOT_CHAINS))
-        z = draw_from(gaussian, target, method.given.temperature, keys[1])
+        z = draw_from(
+            gaussian, target._replace(centring=fixed.centring), method.given.temperature, keys[1]
+        )
 
         def begin(chain_key: Array, z: Values, dynamics_key: Array) -> SGMCMCState:
             return start(method, target, fixed, z, chain_key, dynamics_key)
 
-        def sampled(_: Any, state: SGMCMCState) -> SGMCMCState:
-            return sample(method, target, state)
+        def seen(halves: Halves, z: Values, k: Array) -> Halves:
+            position = fixed.metric.coordinates(ravel(target.tuned(fixed).in_coordinates(z)))
+            return with_position(halves, position, 4 * k // samples - 2, 2 * k >= samples)
 
-        def one(chain: tuple[Array, Values, Array]) -> SteinSums:
-            return lax.fori_loop(0, samples, sampled, begin(*chain)).monitor.stein
+        def both(seen: Callable) -> Callable:
+            def sampled(k: Array, run: tuple[SGMCMCState, Halves]) -> tuple[SGMCMCState, Halves]:
+                state = sample(method, target, run[0])
+                return state, seen(run[1], state.z, k)
+
+            return sampled
+
+        none = no_positions(target.view.dimension, gaussian.center.dtype)
+
+        def one(chain: tuple[Array, Values, Array]) -> PilotRun:
+            state, halves = lax.fori_loop(0, samples, both(seen), (begin(*chain), none))
+            return PilotRun(state.monitor.stein, halves, state.monitor.nonfinite_steps)
 
         if target.shards is None:
             # one after the other: a program for all at once takes twice as long to compile
@@ -289,11 +313,14 @@ def _pilot(
         # devices would spend their time in waiting for each other
         axes = axes_for(method.given.refresh_every)
         chains = jax.vmap(begin, out_axes=axes)(keys[0], z, keys[2])
-        return lax.fori_loop(0, samples, sampled, chains).monitor.stein
+        several = jax.tree.map(lambda x: jnp.stack([x] * PILOT_CHAINS), none)
+        of_chains = both(jax.vmap(seen, (0, 0, None)))
+        state, halves = lax.fori_loop(0, samples, of_chains, (chains, several))
+        return PilotRun(state.monitor.stein, halves, state.monitor.nonfinite_steps)
 
     compiled = target.compiled(run)
 
-    def pilot(step_size: float, steps: int, rng_key: Array) -> SteinSums:
+    def pilot(step_size: float, steps: int, rng_key: Array) -> PilotRun:
         samples = -(-steps // each)
         fixed = fixed_for(method, target, tuning, each, samples // 2)
         # with the layout of the longest step: one program for all of them

@@ -83,6 +83,9 @@ class Settings:
         something is tuned and rows that few minibatches have would make the draws wrong
         (:mod:`~numpyro_sgmcmc.tuning.rare_rows`). They need
         ``subsampling="without_replacement"``.
+    :param bool reparametrise: whether hierarchies are sampled in coordinates between centred and
+        non-centred ones, which the tuning finds (:mod:`~numpyro_sgmcmc.target.centring`); the draws
+        are those of the sites as written either way.
     :param int steps_per_sample: number of steps between two samples that NumPyro's
         ``MCMC`` sees; ``num_warmup``, ``num_samples`` and ``thinning`` count samples. None is 1 if
         the step size is given, and else as many as a chain needs to forget most of where it was,
@@ -104,6 +107,7 @@ class Settings:
     temperature: float = recorded(1.0)
     subsampling: str = recorded("without_replacement")
     strata: Any = "auto"
+    reparametrise: bool = True
     steps_per_sample: int | None = None
     init_strategy: Callable = init_to_uniform
     progress_bar: bool = field(default=True, metadata=_UNIMPORTANT)

@@ -336,7 +336,7 @@ def _noise_at_start(method: SGHMC, target: Target, state: SGMCMCState) -> Array:
     """The largest variance of the gradient's noise at the initial values of all chains."""
 
     def one(state: SGMCMCState) -> Array:
-        here = target._replace(strata=state.fixed.strata)
+        here = target.tuned(state.fixed)
         _, position, potential = flattened(target, state)
         noise = state.fixed.layout.noise
         assert noise is not None

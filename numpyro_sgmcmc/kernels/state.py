@@ -50,6 +50,7 @@ class Fixed(NamedTuple):
     - **anchor** - of the control variate, or None; one for each chain if it moves.
     - **data** - tells the data of the anchor from others, shape (4,).
     - **strata** - of the rows by plate, or their probabilities, where rows are not drawn alike.
+    - **centring** - the coordinates of hierarchies, those of the metric and the anchor.
     - **constants** - what the method has decided for this model.
     - **layout** - facts that are part of the program.
     """
@@ -62,6 +63,7 @@ class Fixed(NamedTuple):
     anchor: Anchor | None
     data: Array
     strata: dict[str, SamplingDesign]
+    centring: dict[str, Array]
     constants: Any
     layout: Layout
 

@@ -21,6 +21,7 @@ from numpyro_sgmcmc.kernels.chains import axes_of, check_traced, layout_on, plac
 from numpyro_sgmcmc.kernels.identity import digest_of
 from numpyro_sgmcmc.kernels.state import Fixed, Monitored, SGMCMCState
 from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
+from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.potential import Potential, Rows, ravel
 from numpyro_sgmcmc.target.prefetch import nothing_prefetched, prefetched_with, rows_at
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 #: Steps that are looked at ahead, and some more.
 _ROOM = 2**16
+
+#: Twice the kinetic energy is at most so much for each parameter, and so much more: that of tuned
+#: steps is 1 for each in the mean.
+_HEAT, _ENERGY = 2.0, 100.0
 
 
 def start(
@@ -50,7 +55,7 @@ def start(
     :param chain_key: random key of the chain.
     :param dynamics_key: random key of the first momentum.
     """
-    flat, _ = ravel_pytree(z)
+    flat, _ = ravel_pytree(target._replace(centring=fixed.centring).in_coordinates(z))
     position = fixed.metric.coordinates(flat)
     count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), flat.dtype)
     return SGMCMCState(
@@ -121,13 +126,20 @@ def _with_counter_in_range(state: SGMCMCState) -> SGMCMCState:
 
 def _with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGMCMCState:
     """The anchor moved to the position, if it is time to."""
-    move = jax.vmap(target.anchor) if jnp.ndim(state.i) > 0 else target.anchor
+    centring = state.fixed.centring
+
+    def move(z: Values, centring: Any) -> Anchor:
+        here = target._replace(centring=centring)
+        return here.anchor(here.in_coordinates(z))
+
+    if jnp.ndim(state.i) > 0:
+        move = jax.vmap(move, (0, axes_of(state).fixed.centring))
     steps = state.fixed.layout.steps_per_sample
     every = max(1, round(passes / (target.minibatch_share * steps)))
     i = state.i.ravel()[0]  # the same in all chains
     anchor = lax.cond(
         ((i // steps) % every == 0) & (i > 0),
-        lambda z, _: move(z),
+        lambda z, _: move(z, centring),
         lambda _, anchor: anchor,
         state.z,
         state.fixed.anchor,
@@ -137,8 +149,8 @@ def _with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGM
 
 def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
     """The steps of one sample of one chain, on the position as one flat vector."""
-    fixed, z, monitor = state.fixed, state.z, state.monitor
-    target = target._replace(strata=fixed.strata)
+    fixed, monitor = state.fixed, state.monitor
+    target = target.tuned(fixed)
     flat, position, potential = flattened(target, state)
     none = jnp.zeros_like(monitor.configurational_temperature)
     # what is the same for every step stays out of the loop
@@ -152,9 +164,9 @@ def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMC
     stein, counted = state.monitor.stein, state.i > fixed.warmup_steps
     diverging = state.monitor.nonfinite_steps > monitor.nonfinite_steps
     stein = stein._replace(samples=stein.samples + counted)
-    _, unravel = ravel_pytree(z)
+    moved = target.unravel(fixed.metric.moved(flat, position, state.z))
     return state._replace(
-        z=unravel(fixed.metric.moved(flat, position, state.z)),
+        z=target.as_written(moved),
         monitor=state.monitor._replace(diverging=diverging, stein=stein),
         fixed=fixed,
     )
@@ -192,6 +204,8 @@ def one_step(
     # The sum is not finite if any entry is not; squares could overflow before.
     finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
     finite = finite & is_valid
+    if method.given.step_size is None:
+        finite = finite & ((i < fixed.warmup_steps) | _is_likely(new, method.given.temperature))
     if callable(method.given.step_size):
         finite = finite & (step_size > 0)
     moved = (new.z, new.dynamics, evaluation.potential)
@@ -229,6 +243,19 @@ def one_step(
     )
 
 
+def _is_likely(state: SGMCMCState, temperature: float) -> Array | bool:
+    """
+    Whether a momentum is one that occurs. A step that is too long for a place far out, where the
+    curvature is greater than anywhere that the tuning has looked, leads further and further away;
+    undone, with the momentum reversed, it leads back.
+    """
+    momentum = getattr(state.dynamics, "momentum", None)
+    if momentum is None:
+        return True
+    most = temperature * (_HEAT * momentum.shape[0] + _ENERGY)
+    return jnp.sum(momentum**2) < most
+
+
 def _has_its_data(target: Target, fixed: Fixed) -> Array | bool:
     """Whether the data are those of the anchor, if that can be known."""
     if fixed.anchor is None or (here := digest_of(target)) is None:
@@ -238,7 +265,7 @@ def _has_its_data(target: Target, fixed: Fixed) -> Array | bool:
 
 def flattened(target: Target, state: SGMCMCState) -> tuple[Array, Array, Potential]:
     """The values of one chain as one vector, the position, and the potential there."""
-    metric, flat = state.fixed.metric, ravel(state.z)
+    metric, flat = state.fixed.metric, ravel(target.in_coordinates(state.z))
     potential = target.potential(metric, state.fixed.anchor)
     return flat, metric.coordinates(flat), potential
 

@@ -129,6 +129,12 @@ class MinibatchModel(NamedTuple):
         ]
         return replaced(arguments, seen)
 
+    def prepared(
+        self, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
+    ) -> tuple[Model, tuple[tuple, dict]]:
+        """The model and its arguments for the rows of a minibatch, as NumPyro can trace them."""
+        return self._at(indices, rng_key), self._read(indices, (args, kwargs))
+
     def potential(
         self, z: Values, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
     ) -> Array:

@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.target.centring import Centring, as_written, hierarchy_of
 from numpyro_sgmcmc.target.handlers import Indices, Plate
 from numpyro_sgmcmc.target.metric import Metric
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
@@ -99,6 +100,8 @@ class ModelPotential(NamedTuple):
     metric: Metric
     args: tuple
     kwargs: dict
+    #: where the values are between those of a centred and those of a non-centred hierarchy
+    centring: Centring = {}
 
     def values(self, position: Array, /) -> Values:
         return self.unravel(self.metric.values(position))
@@ -110,18 +113,32 @@ class ModelPotential(NamedTuple):
         return self.metric.pullback(ravel(gradient))
 
     def __call__(self, values: Values, rows: Rows, rng_key: Array, /) -> Array:
-        return self.view.potential(values, rows, rng_key, self.args, self.kwargs)
+        if not self.centring:
+            return self.view.potential(values, rows, rng_key, self.args, self.kwargs)
+        written, log_det = self._written(values, rows, rng_key)
+        return self.view.potential(written, rows, rng_key, self.args, self.kwargs) - log_det
 
     def value_and_gradient(
         self, values: Values, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, Values]:
+        if self.centring:
+            return jax.value_and_grad(self.__call__)(values, rows, rng_key)
         both = jax.value_and_grad(self.view.potential)
         return both(values, rows, rng_key, self.args, self.kwargs)
 
     def with_row_terms(
         self, values: Values, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, dict[str, Array]]:
-        return self.view.potential_and_row_terms(values, rows, rng_key, self.args, self.kwargs)
+        data = rows, rng_key, self.args, self.kwargs
+        if not self.centring:
+            return self.view.potential_and_row_terms(values, *data)
+        written, log_det = self._written(values, rows, rng_key)
+        energy, terms = self.view.potential_and_row_terms(written, *data)
+        return energy - log_det, terms
+
+    def _written(self, values: Values, rows: Rows, rng_key: Array) -> tuple[Values, Array]:
+        hierarchy = hierarchy_of(self.view, values, rows, rng_key, self.args, self.kwargs)
+        return as_written(hierarchy, self.centring, values)
 
 
 def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> Any:

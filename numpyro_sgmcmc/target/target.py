@@ -17,6 +17,13 @@ from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
 from numpyro_sgmcmc.data.strata import Group
 from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
+from numpyro_sgmcmc.target.centring import (
+    Centring,
+    Hierarchy,
+    as_written,
+    hierarchy_of,
+    in_coordinates,
+)
 from numpyro_sgmcmc.target.control_variate import Anchor, ControlVariate
 from numpyro_sgmcmc.target.handlers import BatchRows, Plate
 from numpyro_sgmcmc.target.linear_algebra import in_order
@@ -39,6 +46,8 @@ class Target(NamedTuple):
     shards: Shards | None = None
     #: strata of the rows by plate, or their probabilities, where rows are not drawn alike
     strata: Mapping[str, SamplingDesign] = {}
+    #: the coordinates of hierarchies, by site
+    centring: Centring = {}
 
     @property
     def parts(self) -> int:
@@ -70,8 +79,34 @@ class Target(NamedTuple):
 
     def potential(self, metric: Metric, anchor: Anchor | None = None) -> Potential:
         """The minibatch potential in the coordinates of a metric."""
-        plain = ModelPotential(self.view, self.unravel, metric, self.args, self.kwargs)
+        data = self.args, self.kwargs, self.centring
+        plain = ModelPotential(self.view, self.unravel, metric, *data)
         return plain if anchor is None else ControlVariate(plain, anchor)
+
+    def tuned(self, found: Any) -> "Target":
+        """With the strata and the coordinates that a tuning, or what is fixed, has of it."""
+        return self._replace(strata=found.strata, centring=found.centring)
+
+    def as_written(self, values: Values) -> Values:
+        """Unconstrained values of the latent sites, of values in the coordinates."""
+        return (
+            as_written(self.hierarchy(values), self.centring, values)[0]
+            if self.centring
+            else values
+        )
+
+    def in_coordinates(self, values: Values) -> Values:
+        """The inverse of :meth:`as_written`."""
+        return (
+            in_coordinates(self.hierarchy(values), self.centring, values)
+            if self.centring
+            else values
+        )
+
+    def hierarchy(self, values: Values) -> Hierarchy:
+        """Of the model, whose coordinates can be chosen."""
+        rows = self.view.first_rows()
+        return hierarchy_of(self.view, values, rows, random.key(0), self.args, self.kwargs)
 
     def anchor(self, values: Values) -> Anchor:
         """The anchor at some values, by one pass over all data."""
@@ -127,11 +162,13 @@ class Target(NamedTuple):
         :return: the program, of the data and the arguments; the data; and what else the target
             is made of, which tells targets that differ in their data alone from others.
         """
-        leaves, tree = jax.tree.flatten((self.args, self.kwargs, dict(self.strata)))
+        leaves, tree = jax.tree.flatten(
+            (self.args, self.kwargs, dict(self.strata), dict(self.centring))
+        )
         is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
         data = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         others = tuple(None if isinstance(leaf, jax.Array) else leaf for leaf in leaves)
-        empty = self._replace(args=(), kwargs={}, strata={})
+        empty = self._replace(args=(), kwargs={}, strata={}, centring={})
 
         def run(data: list[Array], *arguments: Any) -> Any:
             remaining = iter(data)
@@ -139,8 +176,8 @@ class Target(NamedTuple):
                 next(remaining) if data_here else leaf
                 for leaf, data_here in zip(others, is_data, strict=True)
             ]
-            args, kwargs, strata = jax.tree.unflatten(tree, merged)
-            here = empty._replace(args=args, kwargs=kwargs, strata=strata)
+            args, kwargs, strata, centring = jax.tree.unflatten(tree, merged)
+            here = empty._replace(args=args, kwargs=kwargs, strata=strata, centring=centring)
             return in_order(partial(function, here))(*arguments)
 
         if (shards := self.shards) is None:

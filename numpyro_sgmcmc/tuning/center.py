@@ -4,6 +4,7 @@
 """Where a posterior is: a search that knows no units, on few rows first and then on more."""
 
 from collections.abc import Callable
+from functools import partial
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.target.handlers import numbers_of
 from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.target.metric import IdentityMetric, from_covariance
+from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
@@ -29,6 +31,7 @@ from numpyro_sgmcmc.tuning.gaussian import (
     closest_gaussian,
     fit_of,
     hessian_times,
+    looks_rough,
     normal_draws,
 )
 
@@ -109,13 +112,16 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     fits.sort(key=lambda fit: fit.objective)
     others = [fit for fit in fits[1:] if fit.objective < fits[0].objective + FAR_ABOVE]
     fits = fits[:1] + search.modes(fits[0], others, count)[:1]
-    while (count := count * _GROWTH) < search.all_minibatches / 2:
+    while count * _GROWTH < search.all_minibatches / 2:
+        count *= _GROWTH
         # few rows may have a mode that more of them do not have
         fits = [search.fit(fit.center, fit.factor, count, _FEWER_STEPS) or fit for fit in fits]
         fits = fits[:1] + search.modes(fits[0], fits[1:], count)
     best = min(fits, key=lambda fit: fit.objective)
     metric = from_covariance(best.factor @ best.factor.T, best.center, search.dtype)
-    return Gaussian(metric, search.passes, multimodal=len(fits) > 1)
+    part = min(1.0, count / search.all_minibatches)
+    several = len(fits) > 1
+    return Gaussian(metric, search.passes, None, several, part=part, is_rough=search.is_rough)
 
 
 class _Search:
@@ -133,7 +139,8 @@ class _Search:
         self.first_count = max(1, math.ceil(min(rows / smallest, self.all_minibatches)))
         self.hessians = math.ceil(DRAWS / self.first_count)
         self.passes = 0.0
-        self._evaluate = target.compiled(self._evaluated)
+        self.is_rough = False
+        self._evaluate = {k: target.compiled(partial(self._evaluated, k)) for k in (False, True)}
         self._energies = target.compiled(self._energies_at)
         self._curvature = target.compiled(self._curvature_at)
 
@@ -174,8 +181,8 @@ class _Search:
         return target.mean(jax.tree.map(lambda x: x / count, total))
 
     def _evaluated(
-        self, target: Target, center: Array, factor: Array, count: Array
-    ) -> tuple[Array, Array, Array]:
+        self, is_rough: bool, target: Target, center: Array, factor: Array, count: Array
+    ) -> tuple[tuple[Array, Array, Array], Array]:
         potential = self._potential(target)
         draws = normal_draws(self.rng_key, self.dimension, self.dtype)
         points = center + draws @ factor.T
@@ -184,14 +191,15 @@ class _Search:
             values, gradients = jax.vmap(jax.value_and_grad(potential), (0, None))(points, rows)
 
             def products(point: Array) -> Array:
-                return hessian_times(factor, lambda x: potential(x, rows), point)
+                return hessian_times(factor, lambda x: potential(x, rows), point, is_rough)
 
             # at one of the draws for each minibatch, and of all draws where these are few
             some = jnp.arange(self.hessians) + self.hessians * k
             hessian = lax.map(products, points[some % len(points)]).mean(0)
-            return values.mean(), gradients.mean(0) @ factor, factor.T @ hessian
+            return values.mean(), gradients @ factor, factor.T @ hessian
 
-        return self._mean(target, count, seen)
+        value, gradients, hessian = self._mean(target, count, seen)
+        return (value, gradients.mean(0), hessian), looks_rough(draws, gradients, hessian)
 
     def _energies_at(self, target: Target, points: Array, count: Array) -> Array:
         potential = self._potential(target)
@@ -249,7 +257,11 @@ class _Search:
             values, finite = initial_values(view, keys, init_strategy, args, kwargs)
             if not finite:
                 raise no_initial_values(view, keys, init_strategy, args, kwargs)
-            drawn = np.asarray(jax.vmap(lambda x: ravel_pytree(x)[0])(values), float)
+
+            def flat(target: Target, values: Values) -> Array:
+                return jax.vmap(lambda x: ravel_pytree(target.in_coordinates(x))[0])(values)
+
+            drawn = np.asarray(self.target.compiled(flat)(values), float)
             found = [(x, self._scale(x, count)) for x in drawn]
         return [(x, scale) for x, scale in found if scale is not None]
 
@@ -280,6 +292,10 @@ class _Search:
             # a Hessian-vector product counts as two gradients
             cost = DRAWS + 2 * self.dimension * self.hessians
             self.passes += cost * self._share(count)
-            return fit_of(center, factor, self._evaluate(x, L, count), self.dtype)
+            found, rough = self._evaluate[self.is_rough](x, L, count)
+            if rough and not self.is_rough:
+                self.is_rough = True
+                return fitted(center, factor)
+            return fit_of(center, factor, found, self.dtype)
 
         return closest_gaussian(fitted, np.asarray(center, float), factor, steps)

@@ -42,6 +42,9 @@ _NEWTON_STEPS, _MORE_ROWS = 20, 4
 
 _POWER_STEPS = 20
 
+#: The second derivatives of a rough potential are less than this part of those between draws.
+_ROUGH = 0.1
+
 
 class Gaussian(NamedTuple):
     """
@@ -53,6 +56,8 @@ class Gaussian(NamedTuple):
       none was made.
     - **multimodal** - whether searches from different starts ended in different modes.
     - **converged** - whether the search ended where it should.
+    - **part** - of which part of the rows the posterior is.
+    - **is_rough** - whether second derivatives say nothing of its shape.
     """
 
     metric: DiagonalMetric | DenseMetric
@@ -60,6 +65,8 @@ class Gaussian(NamedTuple):
     curvature: float | None = None
     multimodal: bool = False
     converged: bool = True
+    part: float = 1.0
+    is_rough: bool = False
 
 
 def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaussian:
@@ -213,7 +220,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
             def at(point: Array) -> Array:
                 return potential(target.unravel(point), rows, random.fold_in(model_key, k))
 
-            return total + hessian_times(factor, at, points[k % DRAWS])
+            return total + hessian_times(factor, at, points[k % DRAWS], start.is_rough)
 
         total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
         values, gradients, total = target.mean((values, gradients, total))
@@ -248,7 +255,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     center, factor = _moved(best, 1.0) if converged else (best.center, best.factor)
     metric = from_covariance(factor @ factor.T, center, dtype)
     curvature = 1.0 if converged else float(np.max(np.abs(best.e)))
-    return Gaussian(metric, passes, curvature, converged=converged)
+    return Gaussian(metric, passes, curvature, converged=converged, is_rough=start.is_rough)
 
 
 class Fit(NamedTuple):
@@ -269,10 +276,33 @@ def normal_draws(rng_key: Array, dimension: int, dtype: Any) -> Array:
     return jnp.concatenate([half, -half])
 
 
-def hessian_times(factor: Array, potential: Callable[[Array], Array], point: Array) -> Array:
-    """:math:`\\nabla^2 U(\\theta) L`, column by column, shape ``(d, d)``."""
-    _, product = jax.linearize(jax.grad(potential), point)
+def hessian_times(
+    factor: Array, potential: Callable[[Array], Array], point: Array, is_rough: bool = False
+) -> Array:
+    """
+    :math:`\\nabla^2 U(\\theta) L`, column by column, shape ``(d, d)``; of a rough potential, whose
+    second derivatives say nothing of its shape, differences of gradients on the scale of the
+    posterior,
+
+    .. math:: \\nabla U(\\theta + \\tfrac12 L e_j) - \\nabla U(\\theta - \\tfrac12 L e_j) .
+    """
+    slope = jax.grad(potential)
+    if is_rough:
+        return jax.vmap(lambda v: slope(point + v / 2) - slope(point - v / 2), 1, 1)(factor)
+    _, product = jax.linearize(slope, point)
     return jax.vmap(product, 1, 1)(factor)
+
+
+def looks_rough(draws: Array, gradients: Array, hessian: Array) -> Array:
+    """
+    Whether gradients change much more between draws than the Hessian says, as those of absolute
+    values do: :math:`\\mathrm{E} \\, \\zeta^\\top g(\\zeta)` would be its trace.
+
+    :param draws: :math:`\\zeta_s`, shape ``(8, d)``.
+    :param gradients: there, in the coordinates, shape ``(8, d)``.
+    :param hessian: the mean Hessian in the coordinates, shape ``(d, d)``.
+    """
+    return jnp.trace(hessian) < _ROUGH * jnp.sum(draws * gradients) / len(draws)
 
 
 def fit_of(center: np.ndarray, factor: np.ndarray, found: Any, dtype: Any) -> Fit | None:

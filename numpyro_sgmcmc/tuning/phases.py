@@ -63,6 +63,7 @@ Tuning is done once, before the chains start, and is the same for all of them:
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+import math
 import os
 from typing import NamedTuple
 
@@ -71,14 +72,16 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
-from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
+from numpyro_sgmcmc.stein import stein_report
 from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric, Metric
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.center import search_center
+from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import find_center, find_metric
+from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
 from numpyro_sgmcmc.tuning.rare_rows import RareRows, error_of, find_rare_rows
-from numpyro_sgmcmc.tuning.tuning import Tuning
+from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
 
 #: The metric is a full matrix up to this many parameters, diagonal above.
 DENSE_BY_DEFAULT = 500
@@ -86,9 +89,12 @@ DENSE_BY_DEFAULT = 500
 #: The pilot: chains, the fewest and the most steps of each, and halvings.
 PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
 
+#: Steps of a pilot that may be undone, as a part of all.
+_UNDONE = 1e-4
+
 #: A pilot that is not much longer than the memory of a chain, which is of the order of 1 in
-#: time, would find draws too narrow.
-_PILOT_TIME = 40.0
+#: time, would find draws too narrow; where its chains do not agree, it is so many times as long.
+_PILOT_TIME, _LONGER = 40.0, (1, 8, 32)
 
 #: In the order in which they come.
 PHASES = ("centre", "metric", "noise", "pilot")
@@ -104,6 +110,7 @@ class Choices(NamedTuple):
     - **gradient** - ``"auto"``, ``"minibatch"`` or ``"control_variate"``.
     - **init_strategy** - where the search for the centre starts.
     - **strata** - numbers of strata by plate, ``"auto"``, or None.
+    - **reparametrise** - whether hierarchies are sampled in coordinates of their own.
     """
 
     step_size: float | None
@@ -112,6 +119,7 @@ class Choices(NamedTuple):
     gradient: str
     init_strategy: Callable
     strata: Mapping[str, np.ndarray] | str | None = "auto"
+    reparametrise: bool = True
 
 
 #: From the noise of the gradient to step size and friction (None if the method has none).
@@ -119,7 +127,7 @@ Suggestion = Callable[[NoiseLevel], tuple[float, float | None]]
 
 #: From a tuning, without a report, to a function that runs short chains with a step size, a
 #: number of steps and a key.
-Pilot = Callable[[Tuning], Callable[[float, int, Array], SteinSums]]
+Pilot = Callable[[Tuning], Callable[[float, int, Array], PilotRun]]
 
 
 def find_tuning(
@@ -147,8 +155,12 @@ def find_tuning(
     report("centre")
     is_dense = target.view.dimension <= DENSE_BY_DEFAULT or choices.metric == "dense"
     find = search_center if is_dense else find_center
+    if choices.reparametrise:
+        target = non_centred(target)
     gaussian = find(target, center_key, choices.init_strategy)
-    passes["centre"], multimodal = gaussian.passes, gaussian.multimodal
+    multimodal = gaussian.multimodal
+    target, gaussian = find_centring(target, gaussian)
+    passes["centre"] = gaussian.passes
     if is_dense:
         report("metric")
         gaussian = find_metric(target, metric_key, gaussian)
@@ -168,8 +180,10 @@ def find_tuning(
     controls, rare = anchor is not None, RareRows()
     is_noisy = target.scheme.independent and any(target.factors.values())
     if is_noisy and target.shards is None:
+        # where steps are short for the noise alone, strata would allow longer ones
+        longest, _ = _rates(choices, suggest, noise._replace(mean=0.0, largest=0.0))
         error = partial(
-            error_of, nonlinearity=noise.nonlinearity, step_size=step_size, friction=friction
+            error_of, nonlinearity=noise.nonlinearity, step_size=longest, friction=friction
         )
         rare = find_rare_rows(target, rare_key, gaussian, metric, controls, choices.strata, error)
         passes["rare rows"] = rare.passes
@@ -192,6 +206,7 @@ def find_tuning(
         multimodal=multimodal,
         converged=gaussian.converged,
         strata=rare.strata,
+        centring=dict(target.centring),
         fourth_cumulant=rare.fourth_cumulant,
     )
     if choices.step_size is not None:
@@ -201,19 +216,45 @@ def find_tuning(
     cost = PILOT_CHAINS * (1 if anchor is None else 2) * target.minibatch_share
     width = tuning.width
     passes["pilot"] = 0.0
-    reports: list[SteinReport] = []
+    tried: list[Tuning] = []
     for halvings in range(_HALVINGS + 1):
         step_size = tuning.step_size / 2**halvings
-        steps, is_long_enough = pilot_steps(noise, step_size / width)
-        found = stein_report(run(step_size, steps, random.fold_in(pilot_key, halvings)))
-        passes["pilot"] += steps * cost
-        if found is None or found.problem() is None:
-            return tuning._replace(step_size=step_size, halvings=halvings, report=found)
-        reports.append(found)
-        if not is_long_enough or (halvings >= 2 and _is_no_better(found, reports[0])):
+        key = random.fold_in(pilot_key, halvings)
+        for longer in _LONGER:
+            steps, is_long_enough = pilot_steps(noise, step_size / width, longer)
+            seen = run(step_size, steps, random.fold_in(key, longer))
+            passes["pilot"] += steps * cost
+            r_hat, slowest = _worst_r_hat(target, seen)
+            # not by chance, and not because their memory is somewhat longer
+            if r_hat is None or r_hat <= NOT_MIXED or not (is_dense and is_long_enough):
+                break
+        found = stein_report(seen.stein)
+        tried.append(
+            tuning._replace(
+                step_size=step_size,
+                halvings=halvings,
+                report=found,
+                r_hat=r_hat,
+                slowest=slowest,
+            )
+        )
+        is_stable = np.sum(seen.undone) <= _UNDONE * PILOT_CHAINS * steps
+        if is_stable and (found is None or found.problem() is None):
+            return tried[-1]
+        if not is_long_enough or (halvings >= 2 and is_stable and _is_no_better(tried)):
             break
     # whatever is wrong, it is not the step size
-    return tuning._replace(report=reports[0])
+    return tried[0]
+
+
+def _worst_r_hat(target: Target, seen: PilotRun) -> tuple[float | None, str]:
+    """R-hat of the coordinate on which the chains agree the least, and the site it belongs to."""
+    if seen.halves is None:
+        return None, ""
+    found = np.nan_to_num(r_hats(seen.halves), nan=np.inf)
+    worst, latents = int(np.argmax(found)), target.view.latents
+    ends = np.cumsum([math.prod(latents[name].shape) for name in sorted(latents)])
+    return float(found[worst]), sorted(latents)[int(np.searchsorted(ends, worst, side="right"))]
 
 
 def _rates(
@@ -228,22 +269,25 @@ def _rates(
     return step_size, friction
 
 
-def _is_no_better(found: SteinReport, first: SteinReport) -> bool:
+def _is_no_better(tried: list[Tuning]) -> bool:
     """Whether steps of a quarter of the length or less have left a wrong temperature wrong."""
+    first, found = tried[0].report, tried[-1].report
+    assert first is not None and found is not None
     before, now = abs(first.temperature - 1), abs(found.temperature - 1)
     return before > 3 * first.error and now > 0.75 * before
 
 
-def pilot_steps(noise: NoiseLevel, step_size: float) -> tuple[int, bool]:
+def pilot_steps(noise: NoiseLevel, step_size: float, longer: int = 1) -> tuple[int, bool]:
     """
     The steps of each chain of a pilot: independent draws take more of them where there is more
     noise and where they are short.
 
     :param noise: the noise of the gradient.
     :param float step_size: in units of the largest posterior standard deviation.
+    :param int longer: how much longer than chains need where a metric fits.
     :return: their number, and whether they are enough for a verdict.
     """
-    needed = _PILOT_TIME / step_size
+    needed = longer * _PILOT_TIME / step_size
     fewest = _PILOT_STEPS * min(max(1.0, noise.mean / 4), 10.0)
     return int(min(max(fewest, needed), _MOST_PILOT_STEPS)), needed <= _MOST_PILOT_STEPS
 

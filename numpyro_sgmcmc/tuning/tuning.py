@@ -7,8 +7,9 @@ from typing import NamedTuple
 import warnings
 
 import jax
-from jax import random
+from jax import Array, random
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.stein import SteinReport, advice
@@ -17,9 +18,10 @@ from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, Metric
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
 
-#: Gradients that deviate more than this from linear ones belong to posteriors whose shape no
-#: metric fits, such as funnels, bananas and neural networks.
-_FAR_FROM_GAUSSIAN = 0.6
+#: Gradients that deviate more than this from linear ones may belong to posteriors whose shape no
+#: metric fits, such as funnels, bananas and neural networks, where the chains of a pilot have an
+#: R-hat above this.
+FAR_FROM_GAUSSIAN, NOT_MIXED = 0.6, 1.1
 
 #: Rounding errors that a user should hear of, in posterior standard deviations.
 _MUCH_ROUNDING = 0.05
@@ -44,12 +46,15 @@ class Tuning(NamedTuple):
     - **multimodal** - whether the searches for the centre ended in different modes.
     - **converged** - whether the search for the metric has converged; where the posterior is
       far from any Gaussian it does not.
+    - **r_hat**, **slowest** - the largest R-hat of the chains of the pilot, and its site.
     - **data** - tells the data of the anchor from others.
     - **densities** - log density of each site at fixed values, which tells the model from others.
     - **steps_per_sample** - number of steps after which a chain has forgotten most of where it
       was, with a step size that was tuned; else 1.
     - **seconds_per_sample** - what that takes, measured where these steps are many.
     - **strata** - of the rows by plate, or their probabilities, where rows are not drawn alike.
+    - **centring** - the coordinates of hierarchies by site, those of metric, start and anchor
+      (:mod:`numpyro_sgmcmc.target.centring`).
     - **fourth_cumulant** - of the gradient's noise, what rows that few minibatches have add to it
       in the worst direction, or a bound of it (:mod:`numpyro_sgmcmc.tuning.rare_rows`).
     """
@@ -67,11 +72,14 @@ class Tuning(NamedTuple):
     report: SteinReport | None = None
     multimodal: bool = False
     converged: bool = True
+    r_hat: float | None = None
+    slowest: str = ""
     data: str | None = None
     densities: dict[str, float] = {}
     steps_per_sample: int = 1
     seconds_per_sample: float = 0.0
     strata: dict[str, SamplingDesign] = {}
+    centring: dict[str, Array] = {}
     fourth_cumulant: float = 0.0
 
     @property
@@ -105,10 +113,12 @@ class Tuning(NamedTuple):
 
     @property
     def is_far_from_gaussian(self) -> bool:
-        """Whether the metric is no more than a rough guess."""
+        """Whether the metric is no more than a rough guess, and chains are slow for it."""
         if self.noise is None or not isinstance(self.start, DenseMetric):
             return False  # a Gaussian of independent coordinates says little about others
-        return self.noise.nonlinearity > _FAR_FROM_GAUSSIAN or not self.converged
+        if self.r_hat is not None:
+            return self.r_hat > NOT_MIXED
+        return self.noise.nonlinearity > FAR_FROM_GAUSSIAN or not self.converged
 
     @property
     def rare_rows_error(self) -> float:
@@ -151,6 +161,12 @@ class Tuning(NamedTuple):
                 f"noise variance {self.noise.mean:.3g} with {kind}, {self.plain_noise.mean:.3g} of"
                 " plain minibatches (in units of the curvature)"
             )
+        for name, degrees in self.centring.items():
+            low, middle, high = np.quantile(np.asarray(degrees), [0, 0.5, 1])
+            lines.append(
+                f"coordinates of '{name}': centred by {low:.2f} to {high:.2f}, median {middle:.2f}"
+                " (0 is non-centred)"
+            )
         if self.seconds_per_sample:
             lines.append(f"{self.seconds_per_sample:.2g} s for each independent draw of a chain")
         if self.passes:
@@ -159,7 +175,7 @@ class Tuning(NamedTuple):
         if self.report is not None:
             lines.append(f"pilot: {self.report.problem() or self.report.summary()}")
         if self.is_far_from_gaussian:
-            lines.append("far from any Gaussian: slow directions may remain")
+            lines.append(f"far from any Gaussian{_pilot_of(self)}: slow directions may remain")
         if self.multimodal:
             lines.append("several modes, of which the chains see one")
         designs = self.strata.items()
@@ -182,9 +198,12 @@ def warn_of(tuning: Tuning) -> None:
         )
     if tuning.is_far_from_gaussian:
         warnings.warn(
-            "The posterior is far from any Gaussian, and no metric fits it. Chains may be slow"
-            " in directions that a short run does not show: compare several long ones, and"
-            " reparametrise the model (a centred or a non-centred hierarchy) if they differ.",
+            f"The posterior is far from any Gaussian, and no metric fits it{_pilot_of(tuning)}."
+            " Chains may be slow in directions that a short run does not show: compare several long"
+            " ones."
+            " If they differ, write effects of groups so that they are recognised, and get"
+            " coordinates of their own: `x = numpyro.sample('x', dist.Normal(mu, tau))` or"
+            " `x = mu + tau * numpyro.sample('z', dist.Normal(0, 1))`, with `z` used once.",
             stacklevel=3,
         )
     if tuning.needs_double_precision:
@@ -205,6 +224,12 @@ def warn_of(tuning: Tuning) -> None:
         )
     if tuning.report is not None and (problem := tuning.report.problem()):
         warnings.warn(f"After tuning: {advice(problem)}", stacklevel=3)
+
+
+def _pilot_of(tuning: Tuning) -> str:
+    if tuning.r_hat is None:
+        return ""
+    return f": R-hat of the chains of the pilot is {tuning.r_hat:.2g}, in site '{tuning.slowest}'"
 
 
 def _about(error: float) -> str:

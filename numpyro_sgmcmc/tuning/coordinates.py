@@ -1,0 +1,98 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""In which coordinates a hierarchy is sampled: how much the rows tell of each of its effects."""
+
+from typing import Any
+
+import jax
+from jax import Array
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_sgmcmc.target.centring import Centring
+from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, from_covariance
+from numpyro_sgmcmc.target.model import Values
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.gaussian import Gaussian
+
+
+def non_centred(target: Target) -> Target:
+    """The target with all of its hierarchies in non-centred coordinates."""
+    found: list[str] = []
+
+    def read(values: Values) -> None:
+        found.extend(target.hierarchy(values).sites)
+
+    # nothing is computed
+    jax.eval_shape(read, target.view.latents)
+    zeros = target.unravel(jnp.zeros(target.view.dimension))
+    return target._replace(centring={name: zeros[name] for name in found})
+
+
+def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]:
+    """
+    The target in coordinates between centred and non-centred ones
+    (:mod:`numpyro_sgmcmc.target.centring`), and the Gaussian there. For an effect
+    :math:`x = \\mu + \\sigma u` that the rows know with a precision :math:`J`, the coordinate
+    :math:`y` has, given :math:`\\sigma`, the variance :math:`V`, which with
+
+    .. math:: \\lambda = \\frac{J}{J + \\sigma^{-2}}, \\qquad
+        V = \\frac{\\sigma^{2 \\lambda}}{1 + J \\sigma^2}
+
+    is the same for all :math:`\\sigma` near the centre. :math:`1 + J \\sigma^2` is the entry of
+    :math:`u` in the diagonal of the precision of the Gaussian.
+
+    :param target: the model with its data, in non-centred coordinates.
+    :param gaussian: an approximation of the posterior, or of that of a part of the rows.
+
+    **References:**
+
+    1. *A General Framework for the Parametrization of Hierarchical Models*,
+       Omiros Papaspiliopoulos, Gareth O. Roberts and Martin Sköld (2007): for a known scale
+       location and effects of a Gaussian model are independent with this :math:`\\lambda`.
+    """
+    if not target.centring:
+        return target, gaussian
+    metric = gaussian.metric
+    if isinstance(metric, DenseMetric):
+        precisions = jnp.sum(metric.inverse**2, axis=0)
+    else:
+        precisions = metric.scale**-2
+    known = {
+        name: jnp.maximum(x - 1, 0.0) / gaussian.part
+        for name, x in target.unravel(precisions).items()
+        if name in target.centring
+    }
+    centring = {name: x / (x + 1) for name, x in known.items()}
+    moved = _moved(target, centring, metric)
+    return target._replace(centring=centring), gaussian._replace(metric=moved)
+
+
+def _moved(
+    target: Target, centring: Centring, metric: DiagonalMetric | DenseMetric
+) -> DiagonalMetric | DenseMetric:
+    """The Gaussian in other coordinates, to first order around its centre."""
+
+    def run(target: Target, centring: Centring, center: Array, factor: Array) -> Any:
+        def at(point: Array) -> Array:
+            written = target.as_written(target.unravel(point))
+            return ravel_pytree(target._replace(centring=centring).in_coordinates(written))[0]
+
+        if factor.ndim == 2:
+            product = jax.linearize(at, center)[1]
+            return at(center), jax.vmap(product, 1, 1)(factor)
+        # effects of a site do not depend on each other
+        derivative, start = jnp.zeros_like(center), 0
+        for name in sorted(target.view.latents):
+            size = target.view.latents[name].size
+            entries = (jnp.arange(len(center)) >= start) & (jnp.arange(len(center)) < start + size)
+            own = jax.jvp(at, (center,), (entries.astype(center.dtype),))[1]
+            derivative, start = jnp.where(entries, own, derivative), start + size
+        return at(center), derivative * factor
+
+    if isinstance(metric, DiagonalMetric):
+        return DiagonalMetric(*target.compiled(run)(centring, metric.center, metric.scale))
+    center, factor = (np.asarray(x, float) for x in target.compiled(run)(centring, *metric[:2]))
+    return from_covariance(factor @ factor.T, center, metric.center.dtype)

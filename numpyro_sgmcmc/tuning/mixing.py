@@ -1,0 +1,93 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Whether the short chains of a pilot agree on where the posterior is."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_sgmcmc.stein import SteinSums
+
+
+class PilotRun(NamedTuple):
+    """
+    - **stein** - the sums of each chain for the Stein matrix.
+    - **halves** - the sums of each half of each chain, or None.
+    - **undone** - number of steps of each chain that were undone.
+    """
+
+    stein: SteinSums
+    halves: "Halves | None" = None
+    undone: Any = 0
+
+
+class Halves(NamedTuple):
+    """
+    Sums over the first and the second half of a chain, in the coordinates of the metric.
+
+    - **counts** - number of positions in each, shape (2,).
+    - **sums** - shape (2, d).
+    - **squares** - sums of squares, shape (2, d).
+    """
+
+    counts: Array
+    sums: Array
+    squares: Array
+
+
+def no_positions(size: int, dtype: Any) -> Halves:
+    """The sums of a chain before it begins."""
+    zeros = jnp.zeros((2, size), dtype)
+    return Halves(jnp.zeros(2, dtype), zeros, zeros)
+
+
+def with_position(halves: Halves, position: Array, k: Any, counts: Any) -> Halves:
+    """
+    :param k: in which half the position is, 0 or 1.
+    :param counts: whether it counts.
+    """
+    x = jnp.where(counts, position, 0.0)
+    added = Halves(jnp.asarray(counts, x.dtype), x, x**2)
+    return jax.tree.map(lambda total, one: total.at[k].add(one), halves, added)
+
+
+def r_hats(halves: Halves) -> np.ndarray:
+    """
+    R-hat of each coordinate, of the halves of all chains,
+
+    .. math:: \\hat R^2 = \\frac{n - 1}{n} + \\frac{B}{W},
+
+    with :math:`W` the mean of the variances within halves of :math:`n` positions and :math:`B` the
+    variance of their means.
+
+    :param halves: of several chains, along a leading axis.
+    :return: shape ``(d,)``; NaN where nothing moves.
+
+    **References:**
+
+    1. *Bayesian Data Analysis*, third edition, section 11.4, Andrew Gelman, John B. Carlin,
+       Hal S. Stern, David B. Dunson, Aki Vehtari and Donald B. Rubin (2013).
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import numpy as np
+        >>> from numpyro_sgmcmc.tuning.mixing import Halves, r_hats
+        >>> apart = np.array([[[10.0], [10.0]], [[-10.0], [-10.0]]])  # means of 1 and of -1
+        >>> r_hats(Halves(np.full((2, 2), 10.0), apart, np.full((2, 2, 1), 20.0))).round(1)
+        array([1.4])
+    """
+    counts, sums, squares = (np.asarray(x, np.float64) for x in halves)
+    n = counts[..., None]
+    means = sums / n
+    within = np.mean(squares / n - means**2, axis=(0, 1))
+    n = counts.mean()
+    within *= n / (n - 1)
+    between = means.reshape(-1, means.shape[-1]).var(axis=0, ddof=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.sqrt((n - 1) / n + between / within)

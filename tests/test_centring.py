@@ -1,0 +1,327 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Coordinates of hierarchies: a change of variables, whatever the model, and the right law."""
+
+import warnings
+
+import jax
+from jax import random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.distributions.transforms import AffineTransform, ExpTransform
+from numpyro.infer import MCMC, init_to_uniform
+import pytest
+
+from numpyro_sgmcmc import SGHMC, CCAdL
+from numpyro_sgmcmc.stein import stein_report
+from numpyro_sgmcmc.target import centring
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.model import read_model
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.coordinates import non_centred
+
+COMPILE_QUICKLY = True
+
+GROUPS, EACH = 6, 40
+RNG = np.random.default_rng(0)
+GROUP = np.repeat(np.arange(GROUPS), EACH)
+Y = (1 + 0.5 * RNG.standard_normal(GROUPS))[GROUP] + RNG.standard_normal(len(GROUP))
+DATA = jnp.asarray(GROUP), jnp.asarray(Y, jnp.float32)
+
+
+def hierarchy(effects):
+    """Group means, with effects of some kind."""
+
+    def model(group, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        x = effects(mu, tau)
+        with numpyro.plate("rows", len(y), subsample_size=40) as i:
+            numpyro.sample("y", dist.Normal(x[group[i]], 1), obs=y[i])
+
+    return model
+
+
+def effects_of(law):
+    def effects(mu, tau):
+        with numpyro.plate("groups", GROUPS):
+            return numpyro.sample("x", law(mu, tau))
+
+    return effects
+
+
+def standard():
+    return numpyro.sample("z", dist.Normal(0, 1).expand([GROUPS]).to_event(1))
+
+
+def correlated(mu, tau):
+    factor = jnp.linalg.cholesky(jnp.eye(GROUPS) + 0.5)
+    return numpyro.sample("x", dist.MultivariateNormal(mu, scale_tril=tau * factor))
+
+
+def nested(mu, tau):
+    above = numpyro.sample("above", dist.Normal(mu, tau).expand([2]).to_event(1))
+    tau2 = numpyro.sample("tau2", dist.HalfNormal(1))
+    return jnp.repeat(above, 3) + tau2 * standard()
+
+
+def shrunk(mu, tau):
+    local = numpyro.sample("local", dist.HalfCauchy(1).expand([GROUPS]).to_event(1))
+    return mu + standard() * tau * local
+
+
+def scaled_twice(mu, tau):
+    """Its own scale, and another one in the model."""
+    z = numpyro.sample("z", dist.Laplace(0, tau).expand([GROUPS]).to_event(1))
+    return mu - z / (1 + tau)
+
+
+def transformed(mu, tau):
+    base = dist.Normal(jnp.zeros(GROUPS), 1)
+    law = dist.TransformedDistribution(base, [AffineTransform(mu, tau), ExpTransform()])
+    return jnp.log(numpyro.sample("x", law.to_event(1)))
+
+
+CASES = {
+    "centred": (effects_of(dist.Normal), {"x": []}),
+    "heavy tails": (effects_of(lambda mu, tau: dist.StudentT(4, mu, tau)), {"x": []}),
+    "positive": (lambda *a: jnp.log(effects_of(dist.LogNormal)(*a)), {"x": []}),
+    "transformed": (transformed, {"x": []}),
+    "correlated": (correlated, {"x": []}),
+    "by hand": (lambda mu, tau: mu + tau * standard(), {"z": ["rmul", "radd"]}),
+    "by hand, other order": (lambda mu, tau: -(standard() * tau - mu), {"z": ["mul", "sub"]}),
+    "nested": (nested, {"above": [], "z": ["rmul", "radd"]}),
+    "shrunk": (shrunk, {"z": ["mul", "mul", "radd"]}),
+    "scaled twice": (scaled_twice, {"z": ["div", "rsub"]}),
+}
+
+#: Hierarchies that these coordinates do not know.
+OTHERS = {
+    "a matrix": lambda mu, tau: mu + tau * (0.9 * jnp.eye(GROUPS) + 0.1) @ standard(),
+    "known scale": lambda mu, tau: effects_of(lambda mu, tau: dist.Normal(mu, 1))(mu, tau) * 1,
+    "known factor": lambda mu, tau: mu + tau + 2.0 * standard(),
+}
+
+
+def read(effects):
+    return Target(read_model(hierarchy(effects), init_to_uniform, DATA, {}), DATA, {})
+
+
+def point_of(target):
+    return target.unravel(0.4 * random.normal(random.key(1), (target.view.dimension,)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_recognised(case):
+    effects, expected = CASES[case]
+    target = read(effects)
+    found = target.hierarchy(point_of(target)).sites
+    assert {name: [kind for kind, _ in site.steps] for name, site in found.items()} == expected
+    assert set(non_centred(target).centring) == set(expected)
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_is_not(case):
+    target = read(OTHERS[case])
+    assert not target.hierarchy(point_of(target)).sites
+    assert not non_centred(target).centring
+
+
+def two_uses(mu, tau):
+    z = standard()
+    return mu + tau * z + z**2
+
+
+def test_a_value_that_is_used_twice_is_not_followed():
+    target = read(two_uses)
+    assert not target.hierarchy(point_of(target)).sites
+
+
+def test_effects_that_scale_each_other():
+    """Of two coordinates that would need each other, one is left out."""
+
+    def effects(mu, tau):
+        z, u = (numpyro.sample(k, dist.Normal(0, 1).expand([GROUPS]).to_event(1)) for k in "zu")
+        return mu + z * jnp.exp(u)
+
+    def circle(mu, tau):
+        z, u = (numpyro.sample(k, dist.Normal(0, 1).expand([GROUPS]).to_event(1)) for k in "zu")
+        x, v = z * tau, u * tau
+        return mu + x * jnp.exp(v)
+
+    target = read(effects)
+    assert set(target.hierarchy(point_of(target)).sites) == {"z"}
+    target = read(circle)
+    sites = target.hierarchy(point_of(target)).sites
+    assert set(sites) == {"u", "z"}
+    assert [kind for kind, _ in sites["u"].steps] == ["mul"]
+
+
+def with_degrees(target):
+    """Some degree of centring for each entry."""
+    values = point_of(target)
+    names = target.hierarchy(values).sites
+    return target._replace(
+        centring={name: random.uniform(random.key(2), values[name].shape) for name in names}
+    )
+
+
+def density_defect(target):
+    """How far the potential in the coordinates is from a change of variables."""
+    written = target._replace(centring={})
+    z, rows, key = point_of(target), target.view.first_rows(), random.key(0)
+    y, unravel = ravel_pytree(target.in_coordinates(z))
+    jacobian = jax.jacobian(lambda y: ravel_pytree(target.as_written(unravel(y)))[0])(y)
+    here, there = (t.potential(IdentityMetric()) for t in (target, written))
+    expected = there(z, rows, key) - jnp.linalg.slogdet(jacobian)[1]
+    return float(jnp.abs(here(unravel(y), rows, key) - expected))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_change_of_variables(case):
+    target = with_degrees(read(CASES[case][0]))
+    z = point_of(target)
+    back = target.as_written(target.in_coordinates(z))
+    for name in z:
+        np.testing.assert_allclose(back[name], z[name], atol=2e-5)
+    assert density_defect(target) < 2e-3
+    # row by row, and by value and gradient, it is the same potential
+    y, rows, key = target.in_coordinates(z), target.view.first_rows(), random.key(0)
+    potential = target.potential(IdentityMetric())
+    energy, gradient = potential.value_and_gradient(y, rows, key)
+    whole, terms = potential.with_row_terms(y, rows, key)
+    np.testing.assert_allclose(whole, energy, rtol=1e-5)
+    assert terms["rows"].shape == (40,) and set(gradient) == set(z)
+
+
+def test_a_forgotten_determinant_is_noticed(monkeypatch):
+    target = with_degrees(read(CASES["centred"][0]))
+    from numpyro_sgmcmc.target import potential
+
+    whole = centring.as_written
+    monkeypatch.setattr(potential, "as_written", lambda *a: (whole(*a)[0], 0.0))
+    assert density_defect(target) > 0.05
+
+
+def test_degrees_are_those_of_the_rows():
+    """The part of a group's precision that comes from its rows, here of 4 to 1,000."""
+    sizes = np.array([4, 10, 30, 100, 300, 1_000])
+    group = np.repeat(np.arange(GROUPS), sizes)
+    y = RNG.standard_normal(len(group)) + 0.5 * RNG.standard_normal(GROUPS)[group]
+
+    def model(group, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        tau = numpyro.sample("tau", dist.LogNormal(np.log(0.3), 0.01))
+        x = effects_of(dist.Normal)(mu, tau)
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(x[group[i]], 1), obs=y[i])
+
+    data = jnp.asarray(group), jnp.asarray(y, jnp.float32)
+    tuning = CCAdL(model, progress_bar=False).tune(random.key(0), *data)
+    known = 0.3**2 * sizes
+    np.testing.assert_allclose(tuning.centring["x"], known / (1 + known), atol=0.1)
+    assert "coordinates of 'x'" in str(tuning)
+    assert (
+        not CCAdL(model, progress_bar=False, reparametrise=False)
+        .tune(random.key(0), *data)
+        .centring
+    )
+
+
+def _moments():
+    """Of mu and tau, by a grid: the group means have a Gaussian law given both."""
+    mu, t = np.meshgrid(np.linspace(-1, 3, 400), np.linspace(-9, 1.5, 1_000), indexing="ij")
+    tau = np.exp(t)
+    means = Y.reshape(GROUPS, EACH).mean(1)
+    variance = tau[..., None] ** 2 + 1 / EACH
+    log_p = -0.5 * ((means - mu[..., None]) ** 2 / variance + np.log(variance)).sum(-1)
+    log_p += -0.5 * (mu / 2) ** 2 - 0.5 * tau**2 + t
+    p = np.exp(log_p - log_p.max())
+    p /= p.sum()
+    found = {}
+    for name, x in (("mu", mu), ("tau", tau)):
+        mean = (p * x).sum()
+        found[name] = mean, np.sqrt((p * (x - mean) ** 2).sum())
+    return found
+
+
+EXPECTED = _moments()
+
+
+def run(case, samples=1_500, kernel=CCAdL, **options):
+    mcmc = MCMC(
+        kernel(hierarchy(CASES[case][0]), progress_bar=False, **options),
+        num_warmup=300,
+        num_samples=samples,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mcmc.run(random.key(1), *DATA)
+    return mcmc
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return {case: run(case) for case in ("centred", "by hand")}
+
+
+def test_exact_law(runs):
+    """Written either way, the draws have the moments of a grid."""
+    for case, mcmc in runs.items():
+        draws = mcmc.get_samples(group_by_chain=True)
+        assert set(draws) == {"mu", "tau", "x" if case == "centred" else "z"}
+        assert stein_report(mcmc.last_state.monitor.stein).problem() is None
+        for name, (mean, sd) in EXPECTED.items():
+            x = np.asarray(draws[name], float)
+            size = numpyro.diagnostics.effective_sample_size(x)
+            assert size > 1_500
+            # the error of the step size is of second order
+            assert abs(x.mean() - mean) < 3.5 * sd / size**0.5 + 0.02 * sd
+            assert abs(x.std() / sd - 1) < 0.08
+
+
+def test_effects_are_reported_as_written(runs):
+    """Draws of effects go with those of location and scale, through the sites of the model."""
+    found = runs["centred"].get_samples()["x"]
+    draws = runs["by hand"].get_samples()
+    other = draws["mu"][:, None] + draws["tau"][:, None] * draws["z"]
+    scale = np.asarray(found).std(0)
+    np.testing.assert_allclose(found.mean(0) / scale, other.mean(0) / scale, atol=0.15)
+    np.testing.assert_allclose(scale, np.asarray(other).std(0), rtol=0.06)
+
+
+def test_an_anchor_that_moves():
+    """It is made of the draws as written, and belongs to the coordinates."""
+    mcmc = run("by hand", 1_000, SGHMC, gradient="control_variate", refresh_every=5)
+    for name, (mean, sd) in EXPECTED.items():
+        x = np.asarray(mcmc.get_samples()[name], float)
+        assert abs(x.mean() - mean) < 0.15 * sd and abs(x.std() / sd - 1) < 0.1
+
+
+def test_a_tuning_is_used_again():
+    """By another kernel, with other data: the coordinates are part of it."""
+    first = CCAdL(hierarchy(CASES["centred"][0]), progress_bar=False)
+    tuning = first.tune(random.key(0), *DATA)
+    others = DATA[0], DATA[1] + 0.1
+    kernel = CCAdL(hierarchy(CASES["centred"][0]), tuning=tuning, progress_bar=False)
+    mcmc = MCMC(kernel, num_warmup=100, num_samples=2_000, progress_bar=False)
+    mcmc.run(random.key(1), *others)
+    assert stein_report(mcmc.last_state.monitor.stein).problem() is None
+    np.testing.assert_array_equal(mcmc.last_state.fixed.centring["x"], tuning.centring["x"])
+    mean, sd = EXPECTED["mu"]
+    assert abs(mcmc.get_samples()["mu"].mean() - mean - 0.1) < 0.2 * sd
+
+
+def test_a_given_metric_is_of_the_coordinates_as_written():
+    metric = np.full(GROUPS + 2, 0.05, np.float32)
+    kernel = CCAdL(hierarchy(CASES["centred"][0]), metric=metric, progress_bar=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not kernel.tune(random.key(0), *DATA).centring
