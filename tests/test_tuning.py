@@ -532,7 +532,7 @@ def test_longer_steps_for_gaussians():
     steps = [
         CCAdL(logistic).suggest(level._replace(nonlinearity=nu))[0] for nu in (0.0, 0.05, 0.2, 0.8)
     ]
-    np.testing.assert_allclose(steps, [1.0, 1.0, 0.5, 0.25])
+    np.testing.assert_allclose(steps, [1.0, 0.953, 0.423, 0.155], rtol=0.01)
     for kernel in METHODS[1:]:
         assert kernel(logistic).suggest(level._replace(nonlinearity=0.0))[0] <= 0.5
 

@@ -83,8 +83,9 @@ from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
 from numpyro_sgmcmc.tuning.rare_rows import RareRows, error_of, find_rare_rows
 from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
 
-#: The metric is a full matrix up to this many parameters, diagonal above.
-DENSE_BY_DEFAULT = 500
+#: Where a posterior is, is found by Newton's method up to so many parameters, and the metric is a
+#: full matrix up to so many, diagonal above.
+NEWTON, DENSE_BY_DEFAULT = 500, 2_000
 
 #: The pilot: chains, the fewest and the most steps of each, and halvings.
 PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
@@ -154,7 +155,7 @@ def find_tuning(
     passes: dict[str, float] = {}
     report("centre")
     is_dense = target.view.dimension <= DENSE_BY_DEFAULT or choices.metric == "dense"
-    find = search_center if is_dense else find_center
+    find = search_center if target.view.dimension <= NEWTON else find_center
     if choices.reparametrise:
         target = non_centred(target)
     gaussian = find(target, center_key, choices.init_strategy)
