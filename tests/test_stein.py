@@ -14,7 +14,8 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
 
-from numpyro_sgmcmc import SGLD, summary, to_arviz
+from numpyro_sgmcmc import SGLD, CCAdL, summary, to_arviz
+from numpyro_sgmcmc.kernels.monitor import Monitor
 from numpyro_sgmcmc.stein import (
     add_to_sums,
     batch_is_full,
@@ -230,3 +231,22 @@ def test_a_wrong_run_with_a_long_warmup_says_so(monkeypatch):
     mcmc = MCMC(SGLD(gaussian, 1.5e-2), num_warmup=1_000, num_samples=600, progress_bar=True)
     with pytest.warns(UserWarning, match="After 512 samples: The draws do not have the law"):
         mcmc.run(random.key(1), random.normal(random.key(0), (100, 3)))
+
+
+def test_a_run_that_takes_longer_than_expected(monkeypatch):
+    """The bar says so, after half a minute and not before."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+    mcmc = MCMC(CCAdL(model, 0.01, 1.0), num_warmup=1, num_samples=10, progress_bar=False)
+    mcmc.run(random.key(0), jnp.ones(100))
+    monitor, clock = Monitor(), [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    texts = []
+    for clock[0] in (0.0, 20.0, 40.0):
+        texts.append(monitor.text(mcmc.last_state, seconds=1.0))
+    assert not any("TIMES AS LONG" in text for text in texts[:2])
+    assert "13 TIMES AS LONG AS AFTER THE TUNING" in texts[2]

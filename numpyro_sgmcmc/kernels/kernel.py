@@ -308,7 +308,14 @@ class SGMCMCKernel(MCMCKernel):
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
         check_state(state, self.context.data)
-        return self.monitor.text(state)
+        return self.monitor.text(state, self._seconds_of_a_sample)
+
+    @property
+    def _seconds_of_a_sample(self) -> float:
+        tuning = self.tuning
+        if tuning is None or self.given.step_size is not None:
+            return 0.0
+        return tuning.seconds_per_sample * self.steps_per_sample / tuning.steps_per_sample
 
 
 def _document(kernel: type[SGMCMCKernel]) -> None:

@@ -18,6 +18,9 @@ _SECONDS_BETWEEN_TEXTS = 0.5
 #: Under a progress bar a run is first judged at this sample, and then whenever it has doubled.
 _FEWEST_CALLS = 64
 
+#: A run that has taken so many seconds, and so many times what the tuning has measured, says so.
+_LONG, _MUCH_LONGER = 30.0, 4.0
+
 #: A run is judged several times before its end, and then not before so many samples.
 _ERRORS_BEFORE_THE_END, _FEWEST_SAMPLES = 4.0, 500
 
@@ -39,15 +42,22 @@ class Monitor:
         self._written, self._text = -math.inf, ""
         self._calls = -num_warmup  # of the progress bar; the warm-up ends at 0
         self._has_warned = False
+        self._began, self._texts = math.inf, 0
 
     def judge(self, state: SGMCMCState) -> None:
         """Warns, once a run, if the draws so far have another law than the posterior."""
         if not self._has_warned:
             self._warns_of(stein_report(state.monitor.stein))
 
-    def text(self, state: SGMCMCState) -> str:
-        """What a progress bar is to say, of one chain or as the mean of several."""
+    def text(self, state: SGMCMCState, seconds: float = 0.0) -> str:
+        """
+        What a progress bar is to say, of one chain or as the mean of several.
+
+        :param float seconds: those that the tuning expects of a sample of one chain, if known.
+        """
         self._calls += 1
+        self._texts += 1
+        self._began = min(self._began, time.monotonic())
         due = self._calls >= _FEWEST_CALLS and self._calls.bit_count() == 1  # 64, 128, ...
         if due or time.monotonic() - self._written > _SECONDS_BETWEEN_TEXTS:
             monitored = state.monitor
@@ -69,6 +79,10 @@ class Monitor:
                 )
             if self._warns_of(found):
                 self._text += ", BIASED"
+            taken = time.monotonic() - self._began
+            expected = seconds * np.size(state.step_size) * self._texts
+            if seconds and taken > max(_LONG, _MUCH_LONGER * expected):
+                self._text += f", {taken / expected:.0f} TIMES AS LONG AS AFTER THE TUNING"
             self._written = time.monotonic()
         return self._text
 

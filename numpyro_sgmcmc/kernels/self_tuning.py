@@ -7,7 +7,6 @@ with its own step in the pilot. Functions of a method, a target and what was giv
 """
 
 from collections.abc import Callable
-from functools import partial
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from numpyro_sgmcmc.kernels.identity import data_of, digest, other_sites
 from numpyro_sgmcmc.kernels.state import Fixed, Layout, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import sample, start
 from numpyro_sgmcmc.target.initial_values import draw_from
-from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.metric import DenseMetric, IdentityMetric
 from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.potential import ravel
 from numpyro_sgmcmc.target.target import Target
@@ -41,9 +40,9 @@ if TYPE_CHECKING:
 #: A sample of a method that needs very short steps is not to take forever.
 _MOST_STEPS_PER_SAMPLE = 1_000
 
-#: Of so many steps it is said how long they take, from this many seconds on in a warning, and so
-#: many are not begun.
-_MANY_STEPS_PER_SAMPLE, _LONG, _FAILED = 100, 0.5, 10_000
+#: It is warned of draws that take so many seconds, and samples of so many steps are not begun; of
+#: posteriors for whose coordinates there is no matrix, of so many.
+_LONG, _FAILED, _FAILED_WITHOUT_MATRIX = 0.5, 1_000, 10_000
 
 #: They are measured by some of them.
 _STEPS_TIMED = 100
@@ -203,7 +202,12 @@ def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: s
     )
     suggest = None if given.rates_are_given else method.suggest
     with tuning_bar(given.progress_bar) as report:
-        pilot = partial(_pilot, method, target)
+        pilots = []
+
+        def pilot(tuning: Tuning) -> Callable[[float, int, Array], PilotRun]:
+            pilots.append(_pilot(method, target, tuning))
+            return pilots[-1]
+
         try:
             tuning = find_tuning(target, rng_key, choices, suggest, pilot, report)
         except TypeError as error:
@@ -216,53 +220,55 @@ def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: s
                 " friction, and gradient='minibatch'."
             ) from error
     warn_of(tuning)
-    if given.step_size is None:
-        steps = math.ceil(2 * method.relaxation_time(tuning) / tuning.step_size)
-        tuning = tuning._replace(steps_per_sample=min(steps, _MOST_STEPS_PER_SAMPLE))
-        if steps >= _MANY_STEPS_PER_SAMPLE:
-            seconds = steps * _seconds_of_a_step(method, target, tuning)
-            tuning = tuning._replace(seconds_per_sample=seconds)
     tuning = tuning._replace(data=data, densities=method.context.densities)
-    if given.step_size is None and steps >= _MANY_STEPS_PER_SAMPLE:
-        _check_speed(method, tuning, steps)
+    if given.step_size is not None:
+        return tuning
+    steps = math.ceil(2 * method.relaxation_time(tuning) / tuning.step_size)
+    tuning = tuning._replace(steps_per_sample=min(steps, _MOST_STEPS_PER_SAMPLE))
+    if pilots:
+        seconds = steps * _seconds_of_a_step(pilots[-1], tuning)
+        tuning = tuning._replace(seconds_per_sample=seconds)
+    _check_speed(method, tuning, steps)
     return tuning
 
 
-def _seconds_of_a_step(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> float:
-    """Measured, on one chain after the other."""
-    run, seconds = _pilot(method, target, tuning), math.inf
-    # the first compiles
-    for _ in range(2):
-        start = time.monotonic()
-        jax.block_until_ready(run(tuning.step_size, _STEPS_TIMED, random.key(0)))
-        seconds = time.monotonic() - start
-    return seconds / (_STEPS_TIMED * PILOT_CHAINS)
+def _seconds_of_a_step(run: Callable[..., PilotRun], tuning: Tuning) -> float:
+    """Measured, on one chain after the other, with a program that has been compiled."""
+    start = time.monotonic()
+    jax.block_until_ready(run(tuning.step_size, _STEPS_TIMED, random.key(0)))
+    return (time.monotonic() - start) / (_STEPS_TIMED * PILOT_CHAINS)
 
 
 def _check_speed(method: "SGMCMCKernel", tuning: Tuning, steps: int) -> None:
     """
     Warns of chains that take long to forget where they were.
 
-    :raises ValueError: if they take so long that nothing can be expected of a run.
+    :raises ValueError: if they take so long that nothing can be expected of a run, unless a warning
+        was asked for.
     """
-    name, found = type(method).__name__, tuning.problem
+    most = _FAILED if isinstance(tuning.start, DenseMetric) else _FAILED_WITHOUT_MATRIX
+    has_failed = steps > most
+    if not has_failed and tuning.seconds_per_sample <= _LONG:
+        return
+    found, site = tuning.problem, tuning.slowest
+    slowest = f", and the slowest site is '{site}'" if site else ""
     seen = (
         f"with a step size of {tuning.step_size:.2g} a chain forgets where it was after {steps:,}"
-        f" steps, {tuning.seconds_per_sample:.2g} s for each independent draw"
+        f" steps, {tuning.seconds_per_sample:.2g} s for each independent draw{slowest}"
         f"{f' ({found})' if found else ''}. The usual causes are columns that nearly depend on each"
-        " other, or are of very different scales: standardise them, and drop one; a hierarchy in"
-        " unfortunate coordinates: write it centred, or non-centred; and digits that single"
-        " precision does not have: `numpyro.enable_x64()`."
+        " other: standardise them, and drop one; effects of a hierarchy that the tuning does not"
+        " recognise: write them `x = numpyro.sample('x', dist.Normal(mu, tau))`; and digits that"
+        " single precision does not have: `numpyro.enable_x64()`."
     )
-    if steps <= _FAILED:
-        if tuning.seconds_per_sample > _LONG:
-            warnings.warn(f"The sampler moves slowly: {seen}", stacklevel=2)
+    if not has_failed or method.given.on_failure == "warn":
+        warnings.warn(f"The sampler moves slowly: {seen}", stacklevel=2)
         return
     method.context.tuning = tuning
     raise ValueError(
         f"The tuning has failed: {seen} To go on nevertheless, with"
-        f" {_MOST_STEPS_PER_SAMPLE:,} steps between two samples, give it what was found,"
-        f" `{name}(model, tuning=kernel.tuning)`."
+        f" {_MOST_STEPS_PER_SAMPLE:,} steps between two samples:"
+        f" `{type(method).__name__}(model, on_failure='warn')`; what was found is in"
+        " `kernel.tuning`, for `tuning=`."
     )
 
 

@@ -92,6 +92,8 @@ class Settings:
         :meth:`~numpyro_sgmcmc.SGMCMCKernel.relaxation_time` twice: samples are then almost
         independent, as those of NUTS.
     :param init_strategy: a per-site initialization function of NumPyro.
+    :param str on_failure: what to do where the tuning has failed, and a sample would take more than
+        1,000 steps: ``"raise"`` an error, or ``"warn"`` and go on with 1,000 steps for each.
     :param bool progress_bar: whether to show the phases of the tuning.
     :param mesh: devices over which the rows of the data are spread
         (:func:`~numpyro_sgmcmc.spread_rows`); None is the mesh over which they are, if any.
@@ -110,6 +112,7 @@ class Settings:
     reparametrise: bool = True
     steps_per_sample: int | None = None
     init_strategy: Callable = init_to_uniform
+    on_failure: str = field(default="raise", metadata=_UNIMPORTANT)
     progress_bar: bool = field(default=True, metadata=_UNIMPORTANT)
     mesh: Mesh | None = field(default=None, metadata=_UNIMPORTANT)
 
@@ -122,6 +125,7 @@ class Settings:
                 f" `numpyro.infer.init_to_value(values={{...}})`; got {self.init_strategy!r}."
             )
         one_of("subsampling", self.subsampling, tuple(SCHEMES))
+        one_of("on_failure", self.on_failure, ("raise", "warn"))
         one_of("gradient", self.gradient, ("auto", "minibatch", "control_variate"))
         for name, check in (("steps_per_sample", whole), ("refresh_every", positive)):
             if (value := getattr(self, name)) is not None:

@@ -45,6 +45,9 @@ _POWER_STEPS = 20
 #: The second derivatives of a rough potential are less than this part of those between draws.
 _ROUGH = 0.1
 
+#: An eigenvalue of the Hessian in the coordinates of the Gaussian that is none.
+_FLAT = 0.05
+
 
 class Gaussian(NamedTuple):
     """
@@ -58,6 +61,7 @@ class Gaussian(NamedTuple):
     - **converged** - whether the search ended where it should.
     - **part** - of which part of the rows the posterior is.
     - **is_rough** - whether second derivatives say nothing of its shape.
+    - **flat** - a direction in its coordinates along which nothing changes, or None.
     """
 
     metric: DiagonalMetric | DenseMetric
@@ -67,6 +71,7 @@ class Gaussian(NamedTuple):
     converged: bool = True
     part: float = 1.0
     is_rough: bool = False
+    flat: np.ndarray | None = None
 
 
 def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaussian:
@@ -255,7 +260,11 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     center, factor = _moved(best, 1.0) if converged else (best.center, best.factor)
     metric = from_covariance(factor @ factor.T, center, dtype)
     curvature = 1.0 if converged else float(np.max(np.abs(best.e)))
-    return Gaussian(metric, passes, curvature, converged=converged, is_rough=start.is_rough)
+    # in all of these steps it would have become wider
+    flat = best.vectors[:, 0] if best.e[0] < _FLAT else None
+    return Gaussian(
+        metric, passes, curvature, converged=converged, is_rough=start.is_rough, flat=flat
+    )
 
 
 class Fit(NamedTuple):

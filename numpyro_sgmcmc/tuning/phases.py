@@ -206,6 +206,7 @@ def find_tuning(
         rounding,
         multimodal=multimodal,
         converged=gaussian.converged,
+        flat="" if gaussian.flat is None else _site_of(target, gaussian.flat**2),
         strata=rare.strata,
         centring=dict(target.centring),
         fourth_cumulant=rare.fourth_cumulant,
@@ -253,9 +254,14 @@ def _worst_r_hat(target: Target, seen: PilotRun) -> tuple[float | None, str]:
     if seen.halves is None:
         return None, ""
     found = np.nan_to_num(r_hats(seen.halves), nan=np.inf)
-    worst, latents = int(np.argmax(found)), target.view.latents
+    return float(found.max()), _site_of(target, found)
+
+
+def _site_of(target: Target, sizes: np.ndarray) -> str:
+    """The site of the largest of some numbers for each coordinate."""
+    latents = target.view.latents
     ends = np.cumsum([math.prod(latents[name].shape) for name in sorted(latents)])
-    return float(found[worst]), sorted(latents)[int(np.searchsorted(ends, worst, side="right"))]
+    return sorted(latents)[int(np.searchsorted(ends, np.argmax(sizes), side="right"))]
 
 
 def _rates(

@@ -47,11 +47,12 @@ class Tuning(NamedTuple):
     - **converged** - whether the search for the metric has converged; where the posterior is
       far from any Gaussian it does not.
     - **r_hat**, **slowest** - the largest R-hat of the chains of the pilot, and its site.
+    - **flat** - the site that neither the data nor its prior say anything of, if there is one.
     - **data** - tells the data of the anchor from others.
     - **densities** - log density of each site at fixed values, which tells the model from others.
     - **steps_per_sample** - number of steps after which a chain has forgotten most of where it
       was, with a step size that was tuned; else 1.
-    - **seconds_per_sample** - what that takes, measured where these steps are many.
+    - **seconds_per_sample** - what that takes in one chain, measured.
     - **strata** - of the rows by plate, or their probabilities, where rows are not drawn alike.
     - **centring** - the coordinates of hierarchies by site, those of metric, start and anchor
       (:mod:`numpyro_sgmcmc.target.centring`).
@@ -74,6 +75,7 @@ class Tuning(NamedTuple):
     converged: bool = True
     r_hat: float | None = None
     slowest: str = ""
+    flat: str = ""
     data: str | None = None
     densities: dict[str, float] = {}
     steps_per_sample: int = 1
@@ -141,7 +143,8 @@ class Tuning(NamedTuple):
     @property
     def problem(self) -> str | None:
         """What was wrong with the pilot or the searches, or None."""
-        found = ["the posterior has several modes"] if self.multimodal else []
+        found = [f"the posterior does not depend on '{self.flat}'"] if self.flat else []
+        found += ["the posterior has several modes"] if self.multimodal else []
         found += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
         found += ["the gradient is rounded off"] if self.needs_double_precision else []
         found += ["few minibatches have rows that count much"] if self.has_rare_rows else []
@@ -168,7 +171,8 @@ class Tuning(NamedTuple):
                 " (0 is non-centred)"
             )
         if self.seconds_per_sample:
-            lines.append(f"{self.seconds_per_sample:.2g} s for each independent draw of a chain")
+            seconds = 400 * self.seconds_per_sample
+            lines.append(f"about {seconds:.2g} s for 400 effective samples of a chain")
         if self.passes:
             phases = ", ".join(f"{name} {cost:.3g}" for name, cost in self.passes.items())
             lines.append(f"{sum(self.passes.values()):.3g} passes over the data: {phases}")
@@ -189,6 +193,14 @@ class Tuning(NamedTuple):
 
 def warn_of(tuning: Tuning) -> None:
     """Says what the tuning has found to be wrong."""
+    if tuning.flat:
+        warnings.warn(
+            f"The posterior is the same for all values of site '{tuning.flat}' in some direction:"
+            " neither the data nor its prior say anything of it, and what is drawn of it means"
+            " nothing. Give it a proper prior; drop columns that depend on each other, or that tell"
+            " all outcomes of one kind from those of another.",
+            stacklevel=3,
+        )
     if tuning.multimodal:
         warnings.warn(
             "The posterior has several modes (searches from different starts ended in"
