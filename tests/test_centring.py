@@ -22,7 +22,8 @@ from numpyro_sgmcmc.target import centring
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.tuning.coordinates import non_centred
+from numpyro_sgmcmc.tuning.center import search_center
+from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
 
 COMPILE_QUICKLY = True
 
@@ -221,15 +222,10 @@ def test_degrees_are_those_of_the_rows():
             numpyro.sample("y", dist.Normal(x[group[i]], 1), obs=y[i])
 
     data = jnp.asarray(group), jnp.asarray(y, jnp.float32)
-    tuning = CCAdL(model, progress_bar=False).tune(random.key(0), *data)
+    target = non_centred(Target(read_model(model, init_to_uniform, data, {}), data, {}))
+    target, _ = find_centring(target, search_center(target, random.key(0), init_to_uniform))
     known = 0.3**2 * sizes
-    np.testing.assert_allclose(tuning.centring["x"], known / (1 + known), atol=0.1)
-    assert "coordinates of 'x'" in str(tuning)
-    assert (
-        not CCAdL(model, progress_bar=False, reparametrise=False)
-        .tune(random.key(0), *data)
-        .centring
-    )
+    np.testing.assert_allclose(target.centring["x"], known / (1 + known), atol=0.1)
 
 
 def _moments():
@@ -268,35 +264,42 @@ def run(case, samples=1_500, kernel=CCAdL, **options):
 
 
 @pytest.fixture(scope="module")
-def runs():
-    return {case: run(case) for case in ("centred", "by hand")}
+def by_hand():
+    return run("by hand")
 
 
-def test_exact_law(runs):
-    """Written either way, the draws have the moments of a grid."""
-    for case, mcmc in runs.items():
-        draws = mcmc.get_samples(group_by_chain=True)
-        assert set(draws) == {"mu", "tau", "x" if case == "centred" else "z"}
-        assert stein_report(mcmc.last_state.monitor.stein).problem() is None
-        for name, (mean, sd) in EXPECTED.items():
-            x = np.asarray(draws[name], float)
-            size = numpyro.diagnostics.effective_sample_size(x)
-            assert size > 1_500
-            # the error of the step size is of second order
-            assert abs(x.mean() - mean) < 3.5 * sd / size**0.5 + 0.02 * sd
-            assert abs(x.std() / sd - 1) < 0.08
+def check_law(mcmc, names):
+    draws = mcmc.get_samples(group_by_chain=True)
+    assert set(draws) == names
+    assert stein_report(mcmc.last_state.monitor.stein).problem() is None
+    for name, (mean, sd) in EXPECTED.items():
+        x = np.asarray(draws[name], float)
+        size = numpyro.diagnostics.effective_sample_size(x)
+        assert size > 1_500
+        # the error of the step size is of second order
+        assert abs(x.mean() - mean) < 3.5 * sd / size**0.5 + 0.02 * sd
+        assert abs(x.std() / sd - 1) < 0.08
 
 
-def test_effects_are_reported_as_written(runs):
+def test_exact_law(by_hand):
+    """The draws have the moments of a grid."""
+    check_law(by_hand, {"mu", "tau", "z"})
+    assert "coordinates of 'z': centred by" in str(by_hand.sampler.tuning)
+
+
+@pytest.mark.slow
+def test_effects_are_reported_as_written(by_hand):
     """Draws of effects go with those of location and scale, through the sites of the model."""
-    found = runs["centred"].get_samples()["x"]
-    draws = runs["by hand"].get_samples()
+    centred = run("centred")
+    check_law(centred, {"mu", "tau", "x"})
+    found, draws = centred.get_samples()["x"], by_hand.get_samples()
     other = draws["mu"][:, None] + draws["tau"][:, None] * draws["z"]
     scale = np.asarray(found).std(0)
     np.testing.assert_allclose(found.mean(0) / scale, other.mean(0) / scale, atol=0.15)
     np.testing.assert_allclose(scale, np.asarray(other).std(0), rtol=0.06)
 
 
+@pytest.mark.slow
 def test_an_anchor_that_moves():
     """It is made of the draws as written, and belongs to the coordinates."""
     mcmc = run("by hand", 1_000, SGHMC, gradient="control_variate", refresh_every=5)
@@ -305,23 +308,26 @@ def test_an_anchor_that_moves():
         assert abs(x.mean() - mean) < 0.15 * sd and abs(x.std() / sd - 1) < 0.1
 
 
-def test_a_tuning_is_used_again():
+def test_a_tuning_is_used_again(by_hand):
     """By another kernel, with other data: the coordinates are part of it."""
-    first = CCAdL(hierarchy(CASES["centred"][0]), progress_bar=False)
-    tuning = first.tune(random.key(0), *DATA)
+    tuning = by_hand.sampler.tuning
     others = DATA[0], DATA[1] + 0.1
-    kernel = CCAdL(hierarchy(CASES["centred"][0]), tuning=tuning, progress_bar=False)
+    kernel = CCAdL(hierarchy(CASES["by hand"][0]), tuning=tuning, progress_bar=False)
     mcmc = MCMC(kernel, num_warmup=100, num_samples=2_000, progress_bar=False)
     mcmc.run(random.key(1), *others)
     assert stein_report(mcmc.last_state.monitor.stein).problem() is None
-    np.testing.assert_array_equal(mcmc.last_state.fixed.centring["x"], tuning.centring["x"])
+    np.testing.assert_array_equal(mcmc.last_state.fixed.centring["z"], tuning.centring["z"])
     mean, sd = EXPECTED["mu"]
     assert abs(mcmc.get_samples()["mu"].mean() - mean - 0.1) < 0.2 * sd
 
 
-def test_a_given_metric_is_of_the_coordinates_as_written():
-    metric = np.full(GROUPS + 2, 0.05, np.float32)
-    kernel = CCAdL(hierarchy(CASES["centred"][0]), metric=metric, progress_bar=False)
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options", [{"metric": np.full(GROUPS + 2, 0.05, np.float32)}, {"reparametrise": False}]
+)
+def test_coordinates_as_written(options):
+    """Where they are asked for, and where a metric is given, which is one of them."""
+    kernel = CCAdL(hierarchy(CASES["centred"][0]), progress_bar=False, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert not kernel.tune(random.key(0), *DATA).centring

@@ -730,6 +730,7 @@ def test_warns_of_bad_runs_and_only_of_them(tuning):
         run(CCAdL(logistic, tuning=tuning._replace(metric=wrong)), X, Y, num_samples=2_000)
 
 
+@pytest.mark.slow
 def test_warns_of_a_funnel():
     def funnel(y):
         x = numpyro.sample("x", dist.Normal(0, 3))
@@ -821,6 +822,7 @@ def test_a_sampler_that_hardly_moves(monkeypatch):
         assert asked.tune(random.key(0), x, Y).steps_per_sample == tuning.steps_per_sample
 
 
+@pytest.mark.slow
 def test_a_parameter_of_which_nothing_is_known():
     """Nothing but the site that is improper is wrong with the posterior, and is named."""
 

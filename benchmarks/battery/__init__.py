@@ -3,7 +3,7 @@
 
 """Posteriors that nobody here has chosen: those of posteriordb, and of case studies by others."""
 
-from battery import case_studies, posteriordb
+from battery import case_studies, posteriordb, text_books
 from battery.posterior import POSTERIORS
 
-__all__ = ["POSTERIORS", "case_studies", "posteriordb"]
+__all__ = ["POSTERIORS", "case_studies", "posteriordb", "text_books"]

@@ -78,13 +78,13 @@ def raw_units(x, y, batch=None):
 COUNTIES = 85
 
 
-def radon_data(rng, folder):
-    county = rng.choice(COUNTIES, ROWS, p=rng.dirichlet(np.full(COUNTIES, 2.0)))
-    floor = (rng.random(ROWS) < 0.2).astype(float)
+def radon_data(rng, folder, rows=ROWS):
+    county = rng.choice(COUNTIES, rows, p=rng.dirichlet(np.full(COUNTIES, 2.0)))
+    floor = (rng.random(rows) < 0.2).astype(float)
     uranium = rng.standard_normal(COUNTIES)
     a = 1.5 + 0.7 * uranium + 0.3 * rng.standard_normal(COUNTIES)
     b = -0.7 + 0.3 * rng.standard_normal(COUNTIES)
-    y = a[county] + b[county] * floor + 0.75 * rng.standard_normal(ROWS)
+    y = a[county] + b[county] * floor + 0.75 * rng.standard_normal(rows)
     return single(county, floor, uranium, y)
 
 
@@ -108,8 +108,8 @@ posterior("radon, centred", GELMAN, ROWS, radon_data)(partial(radon, centred=Tru
 posterior("radon, non-centred", GELMAN, ROWS, radon_data)(partial(radon, centred=False))
 
 
-def schools_data(rng, folder):
-    school = np.repeat(np.arange(8), ROWS // 8)
+def schools_data(rng, folder, rows=ROWS):
+    school = np.repeat(np.arange(8), rows // 8)
     effect = 4 + 5 * rng.standard_normal(8)
     return single(school, effect[school] + 100 * rng.standard_normal(len(school)))
 
@@ -146,10 +146,10 @@ def items(person, item, y, batch=None):
         numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
 
 
-def counts_data(rng, folder):
-    x = design(rng, 5)
+def counts_data(rng, folder, rows=ROWS):
+    x = design(rng, 5, rows)
     rate = np.exp(x @ np.array([0.5, 0.4, -0.3, 0.2, 0.0]))
-    zero = rng.random(ROWS) < 1 / (1 + np.exp(-(x @ np.array([-1.0, 0.5, 0, 0, 0.5]))))
+    zero = rng.random(rows) < 1 / (1 + np.exp(-(x @ np.array([-1.0, 0.5, 0, 0, 0.5]))))
     return single(x, np.where(zero, 0, rng.poisson(rate)))
 
 
@@ -249,9 +249,9 @@ def survival(x, time, is_censored, batch=None):
         numpyro.factor("time", term)
 
 
-def grades_data(rng, folder):
-    x = rng.standard_normal((ROWS, 4))
-    latent = x @ np.array([1.0, -0.5, 0.3, 0.0]) + rng.logistic(size=ROWS)
+def grades_data(rng, folder, rows=ROWS):
+    x = rng.standard_normal((rows, 4))
+    latent = x @ np.array([1.0, -0.5, 0.3, 0.0]) + rng.logistic(size=rows)
     return single(x, np.digitize(latent, [-2.0, -0.5, 0.7, 2.0]))
 
 
@@ -265,9 +265,9 @@ def ordinal(x, y, batch=None):
         numpyro.sample("y", dist.OrderedLogistic(x[i] @ b, cuts), obs=y[i])
 
 
-def tails_data(rng, folder):
-    x = design(rng, 5)
-    return single(x, x @ np.array([1.0, 2, -1, 0.5, 0]) + 2 * rng.standard_t(3, ROWS))
+def tails_data(rng, folder, rows=ROWS):
+    x = design(rng, 5, rows)
+    return single(x, x @ np.array([1.0, 2, -1, 0.5, 0]) + 2 * rng.standard_t(3, rows))
 
 
 @posterior("robust regression", PYMC, ROWS, tails_data)
