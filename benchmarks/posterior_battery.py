@@ -5,7 +5,7 @@
 Posteriors that others wrote, by ``CCAdL(model)`` with nothing set.
 
     python benchmarks/posterior_battery.py --data FOLDER [--cache FOLDER] [--only WORD ...]
-        [--processes 1]
+        [--processes 2]
 
 Against published moments where there are some, and else against NUTS in double precision on all
 rows, whose moments are kept in the cache. Seconds are those to 1,000 effective samples of the worst

@@ -142,6 +142,19 @@ def test_a_value_that_is_used_twice_is_not_followed():
     assert not target.hierarchy(point_of(target)).sites
 
 
+def test_a_factor_of_either_sign_is_no_scale():
+    """Coordinates would be parted where it is zero; a factor that is negative is minus a scale."""
+
+    def product(mu, tau):
+        return numpyro.sample("slope", dist.Normal(0, 1)) * standard()
+
+    def negative(mu, tau):
+        return mu - tau * standard()
+
+    assert not non_centred(read(product)).centring
+    assert set(non_centred(read(negative)).centring) == {"z"}
+
+
 def test_effects_that_scale_each_other():
     """Of two coordinates that would need each other, one is left out."""
 

@@ -167,13 +167,31 @@ def in_coordinates(hierarchy: Hierarchy, centring: Centring, values: Values) -> 
     return _evaluated(hierarchy, centring, values, moved, as_written=True)
 
 
+def factors_of(hierarchy: Hierarchy, values: Values) -> dict[str, Array]:
+    """
+    What the model multiplies each site by: a factor that may be positive or negative is no scale.
+
+    :param values: unconstrained values :math:`v`.
+    """
+    found: dict[str, Array] = {}
+
+    def seen(name: str, v: Array, around: "_Around") -> Array:
+        found[name] = around.factor
+        return v
+
+    everything = dict.fromkeys(hierarchy.sites, jnp.zeros(()))
+    _evaluated(hierarchy, everything, values, seen, as_written=True)
+    return found
+
+
 class _Around(NamedTuple):
-    """:math:`m`, :math:`s`, :math:`\\mu` and :math:`\\sigma` of a site."""
+    """Of a site :math:`m`, :math:`s`, :math:`\\mu`, :math:`\\sigma` and :math:`\\pm \\sigma / s`."""
 
     own_location: Array
     own_scale: Array
     location: Array
     scale: Array
+    factor: Array
 
     def log_factor(self, degree: Array) -> Array:
         """:math:`\\log |\\partial v / \\partial y|`."""
@@ -223,6 +241,7 @@ def _evaluated(
             own_scale,
             sign * shift + jnp.abs(factor) * own_location,
             jnp.abs(factor) * own_scale,
+            factor,
         )
         result[name] = moved(name, values[name], around)
         if not as_written:
@@ -251,9 +270,8 @@ def _steps(
     one term, if it has factors that depend on other arguments.
     """
     steps: list[tuple[str, Any]] = []
-    last, added = 0, False
-    shape = variable.aval.shape
-    while True:
+    shape, is_scaled, is_shifted = variable.aval.shape, False, False
+    while not is_shifted:
         uses = [e for e in program.eqns if any(x is variable for x in e.invars)]
         if len(uses) != 1 or any(x is variable for x in program.outvars):
             break
@@ -268,17 +286,10 @@ def _steps(
         if any(k in _needed(needs, x) for x in others) or (name == "div" and not is_first):
             break
         steps.append((name if is_first else f"r{name}", others[0] if others else None))
-        if name in ("add", "sub"):
-            added = True
-        if name in ("mul", "div") and _needed(needs, others[0]):
-            last = len(steps)
-        if added:
-            break
+        is_shifted = name in ("add", "sub")
+        is_scaled |= name in ("mul", "div") and bool(_needed(needs, others[0]))
         variable = equation.outvars[0]
-    # factors that depend on nothing are none; a term belongs to the factors before it
-    if not last:
-        return ()
-    return tuple(steps)
+    return tuple(steps) if is_scaled else ()
 
 
 def _needs(program: Any) -> dict[Any, frozenset[int]]:

@@ -3,32 +3,44 @@
 
 """In which coordinates a hierarchy is sampled: how much the rows tell of each of its effects."""
 
+from functools import partial
 from typing import Any
 
 import jax
-from jax import Array
+from jax import Array, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.target.centring import Centring
+from numpyro_sgmcmc.target.centring import Centring, factors_of
 from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, from_covariance
-from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
+#: Places at which the signs of factors are seen.
+_POINTS = 32
+
 
 def non_centred(target: Target) -> Target:
-    """The target with all of its hierarchies in non-centred coordinates."""
-    found: list[str] = []
+    """
+    The target with all of its hierarchies in non-centred coordinates. A site that is multiplied by
+    what may be positive or negative is none: a scale that is zero would part the space in two.
+    """
 
-    def read(values: Values) -> None:
-        found.extend(target.hierarchy(values).sites)
+    def factors(target: Target, points: Array) -> dict[str, Array]:
+        def at(point: Array) -> dict[str, Array]:
+            values = target.unravel(point)
+            return factors_of(target.hierarchy(values), values)
 
-    # nothing is computed
-    jax.eval_shape(read, target.view.latents)
+        return jax.vmap(at)(points)
+
+    points = random.normal(random.key(0), (_POINTS, target.view.dimension))
+    if not jax.eval_shape(partial(factors, target), points):
+        return target
+    found = {k: np.asarray(x) for k, x in target.compiled(factors)(points).items()}
     zeros = target.unravel(jnp.zeros(target.view.dimension))
-    return target._replace(centring={name: zeros[name] for name in found})
+    kept = [k for k, x in found.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))]
+    return target._replace(centring={name: zeros[name] for name in kept})
 
 
 def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]:
