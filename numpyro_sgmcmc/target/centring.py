@@ -185,7 +185,7 @@ def factors_of(hierarchy: Hierarchy, values: Values) -> dict[str, Array]:
 
 
 class _Around(NamedTuple):
-    """Of a site :math:`m`, :math:`s`, :math:`\\mu`, :math:`\\sigma` and :math:`\\pm \\sigma / s`."""
+    """Of a site, its own and those of :math:`x`; and what the model multiplies it by."""
 
     own_location: Array
     own_scale: Array
