@@ -185,7 +185,7 @@ def factors_of(hierarchy: Hierarchy, values: Values) -> dict[str, Array]:
 
 
 class _Around(NamedTuple):
-    """Of a site, its own and those of :math:`x`; and what the model multiplies it by."""
+    """Location and scale of a site, those of :math:`x`, and what the model multiplies it by."""
 
     own_location: Array
     own_scale: Array
