@@ -52,7 +52,6 @@ PARTS = {
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",
     "numpyro_examples": "benchmarks/numpyro_examples.py",
-    "battery": "benchmarks/posterior_battery.py --data {data} --cache {cache}",
     "suite": "benchmarks/suite.py --data {data} --cache {cache}",
     "pictures": "benchmarks/pictures.py --folder docs",
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",

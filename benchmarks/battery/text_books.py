@@ -75,7 +75,11 @@ def sleep_data(rng, folder):
     return single(subject, day, y / 100)
 
 
-@posterior("sleep study, correlated slopes", STAN, ROWS, sleep_data)
+def correlation(draws):
+    return {**draws, "factor": draws["factor"][1, 0]}
+
+
+@posterior("sleep study, correlated slopes", STAN, ROWS, sleep_data, compared=correlation)
 def sleep(subject, day, y, batch=None):
     mean = normal("mean", 2, 5)
     scale = numpyro.sample("scale", dist.HalfNormal(1).expand([2]).to_event(1))

@@ -17,6 +17,9 @@ from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, from_covar
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
+#: An effect that the rows know so well is centred.
+_CENTRED = 0.8
+
 #: Places at which the signs of factors are seen.
 _POINTS = 32
 
@@ -53,7 +56,9 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
     .. math:: \\lambda = \\frac{J}{J + \\sigma^{-2}}, \\qquad
         V = \\frac{\\sigma^{2 \\lambda}}{1 + J \\sigma^2}
 
-    is the same for all :math:`\\sigma` near the centre. :math:`1 + J \\sigma^2` is the entry of
+    is the same for all :math:`\\sigma` near the centre. From 0.8 on it is 1: the rows then say
+    nothing of :math:`\\sigma` but through :math:`x`, and minibatches add no noise to its gradient,
+    which would grow with the distance from the anchor. :math:`1 + J \\sigma^2` is the entry of
     :math:`u` in the diagonal of the precision of the Gaussian.
 
     :param target: the model with its data, in non-centred coordinates.
@@ -77,7 +82,8 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
         for name, x in target.unravel(precisions).items()
         if name in target.centring
     }
-    centring = {name: x / (x + 1) for name, x in known.items()}
+    degrees = {name: x / (x + 1) for name, x in known.items()}
+    centring = {name: jnp.where(x < _CENTRED, x, 1.0) for name, x in degrees.items()}
     moved = _moved(target, centring, metric)
     return target._replace(centring=centring), gaussian._replace(metric=moved)
 

@@ -3,6 +3,7 @@
 
 """The noise of the gradient in the coordinates of a metric, and the step sizes it allows."""
 
+from functools import partial
 import math
 from typing import Any, NamedTuple
 
@@ -23,6 +24,11 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_curvature
 #: some of them also on a scale on which a gradient is linear, but for its rounding errors.
 _NOISE_DRAWS, _LINES, _SHORT_LINES, _SHORT = 64, 8, 4, 0.01
 
+#: The noise of a control variate grows with the distance from its anchor: where it is too large for
+#: the step it drives chains further out. Half of the draws are so much further than the others, in
+#: standard deviations.
+_FAR = 2.0
+
 
 class NoiseLevel(NamedTuple):
     """
@@ -30,7 +36,7 @@ class NoiseLevel(NamedTuple):
     in which the curvature of the potential is about 1.
 
     - **mean** - mean of the variances of the gradient's noise over the coordinates.
-    - **largest** - the largest of them.
+    - **largest** - the largest of them, also in the tails.
     - **curvature** - the largest eigenvalue of the Hessian.
     - **nonlinearity** - how much, relative to itself, the gradient of all data deviates from a
       linear function within the posterior, in the worst coordinate; 0 for a Gaussian.
@@ -153,9 +159,9 @@ def measure_noise(
         if controlled:
             kinds.append(target.potential(metric, anchor))
 
-        def one(total: Any, key: Array) -> Any:
+        def one(radius: float, total: Any, key: Array) -> Any:
             point_key, rows_key, model_key = random.split(key, 3)
-            normal = random.normal(point_key, center.shape, center.dtype)
+            normal = radius * random.normal(point_key, center.shape, center.dtype)
             point = metric.coordinates(draws.values(normal))
             rows = target.rows(rows_key)
             seen = [
@@ -165,18 +171,21 @@ def measure_noise(
             return jax.tree.map(jnp.add, total, seen), None
 
         zeros = [jnp.zeros_like(center) for _ in kinds]
-        total, _ = lax.scan(one, zeros, random.split(draws_key, _NOISE_DRAWS))
         # the noise of a mean over devices, whose noises are independent
-        count = _NOISE_DRAWS * target.parts
-        variances = [variances / count for variances in target.mean(total)]
+        count = _NOISE_DRAWS // 2
+        variances = []
+        for keys, far in zip(random.split(draws_key, (2, count)), (0.0, _FAR), strict=True):
+            radius = 1 + far / math.sqrt(len(center))
+            total, _ = lax.scan(partial(one, radius), zeros, keys)
+            variances.append([x / (count * target.parts) for x in target.mean(total)])
         return variances, anchor, (nonlinearity, rounding)
 
     variances, anchor, errors = target.compiled(run)(gaussian.metric, metric)
     nonlinearity, rounding = (float(x) if math.isfinite(x) else math.inf for x in errors)
     curvature, cost = find_curvature(target, random.fold_in(rng_key, 2), gaussian, metric)
     levels = [
-        NoiseLevel(float(v.mean()), float(v.max()), curvature, nonlinearity)
-        for v in map(np.asarray, variances)
+        NoiseLevel(float(v.mean()), float(max(v.max(), far.max())), curvature, nonlinearity)
+        for v, far in zip(*(map(np.asarray, x) for x in variances), strict=True)
     ]
     # with a control variate a gradient and its expansion at the anchor besides
     minibatches = _NOISE_DRAWS * (3 if controlled else 1)

@@ -238,6 +238,8 @@ def find_tuning(
                 report=found,
                 r_hat=r_hat,
                 slowest=slowest,
+                # where chains agree the search has only not come to its end
+                flat=tuning.flat if r_hat is None or r_hat > NOT_MIXED else "",
             )
         )
         is_stable = np.sum(seen.undone) <= _UNDONE * PILOT_CHAINS * steps
