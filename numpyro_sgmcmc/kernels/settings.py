@@ -58,7 +58,7 @@ class Settings:
         it is known, in whose coordinates the sampler moves: an array of variances, shape
         ``(d,)``, or a matrix, ``(d, d)``; a fitted autoguide and its parameters,
         ``(guide, params)``; ``"diagonal"`` or ``"dense"`` to have it tuned; ``"identity"``. None
-        is tuned if the step size or the friction is, a matrix up to 500 parameters, and else
+        is tuned if the step size or the friction is, a matrix up to 2,000 parameters, and else
         the identity.
     :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step,
         after a pass over all data

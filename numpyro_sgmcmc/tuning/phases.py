@@ -13,9 +13,14 @@ Tuning is done once, before the chains start, and is the same for all of them:
    make no difference.
 2. **Metric** (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`): the same on all data.
 
-   Above 500 parameters steps 1 and 2 are stochastic variational inference with NumPyro's
+   Above 500 parameters step 1 is stochastic variational inference with NumPyro's
    ``AutoDiagonalNormal`` guide on minibatches
-   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_center`).
+   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_center`), and above 2,000 there is no step 2.
+
+   Between the two the **coordinates** of hierarchies are chosen
+   (:func:`~numpyro_sgmcmc.tuning.coordinates.find_centring`): the search is in non-centred ones,
+   what follows in those between non-centred and centred that fit.
+
 3. **Noise** (:func:`~numpyro_sgmcmc.tuning.noise_level.measure_noise`): the variance of the
    gradient's noise in the coordinates of the metric at draws of :math:`q`, with and without a
    control variate; the nonlinearity and the rounding error of the gradient; and the largest
@@ -25,7 +30,8 @@ Tuning is done once, before the chains start, and is the same for all of them:
    that count much in those; strata if they would make the draws wrong, and steps 3 and 4 again.
 6. **Pilot**: short chains, whose Stein matrix (:mod:`numpyro_sgmcmc.stein`) must be the
    identity; if it is not, the step size is halved and the pilot repeated. If that does not
-   help, the step size was not what is wrong, and is kept.
+   help, the step size was not what is wrong, and is kept. Chains that do not agree
+   (:func:`~numpyro_sgmcmc.tuning.mixing.r_hats`) are run up to 32 times as long.
 
 **Example:** phases 1 to 4, one by one.
 
