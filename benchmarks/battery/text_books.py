@@ -215,3 +215,28 @@ def hazard(week, x, exposure, y, batch=None):
         numpyro.sample(
             "y", dist.Poisson(exposure[i] * jnp.exp(level[week[i]] + b * x[i])), obs=y[i]
         )
+
+
+USERS, FILMS = 943, 300
+
+
+def ratings_data(rng, folder):
+    with np.load(folder / "movielens_100k.npz") as file:
+        user, item, rating = (file[k] for k in ("user", "item", "rating"))
+    film = np.full(item.max() + 1, -1)
+    film[np.argsort(-np.bincount(item))[:FILMS]] = np.arange(FILMS)
+    kept = film[item] >= 0
+    return single(user[kept] - 1, film[item[kept]], rating[kept] - 3.5)
+
+
+@posterior("crossed effects, MovieLens", GELMAN, 60_821, ratings_data, batch=500)
+def ratings(user, film, y, batch=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    scale = numpyro.sample("scale", dist.HalfNormal(1).expand([2]).to_event(1))
+    with numpyro.plate("users", USERS):
+        a = numpyro.sample("a", dist.Normal(0, scale[0]))
+    with numpyro.plate("films", FILMS):
+        b = numpyro.sample("b", dist.Normal(mu, scale[1]))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(2))
+    with rows_of(y, batch) as i:
+        numpyro.sample("y", dist.Normal(a[user[i]] + b[film[i]], sigma), obs=y[i])
