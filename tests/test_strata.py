@@ -30,6 +30,7 @@ from numpyro_sgmcmc.target.potential import full_data_gradient
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.rare_rows import error_of, find_importance, fourth_cumulant
+from numpyro_sgmcmc.tuning.tuning import warn_of
 
 COMPILE_QUICKLY = True
 
@@ -382,7 +383,7 @@ def exact_sds(grouped):
 # groups of three rows, all alike, are
 @pytest.mark.filterwarnings("ignore:The posterior is far from any Gaussian")
 def test_small_groups(grouped, tuned):
-    """Right with the strata that the tuning finds; without, the tuning says what is wrong."""
+    """Right with the strata that the tuning finds; without, steps must be short."""
     whole = tuned.strata["rows"].allocation
     order = np.asarray(tuned.strata["rows"].order)[: whole.sizes[0]]
     assert np.isin(np.flatnonzero(np.asarray(grouped[0]) < 2), order).all()
@@ -401,10 +402,13 @@ def test_small_groups(grouped, tuned):
     ratio = a.std((0, 1)) / exact_sds(grouped)
     assert error.max() < 0.02
     assert np.all(np.abs(ratio - 1) < 0.02 + 3 * error)
+    plain = CCAdL(hierarchical, strata=None, progress_bar=False).tune(random.key(0), *grouped)
+    # their noise in the tails makes steps short enough for the draws to be right; with others
+    assert plain.step_size < tuned.step_size / 2 and not plain.has_rare_rows and not plain.strata
+    longer = plain._replace(step_size=tuned.step_size)
     with pytest.warns(UserWarning, match="most minibatches have none of them"):
-        plain = CCAdL(hierarchical, strata=None, progress_bar=False).tune(random.key(0), *grouped)
-    assert plain.has_rare_rows and not plain.strata
-    assert "few minibatches have rows that count much" in plain.problem
+        warn_of(longer)
+    assert "few minibatches have rows that count much" in longer.problem
 
 
 @pytest.mark.slow
