@@ -16,16 +16,17 @@ from battery.posterior import posterior
 
 BUGS = "WinBUGS examples"
 MANY = 10 * ROWS
+NON_CENTRED = partial(case_studies.radon, centred=False)
 
-
-for title, model, data in (
-    ("radon, 50,000 rows", partial(case_studies.radon, centred=False), case_studies.radon_data),
-    ("eight schools, 50,000 pupils", case_studies.schools, case_studies.schools_data),
-    ("negative binomial, 50,000 rows", case_studies.negative_binomial, case_studies.counts_data),
-    ("ordinal, 50,000 rows", case_studies.ordinal, case_studies.grades_data),
-    ("robust regression, 50,000 rows", case_studies.robust, case_studies.tails_data),
+for title, source, model, data in (
+    ("radon", GELMAN, NON_CENTRED, case_studies.radon_data),
+    ("eight schools", STAN, case_studies.schools, case_studies.schools_data),
+    ("negative binomial", GELMAN, case_studies.negative_binomial, case_studies.counts_data),
+    ("ordinal", STAN, case_studies.ordinal, case_studies.grades_data),
+    ("robust regression", PYMC, case_studies.robust, case_studies.tails_data),
 ):
-    posterior(title, "the same", MANY, partial(data, rows=MANY), batch=200)(model)
+    data = partial(data, rows=MANY)
+    posterior(f"{title}, 50,000 rows", source, MANY, data, batch=200)(model)
 
 
 def earnings_data(rng, folder):

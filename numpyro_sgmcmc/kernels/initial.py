@@ -130,8 +130,7 @@ def initial_state(
     ) -> SGMCMCState:
         start_key, *others = of_chains(lambda key: tuple(random.split(key, 3)))(keys)
         if z is None:
-            here = target._replace(centring=fixed.centring)
-            z = draw_from(gaussian, here, given.temperature, start_key)
+            z = draw_from(gaussian, target.tuned(fixed), given.temperature, start_key)
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
         axes = axes_for(given.refresh_every)

@@ -42,7 +42,7 @@ _MOST_STEPS_PER_SAMPLE = 1_000
 
 #: It is warned of draws that take so many seconds, and samples of so many steps are not begun; of
 #: posteriors for whose coordinates there is no matrix, of so many.
-_LONG, _FAILED, _FAILED_WITHOUT_MATRIX = 0.5, 1_000, 10_000
+_LONG, _FAILED, _FAILED_WITHOUT_MATRIX = 0.5, _MOST_STEPS_PER_SAMPLE, 10_000
 
 #: They are measured by some of them.
 _STEPS_TIMED = 100
@@ -289,15 +289,14 @@ def _pilot(
         rng_key: Array,
     ) -> PilotRun:
         keys = random.split(rng_key, (3, PILOT_CHAINS))
-        z = draw_from(
-            gaussian, target._replace(centring=fixed.centring), method.given.temperature, keys[1]
-        )
+        target = target.tuned(fixed)
+        z = draw_from(gaussian, target, method.given.temperature, keys[1])
 
         def begin(chain_key: Array, z: Values, dynamics_key: Array) -> SGMCMCState:
             return start(method, target, fixed, z, chain_key, dynamics_key)
 
         def seen(halves: Halves, z: Values, k: Array) -> Halves:
-            position = fixed.metric.coordinates(ravel(target.tuned(fixed).in_coordinates(z)))
+            position = fixed.metric.coordinates(ravel(target.in_coordinates(z)))
             return with_position(halves, position, 4 * k // samples - 2, 2 * k >= samples)
 
         def both(seen: Callable) -> Callable:

@@ -55,7 +55,7 @@ def start(
     :param chain_key: random key of the chain.
     :param dynamics_key: random key of the first momentum.
     """
-    flat, _ = ravel_pytree(target._replace(centring=fixed.centring).in_coordinates(z))
+    flat, _ = ravel_pytree(target.tuned(fixed).in_coordinates(z))
     position = fixed.metric.coordinates(flat)
     count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), flat.dtype)
     return SGMCMCState(

@@ -20,7 +20,35 @@ potential as a function of :math:`y` is
     v = m + s \\sigma^{-\\lambda} (y - \\lambda \\mu) .
 
 All of it is a change of variables: the law of :math:`v` stays, whatever is taken for :math:`\\mu`,
-:math:`\\sigma` and :math:`\\lambda`.
+:math:`\\sigma` and :math:`\\lambda`. A model is read as a program of JAX, in which :math:`\\mu` and
+:math:`\\sigma` are computed from other sites, without its likelihood.
+
+**Example:** standard effects, of which the coordinates halfway are
+:math:`\\mu / 2 + \\sqrt{\\tau} z`.
+
+.. doctest::
+
+    >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer import init_to_uniform
+    >>> from numpyro_sgmcmc.target.model import read_model
+    >>> from numpyro_sgmcmc.target.target import Target
+
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+    ...     tau = numpyro.sample("tau", dist.HalfNormal(1))
+    ...     x = mu + tau * numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
+    ...     numpyro.sample("y", dist.Normal(x, 1).to_event(1), obs=y)
+
+    >>> y = jnp.zeros(2)
+    >>> target = Target(read_model(model, init_to_uniform, (y,), {}), (y,), {})
+    >>> values = {"mu": jnp.array(1.0), "tau": jnp.log(4.0), "z": jnp.array([0.0, 1.0])}
+    >>> list(target.hierarchy(values).sites)
+    ['z']
+    >>> halfway = target._replace(centring={"z": jnp.array([0.5, 0.5])})
+    >>> halfway.in_coordinates(values)["z"].tolist()
+    [0.5, 2.5]
+    >>> halfway.as_written(halfway.in_coordinates(values))["z"].tolist()
+    [0.0, 1.0]
 
 **References:**
 
@@ -91,6 +119,8 @@ def hierarchy_of(
     """
     Reads a model for its hierarchy. Parameters are those of
     :meth:`~numpyro_sgmcmc.target.model.MinibatchModel.potential`.
+
+    :raises ValueError: if an argument that the model needs in Python is traced.
     """
     model, (args, kwargs) = view.prepared(rows, rng_key, args, kwargs)
 
@@ -138,6 +168,10 @@ def hierarchy_of(
 
 def as_written(hierarchy: Hierarchy, centring: Centring, values: Values) -> tuple[Values, Array]:
     """
+    :math:`v(y)`, site by site.
+
+    :param hierarchy: of the model at these values.
+    :param centring: :math:`\\lambda` by site, of the shape of its values.
     :param values: in the coordinates :math:`y`.
     :return: the unconstrained values :math:`v`, and :math:`\\log |\\partial v / \\partial y|`.
     """
@@ -153,8 +187,10 @@ def as_written(hierarchy: Hierarchy, centring: Centring, values: Values) -> tupl
 
 def in_coordinates(hierarchy: Hierarchy, centring: Centring, values: Values) -> Values:
     """
-    The inverse of :func:`as_written`.
+    The inverse of :func:`as_written`, :math:`y = \\lambda \\mu + \\sigma^\\lambda (v - m) / s`.
 
+    :param hierarchy: of the model at these values.
+    :param centring: :math:`\\lambda` by site, of the shape of its values.
     :param values: unconstrained values :math:`v`.
     :return: in the coordinates :math:`y`.
     """

@@ -28,6 +28,8 @@ def non_centred(target: Target) -> Target:
     """
     The target with all of its hierarchies in non-centred coordinates. A site that is multiplied by
     what may be positive or negative is none: a scale that is zero would part the space in two.
+
+    :param target: the model with its data, as written.
     """
 
     def factors(target: Target, points: Array) -> dict[str, Array]:
@@ -69,6 +71,30 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
     1. *A General Framework for the Parametrization of Hierarchical Models*,
        Omiros Papaspiliopoulos, Gareth O. Roberts and Martin Sköld (2007): for a known scale
        location and effects of a Gaussian model are independent with this :math:`\\lambda`.
+
+    **Example:** of three groups that say nothing, about as much as the others do, and nearly all.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp, numpy as np, numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import init_to_uniform
+        >>> from numpyro_sgmcmc.target.metric import from_covariance
+        >>> from numpyro_sgmcmc.target.model import read_model
+        >>> from numpyro_sgmcmc.target.target import Target
+        >>> from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
+        >>> from numpyro_sgmcmc.tuning.gaussian import Gaussian
+
+        >>> def model(y):
+        ...     tau = numpyro.sample("tau", dist.HalfNormal(1))
+        ...     x = numpyro.sample("x", dist.Normal(0, tau).expand([3]).to_event(1))
+        ...     numpyro.sample("y", dist.Normal(x, jnp.array([1e3, 1.0, 0.1])).to_event(1), obs=y)
+
+        >>> y = jnp.zeros(3)
+        >>> target = non_centred(Target(read_model(model, init_to_uniform, (y,), {}), (y,), {}))
+        >>> precisions = np.diag([1.0, 1.0, 2.0, 100.0])  # of log tau and of u
+        >>> gaussian = Gaussian(from_covariance(np.linalg.inv(precisions), np.zeros(4), float), 0.0)
+        >>> find_centring(target, gaussian)[0].centring["x"].round(1).tolist()
+        [0.0, 0.5, 1.0]
     """
     if not target.centring:
         return target, gaussian

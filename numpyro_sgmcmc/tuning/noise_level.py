@@ -107,11 +107,12 @@ def measure_noise(
     target: Target, rng_key: Array, gaussian: Gaussian, metric: Metric, controlled: bool
 ) -> MeasuredNoise:
     """
-    The variance of the gradient's noise in the coordinates of a metric, the mean over 64
-    draws of the Gaussian: of plain minibatches, and with a control variate whose anchor is the
-    centre. With it the nonlinearity :math:`\\nu` of the gradient of all data and its rounding
-    error :math:`\\rho`, from second differences along draws :math:`\\zeta` of :math:`N(0, I)`,
-    which begin at the centre or at other draws :math:`\\beta`,
+    The variance of the gradient's noise in the coordinates of a metric, the mean over 32
+    draws of the Gaussian, and for the largest also over 32 that are two standard deviations further
+    out, :math:`(1 + 2 / \\sqrt d) \\zeta`: of plain minibatches, and with a control variate whose
+    anchor is the centre. With it the nonlinearity :math:`\\nu` of the gradient of all data and its
+    rounding error :math:`\\rho`, from second differences along draws :math:`\\zeta` of
+    :math:`N(0, I)`, which begin at the centre or at other draws :math:`\\beta`,
 
     .. math::
 
@@ -180,12 +181,12 @@ def measure_noise(
             variances.append([x / (count * target.parts) for x in target.mean(total)])
         return variances, anchor, (nonlinearity, rounding)
 
-    variances, anchor, errors = target.compiled(run)(gaussian.metric, metric)
+    (near, tails), anchor, errors = target.compiled(run)(gaussian.metric, metric)
     nonlinearity, rounding = (float(x) if math.isfinite(x) else math.inf for x in errors)
     curvature, cost = find_curvature(target, random.fold_in(rng_key, 2), gaussian, metric)
     levels = [
         NoiseLevel(float(v.mean()), float(max(v.max(), far.max())), curvature, nonlinearity)
-        for v, far in zip(*(map(np.asarray, x) for x in variances), strict=True)
+        for v, far in zip(map(np.asarray, near), map(np.asarray, tails), strict=True)
     ]
     # with a control variate a gradient and its expansion at the anchor besides
     minibatches = _NOISE_DRAWS * (3 if controlled else 1)

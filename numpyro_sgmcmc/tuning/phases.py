@@ -187,7 +187,6 @@ def find_tuning(
     controls, rare = anchor is not None, RareRows()
     is_noisy = target.scheme.independent and any(target.factors.values())
     if is_noisy and target.shards is None:
-        # where steps are short for the noise alone, strata would allow longer ones
         longest, _ = _rates(choices, suggest, noise._replace(mean=0.0, largest=0.0))
         error = partial(
             error_of, nonlinearity=noise.nonlinearity, step_size=longest, friction=friction

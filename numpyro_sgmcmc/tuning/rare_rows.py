@@ -246,7 +246,8 @@ def find_rare_rows(
     :param bool controlled: whether there is a control variate.
     :param strata: those that were given, ``"auto"`` to have them made where plain minibatches make
         standard deviations wrong by 2 %, or None.
-    :param error: from a fourth cumulant of the noise to the error of the standard deviations.
+    :param error: from a fourth cumulant of the noise to the error of the standard deviations, with
+        the step size that there would be without noise: strata make longer steps possible.
     """
     key, others = random.split(rng_key)
     found = find_importance(target, key, gaussian)

@@ -21,7 +21,7 @@ from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
 #: Gradients that deviate more than this from linear ones may belong to posteriors whose shape no
 #: metric fits, such as funnels, bananas and neural networks, where the chains of a pilot have an
 #: R-hat above this.
-FAR_FROM_GAUSSIAN, NOT_MIXED = 0.6, 1.1
+_FAR_FROM_GAUSSIAN, NOT_MIXED = 0.6, 1.1
 
 #: Rounding errors that a user should hear of, in posterior standard deviations.
 _MUCH_ROUNDING = 0.05
@@ -120,7 +120,7 @@ class Tuning(NamedTuple):
             return False  # a Gaussian of independent coordinates says little about others
         if self.r_hat is not None:
             return self.r_hat > NOT_MIXED
-        return self.noise.nonlinearity > FAR_FROM_GAUSSIAN or not self.converged
+        return self.noise.nonlinearity > _FAR_FROM_GAUSSIAN or not self.converged
 
     @property
     def rare_rows_error(self) -> float:
@@ -212,8 +212,7 @@ def warn_of(tuning: Tuning) -> None:
         warnings.warn(
             f"The posterior is far from any Gaussian, and no metric fits it{_pilot_of(tuning)}."
             " Chains may be slow in directions that a short run does not show: compare several long"
-            " ones."
-            " If they differ, write effects of groups so that they are recognised, and get"
+            " ones. If they differ, write effects of groups so that they are recognised, and get"
             " coordinates of their own: `x = numpyro.sample('x', dist.Normal(mu, tau))` or"
             " `x = mu + tau * numpyro.sample('z', dist.Normal(0, 1))`, with `z` used once.",
             stacklevel=3,
