@@ -161,3 +161,27 @@ def test_nowhere_finite():
 
     with pytest.raises(ValueError, match="nowhere"):
         CCAdL(model).tune(random.key(0), X[:, 1].astype(np.float32))
+
+
+def test_a_rough_likelihood(monkeypatch):
+    """Absolute residuals have no second derivatives, and yet the posterior has a width."""
+
+    def medians(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 5).expand([D]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Laplace(x[i] @ w, 1), obs=y[i])
+
+    y = X @ W + np.random.default_rng(2).laplace(size=N)
+    # the information of a row on its median is one over the squared scale
+    expected = np.sqrt(np.diag(np.linalg.inv(X.T @ X)))
+
+    def widths():
+        target, start = searched(medians, X, y)
+        found = find_metric(target, random.key(1), start)
+        return np.sqrt(np.asarray(found.metric.variances(found.metric.center), float))
+
+    np.testing.assert_allclose(widths(), expected, rtol=0.25)
+    from numpyro_sgmcmc.tuning import center
+
+    monkeypatch.setattr(center, "looks_rough", lambda *_: jnp.array(False))
+    assert (widths() > 3 * expected).any()  # as if the rows said nothing

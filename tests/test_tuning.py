@@ -834,3 +834,23 @@ def test_a_parameter_of_which_nothing_is_known():
         tuning = CCAdL(improper, progress_bar=False).tune(random.key(0), X, Y)
     assert any("all values of site 'extra'" in str(one.message) for one in caught)
     assert tuning.flat == "extra" and "does not depend on 'extra'" in tuning.problem
+
+
+def test_a_momentum_that_does_not_occur(tuning):
+    """A tuned kernel undoes and counts the step that brings it, and turns round."""
+    kernel = CCAdL(logistic, tuning=tuning, steps_per_sample=1, progress_bar=False)
+    args = jnp.asarray(X), jnp.asarray(Y)
+    state = kernel.init(random.key(0), 0, None, args, {})
+
+    def with_energy(energy):
+        """Energies are half of the square of a momentum; they are about d / 2."""
+        momentum = jnp.full_like(state.dynamics.momentum, (2 * energy / D) ** 0.5)
+        before = state._replace(dynamics=state.dynamics._replace(momentum=momentum))
+        return before, kernel.sample(before, args, {})
+
+    before, after = with_energy(D)
+    assert after.monitor.nonfinite_steps == 0
+    before, after = with_energy(1e4)
+    assert after.monitor.nonfinite_steps == 1 and bool(after.monitor.diverging)
+    np.testing.assert_array_equal(after.dynamics.momentum, -before.dynamics.momentum)
+    np.testing.assert_allclose(after.z["w"], before.z["w"], rtol=1e-5)
