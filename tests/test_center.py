@@ -16,6 +16,7 @@ from numpyro_sgmcmc import CCAdL
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.center import search_center
+from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import find_metric
 
 COMPILE_QUICKLY = True
@@ -185,3 +186,38 @@ def test_a_rough_likelihood(monkeypatch):
 
     monkeypatch.setattr(center, "looks_rough", lambda *_: jnp.array(False))
     assert (widths() > 3 * expected).any()  # as if the rows said nothing
+
+
+@pytest.mark.slow
+def test_a_hierarchy_in_raw_units():
+    """Growth of rats: effects around 240 and 90; searches begin at zero, with scales of 1."""
+    rats, each = 40, 50
+    rng = np.random.default_rng(1)
+    rat, day = np.repeat(np.arange(rats), each), rng.uniform(-1, 1, rats * each)
+    a, b = 240 + 14 * rng.standard_normal(rats), 90 + 7 * rng.standard_normal(rats)
+    y = a[rat] + b[rat] * day + 6 * rng.standard_normal(rats * each)
+
+    def growth(rat, day, y):
+        prior = dist.Normal(jnp.array([200.0, 50.0]), 100)
+        mean = numpyro.sample("mean", prior.to_event(1))
+        scale = numpyro.sample("scale", dist.HalfNormal(50).expand([2]).to_event(1))
+        with numpyro.plate("rats", rats):
+            a = numpyro.sample("a", dist.Normal(mean[0], scale[0]))
+            b = numpyro.sample("b", dist.Normal(mean[1], scale[1]))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(20))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(a[rat[i]] + b[rat[i]] * day[i], sigma), obs=y[i])
+
+    args = tuple(map(jnp.asarray, (rat, np.float32(day), np.float32(y))))
+    target = non_centred(Target(read_model(growth, init_to_uniform, args, {}), args, {}))
+    for key in (2, 3):
+        start = search_center(target, random.key(key), init_to_uniform)
+        there, start = find_centring(target, start)
+        found = find_metric(there, random.key(key), start)
+        assert found.converged
+        values = target.unravel(found.metric.center)
+        expected = {"mean": [240, 90], "scale": np.log([14, 7]), "sigma": np.log(6)}
+        errors = {"mean": [2.2, 1.1], "scale": 0.12, "sigma": 0.02}
+        for name, x in expected.items():
+            # of 2,000 rows, and effects of 40 rats
+            assert (np.abs(values[name] - np.array(x)) < 4 * np.array(errors[name])).all()

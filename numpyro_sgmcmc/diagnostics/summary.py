@@ -72,7 +72,7 @@ def summary(run: Run, *, var_names: list[str] | None = None, **options: Any) -> 
     effective sample of the slowest variable; the step size; the friction :math:`A`; the noise
     ratio, :math:`h v / (2 A)` with :math:`v` the variance of the gradient's noise, or
     :math:`h v / 2` without momentum: by so much the noise would widen the posterior if
-    nothing was done about it; and the number of steps that were not finite.
+    nothing was done about it; and the number of steps that were undone.
 
     :param run: an ``MCMC`` object or an ArviZ object.
     :param var_names: names of variables; None for all.
@@ -180,7 +180,8 @@ def _verdict(data: Any, table: pd.DataFrame, stein: xr.Dataset | None, chains: i
     attrs = data.attrs
     wrong, unknown, short = [], [], ""
     if attrs.get("nonfinite_steps", 0):
-        wrong.append(f"{int(attrs['nonfinite_steps']):,} steps were not finite and were undone")
+        undone = int(attrs["nonfinite_steps"])
+        wrong.append(f"{undone:,} steps were undone: not finite, or a momentum that does not occur")
     if attrs.get("verdict"):
         wrong.append(f"the draws do not have the law of the posterior: {attrs['verdict']}")
     if stein is None:

@@ -247,7 +247,8 @@ def _check_speed(method: "SGMCMCKernel", tuning: Tuning, steps: int) -> None:
         was asked for.
     """
     most = _FAILED if isinstance(tuning.start, DenseMetric) else _FAILED_WITHOUT_MATRIX
-    has_failed = steps > most
+    is_for_noise = _steps_without_noise(method, tuning) <= most / 2
+    has_failed = steps > most and not is_for_noise
     if not has_failed and tuning.seconds_per_sample <= _LONG:
         return
     found, site = tuning.problem, tuning.slowest
@@ -255,11 +256,20 @@ def _check_speed(method: "SGMCMCKernel", tuning: Tuning, steps: int) -> None:
     seen = (
         f"with a step size of {tuning.step_size:.2g} a chain forgets where it was after {steps:,}"
         f" steps, {tuning.seconds_per_sample:.2g} s for each independent draw{slowest}"
-        f"{f' ({found})' if found else ''}. The usual causes are columns that nearly depend on each"
-        " other: standardise them, and drop one; effects of a hierarchy that the tuning does not"
-        " recognise: write them `x = numpyro.sample('x', dist.Normal(mu, tau))`; and digits that"
-        " single precision does not have: `numpyro.enable_x64()`."
+        f"{f' ({found})' if found else ''}. "
     )
+    if steps > most and is_for_noise:
+        seen += (
+            "The cause is the noise of the minibatches: take larger ones, or a method and a"
+            " gradient for which they matter less, such as CCAdL and gradient='auto'."
+        )
+    else:
+        seen += (
+            "The usual causes are columns that nearly depend on each other: standardise them, and"
+            " drop one; effects of a hierarchy that the tuning does not recognise: write them"
+            " `x = numpyro.sample('x', dist.Normal(mu, tau))`; and digits that single precision"
+            " does not have: `numpyro.enable_x64()`."
+        )
     if not has_failed or method.given.on_failure == "warn":
         warnings.warn(f"The sampler moves slowly: {seen}", stacklevel=2)
         return
@@ -270,6 +280,18 @@ def _check_speed(method: "SGMCMCKernel", tuning: Tuning, steps: int) -> None:
         f" `{type(method).__name__}(model, on_failure='warn')`; what was found is in"
         " `kernel.tuning`, for `tuning=`."
     )
+
+
+def _steps_without_noise(method: "SGMCMCKernel", tuning: Tuning) -> float:
+    """The steps of a sample if minibatches had no noise, and were halved as often."""
+    if method.given.rates_are_given or tuning.noise is None:
+        return math.inf
+    quiet = tuning.noise._replace(mean=0.0, largest=0.0)
+    step_size, friction = method.suggest(quiet)
+    tuning = tuning._replace(
+        noise=quiet, step_size=step_size / 2**tuning.halvings, friction=friction
+    )
+    return 2 * method.relaxation_time(tuning) / tuning.step_size
 
 
 def _pilot(

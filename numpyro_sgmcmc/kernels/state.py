@@ -74,7 +74,8 @@ class Monitored(NamedTuple):
 
     - **minibatch_potential** - the minibatch potential at the latest gradient, a noisy
       estimate of the potential that is not of use for comparing draws; 0 before the first.
-    - **nonfinite_steps** - number of steps undone because they were not finite.
+    - **nonfinite_steps** - number of steps undone because they were not finite or, of a tuned
+      kernel, led to a momentum that does not occur.
     - **diverging** - whether a step of the latest sample was.
     - **configurational_temperature** - the latest sample's share of the mean of the diagonal
       of the Stein matrix (:mod:`numpyro_sgmcmc.stein`): its mean over the draws is 1

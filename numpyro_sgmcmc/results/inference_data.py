@@ -219,7 +219,8 @@ def _warn_if_nonfinite(mcmc: MCMC) -> None:
     if undone.sum():
         chains = undone.reshape(-1)
         warnings.warn(
-            f"{int(chains.sum())} steps were not finite and were undone, in"
+            f"{int(chains.sum())} steps were not finite, or led to a momentum that does not occur,"
+            " and were undone, in"
             f" {int((chains > 0).sum())} of {chains.size} chains, at a step size of"
             f" {float(np.max(state.step_size)):.3g}. The draws near them cannot be trusted: reduce"
             " the step size, start closer to the posterior (`init_to_value`), or give"

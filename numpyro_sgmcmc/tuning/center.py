@@ -104,11 +104,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     starts = search.starts(start_key, init_strategy, count)
     fits = [found for x, scale in starts if (found := search.fit(x, np.diag(scale), count, _STEPS))]
     if not fits:
-        raise ValueError(
-            "Tuning found no centre: the potential is not finite wherever the search looks. Start"
-            " it near the posterior with `init_strategy=init_to_value(...)`, or give `step_size`"
-            " and `friction` yourself."
-        )
+        raise _no_center("the potential is not finite wherever the search looks")
     fits.sort(key=lambda fit: fit.objective)
     others = [fit for fit in fits[1:] if fit.objective < fits[0].objective + FAR_ABOVE]
     fits = fits[:1] + search.modes(fits[0], others, count)[:1]
@@ -118,10 +114,20 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
         fits = [search.fit(fit.center, fit.factor, count, _FEWER_STEPS) or fit for fit in fits]
         fits = fits[:1] + search.modes(fits[0], fits[1:], count)
     best = min(fits, key=lambda fit: fit.objective)
-    metric = from_covariance(best.factor @ best.factor.T, best.center, search.dtype)
+    try:
+        metric = from_covariance(best.factor @ best.factor.T, best.center, search.dtype)
+    except ValueError as error:
+        raise _no_center("the search has not come near the posterior") from error
     part = min(1.0, count / search.all_minibatches)
     several = len(fits) > 1
     return Gaussian(metric, search.passes, None, several, part=part, is_rough=search.is_rough)
+
+
+def _no_center(seen: str) -> ValueError:
+    return ValueError(
+        f"Tuning found no centre: {seen}. Start it near the posterior with"
+        " `init_strategy=init_to_value(...)`, or give `step_size` and `friction` yourself."
+    )
 
 
 class _Search:

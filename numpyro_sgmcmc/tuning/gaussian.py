@@ -177,12 +177,14 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     .. math::
 
         c \\leftarrow c - t \\, L V \\operatorname{diag}(1 / |e|) V^\\top g, \\qquad
-        L \\leftarrow L V \\operatorname{diag}(\\max(e, \\tfrac14)^{-t / 2}) V^\\top,
+        L \\leftarrow L V \\operatorname{diag}(\\max(e, -\\tfrac1{16} e, \\tfrac14)^{-t / 2})
+            V^\\top,
 
     shorter (:math:`t < 1`) where :math:`f` would rise, and no longer than the radius of a sphere
     that holds the Gaussian, which grows fourfold with every advance, until every entry of
     :math:`e` is within a factor of 2 of 1 and the step is shorter than 0.1 in each coordinate.
-    Where the potential curves downward the Gaussian doubles its width.
+    Where the potential curves downward the Gaussian doubles its width; if steeply, it is too wide
+    for what it sees to be true of its middle, and becomes narrower.
     Potential and gradient are of all data, the Hessian of 40 rows for each parameter, or of more
     where with these the steps do not become shorter.
 
@@ -385,7 +387,8 @@ def _distance(fit: Fit) -> float:
 
 def _moved(fit: Fit, length: float, reach: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """The centre and the factor after a part of the Newton step, of so many radii at most."""
-    scale = np.maximum(fit.e, 0.25) ** (-length / 2)
+    sizes = np.maximum(fit.e, -fit.e / 16)
+    scale = np.maximum(sizes, 0.25) ** (-length / 2)
     step = length * min(1.0, reach / max(_distance(fit), 1e-30)) * _newton_step(fit)
     return fit.center + fit.factor @ step, fit.factor @ ((fit.vectors * scale) @ fit.vectors.T)
 
