@@ -53,6 +53,7 @@ PARTS = {
     "speed": "benchmarks/speed.py",
     "numpyro_examples": "benchmarks/numpyro_examples.py",
     "suite": "benchmarks/suite.py --data {data} --cache {cache}",
+    "battery": "benchmarks/posterior_battery.py --data {data} --cache {cache}",
     "pictures": "benchmarks/pictures.py --folder docs",
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",
     "strata": "benchmarks/strata.py",

@@ -323,7 +323,7 @@ def test_effects_are_reported_as_written(by_hand):
     assert (np.abs(scale / other.std((0, 1)) - 1) < 3.5 * errors + 0.02).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_anchor_that_moves():
     """It is made of the draws as written, and belongs to the coordinates."""
     mcmc = run("by hand", 1_000, SGHMC, gradient="control_variate", refresh_every=5)

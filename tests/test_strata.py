@@ -388,9 +388,7 @@ def test_small_groups(grouped, tuned):
     order = np.asarray(tuned.strata["rows"].order)[: whole.sizes[0]]
     assert np.isin(np.flatnonzero(np.asarray(grouped[0]) < 2), order).all()
     assert "rows in every minibatch" in str(tuned) and not tuned.has_rare_rows
-    kernel = CCAdL(hierarchical, tuning=tuned)
-    each = tuned.steps_per_sample
-    kernel = CCAdL(hierarchical, tuning=tuned, steps_per_sample=each)
+    kernel = CCAdL(hierarchical, tuning=tuned, steps_per_sample=tuned.steps_per_sample)
     mcmc = MCMC(
         kernel, num_warmup=300, num_samples=2_500, num_chains=4, chain_method="vectorized",
         progress_bar=False,

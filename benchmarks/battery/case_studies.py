@@ -16,9 +16,9 @@ from battery.posterior import posterior
 #: So many rows, at which NUTS takes its time but is still to be had.
 ROWS = 5_000
 
-GELMAN = "Gelman and Hill, Data Analysis Using Regression and Multilevel Models"
-STAN = "Stan case studies"
-PYMC = "PyMC examples"
+#: *Data Analysis Using Regression and Multilevel Models*, Andrew Gelman and Jennifer Hill (2007);
+#: the case studies and the user's guide of Stan; PyMC's example gallery.
+GELMAN, STAN, PYMC = "Gelman and Hill", "Stan", "PyMC"
 
 
 def normal(name, size, scale=1.0):
@@ -291,7 +291,7 @@ def growth_data(rng, folder):
     return single(age, 2.6 - 0.97 * 0.87**age + 0.1 * rng.standard_normal(ROWS))
 
 
-@posterior("dugongs", "WinBUGS examples", ROWS, growth_data)
+@posterior("dugongs", "BUGS", ROWS, growth_data)
 def dugongs(age, y, batch=None):
     alpha, beta = (numpyro.sample(k, dist.HalfNormal(5)) for k in ("alpha", "beta"))
     gamma = numpyro.sample("gamma", dist.Uniform(0.5, 1))

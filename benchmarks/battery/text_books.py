@@ -14,7 +14,7 @@ from battery import case_studies
 from battery.case_studies import GELMAN, PYMC, ROWS, STAN, design, normal, rows_of, single
 from battery.posterior import posterior
 
-BUGS = "WinBUGS examples"
+BUGS = "BUGS"
 MANY = 10 * ROWS
 NON_CENTRED = partial(case_studies.radon, centred=False)
 
