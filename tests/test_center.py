@@ -15,9 +15,9 @@ import pytest
 from numpyro_sgmcmc import CCAdL
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.tuning.center import search_center
+from numpyro_sgmcmc.tuning.center import _Search, search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
-from numpyro_sgmcmc.tuning.gaussian import find_metric
+from numpyro_sgmcmc.tuning.gaussian import Fit, find_metric
 
 COMPILE_QUICKLY = True
 
@@ -221,3 +221,24 @@ def test_a_hierarchy_in_raw_units():
         for name, x in expected.items():
             # of 2,000 rows, and effects of 40 rats
             assert (np.abs(values[name] - np.array(x)) < 4 * np.array(errors[name])).all()
+
+
+def test_a_curved_ridge_is_no_mode():
+    """The same effects by a large scale and by a small one: a way between them is straight."""
+
+    def effects(y):
+        tau = numpyro.sample("tau", dist.HalfNormal(5))
+        z = numpyro.sample("z", dist.Normal(0, 1).expand([5]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(tau * z, 0.1).to_event(1), obs=y[i])
+
+    y = jnp.asarray(1 + 0.1 * np.random.default_rng(3).standard_normal((100, 5)), jnp.float32)
+    target = non_centred(Target(read_model(effects, init_to_uniform, (y,), {}), (y,), {}))
+    centers = [np.array([np.log(t), *np.full(5, 1 / t)]) for t in (0.8, 3.0)]
+    fits = [Fit(x, np.eye(6), 0.0, 0.0, np.zeros(6), np.ones(6), np.eye(6)) for x in centers]
+
+    def modes(target):
+        return _Search(target, random.key(0)).modes(fits[0], fits[1:], 10)
+
+    assert modes(target._replace(centring={})) == fits[1:]
+    assert modes(target) == []

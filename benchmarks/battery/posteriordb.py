@@ -9,6 +9,7 @@ and Developing Bayesian Inference Algorithms* (2025).
 """
 
 from functools import partial
+import zlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,11 +69,26 @@ def ones_and(*rest):
 
 
 def regression(name, rows, make, model=least_squares, batch=100):
-    listed = posterior(
-        name.partition("-")[2], SOURCE, rows, columns(name, make), batch=batch, compared=by_entry,
-        reference=name,
-    )  # fmt: skip
-    listed(partial(model))
+    """Once as it is, and once with every column in a unit of its own."""
+    title = name.partition("-")[2]
+
+    def units(number):
+        return 10 ** np.random.default_rng(zlib.crc32(name.encode())).uniform(-4, 4, number)
+
+    def rescaled(found):
+        x, y = make(found)
+        return x * units(x.shape[1]), y
+
+    def in_old_units(draws):
+        beta = draws["beta"]
+        return by_entry(draws | {"beta": beta * units(beta.shape[-1])})
+
+    for said, made, compared in (("", make, by_entry), (", rescaled", rescaled, in_old_units)):
+        listed = posterior(
+            title + said, SOURCE, rows, columns(name, made), batch=batch, compared=compared,
+            reference=name,
+        )  # fmt: skip
+        listed(partial(model))
 
 
 regression("earnings-earn_height", 1_192, lambda d: (ones_and(d["height"]), d["earn"]))

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from jax import Array, lax, random
-from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import init_to_uniform
@@ -21,6 +20,7 @@ from numpyro_sgmcmc.target.handlers import numbers_of
 from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.target.metric import IdentityMetric, from_covariance
 from numpyro_sgmcmc.target.model import Values
+from numpyro_sgmcmc.target.potential import ravel
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
@@ -57,9 +57,10 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
         U_S(\\theta) = -\\log p(\\theta) - \\sum_{i \\in S} \\log p(x_i \\mid \\theta)
 
     on few of them from several starts, and from the best of these on eight times as many, and
-    again, until they are half of all. The posterior of few rows is wide, and that of eight times
-    as many lies within a few of its standard deviations, so that Newton's method
-    (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`) never has far to go.
+    again, until they are half of all, or all where there seem to be several modes. The posterior
+    of few rows is wide, and that of eight times as many lies within a few of its standard
+    deviations, so that Newton's method (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`)
+    never has far to go.
 
     With NumPyro's default strategy the starts are the point zero of the unconstrained parameters
     and points around it, as far as the width that the Hessian there gives to the posterior of a
@@ -108,9 +109,11 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     fits.sort(key=lambda fit: fit.objective)
     others = [fit for fit in fits[1:] if fit.objective < fits[0].objective + FAR_ABOVE]
     fits = fits[:1] + search.modes(fits[0], others, count)[:1]
-    while count * _GROWTH < search.all_minibatches / 2:
-        count *= _GROWTH
+    while (more := count * _GROWTH) < search.all_minibatches / 2 or (
+        len(fits) > 1 and count < search.all_minibatches
+    ):
         # few rows may have a mode that more of them do not have
+        count = min(more, math.ceil(search.all_minibatches))
         fits = [search.fit(fit.center, fit.factor, count, _FEWER_STEPS) or fit for fit in fits]
         fits = fits[:1] + search.modes(fits[0], fits[1:], count)
     best = min(fits, key=lambda fit: fit.objective)
@@ -149,6 +152,7 @@ class _Search:
         self._evaluate = {k: target.compiled(partial(self._evaluated, k)) for k in (False, True)}
         self._energies = target.compiled(self._energies_at)
         self._curvature = target.compiled(self._curvature_at)
+        self._way = target.compiled(self._way_between)
 
     # --- what is computed
 
@@ -229,18 +233,37 @@ class _Search:
 
         return self._mean(target, count, seen, part)
 
+    def _way_between(self, target: Target, centers: Array, degree: Array) -> Array:
+        """Five points on the way from the first to each of the others, all in one array."""
+        values = target.unravel(centers[0])
+        degrees = {k: jnp.full_like(values[k], degree) for k in target.centring}
+        there = target._replace(centring=degrees)
+
+        def carried(here: Target, there: Target) -> Callable[[Array], Array]:
+            def one(x: Array) -> Array:
+                return ravel(there.in_coordinates(here.as_written(here.unravel(x))))
+
+            return jax.vmap(one)
+
+        first, others = jnp.split(carried(target, there)(centers), [1])
+        points = first + jnp.linspace(0, 1, 5)[:, None, None] * (others - first)
+        return carried(there, target)(points.reshape(-1, self.dimension))
+
     # --- what is asked for
 
     def modes(self, best: Fit, others: list[Fit], count: int) -> list[Fit]:
-        """Those of the others between which and the best there is a barrier."""
+        """
+        Those of the others between which and the best there is a barrier, on ways that are straight
+        in non-centred coordinates and in centred ones: a ridge may be straight in either.
+        """
         if not others:
             return []
-        centers = np.stack([fit.center for fit in others])
-        way = np.linspace(0, 1, 5)[:, None, None]
-        points = (best.center + way * (centers - best.center)).reshape(-1, self.dimension)
-        self.passes += len(points) * self._share(count)
-        energies = np.asarray(self._energies(jnp.asarray(points, self.dtype), count))
-        apart = are_modes(energies.reshape(5, -1))
+        centers = jnp.asarray(np.stack([best.center, *(fit.center for fit in others)]), self.dtype)
+        apart = np.full(len(others), True)
+        for is_centred in (False, True)[: 1 + bool(self.target.centring)]:
+            points = self._way(centers, jnp.asarray(float(is_centred), self.dtype))
+            self.passes += len(points) * self._share(count)
+            apart &= are_modes(np.asarray(self._energies(points, count)).reshape(5, -1))
         return [fit for fit, is_mode in zip(others, apart, strict=True) if is_mode]
 
     def starts(
@@ -265,7 +288,7 @@ class _Search:
                 raise no_initial_values(view, keys, init_strategy, args, kwargs)
 
             def flat(target: Target, values: Values) -> Array:
-                return jax.vmap(lambda x: ravel_pytree(target.in_coordinates(x))[0])(values)
+                return jax.vmap(lambda x: ravel(target.in_coordinates(x)))(values)
 
             drawn = np.asarray(self.target.compiled(flat)(values), float)
             found = [(x, self._scale(x, count)) for x in drawn]
