@@ -3,6 +3,7 @@
 
 """The search for the centre: from far away, in any units, and of several modes the best."""
 
+import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +14,13 @@ from numpyro.infer import init_to_uniform, init_to_value
 import pytest
 
 from numpyro_sgmcmc import CCAdL
+from numpyro_sgmcmc.target.metric import DiagonalMetric
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.center import _Search, search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
-from numpyro_sgmcmc.tuning.gaussian import Fit, find_metric
+from numpyro_sgmcmc.tuning.gaussian import Fit, Gaussian, find_metric
+from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 
 COMPILE_QUICKLY = True
 
@@ -242,3 +245,43 @@ def test_a_curved_ridge_is_no_mode():
 
     assert modes(target._replace(centring={})) == fits[1:]
     assert modes(target) == []
+
+
+def test_few_directions_of_many_parameters():
+    """Crossed effects, of which the means are known together much less than each for itself."""
+    first, second, number = 60, 30, 3_000
+    rng = np.random.default_rng(4)
+    i, j = rng.integers(first, size=number), rng.integers(second, size=number)
+    y = 1 + rng.standard_normal(first)[i] + rng.standard_normal(second)[j]
+    y += rng.standard_normal(number)
+
+    def crossed(i, j, y):
+        a = numpyro.sample("a", dist.Normal(0, 1).expand([first]).to_event(1))
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([second]).to_event(1))
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with numpyro.plate("rows", len(y), subsample_size=100) as k:
+            numpyro.sample("y", dist.Normal(mu + a[i[k]] + b[j[k]], 1), obs=y[k])
+
+    args = jnp.asarray(i), jnp.asarray(j), jnp.asarray(y, jnp.float32)
+    target = Target(read_model(crossed, init_to_uniform, args, {}), args, {})
+    x = np.zeros((number, first + second + 1))
+    x[np.arange(number), i] = x[np.arange(number), first + j] = x[:, -1] = 1
+    precision = x.T @ x + np.diag([1.0] * (first + second) + [0.01])
+    covariance = np.linalg.inv(precision)
+    expected, sds = covariance @ x.T @ y, np.sqrt(np.diag(covariance))
+    # where mean-field inference would be: each for itself, and not yet at the centre
+    alone = DiagonalMetric(*(jnp.asarray(x, jnp.float32) for x in (
+        expected + sds * rng.standard_normal(len(sds)), np.diag(precision) ** -0.5
+    )))  # fmt: skip
+
+    def checked(metric):
+        off = np.abs(np.asarray(metric.center) - expected) / sds
+        ratios = np.sqrt(np.asarray(metric.variances(metric.center))) / sds
+        factor = np.asarray(jax.vmap(metric.direction, 1, 1)(jnp.eye(len(sds))), float)
+        e = np.linalg.eigvalsh(factor.T @ precision @ factor)
+        return off.max() < 0.2 and np.all(np.abs(np.log(ratios)) < 0.1) and e[-1] < 3 * e[0]
+
+    found = find_low_rank(target, random.key(0), Gaussian(alone, 0.0))
+    assert found.converged and found.metric.vectors.shape[1] < 20
+    assert checked(found.metric)
+    assert not checked(alone)

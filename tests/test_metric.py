@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.target.metric import IdentityMetric, from_covariance
+from numpyro_sgmcmc.target.metric import IdentityMetric, LowRankMetric, from_covariance, name_of
 
 RNG = np.random.default_rng(0)
 ROOT = RNG.standard_normal((4, 4)) * np.array([1e-4, 1.0, 30.0, 1e3])[:, None]
@@ -18,6 +18,12 @@ CENTER = np.array([1.0, -2.0, 3.0, 500.0])
 METRICS = {
     "identity": IdentityMetric(),
     "diagonal": from_covariance(np.diag(COVARIANCE), CENTER, jnp.float32),
+    "low_rank": LowRankMetric(
+        jnp.asarray(CENTER, jnp.float32),
+        jnp.sqrt(jnp.diag(jnp.asarray(COVARIANCE, jnp.float32))),
+        jnp.asarray(np.linalg.qr(RNG.standard_normal((4, 2)))[0], jnp.float32),
+        jnp.array([0.1, 5.0]),
+    ),
     "dense": from_covariance(COVARIANCE, CENTER, jnp.float32),
 }
 
@@ -35,6 +41,10 @@ def test_maps_belong_together(name):
     np.testing.assert_allclose(metric.pullback(values), pullback(values)[0], rtol=1e-4)
     moved = metric.moved(values, coordinates, coordinates + step)
     np.testing.assert_allclose(moved, metric.values(coordinates + step), rtol=1e-5, atol=1e-3)
+    factor = jax.vmap(metric.direction, 1, 1)(jnp.eye(4))
+    variances = metric.variances(jnp.zeros(4))
+    np.testing.assert_allclose(variances, jnp.diag(factor @ factor.T), rtol=1e-4)
+    assert name_of(metric) == name
     if name != "identity":
         # a step that is undone leaves every digit as it was
         assert np.array_equal(metric.moved(values, coordinates, coordinates), values)

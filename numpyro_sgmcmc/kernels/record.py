@@ -9,6 +9,7 @@ from jax import Array
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.kernels.settings import check_schedule
+from numpyro_sgmcmc.target.metric import name_of
 from numpyro_sgmcmc.target.model import Values, unremarkable_values
 from numpyro_sgmcmc.target.target import Target
 
@@ -30,7 +31,7 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
         friction = tuning.friction
         if not callable(given.step_size):
             record["step_size"] = tuning.step_size
-        record["metric"] = type(tuning.metric).__name__.removesuffix("Metric").lower()
+        record["metric"] = name_of(tuning.metric)
         record["gradient"] = "minibatch" if tuning.anchor is None else "control_variate"
         if tuning.passes:
             record["tuning_passes"] = sum(tuning.passes.values())

@@ -22,7 +22,7 @@ from numpyro_sgmcmc.kernels.identity import data_of, digest, other_sites
 from numpyro_sgmcmc.kernels.state import Fixed, Layout, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import sample, start
 from numpyro_sgmcmc.target.initial_values import draw_from
-from numpyro_sgmcmc.target.metric import DenseMetric, IdentityMetric
+from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.potential import ravel
 from numpyro_sgmcmc.target.target import Target
@@ -246,7 +246,7 @@ def _check_speed(method: "SGMCMCKernel", tuning: Tuning, steps: int) -> None:
     :raises ValueError: if they take so long that nothing can be expected of a run, unless a warning
         was asked for.
     """
-    most = _FAILED if isinstance(tuning.start, DenseMetric) else _FAILED_WITHOUT_MATRIX
+    most = _FAILED_WITHOUT_MATRIX if isinstance(tuning.start, DiagonalMetric) else _FAILED
     is_for_noise = _steps_without_noise(method, tuning) <= most / 2
     has_failed = steps > most and not is_for_noise
     if not has_failed and tuning.seconds_per_sample <= _LONG:

@@ -57,9 +57,9 @@ class Settings:
     :param metric: the covariance of the posterior of the unconstrained parameters, as far as
         it is known, in whose coordinates the sampler moves: an array of variances, shape
         ``(d,)``, or a matrix, ``(d, d)``; a fitted autoguide and its parameters,
-        ``(guide, params)``; ``"diagonal"`` or ``"dense"`` to have it tuned; ``"identity"``. None
-        is tuned if the step size or the friction is, a matrix up to 2,000 parameters, and else
-        the identity.
+        ``(guide, params)``; ``"diagonal"``, ``"low_rank"`` or ``"dense"`` to have it tuned;
+        ``"identity"``. None is tuned if the step size or the friction is, a matrix up to 2,000
+        parameters and a diagonal one of low rank besides above, and else the identity.
     :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step,
         after a pass over all data
         (:class:`~numpyro_sgmcmc.target.control_variate.ControlVariate`); or ``"auto"``, a control

@@ -15,7 +15,7 @@ from numpyro.infer.util import initialize_model
 from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.target.handlers import first_rows_of
-from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric
+from numpyro_sgmcmc.target.metric import GaussianMetric
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
 from numpyro_sgmcmc.target.model_exceptions import one_at_a_time
 from numpyro_sgmcmc.target.target import Target
@@ -65,7 +65,7 @@ def no_initial_values(
 
 
 def draw_from(
-    gaussian: DiagonalMetric | DenseMetric, target: Target, temperature: float, rng_key: Array
+    gaussian: GaussianMetric, target: Target, temperature: float, rng_key: Array
 ) -> Values:
     """
     A draw of a Gaussian, or its centre where that has no finite potential.

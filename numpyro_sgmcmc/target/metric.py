@@ -106,7 +106,61 @@ class DenseMetric(NamedTuple):
         return jnp.sum(self.factor**2, axis=1)
 
 
-Metric = IdentityMetric | DiagonalMetric | DenseMetric
+class LowRankMetric(NamedTuple):
+    """
+    :math:`L = \\operatorname{diag}(s) \\, (I + V \\operatorname{diag}(r - 1) V^\\top)`, with
+    :math:`k` orthonormal columns in :math:`V`: variances, and directions that belong to many
+    parameters, at a cost of :math:`d k`.
+
+    - **center** - :math:`c`, shape (d,).
+    - **scale** - :math:`s`, shape (d,).
+    - **vectors** - :math:`V`, shape (d, k).
+    - **roots** - :math:`r`, the standard deviations along these directions, shape (k,).
+    """
+
+    center: Array
+    scale: Array
+    vectors: Array
+    roots: Array
+
+    def values(self, coordinates: Array) -> Array:
+        return self.center + self.direction(coordinates)
+
+    def coordinates(self, values: Array) -> Array:
+        return self._stretched((values - self.center) / self.scale, 1 / self.roots)
+
+    def moved(self, values: Array, before: Array, after: Array) -> Array:
+        return values + self.direction(after - before)
+
+    def direction(self, coordinates: Array) -> Array:
+        return self.scale * self._stretched(coordinates, self.roots)
+
+    def pullback(self, gradient: Array) -> Array:
+        return self._stretched(self.scale * gradient, self.roots)
+
+    def variances(self, coordinates: Array) -> Array:
+        return self.scale**2 * (1 + self.vectors**2 @ (self.roots**2 - 1))
+
+    def _stretched(self, x: Array, roots: Array) -> Array:
+        return x + self.vectors @ ((roots - 1) * (self.vectors.T @ x))
+
+
+#: Those that have a centre, and are a Gaussian.
+GaussianMetric = DiagonalMetric | DenseMetric | LowRankMetric
+
+Metric = IdentityMetric | GaussianMetric
+
+_NAMES = {
+    IdentityMetric: "identity",
+    DiagonalMetric: "diagonal",
+    LowRankMetric: "low_rank",
+    DenseMetric: "dense",
+}
+
+
+def name_of(metric: Metric) -> str:
+    """The word for a metric, that of ``metric=``."""
+    return _NAMES[type(metric)]
 
 
 def from_covariance(

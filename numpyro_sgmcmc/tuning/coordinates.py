@@ -13,7 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.target.centring import Centring, factors_of
-from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, from_covariance
+from numpyro_sgmcmc.target.metric import (
+    DenseMetric,
+    DiagonalMetric,
+    GaussianMetric,
+    from_covariance,
+)
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
@@ -114,9 +119,7 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
     return target._replace(centring=centring), gaussian._replace(metric=moved)
 
 
-def _moved(
-    target: Target, centring: Centring, metric: DiagonalMetric | DenseMetric
-) -> DiagonalMetric | DenseMetric:
+def _moved(target: Target, centring: Centring, metric: GaussianMetric) -> GaussianMetric:
     """The Gaussian in other coordinates, to first order around its centre."""
 
     def run(target: Target, centring: Centring, center: Array, factor: Array) -> Any:

@@ -20,6 +20,7 @@ from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.target.metric import (
     DenseMetric,
     DiagonalMetric,
+    GaussianMetric,
     IdentityMetric,
     Metric,
     from_covariance,
@@ -64,7 +65,7 @@ class Gaussian(NamedTuple):
     - **flat** - a direction in its coordinates along which nothing changes, or None.
     """
 
-    metric: DiagonalMetric | DenseMetric
+    metric: GaussianMetric
     passes: float
     curvature: float | None = None
     multimodal: bool = False
@@ -251,7 +252,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         return fit
 
     found = start.metric
-    factor = np.diag(found.scale) if isinstance(found, DiagonalMetric) else found.factor
+    factor = np.asarray(found.factor if isinstance(found, DenseMetric) else jnp.diag(found.scale))
     best = closest_gaussian(fitted, found.center, factor, _NEWTON_STEPS)
     if best is None:
         raise ValueError(
@@ -439,7 +440,7 @@ def find_curvature(
     return float(target.compiled(run)(found.center, metric)), 2.0 * _POWER_STEPS
 
 
-def _stretch(gaussian: DiagonalMetric | DenseMetric, metric: Metric) -> float:
+def _stretch(gaussian: GaussianMetric, metric: Metric) -> float:
     """The largest eigenvalue of the precision of the Gaussian in the coordinates of a metric."""
 
     def column(unit: Array) -> Array:

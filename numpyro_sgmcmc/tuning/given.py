@@ -24,7 +24,7 @@ def checked_metric(metric: Any) -> Any:
     if metric is None or isinstance(metric, tuple):
         return metric
     if isinstance(metric, str):
-        words = ("identity", "diagonal", "dense")
+        words = ("identity", "diagonal", "low_rank", "dense")
         if metric not in words:
             raise ValueError(
                 f"`metric` must be one of {', '.join(map(repr, words))}; got {metric!r}."
@@ -34,7 +34,7 @@ def checked_metric(metric: Any) -> Any:
     if array.dtype.kind not in "iuf" or array.ndim not in (1, 2):
         raise ValueError(
             "`metric` must be an array of variances or a covariance matrix, a pair (guide, params),"
-            f" 'diagonal', 'dense' or 'identity'; got {metric!r}."
+            f" 'diagonal', 'low_rank', 'dense' or 'identity'; got {metric!r}."
         )
     return array
 

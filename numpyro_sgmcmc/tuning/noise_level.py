@@ -16,7 +16,7 @@ import numpy as np
 from numpyro_sgmcmc.gradients.covariance import Diagonal
 from numpyro_sgmcmc.gradients.estimators import sub_batch_gradient
 from numpyro_sgmcmc.target.control_variate import Anchor
-from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, Metric
+from numpyro_sgmcmc.target.metric import GaussianMetric, Metric
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_curvature
 
@@ -134,7 +134,7 @@ def measure_noise(
     """
     factors, groups = target.factors, target.groups
 
-    def run(target: Target, draws: DiagonalMetric | DenseMetric, metric: Metric) -> Any:
+    def run(target: Target, draws: GaussianMetric, metric: Metric) -> Any:
         center = draws.center
         draws_key, line_key = (random.fold_in(rng_key, k) for k in (0, 1))
         ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)

@@ -15,7 +15,9 @@ Tuning is done once, before the chains start, and is the same for all of them:
 
    Above 500 parameters step 1 is stochastic variational inference with NumPyro's
    ``AutoDiagonalNormal`` guide on minibatches
-   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_center`), and above 2,000 there is no step 2.
+   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_center`), and above 2,000 step 2 finds no full
+   matrix but the directions that its variances miss
+   (:func:`~numpyro_sgmcmc.tuning.low_rank.find_low_rank`).
 
    Between the two the **coordinates** of hierarchies are chosen
    (:func:`~numpyro_sgmcmc.tuning.coordinates.find_centring`): the search is in non-centred ones,
@@ -79,11 +81,18 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from numpyro_sgmcmc.stein import stein_report
-from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric, Metric
+from numpyro_sgmcmc.target.metric import (
+    DenseMetric,
+    DiagonalMetric,
+    GaussianMetric,
+    IdentityMetric,
+    Metric,
+)
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.center import search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import find_center, find_metric
+from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
 from numpyro_sgmcmc.tuning.rare_rows import RareRows, error_of, find_rare_rows
@@ -112,8 +121,8 @@ class Choices(NamedTuple):
     What is to be found, and what is given.
 
     - **step_size**, **friction** - given values, or None.
-    - **metric** - a given metric, ``"diagonal"``, ``"dense"``, or None for what suits the
-      number of parameters.
+    - **metric** - a given metric, ``"diagonal"``, ``"low_rank"``, ``"dense"``, or None for what
+      suits the number of parameters.
     - **gradient** - ``"auto"``, ``"minibatch"`` or ``"control_variate"``.
     - **init_strategy** - where the search for the centre starts.
     - **strata** - numbers of strata by plate, ``"auto"``, or None.
@@ -160,7 +169,7 @@ def find_tuning(
     center_key, metric_key, noise_key, pilot_key, rare_key = keys
     passes: dict[str, float] = {}
     report("centre")
-    is_dense = target.view.dimension <= DENSE_BY_DEFAULT or choices.metric == "dense"
+    is_small = target.view.dimension <= DENSE_BY_DEFAULT and choices.metric != "low_rank"
     find = search_center if target.view.dimension <= NEWTON else find_center
     if choices.reparametrise:
         target = non_centred(target)
@@ -168,11 +177,12 @@ def find_tuning(
     multimodal = gaussian.multimodal
     target, gaussian = find_centring(target, gaussian)
     passes["centre"] = gaussian.passes
-    if is_dense:
-        report("metric")
-        gaussian = find_metric(target, metric_key, gaussian)
-        passes["metric"] = gaussian.passes
+    report("metric")
+    shape = find_metric if is_small or choices.metric == "dense" else find_low_rank
+    gaussian = shape(target, metric_key, gaussian)
+    passes["metric"] = gaussian.passes
     metric = _chosen(choices.metric, gaussian.metric)
+    has_matrix = isinstance(gaussian.metric, DenseMetric)
     report("noise")
     controls = choices.gradient != "minibatch" and bool(target.view.plates)
     measured = measure_noise(target, noise_key, gaussian, metric, controls)
@@ -233,7 +243,7 @@ def find_tuning(
             passes["pilot"] += steps * cost
             r_hat, slowest = _worst_r_hat(target, seen)
             # not by chance, and not because their memory is somewhat longer
-            if r_hat is None or r_hat <= NOT_MIXED or not (is_dense and is_long_enough):
+            if r_hat is None or r_hat <= NOT_MIXED or not (has_matrix and is_long_enough):
                 break
         found = stein_report(seen.stein)
         tried.append(
@@ -321,11 +331,11 @@ def tuning_bar(shown: bool) -> Iterator[Callable[[str], None]]:
         yield report
 
 
-def _chosen(metric: Metric | str | None, found: DiagonalMetric | DenseMetric) -> Metric:
+def _chosen(metric: Metric | str | None, found: GaussianMetric) -> Metric:
     """The metric with the centre that was found."""
-    if metric == "diagonal" and isinstance(found, DenseMetric):
+    if metric == "diagonal":
         # the marginal standard deviations
-        return DiagonalMetric(found.center, jnp.sqrt(jnp.sum(found.factor**2, axis=1)))
+        return DiagonalMetric(found.center, jnp.sqrt(found.variances(found.center)))
     if metric is None or isinstance(metric, str):
         return found
     return metric if isinstance(metric, IdentityMetric) else metric._replace(center=found.center)

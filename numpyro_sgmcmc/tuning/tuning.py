@@ -14,7 +14,7 @@ import numpy as np
 from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.stein import SteinReport, advice
 from numpyro_sgmcmc.target.control_variate import Anchor
-from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, Metric
+from numpyro_sgmcmc.target.metric import DenseMetric, GaussianMetric, Metric, name_of
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
 
@@ -63,7 +63,7 @@ class Tuning(NamedTuple):
     step_size: float
     friction: float | None
     metric: Metric
-    start: DiagonalMetric | DenseMetric | None = None
+    start: GaussianMetric | None = None
     anchor: Anchor | None = None
     noise: NoiseLevel | None = None
     plain_noise: NoiseLevel | None = None
@@ -117,7 +117,7 @@ class Tuning(NamedTuple):
     def is_far_from_gaussian(self) -> bool:
         """Whether the metric is no more than a rough guess, and chains are slow for it."""
         if self.noise is None or not isinstance(self.start, DenseMetric):
-            return False  # a Gaussian of independent coordinates says little about others
+            return False  # chains of few steps say little of thousands of coordinates
         if self.r_hat is not None:
             return self.r_hat > NOT_MIXED
         return self.noise.nonlinearity > _FAR_FROM_GAUSSIAN or not self.converged
@@ -157,7 +157,7 @@ class Tuning(NamedTuple):
             lines[0] += f", friction {self.friction:.3g}"
         if self.steps_per_sample > 1:
             lines[0] += f", {self.steps_per_sample} steps per sample"
-        lines[0] += f", {type(self.metric).__name__.removesuffix('Metric').lower()} metric"
+        lines[0] += f", {name_of(self.metric).replace('_', ' ')} metric"
         if self.noise is not None and self.plain_noise is not None:
             kind = "a control variate" if self.anchor is not None else "plain minibatches"
             lines.append(

@@ -1,0 +1,246 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""A Gaussian for thousands of parameters: variances, and the few directions that they miss."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric, LowRankMetric
+from numpyro_sgmcmc.target.potential import Rows, full_data_gradient, over_all_data, ravel
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.gaussian import DRAWS, Gaussian, normal_draws
+
+#: Products with the Hessian in a round, and rounds at most.
+_PRODUCTS, _ROUNDS = 40, 8
+
+#: An eigenvalue is far from 1 beyond this factor, known if its vector leaves less than this part
+#: of it, and as good as none if it is a smaller part than this of the largest.
+_FAR, _RESIDUAL, _FLAT = 1.5, 0.1, 1e-6
+
+#: What is added to the gradient, as a part of its length.
+_AWAY = 1e-3
+
+#: A step in each direction below which the search has come to its end, in standard deviations.
+_NEAR = 0.1
+
+
+def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
+    """
+    A Gaussian whose precision is that of the posterior along the directions that belong to many
+    parameters, and of independent coordinates else. With scales :math:`s` of the parameters, those
+    of variational inference, and the Hessian :math:`A = S \\, \\nabla^2 U(c) \\, S` in these units,
+    the eigenvectors :math:`V` of :math:`A` with eigenvalues :math:`e` far from 1 give
+
+    .. math:: L = S \\, (I + V \\operatorname{diag}(e^{-1/2} - 1) V^\\top) .
+
+    They are found by Lanczos's method, with 40 products :math:`A v` on all data, from the mean
+    gradient :math:`g` at draws of the Gaussian, so that the same vectors give the Newton step
+    :math:`-A^{-1} g` of the centre; and again from where it leads, until that is shorter than 0.1
+    standard deviations in all directions. The intercept of crossed effects and the means of
+    thousands of their groups, say, are known together much less than each for itself: two or
+    three directions, without which chains are slower by the root of the number of groups.
+
+    :param target: the model with its data.
+    :param rng_key: a random key.
+    :param start: where the search starts.
+    :raises ValueError: if the potential is not finite there.
+
+    **References:**
+
+    1. *An Iteration Method for the Solution of the Eigenvalue Problem of Linear Differential and
+       Integral Operators*, Cornelius Lanczos (1950).
+
+    **Example:** a sum that is known much less than any of its terms.
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import init_to_uniform
+        >>> from numpyro_sgmcmc.target.metric import DiagonalMetric
+        >>> from numpyro_sgmcmc.target.model import read_model
+        >>> from numpyro_sgmcmc.target.target import Target
+        >>> from numpyro_sgmcmc.tuning.gaussian import Gaussian
+        >>> from numpyro_sgmcmc.tuning.low_rank import find_low_rank
+
+        >>> def model(y):
+        ...     x = numpyro.sample("x", dist.Normal(0, 1).expand([99]).to_event(1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        ...         numpyro.sample("y", dist.Normal(jnp.sum(x), 1), obs=y[i])
+
+        >>> y = jnp.zeros(100)
+        >>> target = Target(read_model(model, init_to_uniform, (y,), {}), (y,), {})
+        >>> start = Gaussian(DiagonalMetric(jnp.ones(99), jnp.ones(99)), 0.0)
+        >>> found = find_low_rank(target, jax.random.key(0), start).metric
+        >>> found.vectors.shape[1], bool(abs(found.center).max() < 0.1)
+        (1, True)
+        >>> print(f"{found.roots[0]:.4f} is about {(1 + 99 * 100) ** -0.5:.4f}")
+        0.0100 is about 0.0100
+    """
+    found = start.metric
+    if isinstance(found, DenseMetric):
+        found = DiagonalMetric(found.center, jnp.sum(found.inverse**2, axis=0) ** -0.5)
+    scale, products = found.scale, min(_PRODUCTS, len(found.center))
+
+    def seen(target: Target, metric: LowRankMetric) -> tuple[Array, ...]:
+        draw_key, model_key = random.split(rng_key)
+        potential, plates = target.potential(IdentityMetric()), target.view.plates
+
+        def whole(point: Array) -> tuple[Array, Array]:
+            values = target.unravel(point)
+            value, gradient = full_data_gradient(potential, plates, values, model_key)
+            return value, ravel(gradient)
+
+        draws = normal_draws(draw_key, len(scale), scale.dtype)
+        values, gradients = lax.map(lambda x: whole(metric.values(x)), draws)
+        value, gradient = target.mean((values.mean(), scale * gradients.mean(0)))
+
+        def times_hessian(vector: Array) -> Array:
+            def slope(rows: Rows, point: Array) -> Array:
+                return ravel(jax.grad(potential)(target.unravel(point), rows, model_key))
+
+            def product(rows: Rows) -> Array:
+                along = (metric.center,), (scale * vector,)
+                return jax.jvp(lambda x: slope(rows, x), *along)[1]
+
+            return scale * target.mean(over_all_data(product, plates))
+
+        # a little of every direction, since a gradient may have nothing of one of them
+        size = jnp.maximum(jnp.linalg.norm(gradient), jnp.finfo(gradient.dtype).tiny)
+        away = random.normal(draw_key, gradient.shape, gradient.dtype)
+        begin = gradient + _AWAY * size * away / jnp.linalg.norm(away)
+        return value, gradient, *lanczos(times_hessian, begin, products)
+
+    looked, error = target.compiled(seen), float(jnp.finfo(scale.dtype).eps)
+    best, passes, length = None, 0.0, 1.0
+    # with as many columns as there may be directions: one program for all rounds
+    vectors = jnp.zeros((len(scale), products), scale.dtype)
+    metric = LowRankMetric(found.center, scale, vectors, jnp.ones(products, scale.dtype))
+    for _ in range(_ROUNDS):
+        value, *krylov = (np.asarray(x, np.float64) for x in looked(metric))
+        passes += DRAWS + 2 * products
+        if np.isfinite(value) and all(np.all(np.isfinite(x)) for x in krylov):
+            # up to a constant, since the scales stay
+            objective = float(value) - float(jnp.sum(jnp.log(metric.roots)))
+            if best is None or objective <= best.objective + 0.1 + 4 * error * abs(objective):
+                best = _seen_at(metric, objective, *krylov)
+                length = min(1.0, 2 * length)
+                if best.has_converged:
+                    break
+            else:
+                length /= 4
+        elif best is None:
+            raise ValueError(
+                "Tuning found no metric: the potential is not finite near the centre that was"
+                " found. Give `metric=` variances, or reparametrise the model."
+            )
+        else:
+            length /= 4
+        step = scale * jnp.asarray(length * best.step, scale.dtype)
+        metric = best.metric._replace(center=best.metric.center + step)
+    assert best is not None
+    known = np.asarray(best.metric.roots) != 1
+    narrowed = best.metric._replace(
+        vectors=best.metric.vectors[:, known], roots=best.metric.roots[known]
+    )
+    return start._replace(
+        metric=narrowed if known.any() else DiagonalMetric(narrowed.center, scale),
+        passes=passes,
+        curvature=None,
+        converged=best.has_converged,
+    )
+
+
+def lanczos(
+    product: Callable[[Array], Array], start: Array, number: int
+) -> tuple[Array, Array, Array]:
+    """
+    An orthonormal basis :math:`q_1, \\dots, q_m` of :math:`v, A v, \\dots, A^{m - 1} v`, in which
+    a symmetric matrix is tridiagonal; each vector is made orthogonal to all before, twice, since
+    rounding errors would let the first ones come again.
+
+    :param product: :math:`x \\mapsto A x`.
+    :param start: :math:`v`, shape (d,).
+    :param int number: :math:`m`.
+    :return: the basis, shape (m, d); the diagonal, shape (m,); and what stands beside it, shape
+        (m,), the last one that by which :math:`A q_m` leaves the space. Where the space ends
+        before, it is zero there.
+
+    **Example:** the eigenvalues 1 and 4 of a matrix of any size end the space after two vectors.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_sgmcmc.tuning.low_rank import lanczos
+        >>> e = jnp.array([1.0, 1.0, 1.0, 4.0])
+        >>> basis, diagonal, beside = lanczos(lambda x: e * x, jnp.ones(4), 3)
+        >>> matrix = jnp.diag(diagonal) + jnp.diag(beside[:-1], 1) + jnp.diag(beside[:-1], -1)
+        >>> jnp.linalg.eigvalsh(matrix[:2, :2]).round(4).tolist(), float(beside[1])
+        ([1.0, 4.0], 0.0)
+    """
+
+    def one(k: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
+        basis, diagonal, beside, vector = found
+        basis = basis.at[k].set(vector)
+        image = product(vector)
+        diagonal = diagonal.at[k].set(vector @ image)
+        rest = image
+        for _ in range(2):
+            rest = rest - basis.T @ (basis @ rest)
+        length = jnp.linalg.norm(rest)
+        goes_on = length > _FLAT**0.5 * jnp.linalg.norm(image)
+        beside = beside.at[k].set(jnp.where(goes_on, length, 0.0))
+        return basis, diagonal, beside, jnp.where(goes_on, rest / length, 0.0)
+
+    zeros = jnp.zeros(number, start.dtype)
+    state = (
+        jnp.zeros((number, len(start)), start.dtype),
+        zeros,
+        zeros,
+        start / jnp.linalg.norm(start),
+    )
+    return lax.fori_loop(0, number, one, state)[:3]
+
+
+class _Best(NamedTuple):
+    """A metric, what is to be minimised there, and the step in units of the scales."""
+
+    metric: LowRankMetric
+    objective: float
+    step: np.ndarray
+    has_converged: bool
+
+
+def _seen_at(
+    metric: LowRankMetric,
+    objective: float,
+    gradient: np.ndarray,
+    basis: np.ndarray,
+    diagonal: np.ndarray,
+    beside: np.ndarray,
+) -> _Best:
+    """With the directions that the Krylov space shows."""
+    ends = np.flatnonzero(beside == 0)
+    number = int(ends[0]) + 1 if len(ends) else len(diagonal)
+    diagonal, between = diagonal[:number], beside[: number - 1]
+    e, w = np.linalg.eigh(np.diag(diagonal) + np.diag(between, 1) + np.diag(between, -1))
+    vectors = basis[:number].T @ w
+    along = vectors.T @ gradient
+    floor = _FLAT * float(np.max(np.abs(e)))
+    sizes = np.maximum(np.abs(e), floor)
+    is_known = beside[number - 1] * np.abs(w[-1]) < _RESIDUAL * sizes
+    is_far = ((e > _FAR) | (e < 1 / _FAR)) & (e > floor) & is_known
+    columns, roots = np.zeros(metric.vectors.shape), np.ones(metric.roots.shape)
+    columns[:, :number][:, is_far] = vectors[:, is_far]
+    roots[:number][is_far] = e[is_far] ** -0.5
+    found = metric._replace(
+        vectors=jnp.asarray(columns, metric.scale.dtype),
+        roots=jnp.asarray(roots, metric.scale.dtype),
+    )
+    is_near = np.all(np.abs(along) / np.sqrt(sizes) < _NEAR) and np.all(e > 0)
+    return _Best(found, objective, -vectors @ (along / sizes), bool(is_near))
