@@ -59,7 +59,7 @@ class Settings:
         ``(d,)``, or a matrix, ``(d, d)``; a fitted autoguide and its parameters,
         ``(guide, params)``; ``"diagonal"``, ``"low_rank"`` or ``"dense"`` to have it tuned;
         ``"identity"``. None is tuned if the step size or the friction is, a matrix up to 2,000
-        parameters and a diagonal one of low rank besides above, and else the identity.
+        parameters, variances and a low rank up to 20,000, and else the identity.
     :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step,
         after a pass over all data
         (:class:`~numpyro_sgmcmc.target.control_variate.ControlVariate`); or ``"auto"``, a control

@@ -26,6 +26,9 @@ _FAR, _RESIDUAL, _FLAT = 1.5, 0.1, 1e-6
 #: What is added to the gradient, as a part of its length.
 _AWAY = 1e-3
 
+#: After two rounds no more are begun when they have cost so many times what the search before has.
+_COST = 2.0
+
 #: A step in each direction below which the search has come to its end, in standard deviations.
 _NEAR = 0.1
 
@@ -42,7 +45,8 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     They are found by Lanczos's method, with 40 products :math:`A v` on all data, from the mean
     gradient :math:`g` at draws of the Gaussian, so that the same vectors give the Newton step
     :math:`-A^{-1} g` of the centre; and again from where it leads, until that is shorter than 0.1
-    standard deviations in all directions. The intercept of crossed effects and the means of
+    standard deviations in all directions, or until that has cost twice what the search before has.
+    The intercept of crossed effects and the means of
     thousands of their groups, say, are known together much less than each for itself: two or
     three directions, without which chains are slower by the root of the number of groups.
 
@@ -121,7 +125,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     # with as many columns as there may be directions: one program for all rounds
     vectors = jnp.zeros((len(scale), products), scale.dtype)
     metric = LowRankMetric(found.center, scale, vectors, jnp.ones(products, scale.dtype))
-    for _ in range(_ROUNDS):
+    for done in range(_ROUNDS):
         value, *krylov = (np.asarray(x, np.float64) for x in looked(metric))
         passes += DRAWS + 2 * products
         if np.isfinite(value) and all(np.all(np.isfinite(x)) for x in krylov):
@@ -130,7 +134,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
             if best is None or objective <= best.objective + 0.1 + 4 * error * abs(objective):
                 best = _seen_at(metric, objective, *krylov)
                 length = min(1.0, 2 * length)
-                if best.has_converged:
+                if best.has_converged or (done and passes > _COST * start.passes):
                     break
             else:
                 length /= 4

@@ -15,9 +15,9 @@ Tuning is done once, before the chains start, and is the same for all of them:
 
    Above 500 parameters step 1 is stochastic variational inference with NumPyro's
    ``AutoDiagonalNormal`` guide on minibatches
-   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_center`), and above 2,000 step 2 finds no full
-   matrix but the directions that its variances miss
-   (:func:`~numpyro_sgmcmc.tuning.low_rank.find_low_rank`).
+   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_center`). Above 2,000 step 2 finds no full matrix
+   but the directions that its variances miss
+   (:func:`~numpyro_sgmcmc.tuning.low_rank.find_low_rank`), and above 20,000 there is none.
 
    Between the two the **coordinates** of hierarchies are chosen
    (:func:`~numpyro_sgmcmc.tuning.coordinates.find_centring`): the search is in non-centred ones,
@@ -99,8 +99,8 @@ from numpyro_sgmcmc.tuning.rare_rows import RareRows, error_of, find_rare_rows
 from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
 
 #: Where a posterior is, is found by Newton's method up to so many parameters, and the metric is a
-#: full matrix up to so many, diagonal above.
-NEWTON, DENSE_BY_DEFAULT = 500, 2_000
+#: full matrix up to so many, one of low rank up to so many, and diagonal above.
+NEWTON, DENSE_BY_DEFAULT, LOW_RANK_BY_DEFAULT = 500, 2_000, 20_000
 
 #: The pilot: chains, the fewest and the most steps of each, and halvings.
 PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
@@ -169,7 +169,6 @@ def find_tuning(
     center_key, metric_key, noise_key, pilot_key, rare_key = keys
     passes: dict[str, float] = {}
     report("centre")
-    is_small = target.view.dimension <= DENSE_BY_DEFAULT and choices.metric != "low_rank"
     find = search_center if target.view.dimension <= NEWTON else find_center
     if choices.reparametrise:
         target = non_centred(target)
@@ -178,9 +177,9 @@ def find_tuning(
     target, gaussian = find_centring(target, gaussian)
     passes["centre"] = gaussian.passes
     report("metric")
-    shape = find_metric if is_small or choices.metric == "dense" else find_low_rank
-    gaussian = shape(target, metric_key, gaussian)
-    passes["metric"] = gaussian.passes
+    if (shaped := _shape_of(choices.metric, target.view.dimension)) is not None:
+        gaussian = shaped(target, metric_key, gaussian)
+        passes["metric"] = gaussian.passes
     metric = _chosen(choices.metric, gaussian.metric)
     has_matrix = isinstance(gaussian.metric, DenseMetric)
     report("noise")
@@ -329,6 +328,15 @@ def tuning_bar(shown: bool) -> Iterator[Callable[[str], None]]:
             bar.refresh()
 
         yield report
+
+
+def _shape_of(metric: Metric | str | None, dimension: int) -> Callable | None:
+    """What finds the Gaussian of a posterior, or None where it is that of the first search."""
+    if metric == "dense" or (dimension <= DENSE_BY_DEFAULT and metric != "low_rank"):
+        return find_metric
+    if metric == "low_rank" or dimension <= LOW_RANK_BY_DEFAULT:
+        return find_low_rank
+    return None
 
 
 def _chosen(metric: Metric | str | None, found: GaussianMetric) -> Metric:
