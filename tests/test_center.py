@@ -191,7 +191,7 @@ def test_a_rough_likelihood(monkeypatch):
     assert (widths() > 3 * expected).any()  # as if the rows said nothing
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hierarchy_in_raw_units():
     """Growth of rats: effects around 240 and 90; searches begin at zero, with scales of 1."""
     rats, each = 40, 50
