@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 _ROOM = 2**16
 
 #: Twice the kinetic energy is at most so much for each parameter, and so much more: that of tuned
-#: steps is 1 for each in the mean.
-_HEAT, _ENERGY = 2.0, 100.0
+#: steps is 1 for each in the mean, and beyond this in one of 1e8 steps at most, for any number of
+#: parameters. The sooner a step that is too long is undone the shorter a chain stays where it is.
+_HEAT, _ENERGY = 2.0, 40.0
 
 
 def start(
