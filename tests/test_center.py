@@ -167,8 +167,12 @@ def test_nowhere_finite():
         CCAdL(model).tune(random.key(0), X[:, 1].astype(np.float32))
 
 
-def test_a_rough_likelihood(monkeypatch):
-    """Absolute residuals have no second derivatives, and yet the posterior has a width."""
+@pytest.mark.parametrize("find, most", [(find_metric, 1.25), (find_low_rank, 2.5)])
+def test_a_rough_likelihood(find, most, monkeypatch):
+    """
+    Absolute residuals have no second derivatives, and yet the posterior has a width; that of low
+    rank leaves it at the first look of the search.
+    """
 
     def medians(x, y):
         w = numpyro.sample("w", dist.Normal(0, 5).expand([D]).to_event(1))
@@ -181,10 +185,10 @@ def test_a_rough_likelihood(monkeypatch):
 
     def widths():
         target, start = searched(medians, X, y)
-        found = find_metric(target, random.key(1), start)
+        found = find(target, random.key(1), start)
         return np.sqrt(np.asarray(found.metric.variances(found.metric.center), float))
 
-    np.testing.assert_allclose(widths(), expected, rtol=0.25)
+    assert (np.abs(np.log(widths() / expected)) < np.log(most)).all()
     from numpyro_sgmcmc.tuning import center
 
     monkeypatch.setattr(center, "looks_rough", lambda *_: jnp.array(False))

@@ -284,13 +284,13 @@ def by_hand():
     return run("by hand")
 
 
-def check_moments(draws, expected=EXPECTED):
+def check_moments(draws, expected=EXPECTED, least=1_000):
     """Within 3.5 standard errors, and 2 % for the error of the step size, of second order."""
     for name, (mean, sd) in expected.items():
         x = np.asarray(draws[name], float)[..., None]
         variance, error = variance_of(x)
         size = effective_sizes(x)
-        assert size > 1_000
+        assert size > least
         assert abs(x.mean() - mean) / sd < 3.5 / size**0.5 + 0.02
         assert abs(variance**0.5 / sd - 1) < 3.5 * error / 2 + 0.02
 
@@ -298,15 +298,13 @@ def check_moments(draws, expected=EXPECTED):
 def check_law(mcmc, names):
     draws = mcmc.get_samples(group_by_chain=True)
     assert set(draws) == names
-    # in the neck, at scales that occur in one draw of a thousand, steps are too long
-    assert mcmc.last_state.monitor.nonfinite_steps.sum() < 0.01 * mcmc.last_state.i.sum()
-    check_moments(draws)
+    assert stein_report(mcmc.last_state.monitor.stein).problem() is None
+    check_moments(draws, least=1_500)
 
 
 def test_exact_law(by_hand):
     """The draws have the moments of a grid."""
     check_law(by_hand, {"mu", "tau", "z"})
-    assert stein_report(by_hand.last_state.monitor.stein).problem() is None
     assert "coordinates of 'z': centred by" in str(by_hand.sampler.tuning)
 
 

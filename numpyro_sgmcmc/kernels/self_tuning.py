@@ -247,6 +247,7 @@ def _check_speed(method: "SGMCMCKernel", tuning: Tuning, steps: int) -> None:
         was asked for.
     """
     most = _FAILED_WITHOUT_MATRIX if isinstance(tuning.start, DiagonalMetric) else _FAILED
+    # by a wide margin: the noise makes some difference everywhere
     is_for_noise = _steps_without_noise(method, tuning) <= most / 2
     has_failed = steps > most and not is_for_noise
     if not has_failed and tuning.seconds_per_sample <= _LONG:
@@ -283,7 +284,7 @@ def _check_speed(method: "SGMCMCKernel", tuning: Tuning, steps: int) -> None:
 
 
 def _steps_without_noise(method: "SGMCMCKernel", tuning: Tuning) -> float:
-    """The steps of a sample if minibatches had no noise, and were halved as often."""
+    """Of a sample, if minibatches had no noise and the pilot had halved the step as often."""
     if method.given.rates_are_given or tuning.noise is None:
         return math.inf
     quiet = tuning.noise._replace(mean=0.0, largest=0.0)

@@ -58,8 +58,8 @@ class Settings:
         it is known, in whose coordinates the sampler moves: an array of variances, shape
         ``(d,)``, or a matrix, ``(d, d)``; a fitted autoguide and its parameters,
         ``(guide, params)``; ``"diagonal"``, ``"low_rank"`` or ``"dense"`` to have it tuned;
-        ``"identity"``. None is tuned if the step size or the friction is, a matrix up to 2,000
-        parameters, variances and a low rank up to 20,000, and else the identity.
+        ``"identity"``. None is the identity if step size and friction are given, and else tuned: a
+        matrix up to 2,000 parameters, variances and a low rank up to 20,000, variances above.
     :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step,
         after a pass over all data
         (:class:`~numpyro_sgmcmc.target.control_variate.ControlVariate`); or ``"auto"``, a control

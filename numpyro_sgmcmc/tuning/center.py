@@ -209,7 +209,9 @@ class _Search:
             return values.mean(), gradients @ factor, factor.T @ hessian
 
         value, gradients, hessian = self._mean(target, count, seen)
-        return (value, gradients.mean(0), hessian), looks_rough(draws, gradients, hessian)
+        return (value, gradients.mean(0), hessian), looks_rough(
+            draws, gradients, jnp.trace(hessian)
+        )
 
     def _energies_at(self, target: Target, points: Array, count: Array) -> Array:
         potential = self._potential(target)
@@ -234,7 +236,10 @@ class _Search:
         return self._mean(target, count, seen, part)
 
     def _way_between(self, target: Target, centers: Array, degree: Array) -> Array:
-        """Five points on the way from the first to each of the others, all in one array."""
+        """
+        Five points on the way from the first to each of the others, all in one array; straight in
+        coordinates with this degree of centring.
+        """
         values = target.unravel(centers[0])
         degrees = {k: jnp.full_like(values[k], degree) for k in target.centring}
         there = target._replace(centring=degrees)
@@ -260,8 +265,8 @@ class _Search:
             return []
         centers = jnp.asarray(np.stack([best.center, *(fit.center for fit in others)]), self.dtype)
         apart = np.full(len(others), True)
-        for is_centred in (False, True)[: 1 + bool(self.target.centring)]:
-            points = self._way(centers, jnp.asarray(float(is_centred), self.dtype))
+        for degree in (0.0, 1.0) if self.target.centring else (0.0,):
+            points = self._way(centers, jnp.asarray(degree, self.dtype))
             self.passes += len(points) * self._share(count)
             apart &= are_modes(np.asarray(self._energies(points, count)).reshape(5, -1))
         return [fit for fit, is_mode in zip(others, apart, strict=True) if is_mode]

@@ -305,16 +305,16 @@ def hessian_times(
     return jax.vmap(product, 1, 1)(factor)
 
 
-def looks_rough(draws: Array, gradients: Array, hessian: Array) -> Array:
+def looks_rough(draws: Array, gradients: Array, trace: Array) -> Array:
     """
     Whether gradients change much more between draws than the Hessian says, as those of absolute
     values do: :math:`\\mathrm{E} \\, \\zeta^\\top g(\\zeta)` would be its trace.
 
     :param draws: :math:`\\zeta_s`, shape ``(8, d)``.
     :param gradients: there, in the coordinates, shape ``(8, d)``.
-    :param hessian: the mean Hessian in the coordinates, shape ``(d, d)``.
+    :param trace: of the mean Hessian in the coordinates.
     """
-    return jnp.trace(hessian) < _ROUGH * jnp.sum(draws * gradients) / len(draws)
+    return trace < _ROUGH * jnp.sum(draws * gradients) / len(draws)
 
 
 def fit_of(center: np.ndarray, factor: np.ndarray, found: Any, dtype: Any) -> Fit | None:

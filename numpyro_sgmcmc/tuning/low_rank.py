@@ -6,7 +6,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric, LowRankMetric
 from numpyro_sgmcmc.target.potential import Rows, full_data_gradient, over_all_data, ravel
 from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.tuning.gaussian import DRAWS, Gaussian, normal_draws
+from numpyro_sgmcmc.tuning.gaussian import DRAWS, Gaussian, hessian_times, looks_rough, normal_draws
 
 #: Products with the Hessian in a round, and rounds at most.
 _PRODUCTS, _ROUNDS = 40, 8
@@ -46,13 +45,14 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     gradient :math:`g` at draws of the Gaussian, so that the same vectors give the Newton step
     :math:`-A^{-1} g` of the centre; and again from where it leads, until that is shorter than 0.1
     standard deviations in all directions, or until that has cost twice what the search before has.
-    The intercept of crossed effects and the means of
-    thousands of their groups, say, are known together much less than each for itself: two or
-    three directions, without which chains are slower by the root of the number of groups.
+    The intercept of crossed effects and the means of thousands of their groups, say, are known
+    together much less than each for itself: two or three directions.
 
     :param target: the model with its data.
     :param rng_key: a random key.
     :param start: where the search starts.
+    :return: centre, scales and directions in the units of the unconstrained parameters; a diagonal
+        metric where no eigenvalue is far from 1, or where second derivatives say nothing.
     :raises ValueError: if the potential is not finite there.
 
     **References:**
@@ -91,8 +91,8 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         found = DiagonalMetric(found.center, jnp.sum(found.inverse**2, axis=0) ** -0.5)
     scale, products = found.scale, min(_PRODUCTS, len(found.center))
 
-    def seen(target: Target, metric: LowRankMetric) -> tuple[Array, ...]:
-        draw_key, model_key = random.split(rng_key)
+    def seen(target: Target, metric: LowRankMetric) -> tuple[Array, tuple[Array, ...]]:
+        draw_key, away_key, model_key = random.split(rng_key, 3)
         potential, plates = target.potential(IdentityMetric()), target.view.plates
 
         def whole(point: Array) -> tuple[Array, Array]:
@@ -102,23 +102,25 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
         draws = normal_draws(draw_key, len(scale), scale.dtype)
         values, gradients = lax.map(lambda x: whole(metric.values(x)), draws)
-        value, gradient = target.mean((values.mean(), scale * gradients.mean(0)))
+        values, gradients = target.mean((values, scale * gradients))
+        value, gradient = values.mean(), gradients.mean(0)
 
         def times_hessian(vector: Array) -> Array:
-            def slope(rows: Rows, point: Array) -> Array:
-                return ravel(jax.grad(potential)(target.unravel(point), rows, model_key))
-
             def product(rows: Rows) -> Array:
-                along = (metric.center,), (scale * vector,)
-                return jax.jvp(lambda x: slope(rows, x), *along)[1]
+                def at(point: Array) -> Array:
+                    return potential(target.unravel(point), rows, model_key)
+
+                return hessian_times((scale * vector)[:, None], at, metric.center)[:, 0]
 
             return scale * target.mean(over_all_data(product, plates))
 
         # a little of every direction, since a gradient may have nothing of one of them
         size = jnp.maximum(jnp.linalg.norm(gradient), jnp.finfo(gradient.dtype).tiny)
-        away = random.normal(draw_key, gradient.shape, gradient.dtype)
+        away = random.normal(away_key, gradient.shape, gradient.dtype)
         begin = gradient + _AWAY * size * away / jnp.linalg.norm(away)
-        return value, gradient, *lanczos(times_hessian, begin, products)
+        # of a mean over draws, whose variance is that of one divided by the many parameters
+        is_rough = looks_rough(draws, gradients, draws[0] @ times_hessian(draws[0]))
+        return is_rough, (value, gradient, *lanczos(times_hessian, begin, products))
 
     looked, error = target.compiled(seen), float(jnp.finfo(scale.dtype).eps)
     best, passes, length = None, 0.0, 1.0
@@ -126,8 +128,13 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     vectors = jnp.zeros((len(scale), products), scale.dtype)
     metric = LowRankMetric(found.center, scale, vectors, jnp.ones(products, scale.dtype))
     for done in range(_ROUNDS):
-        value, *krylov = (np.asarray(x, np.float64) for x in looked(metric))
-        passes += DRAWS + 2 * products
+        is_rough, seen_here = looked(metric)
+        value, *krylov = (np.asarray(x, np.float64) for x in seen_here)
+        passes += DRAWS + 2 * (products + 1)
+        if best is None and (start.is_rough or is_rough):
+            # second derivatives say nothing of the directions
+            found = DiagonalMetric(found.center, scale)
+            return start._replace(metric=found, passes=passes, curvature=None, is_rough=True)
         if np.isfinite(value) and all(np.all(np.isfinite(x)) for x in krylov):
             # up to a constant, since the scales stay
             objective = float(value) - float(jnp.sum(jnp.log(metric.roots)))
@@ -165,15 +172,24 @@ def lanczos(
 ) -> tuple[Array, Array, Array]:
     """
     An orthonormal basis :math:`q_1, \\dots, q_m` of :math:`v, A v, \\dots, A^{m - 1} v`, in which
-    a symmetric matrix is tridiagonal; each vector is made orthogonal to all before, twice, since
-    rounding errors would let the first ones come again.
+    a symmetric matrix is tridiagonal,
+
+    .. math:: A q_k = \\beta_{k - 1} q_{k - 1} + \\alpha_k q_k + \\beta_k q_{k + 1} .
+
+    Each vector is made orthogonal to all before, twice, since rounding errors would let the first
+    ones come again.
 
     :param product: :math:`x \\mapsto A x`.
     :param start: :math:`v`, shape (d,).
     :param int number: :math:`m`.
-    :return: the basis, shape (m, d); the diagonal, shape (m,); and what stands beside it, shape
-        (m,), the last one that by which :math:`A q_m` leaves the space. Where the space ends
-        before, it is zero there.
+    :return: the basis, shape (m, d); :math:`\\alpha`, shape (m,); and :math:`\\beta`, shape (m,),
+        the last one that by which :math:`A q_m` leaves the space. Where the space ends before, it
+        is zero there.
+
+    **References:**
+
+    1. *An Iteration Method for the Solution of the Eigenvalue Problem of Linear Differential and
+       Integral Operators*, Cornelius Lanczos (1950).
 
     **Example:** the eigenvalues 1 and 4 of a matrix of any size end the space after two vectors.
 

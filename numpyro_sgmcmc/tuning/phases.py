@@ -176,8 +176,8 @@ def find_tuning(
     multimodal = gaussian.multimodal
     target, gaussian = find_centring(target, gaussian)
     passes["centre"] = gaussian.passes
-    report("metric")
     if (shaped := _shape_of(choices.metric, target.view.dimension)) is not None:
+        report("metric")
         gaussian = shaped(target, metric_key, gaussian)
         passes["metric"] = gaussian.passes
     metric = _chosen(choices.metric, gaussian.metric)
