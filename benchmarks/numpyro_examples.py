@@ -39,7 +39,7 @@ from verdicts import each_in_a_process, moments_of, verdict_of  # noqa: E402
 from numpyro_sgmcmc import CCAdL  # noqa: E402
 
 #: Seconds of a processor for an example, NUTS among them.
-LIMIT = 240.0
+LIMIT = 600.0
 
 PAGE = ROOT / "docs" / "numpyro_examples.md"
 

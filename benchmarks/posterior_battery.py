@@ -69,14 +69,14 @@ def published(name, folder):
     return Right(mean, sd, *errors)
 
 
-def run(kernel, posterior, data, samples, **options):
+def run(kernel, posterior, data, samples, seed=1, **options):
     """
     Draws by what is compared, seconds to as many effective samples of the worst, and effective
     samples a second after the first.
     """
     given = {"num_warmup": 100, "num_chains": 4, "chain_method": "vectorized"} | options
     mcmc = MCMC(kernel, num_samples=samples // PARTS, progress_bar=False, **given)
-    key, parts, seconds = random.key(1), [], []
+    key, parts, seconds = random.key(seed), [], []
     # the first part tunes and compiles
     for _ in range(1 + PARTS):
         start = time.perf_counter()
