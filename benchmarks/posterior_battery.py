@@ -127,11 +127,16 @@ def outcome_of(item):
 
         draws, own, rate = run(CCAdL(model, progress_bar=False), posterior, data, 1_000)
         taken.extend([own, seconds, rate])
-        both = [name for name in right.mean if name in draws]
-        return {k: draws[k] for k in both}, Right(*({k: x[k] for k in both} for x in right))
+        return both(draws, right)
 
     verdict, said = verdict_of(compared, beyond, 1.0)
     return verdict, said, taken
+
+
+def both(draws, right):
+    """What draws and moments have in common: NUTS may have had other coordinates."""
+    names = [name for name in right.mean if name in draws]
+    return {k: draws[k] for k in names}, Right(*({k: x[k] for k in names} for x in right))
 
 
 def beyond(draws, right):

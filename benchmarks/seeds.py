@@ -16,7 +16,7 @@ import zlib
 
 from jax import random
 import numpy as np
-from posterior_battery import LIMIT, POSTERIORS, beyond, reference, run, words
+from posterior_battery import LIMIT, POSTERIORS, beyond, both, reference, run, words
 from verdicts import each_in_a_process, verdict_of
 
 from numpyro_sgmcmc import CCAdL
@@ -47,7 +47,7 @@ def outcome_of(item):
         tuned = time.perf_counter() - start
         draws, own, rate = run(kernel, posterior, data, 1_000, seed)
         taken.extend([tuned + own, seconds, rate])
-        return {name: draws[name] for name in right.mean}, right
+        return both(draws, right)
 
     verdict, said = verdict_of(compared, beyond, 1.0)
     return verdict, said, taken

@@ -88,7 +88,9 @@ def test_draws_are_of_their_probabilities():
 # --- one minibatch
 
 
-@pytest.mark.parametrize("model", [regression, in_a_second_dimension])
+@pytest.mark.parametrize(
+    "model", [regression, pytest.param(in_a_second_dimension, marks=pytest.mark.nightly)]
+)
 def test_over_all_minibatches(model):
     """The mean of the gradient, its covariance, and the mean of its estimate: no chance in it."""
     n = 3
@@ -192,6 +194,7 @@ def test_law(uneven):
     assert error < 0.02 and abs(found - 1) < 3.5 * error
 
 
+@pytest.mark.nightly
 def test_forgotten_weights_are_noticed(uneven, monkeypatch):
     monkeypatch.setattr(Probabilities, "weights_of", lambda self, rows: jnp.ones(BATCH))
     _, _, mean = law_of(kernel_of(CCAdL, 0.5, 1.0, covariance="diagonal"), uneven, 1_500)

@@ -118,7 +118,9 @@ def test_kernel_is_shared_by_chain_methods():
     assert_same(samples(mcmc), jax.tree.map(lambda x: x[:, 6:], expected))
 
 
-@pytest.mark.parametrize("chain_method", ["parallel", jax.vmap])
+@pytest.mark.parametrize(
+    "chain_method", ["parallel", pytest.param(jax.vmap, marks=pytest.mark.nightly)]
+)
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_data_on_the_device(chain_method):
     mcmc = make("SGLD", num_chains=2, chain_method=chain_method)

@@ -163,7 +163,7 @@ def test_programs_without_batches_stay_as_they_are(one_device):
     )
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("several", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_samples_of_a_kernel(several, one_device):
     view = read_model(two_threads.model, init_to_median, two_threads.DATA, {})
     values = {"mu": jnp.zeros(two_threads.SIZE), "s": jnp.zeros(())}

@@ -40,7 +40,8 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 
 COMPILE_QUICKLY = True
 
-pytestmark = arviz_marks("The draws do not have the law")
+# of the tests themselves only those that read the draws by ArviZ
+ARVIZ, *pytestmark = arviz_marks("The draws do not have the law")
 
 KEY = random.key(1)
 SETTINGS = {"num_warmup": 20, "num_samples": 110, "thinning": 3, "progress_bar": False}
@@ -186,6 +187,7 @@ def test_one_program_without_data_in_it():
     assert "tensor<100x3xf32>" in text
 
 
+@ARVIZ
 @pytest.mark.parametrize("seconds", [1e-9, 0.001])
 def test_resumed_run_is_the_same(seconds, stopped, whole, monkeypatch):
     mcmc, folder = stopped
@@ -483,6 +485,7 @@ def moments_of(folder):
     return next(file for file in (folder / "moments" / "mu" / "c").rglob("*") if file.is_file())
 
 
+@ARVIZ
 def test_a_flipped_bit_of_the_draws_is_noticed(tmp_path):
     """By the run that has them, by one that goes on, and by other readers of Zarr."""
     folder = tmp_path / "run.zarr"
@@ -717,6 +720,7 @@ def test_missing_zarr_is_named(tmp_path, monkeypatch):
         long_run(tmp_path / "run.zarr")
 
 
+@ARVIZ
 def test_opens_in_arviz(tmp_path):
     import arviz as az
 

@@ -87,7 +87,9 @@ ALLOCATIONS = [
 ]
 
 
-@pytest.mark.parametrize("model", [regression, in_a_second_dimension])
+@pytest.mark.parametrize(
+    "model", [regression, pytest.param(in_a_second_dimension, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 def test_over_all_minibatches(model, allocation):
     """The mean of the gradient, its covariance, and the mean of its estimate: no chance in it."""
@@ -379,7 +381,7 @@ def exact_sds(grouped):
     return np.sqrt(second - first**2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 # groups of three rows, all alike, are
 @pytest.mark.filterwarnings("ignore:The posterior is far from any Gaussian")
 def test_small_groups(grouped, tuned):

@@ -290,7 +290,15 @@ def nested(x):
             numpyro.sample("x", dist.StudentT(3.0, mean * (1 + j), 1.0), obs=x[i][:, j])
 
 
-@pytest.mark.parametrize("chunk", [10**6, 1_000, 700, 7])
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        pytest.param(10**6, marks=pytest.mark.nightly),
+        1_000,
+        pytest.param(700, marks=pytest.mark.nightly),
+        7,
+    ],
+)
 def test_one_pass_over_the_data(chunk, monkeypatch):
     """In chunks that divide the rows and that do not, it is the potential of all data."""
     monkeypatch.setattr(potential, "_CHUNK", chunk)
@@ -808,7 +816,7 @@ def test_scale_adapted_needs_a_warmup():
         run(ApproximateScaleAdaptedSGHMC(logistic), X, Y, num_warmup=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sampler_that_hardly_moves(monkeypatch):
     """Columns that nearly depend on each other, and a metric that does not know of it."""
     x = np.column_stack([X[:, 1], X[:, 1] + 0.02 * RNG.standard_normal(N)])
