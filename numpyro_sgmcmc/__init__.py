@@ -5,6 +5,7 @@
 
 from importlib.metadata import version as _version
 
+from numpyro_sgmcmc.data.groups import group_rows as group_rows
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk as RowsOnDisk
 from numpyro_sgmcmc.data.sharding import spread_rows as spread_rows
 from numpyro_sgmcmc.data.sources import UnreadableRows as UnreadableRows
@@ -34,6 +35,7 @@ from numpyro_sgmcmc.plots import plot_noise_spectrum as plot_noise_spectrum
 from numpyro_sgmcmc.plots import plot_stein as plot_stein
 from numpyro_sgmcmc.plots import plot_temperature as plot_temperature
 from numpyro_sgmcmc.results.inference_data import to_arviz as to_arviz
+from numpyro_sgmcmc.results.local_draws import local_draws as local_draws
 from numpyro_sgmcmc.results.loo import loo as loo
 from numpyro_sgmcmc.target.handlers import full_data as full_data
 

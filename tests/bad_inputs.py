@@ -63,10 +63,29 @@ def subsampled_regression(x, y):
         numpyro.sample("y", dist.Normal(mean, 1), obs=numpyro.subsample(y, event_dim=0))
 
 
-def local_latent(x, y):
+def forgotten_observation(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1))
     with numpyro.plate("rows", N, subsample_size=10) as i:
-        z = numpyro.sample("z", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(z, 1), obs=y[i])
+        numpyro.sample("y", dist.Normal(w * x[i, 0], 1))
+
+
+def effect_seen_outside(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=10):
+        z = numpyro.sample("z", dist.Normal(w, 1))
+    numpyro.sample("y", dist.Normal(z.mean(), 1), obs=y[0])
+
+
+def crossed_effects(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    rows = numpyro.plate("rows", N, subsample_size=10, dim=-1)
+    columns = numpyro.plate("columns", 3, subsample_size=2, dim=-2)
+    with rows:
+        a = numpyro.sample("a", dist.Normal(w, 1))
+    with columns:
+        b = numpyro.sample("b", dist.Normal(0, 1))
+    with rows as i, columns as j:
+        numpyro.sample("x", dist.Normal(a + b, 1), obs=x[i][:, j].T)
 
 
 def masked_observation(x, y):
@@ -203,11 +222,11 @@ def groups(x, y):
         numpyro.sample("x", dist.Normal(z[y[i]], 1), obs=x[i, 0])
 
 
-def class_of_each_row(x, y):
+def count_of_each_row(x, y):
     mu = numpyro.sample("mu", dist.Normal(0, 1).expand([2]).to_event(1))
     with numpyro.plate("rows", N, subsample_size=10) as i:
-        k = numpyro.sample("k", dist.Bernoulli(0.5), infer={"enumerate": "parallel"})
-        numpyro.sample("x", dist.Normal(mu[k], 1), obs=x[i, 0])
+        k = numpyro.sample("k", dist.Poisson(jnp.exp(mu[0])))
+        numpyro.sample("x", dist.Normal(mu[1] * k, 1), obs=x[i, 0])
 
 
 def classes_of_the_data(x, y):
@@ -260,10 +279,20 @@ WITH_NAN[7, 2] = np.nan
 
 
 BAD_MODELS = {
-    "a latent site of each row": (
-        local_latent,
+    "an observed site without `obs`": (
+        forgotten_observation,
         (X, Y),
-        "Latent site 'z' is inside the subsampled plate 'rows'",
+        "'y' is inside the subsampled plate 'rows', and no .* its `obs` is None here",
+    ),
+    "effects of rows outside of their plate": (
+        effect_seen_outside,
+        (X, Y),
+        "'y' depends on the latent site 'z' of the subsampled plate 'rows'",
+    ),
+    "two kinds of effects, both in subsampled plates": (
+        crossed_effects,
+        (X, Y),
+        "the likelihood of a group needs all of its rows",
     ),
     "`obs_mask`": (masked_observation, (X, Y), "'y' has an `obs_mask`.*handlers.mask"),
     "a discrete latent site": (discrete_latent, (X, Y), "'k' is discrete.*MixtureSameFamily"),
@@ -371,10 +400,10 @@ BAD_MODELS = {
         r"argument 'x' of shape \(30, 3\) with 30 in row 30, and beyond its ends in 10 rows",
     ),
     "groups that count from 1": (groups, (X, 1 + np.arange(N) % 4), "with 4 in row 3, .* 10 rows"),
-    "a discrete latent site of each row": (
-        class_of_each_row,
+    "a count of each row that is not observed": (
+        count_of_each_row,
         (X, Y),
-        "'k' in plate 'rows' is discrete .*MixtureSameFamily",
+        "'k' in plate 'rows' is discrete .*no end of values",
     ),
     "NumPy's functions of an argument": (
         classes_of_the_data,

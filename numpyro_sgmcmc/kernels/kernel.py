@@ -28,6 +28,7 @@ from numpyro_sgmcmc.target import host
 from numpyro_sgmcmc.target.argument_checks import as_arrays, checked_arrays
 from numpyro_sgmcmc.target.handlers import Model, full_data
 from numpyro_sgmcmc.target.linear_algebra import run_in_order
+from numpyro_sgmcmc.target.local_latents import Marginal
 from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
@@ -179,8 +180,13 @@ class SGMCMCKernel(MCMCKernel):
     def model(self) -> Model:
         """
         The model on its full data, for ArviZ and whatever else reads the model of a kernel:
-        :class:`~numpyro_sgmcmc.full_data` of the model that the kernel was given.
+        :class:`~numpyro_sgmcmc.full_data` of the model that the kernel was given. After a run whose
+        groups had latent variables of their own it is without these, which are no part of the draws
+        (:class:`~numpyro_sgmcmc.target.local_latents.Marginal`).
         """
+        read = self.context.model
+        if read is not None and isinstance(read.model, Marginal):
+            return full_data(read.model)
         return full_data(self.given.model)
 
     @property

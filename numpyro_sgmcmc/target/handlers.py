@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 import jax.numpy as jnp
+from numpyro import distributions as dist
 from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
@@ -162,6 +163,20 @@ def weights_of(rows: BatchRows) -> Array | None:
 def count_of(rows: BatchRows) -> int:
     """The number of the rows of a minibatch."""
     return numbers_of(rows).shape[0]
+
+
+def log_density(site: dict) -> Array:
+    """What a site adds to the log density, entry by entry of its batch shape."""
+    given = (site["value"], site["intermediates"]) if site["intermediates"] else (site["value"],)
+    term = site["fn"].log_prob(*given)
+    return term if site["scale"] is None else site["scale"] * term
+
+
+def without_wrappers(fn: Any) -> Any:
+    """A distribution as it was before it was expanded, masked or declared an event."""
+    while isinstance(fn, dist.ExpandedDistribution | dist.Independent | dist.MaskedDistribution):
+        fn = fn.base_dist
+    return fn
 
 
 def check_plate(name: str, size: Any, subsample_size: Any) -> None:

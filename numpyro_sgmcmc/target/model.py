@@ -17,6 +17,7 @@ cannot hold; :class:`MinibatchModel` then evaluates it.
 """
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 import math
 from typing import Any, NamedTuple
 import warnings
@@ -38,8 +39,10 @@ from numpyro_sgmcmc.target.handlers import (
     count_of,
     first_rows_of,
     given_rows,
+    log_density,
     numbers_of,
 )
+from numpyro_sgmcmc.target.local_latents import Marginal, without_local_latents
 from numpyro_sgmcmc.target.model_checks import check_hidden, check_lengths, check_sites
 from numpyro_sgmcmc.target.model_exceptions import explained, one_at_a_time
 
@@ -102,6 +105,13 @@ class MinibatchModel(NamedTuple):
         """What a program depends on, besides the model and the arrays among its arguments."""
         latents = tuple((name, x.shape, x.dtype) for name, x in sorted(self.latents.items()))
         return self.plates, latents, self.on_disk, self.captured, self.numbers, self.parts
+
+    @property
+    def fine(self) -> "MinibatchModel":
+        """With integrals over latent variables of groups as exact as for a pass over all."""
+        if not isinstance(self.model, Marginal):
+            return self
+        return self._replace(model=replace(self.model, is_fine=True))
 
     def first_rows(self) -> dict[str, Array]:
         """The first rows of each plate, a minibatch that needs no key."""
@@ -244,13 +254,6 @@ def unremarkable_values(view: MinibatchModel) -> Values:
     return {k: (waves[k] / 2).reshape(x.shape).astype(x.dtype) for k, x in view.latents.items()}
 
 
-def log_density(site: dict) -> Array:
-    """What a site adds to the log density, entry by entry of its batch shape."""
-    given = (site["value"], site["intermediates"]) if site["intermediates"] else (site["value"],)
-    term = site["fn"].log_prob(*given)
-    return term if site["scale"] is None else site["scale"] * term
-
-
 def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict) -> MinibatchModel:
     """
     Reads a model and its arguments once: finds the subsampled plates and the latent sites
@@ -286,21 +289,29 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
 
     taken: dict[str, Array] = {}
     watched = [Watched(source) for source in on_disk((args, kwargs))]
-    with jax.ensure_compile_time_eval():
+
+    def traced(model: Model) -> dict[str, dict]:
         start = substitute(seed(first_rows_of(model, taken), random.key(0)), substitute_fn=initial)
+        return trace(start).get_trace(*seen_args, **seen_kwargs)
+
+    with jax.ensure_compile_time_eval():
         seen_args, seen_kwargs = replaced((args, kwargs), watched)
         # what is not valid is looked for in all rows, and named with the first
         with explained(model, args, kwargs), validation_enabled(False):
-            sites = trace(start).get_trace(*seen_args, **seen_kwargs)
+            sites = traced(model)
             check_hidden(model, seen_args, seen_kwargs)
-    plates = tuple(
-        Plate(name, site["args"][0], site["args"][1])
-        for name, site in sites.items()
-        if site["type"] == "plate" and site["args"][1] is not None
-    )
-    constants = {k: s["value"] for k, s in sites.items() if s["type"] in ("param", "mutable")}
-    _warn_about_constants(sites)
-    fixed = substitute(model, data=constants) if constants else model
+            plates = tuple(
+                Plate(name, site["args"][0], site["args"][1])
+                for name, site in sites.items()
+                if site["type"] == "plate" and site["args"][1] is not None
+            )
+            names = ("param", "mutable")
+            constants = {k: s["value"] for k, s in sites.items() if s["type"] in names}
+            _warn_about_constants(sites)
+            given_constants = substitute(model, data=constants) if constants else model
+            fixed = without_local_latents(given_constants, sites, plates, seen_args, seen_kwargs)
+            if isinstance(fixed, Marginal):
+                sites = traced(fixed)
     latents = {k: s for k, s in sites.items() if s["type"] == "sample" and not s["is_observed"]}
 
     def given(rows: Indices, args: tuple, kwargs: dict) -> dict[str, dict]:

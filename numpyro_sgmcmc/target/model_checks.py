@@ -26,7 +26,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.data.fingerprint import fingerprints_of_captured
 from numpyro_sgmcmc.target.argument_checks import named_arrays
-from numpyro_sgmcmc.target.handlers import first_rows_of
+from numpyro_sgmcmc.target.handlers import first_rows_of, without_wrappers
 
 #: Operations between ``x[i]`` and the gather that leave the rows what they are.
 _SAME_INDEX = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")
@@ -72,7 +72,7 @@ def check_sites(
     for name, site in sites.items():
         if site["type"] == "sample":
             if not site["is_observed"]:
-                _check_latent(name, site, subsampled)
+                _check_latent(name, site)
             _check_scale(name, site, subsampled)
             _check_control_flow(name, site, sites)
     rows = {p.name: jnp.arange(p.subsample_size) for p in plates}
@@ -87,13 +87,6 @@ def check_sites(
         if site["type"] == "deterministic" and depends[name][0] & set(subsampled)
     )
     return dependent, captured
-
-
-def without_wrappers(fn: Any) -> Any:
-    """A distribution as it was before it was expanded, masked or declared an event."""
-    while isinstance(fn, dist.ExpandedDistribution | dist.Independent | dist.MaskedDistribution):
-        fn = fn.base_dist
-    return fn
 
 
 def check_hidden(model: Callable, args: tuple, kwargs: dict) -> None:
@@ -149,29 +142,14 @@ def _frames(site: dict, plates: Iterable[str]) -> list[Any]:
     return [frame for frame in site["cond_indep_stack"] if frame.name in plates]
 
 
-def _check_latent(name: str, site: dict, subsampled: Mapping[str, Any]) -> None:
-    local = [frame.name for frame in _frames(site, subsampled)]
-    if site["fn"].support.is_discrete and not name.endswith("_unobserved"):
-        where, kind = f" in plate '{local[0]}'" if local else "", without_wrappers(site["fn"])
+def _check_latent(name: str, site: dict) -> None:
+    if site["fn"].support.is_discrete:
+        kind = type(without_wrappers(site["fn"])).__name__
         raise ValueError(
-            f"Latent site '{name}'{where} is discrete ({type(kind).__name__}) and has no"
-            " gradient. Sum over its values in the likelihood: for a mixture, or a class of each"
-            " row, `numpyro.distributions.MixtureSameFamily(weights, components)`."
-        )
-    if local and name.endswith("_unobserved"):
-        raise ValueError(
-            f"Site '{name.removesuffix('_unobserved')}' has an `obs_mask` inside the subsampled"
-            f" plate '{local[0]}', which makes a latent value for each row of the minibatch. Use"
-            " `numpyro.handlers.mask` on the observed site instead."
-        )
-    if local:
-        plate = subsampled[local[0]]
-        raise ValueError(
-            f"Latent site '{name}' is inside the subsampled plate '{local[0]}': its"
-            f" {plate.subsample_size} values would belong to other rows at every step. Sample it"
-            f" for all {plate.size} rows outside the plate, `z = numpyro.sample(...)` under a plate"
-            f" without `subsample_size`, and use `z[i]` inside; or integrate it out of the"
-            " likelihood. If it was to be observed, its `obs` is None here."
+            f"Latent site '{name}' is discrete ({kind}) and has no gradient. Sum over its values in"
+            " the likelihood: for a mixture, or a class of each row,"
+            " `numpyro.distributions.MixtureSameFamily(weights, components)`. In a plate with a"
+            " `subsample_size` it would be summed over for each of the groups."
         )
     shape = jnp.shape(site["value"])
     if 0 in biject_to(site["fn"].support).inverse_shape(shape):

@@ -26,7 +26,8 @@ import numpy as np
 
 from numpyro_sgmcmc.data.rows_on_disk import failure_of
 from numpyro_sgmcmc.data.sharding import ROWS
-from numpyro_sgmcmc.target.model import Values, log_density, unremarkable_values
+from numpyro_sgmcmc.target.handlers import log_density
+from numpyro_sgmcmc.target.model import Values, unremarkable_values
 from numpyro_sgmcmc.target.row_errors import (
     beyond_array,
     check_supports,

@@ -14,9 +14,8 @@ from numpyro.distributions.distribution import validation_enabled
 from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.target.argument_checks import named_arrays
-from numpyro_sgmcmc.target.handlers import Indices
-from numpyro_sgmcmc.target.model import log_density, unremarkable_values
-from numpyro_sgmcmc.target.model_checks import without_wrappers
+from numpyro_sgmcmc.target.handlers import Indices, log_density, without_wrappers
+from numpyro_sgmcmc.target.model import unremarkable_values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.target.watched_indices import IndexedArray
 

@@ -142,8 +142,10 @@ def measure_noise(
         bases = jnp.concatenate([jnp.zeros_like(ends), ends[:_SHORT_LINES]])
         lines = jnp.concatenate([ends, _SHORT * ends[-_SHORT_LINES:]])
         points = jnp.concatenate([bases[:1], bases + lines / 2, bases + lines])
-        anchors = lax.map(lambda x: target.anchor(target.unravel(draws.values(x))), points)
+        anchors = lax.map(lambda x: target.anchor(target.unravel(draws.values(x)), False), points)
         anchor = jax.tree.map(lambda x: x[0], anchors)
+        if target.view.fine is not target.view:
+            anchor = target.anchor(anchor.values)
         slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
         middle, last = slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
         at_center = jnp.broadcast_to(slopes[:1], ends.shape)

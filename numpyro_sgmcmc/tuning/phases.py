@@ -92,6 +92,7 @@ from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.center import search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import find_center, find_metric
+from numpyro_sgmcmc.tuning.integrals import error_of_integrals
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
@@ -208,6 +209,8 @@ def find_tuning(
         passes["noise"] += measured.passes
         noise = measured.controlled or measured.plain
         step_size, friction = _rates(choices, suggest, noise)
+    integrals, cost = error_of_integrals(target, rare_key, gaussian, anchor is not None)
+    passes["noise"] += cost
     tuning = Tuning(
         step_size,
         friction,
@@ -224,6 +227,7 @@ def find_tuning(
         strata=rare.strata,
         centring=dict(target.centring),
         fourth_cumulant=rare.fourth_cumulant,
+        integrals=integrals,
     )
     if choices.step_size is not None:
         return tuning

@@ -26,6 +26,9 @@ _FAR_FROM_GAUSSIAN, NOT_MIXED = 0.6, 1.1
 #: Rounding errors that a user should hear of, in posterior standard deviations.
 _MUCH_ROUNDING = 0.05
 
+#: Errors of integrals over latent variables of groups, likewise.
+_WRONG_INTEGRALS = 0.05
+
 
 class Tuning(NamedTuple):
     """
@@ -58,6 +61,8 @@ class Tuning(NamedTuple):
       (:mod:`numpyro_sgmcmc.target.centring`).
     - **fourth_cumulant** - of the gradient's noise, what rows that few minibatches have add to it
       in the worst direction, or a bound of it (:mod:`numpyro_sgmcmc.tuning.rare_rows`).
+    - **integrals** - by how many posterior standard deviations the integrals over latent variables
+      of groups move the draws at worst (:mod:`numpyro_sgmcmc.tuning.integrals`).
     """
 
     step_size: float
@@ -83,6 +88,7 @@ class Tuning(NamedTuple):
     strata: dict[str, SamplingDesign] = {}
     centring: dict[str, Array] = {}
     fourth_cumulant: float = 0.0
+    integrals: float = 0.0
 
     @property
     def width(self) -> float:
@@ -141,6 +147,11 @@ class Tuning(NamedTuple):
         return self.rounding > _MUCH_ROUNDING
 
     @property
+    def has_wrong_integrals(self) -> bool:
+        """Whether integrals over latent variables of groups are wrong by what is seen."""
+        return self.integrals > _WRONG_INTEGRALS
+
+    @property
     def problem(self) -> str | None:
         """What was wrong with the pilot or the searches, or None."""
         found = [f"the posterior does not depend on '{self.flat}'"] if self.flat else []
@@ -148,6 +159,7 @@ class Tuning(NamedTuple):
         found += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
         found += ["the gradient is rounded off"] if self.needs_double_precision else []
         found += ["few minibatches have rows that count much"] if self.has_rare_rows else []
+        found += ["the integrals over groups are not exact"] if self.has_wrong_integrals else []
         pilot = None if self.report is None else self.report.problem()
         return "; ".join(found + ([pilot] if pilot else [])) or None
 
@@ -186,6 +198,8 @@ class Tuning(NamedTuple):
         lines += [f"{design.kind} of '{name}': {design}" for name, design in designs]
         if self.has_rare_rows:
             lines.append(f"rows that few minibatches have: {_about(self.rare_rows_error)}")
+        if self.integrals:
+            lines.append(f"integrals over groups: off by {self.integrals:.1g} standard deviations")
         if self.needs_double_precision:
             lines.append(f"rounding errors of {self.rounding:.2g} standard deviations")
         return "\n".join(lines)
@@ -231,6 +245,14 @@ def warn_of(tuning: Tuning) -> None:
             f" by {_about(tuning.rare_rows_error)}, which no correction of the noise removes. Use"
             " strata (`strata='auto'`, with subsampling='without_replacement' and an estimate of"
             " the noise from sub-batches), or a larger `subsample_size`.",
+            stacklevel=3,
+        )
+    if tuning.has_wrong_integrals:
+        warnings.warn(
+            "The integrals over the latent variables of groups are not exact enough: the draws are"
+            f" off by as much as {tuning.integrals:.2g} posterior standard deviations. Use"
+            " gradient='control_variate', which corrects for what is wrong at the centre; larger"
+            " minibatches; or sample some of these sites for all groups, outside of the plate.",
             stacklevel=3,
         )
     if tuning.report is not None and (problem := tuning.report.problem()):

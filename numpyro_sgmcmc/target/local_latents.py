@@ -1,0 +1,552 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Latent variables of groups, integrated out.
+
+A latent site inside a subsampled plate belongs to a group: its values are others at every step. The
+posterior of the other, global parameters needs none of them: with :math:`z_g` for what is latent in
+group :math:`g`,
+
+.. math:: p(\\theta \\mid y) \\propto p(\\theta) \\prod_g p(y_g \\mid \\theta), \\qquad
+    p(y_g \\mid \\theta) = \\int p(y_g \\mid z_g, \\theta) \\, p(z_g \\mid \\theta) \\, dz_g ,
+
+and :class:`Marginal` is the model with a factor :math:`p(y_g \\mid \\theta)` for each group in the
+place of all sites of the plate. To whatever samples it a group is a row. Discrete sites are summed
+over, continuous ones integrated by :func:`~numpyro_sgmcmc.target.inner_rules.log_integral`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax, random
+from jax.nn import logsumexp
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro.distributions import biject_to
+from numpyro.handlers import block, seed, substitute, trace
+from numpyro.ops.provenance import eval_provenance
+from numpyro.primitives import Messenger
+
+from numpyro_sgmcmc.target.handlers import (
+    Model,
+    Plate,
+    given_rows,
+    log_density,
+    without_wrappers,
+)
+from numpyro_sgmcmc.target.inner_rules import draws_of, log_integral, needs_draws
+
+#: Continuous latent variables of a group, and combinations of values of discrete ones.
+MOST_DIMENSIONS, MOST_COMBINATIONS = 30, 1_000
+
+
+class LocalPlate(NamedTuple):
+    """
+    A subsampled plate with latent sites of its own.
+
+    - **name** - of the plate.
+    - **continuous** - shapes of the unconstrained values of a group, by site.
+    - **discrete** - the number of values, by site.
+    """
+
+    name: str
+    continuous: tuple[tuple[str, tuple[int, ...]], ...]
+    discrete: tuple[tuple[str, int], ...]
+
+    @property
+    def dimension(self) -> int:
+        """The number of continuous latent variables of a group."""
+        return sum(math.prod(shape) for _, shape in self.continuous)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in (*self.continuous, *self.discrete))
+
+    @property
+    def combinations(self) -> np.ndarray:
+        """All numbers of values of the discrete sites, shape (combinations, sites)."""
+        return np.array(list(product(*(range(size) for _, size in self.discrete))), np.int32)
+
+
+@dataclass(frozen=True)
+class Marginal:
+    """
+    A model without the latent sites of its subsampled plates: a function like the model itself,
+    which has a ``numpyro.factor`` for each of these plates.
+
+    - **model** - the model as it was written.
+    - **plates** - those with latent sites.
+    - **hidden** - deterministic sites that depend on these.
+    - **is_fine** - whether integrals are as exact as they are for a pass over all groups.
+
+    **Example:** a normal mean of normal means.
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer.util import log_density
+        >>> from numpyro_sgmcmc.target.local_latents import LocalPlate, Marginal
+
+        >>> def model(y):
+        ...     with numpyro.plate("groups", len(y), subsample_size=2) as g:
+        ...         a = numpyro.sample("a", dist.Normal(0, 1))
+        ...         numpyro.sample("y", dist.Normal(a, 1), obs=y[g])
+
+        >>> marginal = Marginal(model, (LocalPlate("groups", (("a", ()),), ()),), frozenset())
+        >>> y = jnp.ones(2)
+        >>> value, sites = log_density(marginal, (y,), {}, {})
+        >>> list(sites), bool(jnp.allclose(value, dist.Normal(0, 2**0.5).log_prob(y).sum()))
+        (['groups', 'groups, marginal'], True)
+    """
+
+    model: Model
+    plates: tuple[LocalPlate, ...]
+    hidden: frozenset[str]
+    is_fine: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        seen = Globals(self)
+        with seen:
+            result = self.model(*args, **kwargs)
+        for plate in self.plates:
+            integrals, *_ = self.log_integrals(plate, seen, args, kwargs)
+            terms = logsumexp(integrals, axis=0)
+            shape = (-1, *(1,) * (-seen.plates[plate.name].frame.dim - 1))
+            with _inside(seen.plates[plate.name]):
+                numpyro.factor(f"{plate.name}, marginal", terms.reshape(shape))
+        return result
+
+    @property
+    def __wrapped__(self) -> Model:
+        """For ``inspect.signature``."""
+        return self.model
+
+    def log_integrals(
+        self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
+    ) -> tuple[Array, Callable[[Array, Array], Array], Array]:
+        """
+        The log integral over the continuous sites for each of the values of the discrete ones.
+
+        :return: shape (combinations, n); the log density of latent variables and observations of
+            each group, of the numbers of the discrete values and of the continuous ones, shape (n,
+            k); and a point (n, k).
+        """
+        start = jnp.zeros((seen.plates[plate.name].frame.size, plate.dimension), seen.dtype)
+        fixed = jax.tree.map(lax.stop_gradient, seen.values)
+        needed = needs_draws(plate.dimension)
+        keys = _keys(seen.plates[plate.name].rows) if needed else None
+
+        def density(values: Mapping[str, Any], classes: Array, z: Array) -> Array:
+            with block():
+                given = _AllGiven(self, plate, seen, values, z, classes)
+                return given.log_densities(args, kwargs)
+
+        def integral(classes: Array) -> Array:
+            own = partial(density, seen.values, classes)
+            if not plate.dimension:
+                return own(start)
+            return log_integral(own, partial(density, fixed, classes), start, keys, self.is_fine)
+
+        classes = jnp.asarray(plate.combinations)
+        found = integral(classes[0])[None] if len(classes) == 1 else jax.vmap(integral)(classes)
+        return found, partial(density, seen.values), start
+
+    def draws(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict[str, Array]]:
+        """
+        Values of the latent sites of the groups of a minibatch, given those of all others: draws
+        of :math:`p(z_g \\mid y_g, \\theta)`, and of the deterministic sites that depend on them.
+
+        :return: by plate and site, groups along the first axis.
+        """
+        seen = Globals(self)
+        found: dict[str, dict[str, Array]] = {}
+        with seen:
+            self.model(*args, **kwargs)
+        for plate in self.plates:
+            z_key, class_key = random.split(random.fold_in(rng_key, len(found)))
+            integrals, density, z = self.log_integrals(plate, seen, args, kwargs)
+            chosen = random.categorical(class_key, integrals, axis=0)
+            classes = jnp.asarray(plate.combinations)[chosen].T
+            if plate.dimension:
+                z = draws_of(partial(density, classes), z, z_key)
+            with block():
+                given = _AllGiven(self, plate, seen, seen.values, z, classes)
+                sites = given.sites(args, kwargs)
+            found[plate.name] = {
+                name: jnp.moveaxis(site["value"], axis, 0)
+                for name, site in sites.items()
+                if (axis := self._axis_of(plate, name, site)) is not None
+            }
+        return found
+
+    def _axis_of(self, plate: LocalPlate, name: str, site: dict) -> int | None:
+        """The axis of the groups in a site that belongs to them, or None."""
+        if site["type"] == "sample" and name in plate.names:
+            return group_axis(site, plate.name)
+        if site["type"] != "deterministic" or name not in self.hidden:
+            return None
+        frames = [f for f in site["cond_indep_stack"] if f.name == plate.name]
+        axes = [jnp.ndim(site["value"]) + f.dim for f in frames]
+        sizes = [f.size for f in frames]
+        return next(
+            (k for k, n in zip(axes, sizes, strict=True) if k >= 0 and site["value"].shape[k] == n),
+            None,
+        )
+
+
+def _keys(rows: Array) -> Array:
+    """A random key for each group, the same for whatever minibatch it is in."""
+    return jax.vmap(random.fold_in, (None, 0))(numpyro.prng_key(), rows)
+
+
+def without_local_latents(
+    model: Model, sites: Mapping[str, dict], plates: Iterable[Plate], args: tuple, kwargs: dict
+) -> Model:
+    """
+    The model itself; or its :class:`Marginal`, if subsampled plates have latent sites.
+
+    :param sites: a trace of the model on the first rows of its plates.
+    :param plates: those with a ``subsample_size``.
+    :raises ValueError: if the latent sites cannot be integrated out, group by group.
+    """
+    subsampled = {plate.name: plate for plate in plates if plate.subsample_size < plate.size}
+    inside: dict[str, list[dict]] = {}
+    for site in sites.values():
+        if site["type"] == "sample" and not site["is_observed"]:
+            names = [f.name for f in site["cond_indep_stack"] if f.name in subsampled]
+            _check_local(site, [subsampled[name] for name in names])
+            if names:
+                inside.setdefault(names[0], []).append(site)
+    if not inside:
+        return model
+    found = []
+    for name, local in inside.items():
+        continuous, discrete = [], []
+        for site in local:
+            if site["fn"].support.is_discrete:
+                discrete.append((site["name"], len(site["fn"].enumerate_support(expand=False))))
+            else:
+                shape = list(biject_to(site["fn"].support).inverse_shape(site["fn"].shape()))
+                del shape[group_axis(site, name)]
+                continuous.append((site["name"], tuple(shape)))
+        found.append(LocalPlate(name, tuple(continuous), tuple(discrete)))
+        _check_size(found[-1])
+    hidden = _check_dependents(model, sites, subsampled, found, args, kwargs)
+    return Marginal(model, tuple(found), hidden)
+
+
+def _check_local(site: dict, plates: list[Plate]) -> None:
+    """
+    :raises ValueError: if a latent site cannot be integrated out of the plates that it is in.
+    """
+    if not plates:
+        return
+    name, plate = site["name"], plates[0].name
+    if name.endswith("_unobserved"):
+        raise ValueError(
+            f"Site '{name.removesuffix('_unobserved')}' has an `obs_mask` inside the subsampled"
+            f" plate '{plate}', which makes a latent value for each row of the minibatch. Use"
+            " `numpyro.handlers.mask` on the observed site instead."
+        )
+    if len(plates) > 1:
+        raise ValueError(
+            f"Latent site '{name}' is inside two subsampled plates, '{plate}' and"
+            f" '{plates[1].name}': its values cannot be integrated out group by group. Leave the"
+            " `subsample_size` of the inner plate out, or sample the site for all rows outside of"
+            " both."
+        )
+    if site["fn"].support.is_discrete:
+        kind = type(without_wrappers(site["fn"])).__name__
+        try:
+            site["fn"].enumerate_support(expand=False)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"Latent site '{name}' in plate '{plate}' is discrete ({kind}) and has no end of"
+                " values to be summed over. Write the sum into the likelihood, as"
+                " `numpyro.distributions.NegativeBinomial2` does for a `Poisson` of a `Gamma`; or"
+                " cut it off, with a `Categorical`."
+            ) from error
+        if math.prod(site["fn"].batch_shape) > plates[0].subsample_size:
+            raise ValueError(
+                f"Latent site '{name}' in plate '{plate}' is discrete ({kind}) and has several"
+                " values in each group, all combinations of which would be summed over. Sum over"
+                " each by itself in the likelihood:"
+                " `numpyro.distributions.MixtureSameFamily(weights, components)`."
+            )
+
+
+def _check_size(plate: LocalPlate) -> None:
+    """
+    :raises ValueError: if there are too many latent variables in each group.
+    """
+    sites = [f"'{name}'" for name in plate.names]
+    number = math.prod(size for _, size in plate.discrete)
+    what = (
+        f"{plate.dimension} latent variables, of which {MOST_DIMENSIONS} at most can be integrated"
+        " out"
+        if plate.dimension > MOST_DIMENSIONS
+        else f"{number:,} combinations of discrete values, of which {MOST_COMBINATIONS:,} at most"
+        " can be summed over"
+        if number > MOST_COMBINATIONS
+        else ""
+    )
+    if what:
+        raise ValueError(
+            f"Each group of the subsampled plate '{plate.name}' has {what} ({', '.join(sites)})."
+            " Sample them for all groups outside of the plate, `z = numpyro.sample(...)` under a"
+            " plate without `subsample_size`, and use `z[g]` inside."
+        )
+
+
+def _check_dependents(
+    model: Model,
+    sites: Mapping[str, dict],
+    subsampled: Mapping[str, Plate],
+    plates: list[LocalPlate],
+    args: tuple,
+    kwargs: dict,
+) -> frozenset[str]:
+    """
+    :return: deterministic sites that depend on latent sites of the plates.
+    :raises ValueError: if other sites do that are not inside, or are in another subsampled plate.
+    """
+    latents = {k: s["value"] for k, s in sites.items() if s["type"] == "sample"}
+    latents = {k: x for k, x in latents.items() if not sites[k]["is_observed"]}
+    where = {name: p.name for p in plates for name in p.names}
+
+    def outputs(**inputs: Array) -> dict[str, list]:
+        rows = {name: inputs[f"plate {name}"] for name in subsampled}
+        values = {name: inputs[name] for name in where}
+        at = given_rows(model, tuple(subsampled.values()), rows)
+        at = substitute(seed(at, random.key(0)), data={**latents, **values})
+        found = trace(at).get_trace(*args, **kwargs)
+        return {
+            name: [
+                jnp.asarray(x)
+                for x in jax.tree.leaves((site["value"], site.get("fn")))
+                if isinstance(x, (jax.Array, float, int))
+            ]
+            for name, site in found.items()
+            if site["type"] in ("sample", "deterministic")
+        }
+
+    rows = {f"plate {p.name}": jnp.arange(p.subsample_size) for p in subsampled.values()}
+    labels = eval_provenance(outputs, **rows, **{name: latents[name] for name in where})
+    hidden, found = set(), {name: frozenset[str]() for name in sites}
+    for name, site in sites.items():
+        all_needs = frozenset().union(*labels.get(name, []))
+        found[name] = needs = (all_needs & set(where)) - {name}
+        if site["type"] == "deterministic" and needs:
+            hidden.add(name)
+        if site["type"] != "sample":
+            continue
+        frames = [f.name for f in site["cond_indep_stack"] if f.name in subsampled]
+        for local in sorted(needs):
+            if where[local] not in frames:
+                raise ValueError(
+                    f"Site '{name}' depends on the latent site '{local}' of the subsampled plate"
+                    f" '{where[local]}' but stands outside of it: groups that are not in the"
+                    " minibatch would be missing. Move it into the plate; or sample"
+                    f" '{local}' for all {subsampled[where[local]].size:,} groups, outside of the"
+                    " plate."
+                )
+        others = [p for p in subsampled if f"plate {p}" in all_needs and p not in frames]
+        if (frames and others) and set(frames) & set(where.values()):
+            raise ValueError(
+                f"Site '{name}' in plate '{frames[0]}' depends on the minibatch of plate"
+                f" '{others[0]}' but stands outside of that plate. Use the indices of"
+                f" '{frames[0]}'."
+            )
+        if len(frames) > 1 and set(frames) & set(where.values()):
+            raise ValueError(
+                f"Site '{name}' is inside the subsampled plates {' and '.join(map(repr, frames))},"
+                " one of which has latent sites: the likelihood of a group needs all of its rows."
+                f" Leave the `subsample_size` of '{frames[-1]}' out, or of crossed effects sample"
+                " those of one kind for all groups, outside of its plate."
+            )
+    # what observations depend on, directly or by other sites of their groups
+    used = {
+        k for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] for k in found[n]
+    }
+    while more := {k for name in used for k in found[name]} - used:
+        used |= more
+    if unused := sorted(set(where) - used):
+        raise ValueError(
+            f"Latent site '{unused[0]}' is inside the subsampled plate '{where[unused[0]]}', and no"
+            " observed site depends on it: it would make no difference to anything. If it was to be"
+            " observed, its `obs` is None here; else leave it out."
+        )
+    return frozenset(hidden)
+
+
+class SeenPlate(NamedTuple):
+    """A plate in an evaluation of a model: its frame, its size, and the rows of the minibatch."""
+
+    frame: Any
+    size: int
+    rows: Array
+
+
+class Globals(Messenger):
+    """Keeps what the model has outside of groups, and hides what is inside of them."""
+
+    def __init__(self, marginal: Marginal) -> None:
+        self.names = {plate.name for plate in marginal.plates}
+        self.hidden = marginal.hidden
+        #: of sites of any kind that have one
+        self.values: dict[str, Any] = {}
+        self.keys: list[Any] = []
+        self.plates: dict[str, SeenPlate] = {}
+        #: of each plate with a ``subsample_size`` its size, and the rows of the minibatch
+        self.rows: dict[str, tuple[int, Array]] = {}
+        self.dtype = jnp.result_type(float)
+        super().__init__(None)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "deterministic":
+            msg["stop"] = msg["name"] in self.hidden
+        if msg["type"] != "sample":
+            return
+        for frame in msg["cond_indep_stack"]:
+            if frame.name in self.names:
+                self.plates[frame.name] = SeenPlate(frame, *self.rows[frame.name])
+                msg["stop"] = True
+                if msg["value"] is None:
+                    msg["value"] = some_value(msg["fn"])
+
+    def postprocess_message(self, msg: dict[str, Any]) -> None:
+        kind = msg["type"]
+        if kind == "plate" and msg["args"][1] is not None:
+            self.rows[msg["name"]] = msg["args"][0], msg["value"]
+        elif kind == "prng_key":
+            self.keys.append(msg["value"])
+        elif kind in ("param", "mutable") or (kind == "sample" and not self._is_local(msg)):
+            self.values[msg["name"]] = msg["value"]
+
+    def _is_local(self, msg: dict[str, Any]) -> bool:
+        return any(frame.name in self.names for frame in msg["cond_indep_stack"])
+
+
+class _AllGiven(Messenger):
+    """The model with values for all that is latent, for the log densities of its groups."""
+
+    def __init__(
+        self,
+        marginal: Marginal,
+        plate: LocalPlate,
+        seen: Globals,
+        values: Mapping[str, Any],
+        z: Array,
+        classes: Array,
+    ) -> None:
+        self.model, self.plate, self.seen, self.values = marginal.model, plate, seen, values
+        self.names = {local.name for local in marginal.plates}
+        self.z, self.start = z, {}
+        start = 0
+        for name, shape in plate.continuous:
+            self.start[name] = start
+            start += math.prod(shape)
+        self.shapes = dict(plate.continuous)
+        self.classes = dict(zip((k for k, _ in plate.discrete), classes, strict=True))
+        self.keys = iter(seen.keys)
+        self.log_dets: dict[str, Array] = {}
+        super().__init__(None)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        kind, name = msg["type"], msg.get("name", "")
+        if kind == "plate" and name in self.seen.rows:
+            rows = self.seen.rows[name][1]
+            # what is in other plates makes no difference to this one
+            msg["value"] = rows if name == self.plate.name else jnp.zeros_like(rows)
+            # both, or the plate warns that its indices have another length than declared
+            msg["args"] = (msg["args"][0], len(rows))
+        elif kind == "prng_key":
+            msg["value"] = next(self.keys)
+        elif kind in ("param", "mutable") and name in self.values:
+            msg["value"] = self.values[name]
+        elif kind == "sample" and msg["value"] is None:
+            if name in self.shapes:
+                msg["value"] = self._continuous(name, msg)
+            elif name in self.classes:
+                msg["value"] = self._discrete(name, msg)
+            else:
+                msg["value"] = self.values[name] if name in self.values else some_value(msg["fn"])
+
+    def _continuous(self, name: str, msg: dict[str, Any]) -> Array:
+        shape, start = self.shapes[name], self.start[name]
+        own = self.z[:, start : start + math.prod(shape)].reshape(len(self.z), *shape)
+        transform = biject_to(msg["fn"].support)
+        unconstrained = jnp.moveaxis(own, 0, group_axis(msg, self.plate.name))
+        value = transform(unconstrained)
+        self.log_dets[name] = transform.log_abs_det_jacobian(unconstrained, value)
+        return value
+
+    def _discrete(self, name: str, msg: dict[str, Any]) -> Array:
+        fn, chosen = msg["fn"], self.classes[name]
+        support = fn.enumerate_support(expand=False)
+        support = support.reshape(len(support), *fn.event_shape)
+        values = support[chosen]
+        if jnp.ndim(chosen):
+            # another one for each group
+            axis, axes = group_axis(msg, self.plate.name), len(fn.batch_shape)
+            values = values.reshape(
+                *(len(chosen) if k == axis else 1 for k in range(axes)), *fn.event_shape
+            )
+        return jnp.broadcast_to(values, fn.shape())
+
+    def sites(self, args: tuple, kwargs: dict) -> dict[str, dict]:
+        with trace() as found, self:
+            self.model(*args, **kwargs)
+        return found
+
+    def log_densities(self, args: tuple, kwargs: dict) -> Array:
+        """Of each group, with all that is in it."""
+        total = jnp.zeros(len(self.z))
+        for name, site in self.sites(args, kwargs).items():
+            frames = site["cond_indep_stack"] if site["type"] == "sample" else []
+            for frame in frames:
+                if frame.name != self.plate.name:
+                    continue
+                seen = self.seen.plates[frame.name]
+                term = log_density(site) * (len(seen.rows) / seen.size)
+                if name in self.log_dets:
+                    log_det = self.log_dets[name]
+                    term = term + log_det.reshape(log_det.shape + (1,) * (term.ndim - log_det.ndim))
+                axis = term.ndim + frame.dim
+                total = total + term.sum([k for k in range(term.ndim) if k != axis])
+        return total
+
+
+class _inside(Messenger):
+    """As in a plate that has been left."""
+
+    def __init__(self, seen: SeenPlate) -> None:
+        self.seen = seen
+        super().__init__(None)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample":
+            msg["cond_indep_stack"].append(self.seen.frame)
+            if (share := len(self.seen.rows) / self.seen.size) != 1:
+                msg["scale"] = (1.0 if msg["scale"] is None else msg["scale"]) / share
+
+
+def some_value(fn: Any) -> Array:
+    """A value of a latent site that needs no random key."""
+    if fn.support.is_discrete:
+        return jnp.broadcast_to(fn.enumerate_support(expand=False)[0], fn.shape())
+    transform = biject_to(fn.support)
+    return transform(jnp.zeros(transform.inverse_shape(fn.shape())))
+
+
+def group_axis(msg: dict[str, Any], plate: str) -> int:
+    """The axis of the groups in the values of a site."""
+    (dim,) = (frame.dim for frame in msg["cond_indep_stack"] if frame.name == plate)
+    return len(msg["fn"].batch_shape) + dim

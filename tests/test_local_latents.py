@@ -1,0 +1,538 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Latent sites inside of subsampled plates, integrated out: against the marginal model."""
+
+from generations import arviz_marks
+import jax
+from jax import random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, Predictive, init_to_uniform
+from numpyro.infer.util import potential_energy
+import pytest
+from scipy import stats
+
+from numpyro_sgmcmc import CCAdL, full_data, group_rows, local_draws, to_arviz
+from numpyro_sgmcmc.diagnostics.comparison import variance_of
+from numpyro_sgmcmc.diagnostics.runs import effective_sizes
+from numpyro_sgmcmc.target import inner_rules
+from numpyro_sgmcmc.target.local_latents import Marginal
+from numpyro_sgmcmc.target.model import read_model, unremarkable_values
+
+ARVIZ, *pytestmark = arviz_marks("The draws do not have the law")
+
+#: Most of the time goes into compiling.
+COMPILE_QUICKLY = True
+
+GROUPS, ROWS = 60, 4
+RNG = np.random.default_rng(0)
+EFFECTS = RNG.standard_normal((GROUPS, 5))
+Y = jnp.asarray(1 + EFFECTS[:, :1] + RNG.standard_normal((GROUPS, ROWS)))
+BINARY = jnp.asarray(RNG.random((GROUPS, ROWS)) < 1 / (1 + np.exp(-1 - 1.5 * EFFECTS[:, :1])))
+COUNTS = jnp.asarray(RNG.poisson(np.exp(EFFECTS[:, 0])))
+X = jnp.asarray(RNG.standard_normal((GROUPS, ROWS, 5)))
+
+
+def globals_():
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    return mu, numpyro.sample("tau", dist.HalfNormal(1))
+
+
+def groups(y, batch):
+    return numpyro.plate("groups", len(y), subsample_size=batch)
+
+
+# --- models with latent sites, and the same ones without
+
+
+def intercepts(y, batch=10):
+    mu, tau = globals_()
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    with groups(y, batch) as g:
+        a = numpyro.sample("a", dist.Normal(mu, tau))
+        with numpyro.plate("members", y.shape[1]):
+            numpyro.sample("y", dist.Normal(a, sigma), obs=y[g].T)
+
+
+def intercepts_marginal(y):
+    mu, tau = globals_()
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    cov = sigma**2 * jnp.eye(ROWS) + tau**2
+    numpyro.sample("y", dist.MultivariateNormal(mu * jnp.ones(ROWS), cov), obs=y)
+
+
+def by_hand(y, batch=10):
+    """Standard effects, a site of shape (2,), and groups in the second dimension."""
+    mu, tau = globals_()
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    with numpyro.plate("groups", len(y), subsample_size=batch, dim=-2) as g:
+        z = numpyro.sample("z", dist.Normal(0, jnp.ones(2)).to_event(1))
+        a = numpyro.deterministic("a", mu + tau * z[..., 0] * 0.6 + tau * z[..., 1] * 0.8)
+        with numpyro.plate("members", y.shape[1], dim=-1):
+            numpyro.sample("y", dist.Normal(a, sigma), obs=y[g])
+
+
+def slopes(dimension):
+    factor = jnp.asarray(np.tril(RNG.standard_normal((dimension, dimension)))) + 2 * jnp.eye(
+        dimension
+    )
+
+    def model(y, batch=10):
+        mu, tau = globals_()
+        with groups(y, batch) as g:
+            prior = dist.MultivariateNormal(mu * jnp.ones(dimension), scale_tril=tau * factor)
+            b = numpyro.sample("b", prior)
+            with numpyro.plate("members", ROWS):
+                mean = jnp.einsum("gmk,gk->mg", X[g][..., :dimension], b)
+                numpyro.sample("y", dist.Normal(mean, 0.5), obs=y[g].T)
+
+    def marginal(y):
+        mu, tau = globals_()
+        x = X[..., :dimension]
+        cov = 0.25 * jnp.eye(ROWS) + tau**2 * x @ factor @ factor.T @ jnp.swapaxes(x, 1, 2)
+        numpyro.sample("y", dist.MultivariateNormal(mu * x.sum(-1), cov), obs=y)
+
+    return model, marginal
+
+
+def mixture(y, batch=10):
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        k = numpyro.sample("k", dist.Categorical(jnp.array([0.2, 0.3, 0.5])))
+        numpyro.sample("y", dist.Normal(mu + jnp.array([-1.0, 0.0, 2.0])[k], tau), obs=y[g, 0])
+
+
+def mixture_marginal(y):
+    mu, tau = globals_()
+    weights = dist.Categorical(jnp.array([0.2, 0.3, 0.5]))
+    parts = dist.Normal(mu + jnp.array([-1.0, 0.0, 2.0]), tau)
+    numpyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=y[:, 0])
+
+
+def mixture_of_intercepts(y, batch=10):
+    """Two discrete sites and a continuous one in each group."""
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        k = numpyro.sample("k", dist.Bernoulli(0.3))
+        j = numpyro.sample("j", dist.Categorical(jnp.array([0.5, 0.5])))
+        a = numpyro.sample("a", dist.Normal(mu + 3.0 * k - j, tau))
+        with numpyro.plate("members", y.shape[1]):
+            numpyro.sample("y", dist.Normal(a, 1.0), obs=y[g].T)
+
+
+def mixture_of_intercepts_marginal(y):
+    mu, tau = globals_()
+    weights = dist.Categorical(jnp.array([0.35, 0.35, 0.15, 0.15]))
+    locations = (mu + jnp.array([0.0, -1.0, 3.0, 2.0]))[:, None] * jnp.ones(ROWS)
+    parts = dist.MultivariateNormal(locations, jnp.eye(ROWS) + tau**2)
+    numpyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=y)
+
+
+def gamma_poisson(y, batch=10):
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        rate = numpyro.sample("rate", dist.Gamma(2.0 + tau, jnp.exp(-mu)))
+        numpyro.sample("y", dist.Poisson(rate), obs=y[g])
+
+
+def negative_binomial(y):
+    mu, tau = globals_()
+    numpyro.sample("y", dist.GammaPoisson(2.0 + tau, jnp.exp(-mu)), obs=y)
+
+
+def two_plates(y, batch=10):
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        a = numpyro.sample("a", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(a, 1.0), obs=y[g, 0])
+    with numpyro.plate("others", 30, subsample_size=7) as h:
+        b = numpyro.sample("b", dist.Normal(0, tau))
+        numpyro.sample("x", dist.Normal(b, 1.0), obs=y[:30, 1][h])
+
+
+def two_plates_marginal(y):
+    mu, tau = globals_()
+    scale = jnp.sqrt(1 + tau**2)
+    numpyro.sample("y", dist.Normal(mu, scale), obs=y[:, 0])
+    numpyro.sample("x", dist.Normal(0, scale), obs=y[:30, 1])
+
+
+CASES = {
+    "intercepts": (intercepts, intercepts_marginal, Y),
+    "standard effects, by hand": (by_hand, intercepts_marginal, Y),
+    "two slopes": (*slopes(2), Y),
+    "three slopes": (*slopes(3), Y),
+    "a mixture": (mixture, mixture_marginal, Y),
+    "a mixture of intercepts": (mixture_of_intercepts, mixture_of_intercepts_marginal, Y),
+    "a positive site": (gamma_poisson, negative_binomial, COUNTS),
+    "two plates": (two_plates, two_plates_marginal, Y),
+}
+
+#: Not among the quick tests.
+SLOW = ("two slopes", "three slopes", "standard effects, by hand", "a mixture of intercepts")
+
+
+def flat_potential(model, y, parts=1):
+    """The mean over a partition of the groups into minibatches, of a flat vector."""
+    view = read_model(model, init_to_uniform, (y,), {})
+    zeros = unremarkable_values(view)
+
+    def potential(x):
+        z, total = ravel_pytree(zeros)[1](x), 0.0
+        for k in range(parts):
+            rows = {p.name: jnp.arange(k, p.size, parts) for p in view.plates}
+            total += view.potential(z, rows, random.key(k), (y,), {}) / parts
+        return total
+
+    return potential, ravel_pytree(zeros)[0]
+
+
+def derivatives(f, x):
+    return jax.jit(lambda x: (f(x), jax.grad(f)(x), jax.hessian(f)(x)))(x)
+
+
+def errors(found, expected):
+    """Relative to the largest entry: of the value, the gradient and the second derivatives."""
+    pairs = zip(found, expected, strict=True)
+    return [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in CASES]
+)
+def test_the_marginal(case):
+    """The minibatch potential averages to the exact marginal one, with its derivatives."""
+    model, marginal, y = CASES[case]
+    parts = 1 if case == "two plates" else 3
+    potential, x = flat_potential(model, y, parts)
+    unflat = ravel_pytree(unremarkable_values(read_model(model, init_to_uniform, (y,), {})))[1]
+    expected = derivatives(lambda x: potential_energy(marginal, (y,), {}, unflat(x)), x)
+    # up to rounding
+    assert max(errors(derivatives(potential, x), expected)) < 1e-4
+
+
+def logistic(y, batch=10):
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        a = numpyro.sample("a", dist.Normal(mu, 2 * tau))
+        with numpyro.plate("members", y.shape[1]):
+            numpyro.sample("y", dist.Bernoulli(logits=a), obs=y[g].T)
+
+
+def test_the_nodes_are_enough(monkeypatch):
+    """Binary rows, against a grid; a Laplace approximation is not enough."""
+    potential, x = flat_potential(logistic, BINARY)
+
+    def by_grid(x):
+        z = {"mu": x[0], "tau": x[1]}
+        tau = jnp.exp(z["tau"])
+        grid = jnp.linspace(-12, 12, 2_001)
+        a = z["mu"] + 2 * tau * grid
+        terms = dist.Bernoulli(logits=a).log_prob(BINARY[..., None]).sum(1)
+        terms = terms + dist.Normal(0, 1).log_prob(grid) + jnp.log(grid[1] - grid[0])
+        priors = dist.Normal(0, 2).log_prob(z["mu"]) + dist.HalfNormal(1).log_prob(tau) + z["tau"]
+        return -priors - jax.nn.logsumexp(terms, axis=-1).sum()
+
+    expected = derivatives(by_grid, x)
+
+    def worst():
+        found = derivatives(flat_potential(logistic, BINARY)[0], x)
+        # in posterior standard deviations
+        shift = jnp.linalg.solve(expected[2], found[1] - expected[1])
+        return float(jnp.abs(shift * jnp.sqrt(jnp.diag(expected[2]))).max())
+
+    assert worst() < 0.01
+    monkeypatch.setattr(inner_rules, "_NODES", (1, 1, 1))
+    assert worst() > 0.1
+
+
+@pytest.mark.slow
+def test_draws_for_many_dimensions():
+    """
+    Five effects with a normal law: the value is exact with any draws, and the gradient in the mean.
+    Those of groups are independent: of draws that all share the errors would add up.
+    """
+    model, marginal = slopes(5)
+    view = read_model(model, init_to_uniform, (Y,), {})
+    z = unremarkable_values(view)
+    x, unflat = ravel_pytree(z)
+    expected = derivatives(lambda x: potential_energy(marginal, (Y,), {}, unflat(x)), x)
+
+    @jax.jit
+    def at(rows, seed):
+        def one(key):
+            rows_here = {"groups": rows}
+            both = jax.value_and_grad(lambda z: view.potential(z, rows_here, key, (Y,), {}))(z)
+            return both[0], ravel_pytree(both[1])[0]
+
+        return jax.lax.map(one, random.split(random.key(seed), 400))
+
+    values, gradients = at(jnp.arange(GROUPS), 0)
+    np.testing.assert_allclose(values, expected[0], rtol=1e-5)
+    spread = gradients.std(0)
+    error = 4 * spread / 20 + 1e-5 * jnp.abs(expected[1])
+    assert (jnp.abs(gradients.mean(0) - expected[1]) < error).all()
+    # that of one group, times their number
+    assert (spread < 0.5 * at(jnp.zeros(1, int), 1)[1].std(0)).all()
+
+
+def test_factors_of_small_matrices():
+    a = RNG.standard_normal((7, 5, 5))
+    a = a @ np.swapaxes(a, 1, 2) + np.eye(5)
+    found = np.asarray(inner_rules.inverse_cholesky(jnp.asarray(a)))
+    np.testing.assert_allclose(found, np.linalg.inv(np.linalg.cholesky(a)), rtol=2e-3, atol=2e-4)
+    # a saddle has a scale in every direction
+    saddle = inner_rules.inverse_cholesky(jnp.diag(jnp.array([4.0, -4.0, 0.0]))[None])
+    np.testing.assert_allclose(np.diagonal(saddle[0])[:2], 0.5)
+    assert np.isfinite(saddle).all()
+
+
+@pytest.mark.parametrize("start", [0.0, 500.0])
+def test_modes_are_found_from_afar(start):
+    """With steps that would lead downward made shorter."""
+    centers = jnp.array([[-3.0], [0.0], [40.0]])
+    density = lambda z: dist.StudentT(3.0, centers, 1.0).log_prob(z)[:, 0]  # noqa: E731
+    modes, inverse = inner_rules.find_modes(density, jnp.full((3, 1), start))
+    np.testing.assert_allclose(modes, centers, atol=0.05)
+    np.testing.assert_allclose(inverse[:, 0, 0], 0.75**0.5, rtol=0.05)
+
+
+# --- through MCMC
+
+
+def sampled(model, *data, samples=2_000, **options):
+    kernel = CCAdL(model, progress_bar=False, **options)
+    mcmc = MCMC(
+        kernel,
+        num_warmup=500,
+        num_samples=samples,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0), *data)
+    return mcmc
+
+
+N = 1_000
+MANY = jnp.asarray(1 + 0.5 * RNG.standard_normal((N, 1)) + RNG.standard_normal((N, ROWS)))
+
+
+def unknown_mean_and_scale(y, batch=50):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with groups(y, batch) as g:
+        a = numpyro.sample("a", dist.Normal(mu, tau))
+        numpyro.deterministic("twice", 2 * a)
+        with numpyro.plate("members", y.shape[1]):
+            numpyro.sample("y", dist.Normal(a, 1.0), obs=y[g].T)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return sampled(unknown_mean_and_scale, MANY)
+
+
+def grid_moments(y):
+    """Of mu and tau, by a grid: means of groups are normal, with variance tau^2 + 1 / m."""
+    means = np.asarray(y, float).mean(1)
+    mu = np.linspace(means.mean() - 0.2, means.mean() + 0.2, 401)[:, None]
+    tau = np.linspace(0.2, 0.8, 401)
+    variance = tau**2 + 1 / y.shape[1]
+    squares = ((means - means.mean()) ** 2).sum() + len(means) * (means.mean() - mu) ** 2
+    terms = -0.5 * squares / variance - 0.5 * len(means) * np.log(variance)
+    weights = np.exp((terms := terms - tau**2 / 2 - mu**2 / 200) - terms.max())
+    weights /= weights.sum()
+    found = {}
+    for name, x in {"mu": mu, "tau": tau}.items():
+        mean = (weights * x).sum()
+        found[name] = mean, np.sqrt((weights * (x - mean) ** 2).sum())
+    return found
+
+
+@pytest.mark.slow
+def test_exact_law(run):
+    """A linear mixed model: no groups in the draws, whose law is that of a grid."""
+    draws = run.get_samples(group_by_chain=True)
+    assert set(draws) == {"mu", "tau"}
+    for name, (mean, sd) in grid_moments(MANY).items():
+        x = np.asarray(draws[name], float)[..., None]
+        variance, error = variance_of(x)
+        size = effective_sizes(x)
+        assert size > 2_000
+        assert abs(x.mean() - mean) / sd < 3.5 / size**0.5 + 0.02
+        assert abs(variance**0.5 / sd - 1) < 3.5 * error / 2 + 0.02
+    # with the effects of other groups it would be another law
+    other = grid_moments(MANY[: N // 2])
+    assert abs(other["mu"][1] / grid_moments(MANY)["mu"][1] - 1) > 0.2
+
+
+@pytest.mark.slow
+def test_draws_of_groups(run):
+    """Against the normal conditional law of each, over the draws of the run."""
+    chosen = np.array([5, 7, 900])
+    found = local_draws(run, chosen, num_draws=500)
+    assert found["a"].dims == ("chain", "draw", "groups")
+    assert found["a"].shape == (4, 500, 3) and set(found) == {"a", "twice"}
+    np.testing.assert_allclose(found["twice"], 2 * found["a"], rtol=1e-5)
+    draws = run.get_samples(group_by_chain=True)
+    mu, tau = (np.asarray(draws[k], float)[:, found["draw"].values] for k in ("mu", "tau"))
+    for g in chosen:
+        precision = tau**-2 + ROWS
+        mean = (mu / tau**2 + float(MANY[g].sum())) / precision
+        uniform = stats.norm.cdf(found["a"].sel(groups=g), mean, precision**-0.5)
+        assert stats.kstest(uniform.ravel(), "uniform").pvalue > 0.001
+        assert stats.kstest(uniform.ravel() * 0.93, "uniform").pvalue < 0.001
+    assert local_draws(run, 2, num_draws=3)["a"].shape == (4, 3, 2)
+
+
+@ARVIZ
+@pytest.mark.slow
+def test_results_by_group(run):
+    """The likelihood is that of groups; what would be drawn of rows is of new groups."""
+    data = to_arviz(run, log_likelihood=True, rows=[3, 30])
+    assert data["log_likelihood"]["groups, marginal"].dims == ("chain", "draw", "groups")
+    draws = {k: x[:5] for k, x in run.get_samples().items()}
+    found = Predictive(full_data(unknown_mean_and_scale), draws)(random.key(0), MANY)
+    assert found["a"].shape == (5, N)
+
+
+@pytest.mark.nightly
+def test_draws_of_classes():
+    """Discrete sites, given the continuous ones."""
+    mcmc = sampled(mixture_of_intercepts, Y, samples=300)
+    found = local_draws(mcmc, num_draws=300)
+    assert found["k"].shape == (4, 300, GROUPS) and set(np.unique(found["k"])) == {0, 1}
+    draws = mcmc.get_samples(group_by_chain=True)
+    mu, tau = (np.asarray(draws[k], float)[..., None] for k in ("mu", "tau"))
+    means, variance = np.asarray(Y.mean(1), float), tau**2 + 1 / ROWS
+    parts = {
+        (k, j): w / 2 * stats.norm.pdf(means, mu + 3 * k - j, variance**0.5)
+        for k, w in ((0, 0.7), (1, 0.3))
+        for j in (0, 1)
+    }
+    total = sum(parts.values())
+    for name, p in {
+        "k": (parts[1, 0] + parts[1, 1]) / total,
+        "j": (parts[0, 1] + parts[1, 1]) / total,
+    }.items():
+        off = found[name].values.mean((0, 1)) - p.mean((0, 1))
+        assert (np.abs(off) < 4.5 * np.sqrt((p * (1 - p)).mean((0, 1)) / 1_200) + 1e-6).all()
+
+
+# --- what cannot be right
+
+
+def outside(y, batch=10):
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        a = numpyro.sample("a", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(a, 1.0), obs=y[g, 0])
+    numpyro.sample("total", dist.Normal(a.sum(), 1.0), obs=0.0)
+
+
+def crossed(y, batch=10):
+    mu, tau = globals_()
+    rows = numpyro.plate("groups", len(y), subsample_size=batch, dim=-2)
+    columns = numpyro.plate("columns", y.shape[1], subsample_size=2, dim=-1)
+    with rows:
+        a = numpyro.sample("a", dist.Normal(mu, tau))
+    with columns:
+        b = numpyro.sample("b", dist.Normal(0, tau))
+    with rows as g, columns as h:
+        numpyro.sample("y", dist.Normal(a + b, 1.0), obs=y[g[:, None], h])
+
+
+def within_two(y, batch=10):
+    mu, tau = globals_()
+    with numpyro.plate("groups", len(y), subsample_size=batch, dim=-2) as g:
+        with numpyro.plate("columns", y.shape[1], subsample_size=2) as h:
+            a = numpyro.sample("a", dist.Normal(mu, tau))
+            numpyro.sample("y", dist.Normal(a, 1.0), obs=y[g[:, None], h])
+
+
+def too_many(y, batch=10):
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        a = numpyro.sample("a", dist.Normal(mu, tau).expand([31]).to_event(1))
+        numpyro.sample("y", dist.Normal(a.sum(-1), 1.0), obs=y[g, 0])
+
+
+def endless(y, batch=10):
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        k = numpyro.sample("k", dist.Poisson(jnp.exp(mu)))
+        numpyro.sample("y", dist.Normal(k, tau), obs=y[g, 0])
+
+
+def classes_of_members(y, batch=10):
+    mu, tau = globals_()
+    with groups(y, batch) as g, numpyro.plate("members", y.shape[1], dim=-2):
+        k = numpyro.sample("k", dist.Bernoulli(0.5))
+        numpyro.sample("y", dist.Normal(mu + k, tau), obs=y[g].T)
+
+
+def other_groups(y, batch=10):
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        a = numpyro.sample("a", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(a - a.mean(), 1.0), obs=y[g, 0])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (outside, "'total' depends on the latent site 'a' .* stands outside"),
+        (crossed, "'y' is inside the subsampled plates .* has latent sites"),
+        (within_two, "'a' is inside two subsampled plates, 'groups' and 'columns'|'columns' and"),
+        (too_many, "has 31 latent variables, of which 30 at most"),
+        (endless, r"'k' in plate 'groups' is discrete \(Poisson\) and has no end of values"),
+        (classes_of_members, "'k' in plate 'groups' is discrete .* several values in each group"),
+        (other_groups, "'groups, marginal' in plate 'groups': what a row adds"),
+    ],
+)
+def test_refused(model, message):
+    with pytest.raises(ValueError, match=message):
+        CCAdL(model, progress_bar=False).tune(random.key(0), Y)
+
+
+def test_nothing_to_draw():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with groups(y, 10) as g:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[g, 0])
+
+    mcmc = MCMC(CCAdL(model, 0.1, 1.0), num_warmup=1, num_samples=2, progress_bar=False)
+    mcmc.run(random.key(0), Y)
+    with pytest.raises(ValueError, match="no latent sites inside of subsampled plates"):
+        local_draws(mcmc)
+
+
+def test_all_groups_in_a_minibatch():
+    """Without minibatches they are latent sites like others."""
+    view = read_model(lambda y: intercepts(y, GROUPS), init_to_uniform, (Y,), {})
+    assert "a" in view.latents and not isinstance(view.model, Marginal)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ([0.0, 1.0], "must be whole numbers, one for each row"),
+        ([[0], [1]], r"shape \(2, 1\)"),
+        ([0, 2], "there are no rows of 1"),
+        ([0, -1], "there are negative ones"),
+    ],
+)
+def test_numbers_of_groups(group, message):
+    with pytest.raises(ValueError, match=message):
+        group_rows(group)
+
+
+def test_padding_is_told():
+    with pytest.warns(UserWarning, match=r"largest of 101 groups has 100 rows .* 50.5 entries"):
+        members, observed = group_rows(np.repeat(np.arange(101), [100] + [1] * 100))
+    assert members.shape == (101, 100) and observed.sum() == 200
