@@ -29,6 +29,7 @@ PAGES = (
     "internet_scale",
     "numpyro_examples",
     "rare_rows",
+    "groups",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
@@ -53,6 +54,7 @@ PARTS = {
     "speed": "benchmarks/speed.py",
     "numpyro_examples": "benchmarks/numpyro_examples.py",
     "suite": "benchmarks/suite.py --data {data} --cache {cache}",
+    "groups": "benchmarks/groups.py flat",
     "battery": "benchmarks/posterior_battery.py --data {data} --cache {cache}",
     "pictures": "benchmarks/pictures.py --folder docs",
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",

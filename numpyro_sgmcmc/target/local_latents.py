@@ -172,7 +172,9 @@ class Marginal:
         for plate in self.plates:
             z_key, class_key = random.split(random.fold_in(rng_key, len(found)))
             integrals, density, z = self.log_integrals(plate, seen, args, kwargs)
-            chosen = random.categorical(class_key, integrals, axis=0)
+            chosen = jnp.zeros(len(z), int)
+            if len(integrals) > 1:
+                chosen = random.categorical(class_key, integrals, axis=0)
             classes = jnp.asarray(plate.combinations)[chosen].T
             if plate.dimension:
                 z = draws_of(partial(density, classes), z, z_key)
@@ -476,8 +478,10 @@ class _AllGiven(Messenger):
                 msg["value"] = self._continuous(name, msg)
             elif name in self.classes:
                 msg["value"] = self._discrete(name, msg)
+            elif any(frame.name in self.names for frame in msg["cond_indep_stack"]):
+                msg["value"] = some_value(msg["fn"])
             else:
-                msg["value"] = self.values[name] if name in self.values else some_value(msg["fn"])
+                msg["value"] = self.values[name]
 
     def _continuous(self, name: str, msg: dict[str, Any]) -> Array:
         shape, start = self.shapes[name], self.start[name]

@@ -1,0 +1,136 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Latent variables of groups, integrated out: the time of a step for a thousand to a million groups,
+and 100,000 groups of 10 rows with an intercept and 20 slopes of their own.
+
+    python benchmarks/groups.py [flat] [slopes] [--groups 100000] [--seed 0]
+"""
+
+import argparse
+import time
+import warnings
+
+import jax
+from jax import random
+import jax.numpy as jnp
+from measure import table
+import numpy as np
+import numpyro
+from numpyro.diagnostics import effective_sample_size
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import CCAdL
+
+#: Groups of the first table; rows of a group; slopes of a group, besides an intercept.
+FLAT, ROWS, SLOPES = (1_000, 10_000, 100_000, 1_000_000), 4, 20
+
+
+def intercepts(y, batch=200):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(2))
+    with numpyro.plate("groups", len(y), subsample_size=batch) as g:
+        a = numpyro.sample("a", dist.Normal(mu, tau))
+        with numpyro.plate("members", y.shape[1]):
+            numpyro.sample("y", dist.Bernoulli(logits=a), obs=y[g].T)
+
+
+def slopes(x, y, batch=50):
+    mu = numpyro.sample("mu", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1).expand([x.shape[-1]]).to_event(1))
+    with numpyro.plate("groups", len(y), subsample_size=batch) as g:
+        b = numpyro.sample("b", dist.Normal(mu, tau).to_event(1))
+        with numpyro.plate("members", y.shape[1]):
+            logits = jnp.einsum("gmk,gk->mg", x[g], b)
+            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[g].T)
+
+
+def sampled(model, *data, samples=1_000, seed=1):
+    """Draws, the kernel, and seconds: to the last draw of all, and of a second run."""
+    kernel = CCAdL(model, progress_bar=False)
+    mcmc = MCMC(
+        kernel,
+        num_warmup=100,
+        num_samples=samples,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    start = time.perf_counter()
+    mcmc.run(random.key(seed), *data)
+    draws = jax.block_until_ready(mcmc.get_samples(group_by_chain=True))
+    first = time.perf_counter() - start
+    mcmc.post_warmup_state = mcmc.last_state
+    start = time.perf_counter()
+    mcmc.run(mcmc.last_state.rng_key, *data)
+    jax.block_until_ready(mcmc.get_samples())
+    return draws, kernel, first, time.perf_counter() - start
+
+
+def least_size(draws):
+    return min(float(np.min(effective_sample_size(np.asarray(x)))) for x in draws.values())
+
+
+def flat():
+    """Lines of the table of step times."""
+    for number in FLAT:
+        rng = np.random.default_rng(0)
+        a = 0.5 + 1.5 * rng.standard_normal((number, 1))
+        y = jnp.asarray(rng.random((number, ROWS)) < 1 / (1 + np.exp(-a)), jnp.float32)
+        draws, kernel, first, second = sampled(intercepts, y)
+        off = [
+            f"{(float(draws[k].mean()) - truth) / float(draws[k].std()):+.1f}"
+            for k, truth in (("mu", 0.5), ("tau", 1.5))
+        ]
+        step = second / 1_000 / kernel.steps_per_sample
+        yield (
+            f"{number:,}", f"{1e3 * step:.2f} ms", f"{first:.0f} s", f"{least_size(draws):,.0f}",
+            ", ".join(off), f"{kernel.tuning.integrals:.1g}",
+        )  # fmt: skip
+
+
+def many_slopes(number, seed):
+    """The lines of a report."""
+    rng = np.random.default_rng(seed)
+    mu, tau = 0.5 * rng.standard_normal(SLOPES + 1), 0.3 + 0.4 * rng.random(SLOPES + 1)
+    b = mu + tau * rng.standard_normal((number, SLOPES + 1))
+    x = rng.standard_normal((number, 10, SLOPES + 1)).astype(np.float32)
+    x[..., 0] = 1
+    p = 1 / (1 + np.exp(-np.einsum("gmk,gk->gm", x, b)))
+    y = jnp.asarray(rng.random(p.shape) < p, jnp.float32)
+    draws, kernel, first, _ = sampled(slopes, jnp.asarray(x), y, seed=seed + 1)
+    z = {
+        k: (np.asarray(draws[k]).mean((0, 1)) - truth) / np.asarray(draws[k]).std((0, 1))
+        for k, truth in (("mu", mu), ("tau", tau))
+    }
+    both = np.concatenate(list(z.values()))
+    yield f"{number:,} groups, {first:.0f} s, least effective sample size {least_size(draws):,.0f}"
+    for name, values in z.items():
+        rms = np.sqrt((values**2).mean())
+        yield f"z-scores of {name} at the truth: mean {values.mean():+.2f}, rms {rms:.2f}"
+    yield f"in 95 % intervals: {(np.abs(both) < 1.96).mean():.0%} of {len(both)}"
+    yield str(kernel.tuning)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("parts", nargs="*", default=["flat", "slopes"])
+    parser.add_argument("--groups", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if "flat" in options.parts:
+        header = ["groups", "step of 4 chains", "to 4,000 draws", "least ESS", "mu, tau off, sd"]
+        print(table([*header, "integrals off, sd"], list(flat())))
+    if "slopes" in options.parts:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for line in many_slopes(options.groups, options.seed):
+                print(line, flush=True)
+        for warning in caught:
+            print(f"WARNING: {warning.message}")
+
+
+if __name__ == "__main__":
+    main()
