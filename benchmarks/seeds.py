@@ -6,7 +6,7 @@ How often a tuning is wrong, or says so of what is right: a hundred of ``CCAdL(m
 set, each with a key and data of its own, on four posteriors of the battery, against NUTS in double
 precision on the same data.
 
-    python benchmarks/seeds.py [--seeds 25] [--only WORD ...] [--processes 2]
+    python benchmarks/seeds.py [--seeds 25] [--first 0] [--only WORD ...] [--processes 2]
 """
 
 import argparse
@@ -55,12 +55,15 @@ def outcome_of(item):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--seeds", type=int, default=25)
+    parser.add_argument("--seeds", type=int, default=25, help="of each posterior")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--only", nargs="*", default=TITLES, help="titles of the battery")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     chosen = [p for p in POSTERIORS if p.title in options.only]
-    items = [(p, seed) for seed in range(options.seeds) for p in chosen]
+    items = [
+        (p, seed) for seed in range(options.first, options.first + options.seeds) for p in chosen
+    ]
     found = {p.title: Counter() for p in chosen}
     for (posterior, seed), outcome, _ in each_in_a_process(
         outcome_of, items, options.processes, LIMIT

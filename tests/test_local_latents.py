@@ -3,6 +3,8 @@
 
 """Latent sites inside of subsampled plates, integrated out: against the marginal model."""
 
+from dataclasses import replace
+
 from generations import arviz_marks
 import jax
 from jax import random
@@ -21,7 +23,12 @@ from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
 from numpyro_sgmcmc.target import inner_rules
 from numpyro_sgmcmc.target.local_latents import Marginal
+from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.target.model import read_model, unremarkable_values
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.gaussian import Gaussian
+from numpyro_sgmcmc.tuning.integrals import error_of_integrals
+from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
 ARVIZ, *pytestmark = arviz_marks("The draws do not have the law")
 
@@ -32,7 +39,8 @@ GROUPS, ROWS = 60, 4
 RNG = np.random.default_rng(0)
 EFFECTS = RNG.standard_normal((GROUPS, 5))
 Y = jnp.asarray(1 + EFFECTS[:, :1] + RNG.standard_normal((GROUPS, ROWS)))
-BINARY = jnp.asarray(RNG.random((GROUPS, ROWS)) < 1 / (1 + np.exp(-1 - 1.5 * EFFECTS[:, :1])))
+BINARY = RNG.random((GROUPS, ROWS)) < 1 / (1 + np.exp(-1 - 1.5 * EFFECTS[:, :1]))
+BINARY = jnp.asarray(BINARY, jnp.int32)
 COUNTS = jnp.asarray(RNG.poisson(np.exp(EFFECTS[:, 0])))
 X = jnp.asarray(RNG.standard_normal((GROUPS, ROWS, 5)))
 
@@ -248,6 +256,27 @@ def test_the_nodes_are_enough(monkeypatch):
     assert worst() < 0.01
     monkeypatch.setattr(inner_rules, "_NODES", (1, 1, 1))
     assert worst() > 0.1
+
+
+def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
+    """In posterior standard deviations; a control variate leaves what changes around its anchor."""
+    view = read_model(logistic, init_to_uniform, (BINARY,), {})
+    x, precision = flat_potential(logistic, BINARY)[1], 80.0
+    start = Gaussian(DiagonalMetric(x, jnp.full(2, precision**-0.5)), 0.0)
+
+    def error(controlled):
+        # another function, since the program of this one is kept
+        target = Target(view._replace(model=replace(view.model)), (BINARY,), {})
+        return error_of_integrals(target, random.key(0), start, controlled)[0]
+
+    assert error(False) < 0.01
+    monkeypatch.setattr(inner_rules, "_NODES", (2, 2, 2))
+    assert error(False) > 0.2
+    assert error(True) < error(False) / 2
+    wrong = Tuning(1.0, 1.0, IdentityMetric(), integrals=0.3)
+    assert "off by 0.3 standard deviations" in str(wrong)
+    with pytest.warns(UserWarning, match="integrals .* off by as much as 0.3 posterior"):
+        warn_of(wrong)
 
 
 @pytest.mark.slow
@@ -498,6 +527,26 @@ def other_groups(y, batch=10):
 def test_refused(model, message):
     with pytest.raises(ValueError, match=message):
         CCAdL(model, progress_bar=False).tune(random.key(0), Y)
+
+
+def bounded(y, batch=10):
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        a = numpyro.sample("a", dist.LogNormal(mu, tau))
+        numpyro.sample("y", dist.Uniform(0, a), obs=y[g, 0])
+
+
+@pytest.mark.parametrize(
+    ("model", "y", "message"),
+    [
+        (bounded, jnp.abs(Y), r"support of the observations of site 'y' depends .* \(a\)"),
+        (logistic, BINARY.at[7, 2].set(2), r"'y'.*row 7.*"),
+        (intercepts, Y.at[7, 2].set(jnp.nan), r"1 entries that are NaN"),
+    ],
+)
+def test_rows_of_groups_are_looked_at(model, y, message):
+    with pytest.raises(ValueError, match=message):
+        CCAdL(model, progress_bar=False).tune(random.key(0), y)
 
 
 def test_nothing_to_draw():

@@ -43,6 +43,9 @@ from numpyro_sgmcmc.target.handlers import (
 )
 from numpyro_sgmcmc.target.inner_rules import draws_of, log_integral, needs_draws
 
+#: What a factor keeps of the sites that it stands for.
+_OBSERVED = "numpyro_sgmcmc: observed"
+
 #: Continuous latent variables of a group, and combinations of values of discrete ones.
 MOST_DIMENSIONS, MOST_COMBINATIONS = 30, 1_000
 
@@ -119,7 +122,7 @@ class Marginal:
             integrals, *_ = self.log_integrals(plate, seen, args, kwargs)
             terms = logsumexp(integrals, axis=0)
             shape = (-1, *(1,) * (-seen.plates[plate.name].frame.dim - 1))
-            with _inside(seen.plates[plate.name]):
+            with _inside(seen.plates[plate.name], seen.observed[plate.name]):
                 numpyro.factor(f"{plate.name}, marginal", terms.reshape(shape))
         return result
 
@@ -329,7 +332,7 @@ def _check_dependents(
         at = given_rows(model, tuple(subsampled.values()), rows)
         at = substitute(seed(at, random.key(0)), data={**latents, **values})
         found = trace(at).get_trace(*args, **kwargs)
-        return {
+        arrays = {
             name: [
                 jnp.asarray(x)
                 for x in jax.tree.leaves((site["value"], site.get("fn")))
@@ -338,6 +341,12 @@ def _check_dependents(
             for name, site in found.items()
             if site["type"] in ("sample", "deterministic")
         }
+        supports = {
+            f"support of {name}": [jnp.asarray(site["fn"].support(site["value"]))]
+            for name, site in found.items()
+            if site["type"] == "sample" and site["is_observed"] and jnp.size(site["value"])
+        }
+        return arrays | supports
 
     rows = {f"plate {p.name}": jnp.arange(p.subsample_size) for p in subsampled.values()}
     labels = eval_provenance(outputs, **rows, **{name: latents[name] for name in where})
@@ -350,6 +359,13 @@ def _check_dependents(
         if site["type"] != "sample":
             continue
         frames = [f.name for f in site["cond_indep_stack"] if f.name in subsampled]
+        bounds = frozenset().union(*labels.get(f"support of {name}", [])) & set(where)
+        if bounds:
+            raise ValueError(
+                f"The support of the observations of site '{name}' depends on latent sites"
+                f" ({', '.join(sorted(bounds))}) of its group, over which such a density cannot be"
+                " integrated by a few points. Use one that falls off smoothly."
+            )
         for local in sorted(needs):
             if where[local] not in frames:
                 raise ValueError(
@@ -406,6 +422,8 @@ class Globals(Messenger):
         self.values: dict[str, Any] = {}
         self.keys: list[Any] = []
         self.plates: dict[str, SeenPlate] = {}
+        #: the observed sites of each, with some values of what is latent
+        self.observed: dict[str, dict[str, dict]] = {name: {} for name in self.names}
         #: of each plate with a ``subsample_size`` its size, and the rows of the minibatch
         self.rows: dict[str, tuple[int, Array]] = {}
         self.dtype = jnp.result_type(float)
@@ -429,11 +447,15 @@ class Globals(Messenger):
             self.rows[msg["name"]] = msg["args"][0], msg["value"]
         elif kind == "prng_key":
             self.keys.append(msg["value"])
-        elif kind in ("param", "mutable") or (kind == "sample" and not self._is_local(msg)):
+        elif kind == "sample" and (plate := self._plate_of(msg)) is not None:
+            if msg["is_observed"]:
+                self.observed[plate][msg["name"]] = dict(msg)
+        elif kind in ("param", "mutable", "sample"):
             self.values[msg["name"]] = msg["value"]
 
-    def _is_local(self, msg: dict[str, Any]) -> bool:
-        return any(frame.name in self.names for frame in msg["cond_indep_stack"])
+    def _plate_of(self, msg: dict[str, Any]) -> str | None:
+        frames = msg["cond_indep_stack"]
+        return next((frame.name for frame in frames if frame.name in self.names), None)
 
 
 class _AllGiven(Messenger):
@@ -529,17 +551,26 @@ class _AllGiven(Messenger):
 
 
 class _inside(Messenger):
-    """As in a plate that has been left."""
+    """As in a plate that has been left, with the sites that a factor stands for."""
 
-    def __init__(self, seen: SeenPlate) -> None:
-        self.seen = seen
+    def __init__(self, seen: SeenPlate, observed: dict[str, dict]) -> None:
+        self.seen, self.observed = seen, observed
         super().__init__(None)
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "sample":
+            msg["infer"] = {**msg["infer"], _OBSERVED: self.observed}
             msg["cond_indep_stack"].append(self.seen.frame)
             if (share := len(self.seen.rows) / self.seen.size) != 1:
                 msg["scale"] = (1.0 if msg["scale"] is None else msg["scale"]) / share
+
+
+def with_observed(sites: Mapping[str, dict]) -> dict[str, dict]:
+    """Sites of a trace, and those that the factors of groups stand for: to look at their rows."""
+    found = dict(sites)
+    for site in sites.values():
+        found |= site.get("infer", {}).get(_OBSERVED, {})
+    return found
 
 
 def some_value(fn: Any) -> Array:

@@ -27,6 +27,7 @@ import numpy as np
 from numpyro_sgmcmc.data.rows_on_disk import failure_of
 from numpyro_sgmcmc.data.sharding import ROWS
 from numpyro_sgmcmc.target.handlers import log_density
+from numpyro_sgmcmc.target.local_latents import with_observed
 from numpyro_sgmcmc.target.model import Values, unremarkable_values
 from numpyro_sgmcmc.target.row_errors import (
     beyond_array,
@@ -127,7 +128,7 @@ def _of_sites(
     plates = {plate.name for plate in target.view.plates}
     _, sites = target.view.potential_and_sites(z, rows, rng_key, target.args, target.kwargs)
     terms, outside, densities = {}, {}, {}
-    for name, site in sites.items():
+    for name, site in with_observed(sites).items():
         if site["type"] != "sample":
             continue
         value, term = site["value"], log_density(site)

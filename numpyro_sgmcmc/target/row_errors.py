@@ -15,6 +15,7 @@ from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.target.argument_checks import named_arrays
 from numpyro_sgmcmc.target.handlers import Indices, log_density, without_wrappers
+from numpyro_sgmcmc.target.local_latents import with_observed
 from numpyro_sgmcmc.target.model import unremarkable_values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.target.watched_indices import IndexedArray
@@ -28,9 +29,8 @@ _REMEDY = (
 def _sites(target: Target, rows: Indices, z: Any = None) -> dict[str, dict]:
     z = unremarkable_values(target.view) if z is None else z
     with validation_enabled(False):
-        return target.view.potential_and_sites(z, rows, random.key(0), target.args, target.kwargs)[
-            1
-        ]
+        data = target.args, target.kwargs
+        return with_observed(target.view.potential_and_sites(z, rows, random.key(0), *data)[1])
 
 
 def check_supports(target: Target) -> None:
