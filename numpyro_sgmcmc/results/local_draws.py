@@ -76,8 +76,8 @@ def local_draws(
         ...         numpyro.sample("y", dist.Normal(a, 1), obs=y[g])
 
         >>> y = jax.random.normal(jax.random.key(0), (1_000,))
-        >>> mcmc = MCMC(CCAdL(model, progress_bar=False), num_warmup=100, num_samples=500,
-        ...             progress_bar=False)
+        >>> kernel = CCAdL(model, step_size=0.02, friction=20.0)
+        >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=500, progress_bar=False)
         >>> mcmc.run(jax.random.key(1), y)
         >>> found = local_draws(mcmc, groups=[3, 14], num_draws=500)["a"]
         >>> found.dims, found.coords["groups"].values.tolist()
