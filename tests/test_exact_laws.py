@@ -576,11 +576,8 @@ def state_dependent_data(size=4_000):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("covariance", "exact"),
-    [("matrix_free", True), pytest.param("diagonal", False, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("covariance", "exact"), [("matrix_free", True), ("diagonal", False)])
 def test_state_dependent_noise(covariance, exact):
     """NOGIN is exact where the noise depends on the position, if it knows the noise there."""
     kernel = CCAdL(

@@ -181,7 +181,13 @@ CASES = {
 }
 
 #: Not among the quick tests.
-SLOW = ("two slopes", "three slopes", "standard effects, by hand", "a mixture of intercepts")
+SLOW = ("two slopes", "a mixture of intercepts")
+NIGHTLY = ("three slopes", "standard effects, by hand")
+
+
+def marked(case):
+    kinds = [k for k in ("slow", "nightly") if case in {"slow": SLOW, "nightly": NIGHTLY}[k]]
+    return pytest.param(case, marks=[getattr(pytest.mark, kind) for kind in kinds])
 
 
 def flat_potential(model, y, parts=1):
@@ -209,9 +215,7 @@ def errors(found, expected):
     return [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in CASES]
-)
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_the_marginal(case):
     """The minibatch potential averages to the exact marginal one, with its derivatives."""
     model, marginal, y = CASES[case]

@@ -355,7 +355,7 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
             pass
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_beginning_anew_waits_for_the_writer(tmp_path):
     """Two processes: the second one neither renames nor touches the store of the first."""
     settings = {"cache": tmp_path / "cache", "samples": 10_000_000}

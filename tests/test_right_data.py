@@ -125,7 +125,9 @@ def test_the_tuning_of_other_data_gets_their_anchor(tuned):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"y": CHANGED}, {"scale": 0.05}])
+@pytest.mark.parametrize(
+    "change", [pytest.param({"y": CHANGED}, marks=pytest.mark.nightly), {"scale": 0.05}]
+)
 def test_what_a_model_has_from_elsewhere_is_looked_at(change):
     """Rows of a closure, an attribute or a data frame; and a number that is written there."""
     model = OwnData(Y)

@@ -747,7 +747,7 @@ def test_warns_of_bad_runs_and_only_of_them(tuning):
     assert "steps were undone" in str(summary(mcmc))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_warns_of_a_funnel():
     def funnel(y):
         x = numpyro.sample("x", dist.Normal(0, 3))
