@@ -509,6 +509,12 @@ def classes_of_members(y, batch=10):
         numpyro.sample("y", dist.Normal(mu + k, tau), obs=y[g].T)
 
 
+def nothing_else(y, batch=10):
+    with groups(y, batch) as g:
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(a, 1.0), obs=y[g, 0])
+
+
 def other_groups(y, batch=10):
     mu, tau = globals_()
     with groups(y, batch) as g:
@@ -525,6 +531,7 @@ def other_groups(y, batch=10):
         (too_many, "has 31 latent variables, of which 30 at most"),
         (endless, r"'k' in plate 'groups' is discrete \(Poisson\) and has no end of values"),
         (classes_of_members, "'k' in plate 'groups' is discrete .* several values in each group"),
+        (nothing_else, "All latent sites .* inside of the subsampled plate 'groups'"),
         (other_groups, "'groups, marginal' in plate 'groups': what a row adds"),
     ],
 )

@@ -15,6 +15,7 @@ import jax
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards, found_shards
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.settings import Settings
+from numpyro_sgmcmc.target.local_latents import Marginal
 from numpyro_sgmcmc.target.model import MinibatchModel, read_model
 from numpyro_sgmcmc.target.row_checks import check_rows
 from numpyro_sgmcmc.target.sharding_checks import check_spread
@@ -85,6 +86,13 @@ class Context:
                 " data. For minibatches write `numpyro.plate(name, size, subsample_size=...)`"
                 " around the data.",
                 stacklevel=3,
+            )
+        if model.dimension == 0 and isinstance(model.model, Marginal):
+            names = ", ".join(f"'{plate.name}'" for plate in model.model.plates)
+            raise ValueError(
+                f"All latent sites of the model are inside of the subsampled plate {names}, and are"
+                " integrated out: no parameter is left to be sampled. Leave its `subsample_size`"
+                " out to sample them."
             )
         if model.dimension == 0:
             raise ValueError("The model has no latent sites: there is nothing to sample.")
