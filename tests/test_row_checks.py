@@ -133,6 +133,15 @@ def test_a_support_that_depends_on_latent_sites():
         look(model_of(uniform), np.abs(REAL) + 0.1)
 
 
+def test_missing_values_may_be_latent():
+    """It is the bounds that must not depend on them."""
+
+    def imputed(w, i, y):
+        observed(dist.Normal(w[0], 1), jnp.where(i < 3, w[2], y[i]))
+
+    look(model_of(imputed), REAL)
+
+
 def test_a_row_without_a_finite_density():
     x = np.abs(X)
     x[377] = 0

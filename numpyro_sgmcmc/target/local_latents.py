@@ -342,7 +342,7 @@ def _check_dependents(
             if site["type"] in ("sample", "deterministic")
         }
         supports = {
-            f"support of {name}": [jnp.asarray(site["fn"].support(site["value"]))]
+            f"support of {name}": [jnp.asarray(site["fn"].support(jnp.zeros_like(site["value"])))]
             for name, site in found.items()
             if site["type"] == "sample" and site["is_observed"] and jnp.size(site["value"])
         }

@@ -42,7 +42,8 @@ def check_supports(target: Target) -> None:
     def inside(**z: Array) -> dict[str, Array]:
         sites = _sites(target, target.view.first_rows(), z)
         return {
-            name: jnp.asarray(site["fn"].support(site["value"]))
+            # at other values: those of rows that are missing may be latent
+            name: jnp.asarray(site["fn"].support(jnp.zeros_like(site["value"])))
             for name, site in sites.items()
             if site["type"] == "sample"
             and plates & {frame.name for frame in site["cond_indep_stack"]}
