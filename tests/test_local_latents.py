@@ -4,6 +4,7 @@
 """Latent sites inside of subsampled plates, integrated out: against the marginal model."""
 
 from dataclasses import replace
+import math
 
 from generations import arviz_marks
 import jax
@@ -283,34 +284,81 @@ def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
         warn_of(wrong)
 
 
+def bundles(y, batch=6):
+    """The effects of :func:`logistic`, five of them in each group."""
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        a = numpyro.sample("a", dist.Normal(mu, 2 * tau).expand([5]).to_event(1))
+        logits = jnp.broadcast_to(a[..., None], y[g].shape)
+        numpyro.sample("y", dist.Bernoulli(logits=logits).to_event(2), obs=y[g])
+
+
+def of_draws(seed, keys=400):
+    """Gradients and second derivatives by the draws of so many keys, and exact ones."""
+    exact, x = flat_potential(logistic, BINARY)
+    # a standard deviation of the effects of 1
+    x = x.at[1].set(math.log(0.5))
+    y = BINARY.reshape(12, 5, ROWS)
+    view = read_model(bundles, init_to_uniform, (y,), {})
+    unflat, rows = ravel_pytree(unremarkable_values(view))[1], {"groups": jnp.arange(12)}
+
+    def one(key):
+        f = lambda x: view.potential(unflat(x), rows, key, (y,), {})  # noqa: E731
+        return jax.grad(f)(x), jax.hessian(f)(x)
+
+    found = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=100))(
+        random.split(random.key(seed), keys)
+    )
+    return found, derivatives(exact, x)[1:]
+
+
+def shift_of_many(gradients, exact):
+    """By how much 10,000 groups would move in the mean, in posterior standard deviations; error."""
+    gradient, precision = exact
+    many = (10_000 / 12) ** 0.5 / jnp.sqrt(jnp.diag(precision))
+    shifts = many * (gradients - gradient)
+    return shifts.mean(0), shifts.std(0) / len(shifts) ** 0.5
+
+
 @pytest.mark.slow
-def test_draws_for_many_dimensions():
-    """
-    Five effects with a normal law: the value is exact with any draws, and the gradient in the mean.
-    Those of groups are independent: of draws that all share the errors would add up.
-    """
+def test_draws_for_many_dimensions(monkeypatch):
+    """Against quadrature of each effect by itself; draws that are held fixed are not enough."""
+    (gradients, hessians), exact = of_draws(0)
+    shift, error = shift_of_many(gradients, exact)
+    assert (jnp.abs(shift) < 0.2 + 4 * error).all()
+    assert (error < 0.1).all()
+    factor = jnp.linalg.inv(jnp.linalg.cholesky(exact[1]))
+    curvature = jnp.linalg.eigvalsh(factor @ hessians.mean(0) @ factor.T)
+    assert (jnp.abs(curvature - 1) < 0.05).all()
+
+    away = inner_rules.away
+    held = lambda *both: jax.lax.stop_gradient(away(*both))  # noqa: E731
+    monkeypatch.setattr(inner_rules, "away", held)
+    (gradients, hessians), _ = of_draws(0)
+    shift, error_held = shift_of_many(gradients, exact)
+    assert jnp.abs(shift).max() > 0.2 + 4 * error_held.max()
+    assert (error_held > 3 * error).all()
+    assert jnp.linalg.eigvalsh(factor @ hessians.mean(0) @ factor.T).max() > 1.05
+
+
+def test_the_logarithm_of_a_mean_of_few_draws():
+    """Is too small; by how much, the parts of the draws say."""
+    logs = 0.7 * random.normal(random.key(0), (32, 20_000)) - 0.7**2 / 2
+    plain = jax.nn.logsumexp(logs, axis=0) - jnp.log(32)
+    found = inner_rules.jackknife(logs - jnp.log(32))
+    error = 4 * float(found.std()) / 20_000**0.5
+    assert abs(float(found.mean())) < error + 0.001
+    assert float(plain.mean()) < -0.005
+
+
+def test_draws_of_normal_effects_are_exact():
+    """For a normal law of effects and rows with any draws: value, gradient, second derivatives."""
     model, marginal = slopes(5)
     view = read_model(model, init_to_uniform, (Y,), {})
-    z = unremarkable_values(view)
-    x, unflat = ravel_pytree(z)
+    x, unflat = ravel_pytree(unremarkable_values(view))
     expected = derivatives(lambda x: potential_energy(marginal, (Y,), {}, unflat(x)), x)
-
-    @jax.jit
-    def at(rows, seed):
-        def one(key):
-            rows_here = {"groups": rows}
-            both = jax.value_and_grad(lambda z: view.potential(z, rows_here, key, (Y,), {}))(z)
-            return both[0], ravel_pytree(both[1])[0]
-
-        return jax.lax.map(one, random.split(random.key(seed), 400))
-
-    values, gradients = at(jnp.arange(GROUPS), 0)
-    np.testing.assert_allclose(values, expected[0], rtol=1e-5)
-    spread = gradients.std(0)
-    error = 4 * spread / 20 + 1e-5 * jnp.abs(expected[1])
-    assert (jnp.abs(gradients.mean(0) - expected[1]) < error).all()
-    # that of one group, times their number
-    assert (spread < 0.5 * at(jnp.zeros(1, int), 1)[1].std(0)).all()
+    found = derivatives(flat_potential(model, Y)[0], x)
+    assert max(errors(found, expected)) < 1e-3
 
 
 def test_factors_of_small_matrices():
