@@ -143,7 +143,7 @@ MUTATIONS = {
         "tests/test_tuning.py -k anchor_moves",
     ),
     "single-precision sum of rows one by one": Mutation(
-        "target/potential.py", "_CHUNK = 16_384", "_CHUNK = 16",
+        "target/potential.py", "_CHUNK, _FEWEST = 16_384, 64", "_CHUNK, _FEWEST = 16, 64",
         "tests/test_gradients.py -k single_precision",
     ),
     "steps that are not finite are kept": Mutation(

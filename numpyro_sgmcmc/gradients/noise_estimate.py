@@ -168,10 +168,10 @@ class NoiseEstimate:
         }[covariance]()
         noisy = [plate for plate in plates if factors[plate.name] > 0]
         ranks = [
-            sum(stop - start - 1 for start, stop, factor in target.groups[name] if factor > 0)
-            if name in target.groups
-            else estimate_rank(estimator, batch_size)
-            for name, _, batch_size in noisy
+            sum(stop - start - 1 for start, stop, factor in target.groups[plate.name] if factor > 0)
+            if plate.name in target.groups
+            else estimate_rank(estimator, plate.subsample_size)
+            for plate in noisy
         ]
         directions = _FEWEST_DIRECTIONS + _DIRECTIONS_FOR_EACH * representation.freedom
         window = self.window or max(_FEWEST_STEPS, math.ceil(directions / min(ranks, default=1)))

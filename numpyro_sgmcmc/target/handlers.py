@@ -34,6 +34,8 @@ class Plate(NamedTuple):
     size: int
     #: number of rows in a minibatch n
     subsample_size: int
+    #: number of points at which the likelihood of a row is evaluated
+    points: int = 1
 
 
 class _choose_rows(Messenger):
@@ -101,7 +103,7 @@ class first_rows_of(_choose_rows):
         super().__init__(fn)
 
     def rows(self, plate: Plate) -> Array:
-        check_plate(*plate)
+        check_plate(plate.name, plate.size, plate.subsample_size)
         rows = jnp.arange(plate.subsample_size)
         if self.taken is not None:
             self.taken[plate.name] = rows

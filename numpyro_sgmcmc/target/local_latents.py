@@ -41,7 +41,12 @@ from numpyro_sgmcmc.target.handlers import (
     log_density,
     without_wrappers,
 )
-from numpyro_sgmcmc.target.inner_rules import draws_of, log_integral, needs_draws
+from numpyro_sgmcmc.target.inner_rules import (
+    draws_of,
+    log_integral,
+    needs_draws,
+    points_of,
+)
 
 #: What a factor keeps of the sites that it stands for.
 _OBSERVED = "numpyro_sgmcmc: observed"
@@ -125,6 +130,11 @@ class Marginal:
             with _inside(seen.plates[plate.name], seen.observed[plate.name]):
                 numpyro.factor(f"{plate.name}, marginal", terms.reshape(shape))
         return result
+
+    def with_points(self, plates: Iterable[Plate]) -> tuple[Plate, ...]:
+        """Plates that know at how many points of its latent variables a group is evaluated."""
+        points = {p.name: len(p.combinations) * points_of(p.dimension) for p in self.plates}
+        return tuple(plate._replace(points=points.get(plate.name, 1)) for plate in plates)
 
     @property
     def __wrapped__(self) -> Model:

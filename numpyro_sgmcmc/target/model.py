@@ -90,8 +90,8 @@ class MinibatchModel(NamedTuple):
     def on_each(self, parts: int) -> "MinibatchModel":
         """The model on one of so many devices, with its part of the rows and of the minibatch."""
         plates = (
-            Plate(name, size // parts, subsample_size // parts)
-            for name, size, subsample_size in self.plates
+            plate._replace(size=plate.size // parts, subsample_size=plate.subsample_size // parts)
+            for plate in self.plates
         )
         return self._replace(plates=tuple(plates), parts=parts)
 
@@ -312,6 +312,7 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
             fixed = without_local_latents(given_constants, sites, plates, seen_args, seen_kwargs)
             if isinstance(fixed, Marginal):
                 sites = traced(fixed)
+                plates = fixed.with_points(plates)
     latents = {k: s for k, s in sites.items() if s["type"] == "sample" and not s["is_observed"]}
 
     def given(rows: Indices, args: tuple, kwargs: dict) -> dict[str, dict]:

@@ -21,8 +21,8 @@ from numpyro_sgmcmc.target.handlers import Indices, Plate
 from numpyro_sgmcmc.target.metric import Metric
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
 
-#: A pass over all data takes so many rows at once.
-_CHUNK = 16_384
+#: A pass over all data takes so many rows at once, of which each may be evaluated at many points.
+_CHUNK, _FEWEST = 16_384, 64
 
 #: Below this size all of a vector and what is around it is in memory.
 _COPIES_ABOVE = 1_024
@@ -169,7 +169,7 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
     """
     total = None
     # of each plate the rows that make whole chunks, and the rest
-    for parts in product(*(_parts(plate.size) for plate in plates)):
+    for parts in product(*map(_parts, plates)):
         count = math.prod(count for _, count, _ in parts)
         weight = math.prod(
             length / plate.size for plate, (_, _, length) in zip(plates, parts, strict=True)
@@ -216,7 +216,7 @@ def of_all_rows(function: Callable[[Array], Any], plate: Plate) -> Any:
     :return: a tree like what the function gives, with N entries each.
     """
     parts = []
-    for start, count, length in _parts(plate.size):
+    for start, count, length in _parts(plate):
 
         def chunk(k: Array, start: int = start, length: int = length) -> Any:
             return function(start + k * length + jnp.arange(length))
@@ -226,9 +226,10 @@ def of_all_rows(function: Callable[[Array], Any], plate: Plate) -> Any:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
-def _parts(size: int) -> list[tuple[int, int, int]]:
+def _parts(plate: Plate) -> list[tuple[int, int, int]]:
     """First row, number of chunks and rows of each: of the whole chunks and of the rest."""
-    count = -(-size // _CHUNK)
+    size = plate.size
+    count = -(-size // (_CHUNK if plate.points == 1 else max(_FEWEST, _CHUNK // plate.points)))
     length = size // count
     whole = [(0, size // length, length)]
     done = size // length * length
