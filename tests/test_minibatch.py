@@ -23,6 +23,7 @@ import pytest
 
 from numpyro_sgmcmc import full_data
 from numpyro_sgmcmc.target.argument_checks import as_arrays
+from numpyro_sgmcmc.target.handlers import Plate
 from numpyro_sgmcmc.target.initial_values import initial_values
 from numpyro_sgmcmc.target.model import read_model
 
@@ -347,4 +348,4 @@ def test_no_cost_of_order_n():
             numpyro.sample("y", dist.Normal(mu, 1), obs=jnp.sin(i.astype(jnp.float32)))
 
     seen = read_model(model, init_to_uniform, (), {})
-    assert seen.plates == (("rows", 2**31 - 1, 10),)
+    assert seen.plates == (Plate("rows", 2**31 - 1, 10),)
