@@ -42,7 +42,8 @@ from numpyro_sgmcmc.target.handlers import (
     log_density,
     numbers_of,
 )
-from numpyro_sgmcmc.target.local_latents import Marginal, without_local_latents
+from numpyro_sgmcmc.target.local_latents import Marginal
+from numpyro_sgmcmc.target.local_latents_checks import without_local_latents
 from numpyro_sgmcmc.target.model_checks import check_hidden, check_lengths, check_sites
 from numpyro_sgmcmc.target.model_exceptions import explained, one_at_a_time
 

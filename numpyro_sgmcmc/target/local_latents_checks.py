@@ -1,0 +1,213 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Which latent sites are inside of subsampled plates, and whether they can be integrated out."""
+
+from collections.abc import Iterable, Mapping
+import math
+
+import jax
+from jax import Array, random
+import jax.numpy as jnp
+from numpyro.distributions import biject_to
+from numpyro.handlers import seed, substitute, trace
+from numpyro.ops.provenance import eval_provenance
+
+from numpyro_sgmcmc.target.handlers import Model, Plate, given_rows, without_wrappers
+from numpyro_sgmcmc.target.local_latents import LocalPlate, Marginal, group_axis
+
+#: Continuous latent variables of a group, and combinations of values of discrete ones.
+MOST_DIMENSIONS, MOST_COMBINATIONS = 30, 1_000
+
+
+def without_local_latents(
+    model: Model, sites: Mapping[str, dict], plates: Iterable[Plate], args: tuple, kwargs: dict
+) -> Model:
+    """
+    The model itself; or its :class:`Marginal`, if subsampled plates have latent sites.
+
+    :param sites: a trace of the model on the first rows of its plates.
+    :param plates: those with a ``subsample_size``.
+    :raises ValueError: if the latent sites cannot be integrated out, group by group.
+    """
+    subsampled = {plate.name: plate for plate in plates if plate.subsample_size < plate.size}
+    inside: dict[str, list[dict]] = {}
+    for site in sites.values():
+        if site["type"] == "sample" and not site["is_observed"]:
+            names = [f.name for f in site["cond_indep_stack"] if f.name in subsampled]
+            _check_local(site, [subsampled[name] for name in names])
+            if names:
+                inside.setdefault(names[0], []).append(site)
+    if not inside:
+        return model
+    found = []
+    for name, local in inside.items():
+        continuous, discrete = [], []
+        for site in local:
+            if site["fn"].support.is_discrete:
+                discrete.append((site["name"], len(site["fn"].enumerate_support(expand=False))))
+            else:
+                shape = list(biject_to(site["fn"].support).inverse_shape(site["fn"].shape()))
+                del shape[group_axis(site, name)]
+                continuous.append((site["name"], tuple(shape)))
+        found.append(LocalPlate(name, tuple(continuous), tuple(discrete)))
+        _check_size(found[-1])
+    hidden = _check_dependents(model, sites, subsampled, found, args, kwargs)
+    return Marginal(model, tuple(found), hidden)
+
+
+def _check_local(site: dict, plates: list[Plate]) -> None:
+    """
+    :raises ValueError: if a latent site cannot be integrated out of the plates that it is in.
+    """
+    if not plates:
+        return
+    name, plate = site["name"], plates[0].name
+    if name.endswith("_unobserved"):
+        raise ValueError(
+            f"Site '{name.removesuffix('_unobserved')}' has an `obs_mask` inside the subsampled"
+            f" plate '{plate}', which makes a latent value for each row of the minibatch. Use"
+            " `numpyro.handlers.mask` on the observed site instead."
+        )
+    if len(plates) > 1:
+        raise ValueError(
+            f"Latent site '{name}' is inside two subsampled plates, '{plate}' and"
+            f" '{plates[1].name}': its values cannot be integrated out group by group. Leave the"
+            " `subsample_size` of the inner plate out, or sample the site for all rows outside of"
+            " both."
+        )
+    if site["fn"].support.is_discrete:
+        kind = type(without_wrappers(site["fn"])).__name__
+        try:
+            site["fn"].enumerate_support(expand=False)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"Latent site '{name}' in plate '{plate}' is discrete ({kind}) and has no end of"
+                " values to be summed over. Write the sum into the likelihood, as"
+                " `numpyro.distributions.NegativeBinomial2` does for a `Poisson` of a `Gamma`; or"
+                " cut it off, with a `Categorical`."
+            ) from error
+        if math.prod(site["fn"].batch_shape) > plates[0].subsample_size:
+            raise ValueError(
+                f"Latent site '{name}' in plate '{plate}' is discrete ({kind}) and has several"
+                " values in each group, all combinations of which would be summed over. Sum over"
+                " each by itself in the likelihood:"
+                " `numpyro.distributions.MixtureSameFamily(weights, components)`."
+            )
+
+
+def _check_size(plate: LocalPlate) -> None:
+    """
+    :raises ValueError: if there are too many latent variables in each group.
+    """
+    sites = [f"'{name}'" for name in plate.names]
+    number = math.prod(size for _, size in plate.discrete)
+    what = (
+        f"{plate.dimension} latent variables, of which {MOST_DIMENSIONS} at most can be integrated"
+        " out"
+        if plate.dimension > MOST_DIMENSIONS
+        else f"{number:,} combinations of discrete values, of which {MOST_COMBINATIONS:,} at most"
+        " can be summed over"
+        if number > MOST_COMBINATIONS
+        else ""
+    )
+    if what:
+        raise ValueError(
+            f"Each group of the subsampled plate '{plate.name}' has {what} ({', '.join(sites)})."
+            " Sample them for all groups outside of the plate, `z = numpyro.sample(...)` under a"
+            " plate without `subsample_size`, and use `z[g]` inside."
+        )
+
+
+def _check_dependents(
+    model: Model,
+    sites: Mapping[str, dict],
+    subsampled: Mapping[str, Plate],
+    plates: list[LocalPlate],
+    args: tuple,
+    kwargs: dict,
+) -> frozenset[str]:
+    """
+    :return: deterministic sites that depend on latent sites of the plates.
+    :raises ValueError: if other sites do that are not inside, or are in another subsampled plate.
+    """
+    latents = {k: s["value"] for k, s in sites.items() if s["type"] == "sample"}
+    latents = {k: x for k, x in latents.items() if not sites[k]["is_observed"]}
+    where = {name: p.name for p in plates for name in p.names}
+
+    def outputs(**inputs: Array) -> dict[str, list]:
+        rows = {name: inputs[f"plate {name}"] for name in subsampled}
+        values = {name: inputs[name] for name in where}
+        at = given_rows(model, tuple(subsampled.values()), rows)
+        at = substitute(seed(at, random.key(0)), data={**latents, **values})
+        found = trace(at).get_trace(*args, **kwargs)
+        arrays = {
+            name: [
+                jnp.asarray(x)
+                for x in jax.tree.leaves((site["value"], site.get("fn")))
+                if isinstance(x, (jax.Array, float, int))
+            ]
+            for name, site in found.items()
+            if site["type"] in ("sample", "deterministic")
+        }
+        supports = {
+            f"support of {name}": [jnp.asarray(site["fn"].support(jnp.zeros_like(site["value"])))]
+            for name, site in found.items()
+            if site["type"] == "sample" and site["is_observed"] and jnp.size(site["value"])
+        }
+        return arrays | supports
+
+    rows = {f"plate {p.name}": jnp.arange(p.subsample_size) for p in subsampled.values()}
+    labels = eval_provenance(outputs, **rows, **{name: latents[name] for name in where})
+    hidden, found = set(), {name: frozenset[str]() for name in sites}
+    for name, site in sites.items():
+        all_needs = frozenset().union(*labels.get(name, []))
+        found[name] = needs = (all_needs & set(where)) - {name}
+        if site["type"] == "deterministic" and needs:
+            hidden.add(name)
+        if site["type"] != "sample":
+            continue
+        frames = [f.name for f in site["cond_indep_stack"] if f.name in subsampled]
+        bounds = frozenset().union(*labels.get(f"support of {name}", [])) & set(where)
+        if bounds:
+            raise ValueError(
+                f"The support of the observations of site '{name}' depends on latent sites"
+                f" ({', '.join(sorted(bounds))}) of its group, over which such a density cannot be"
+                " integrated by a few points. Use one that falls off smoothly."
+            )
+        for local in sorted(needs):
+            if where[local] not in frames:
+                raise ValueError(
+                    f"Site '{name}' depends on the latent site '{local}' of the subsampled plate"
+                    f" '{where[local]}' but stands outside of it: groups that are not in the"
+                    " minibatch would be missing. Move it into the plate; or sample"
+                    f" '{local}' for all {subsampled[where[local]].size:,} groups, outside of the"
+                    " plate."
+                )
+        others = [p for p in subsampled if f"plate {p}" in all_needs and p not in frames]
+        if (frames and others) and set(frames) & set(where.values()):
+            raise ValueError(
+                f"Site '{name}' in plate '{frames[0]}' depends on the minibatch of plate"
+                f" '{others[0]}' but stands outside of that plate. Use the indices of"
+                f" '{frames[0]}'."
+            )
+        if len(frames) > 1 and set(frames) & set(where.values()):
+            raise ValueError(
+                f"Site '{name}' is inside the subsampled plates {' and '.join(map(repr, frames))},"
+                " one of which has latent sites: the likelihood of a group needs all of its rows."
+                f" Leave the `subsample_size` of '{frames[-1]}' out, or of crossed effects sample"
+                " those of one kind for all groups, outside of its plate."
+            )
+    # what observations depend on, directly or by other sites of their groups
+    used = {
+        k for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] for k in found[n]
+    }
+    while more := {k for name in used for k in found[name]} - used:
+        used |= more
+    if unused := sorted(set(where) - used):
+        raise ValueError(
+            f"Latent site '{unused[0]}' is inside the subsampled plate '{where[unused[0]]}', and no"
+            " observed site depends on it: it would make no difference to anything. If it was to be"
+            " observed, its `obs` is None here; else leave it out."
+        )
+    return frozenset(hidden)
