@@ -229,7 +229,7 @@ def of_all_rows(function: Callable[[Array], Any], plate: Plate) -> Any:
 def _parts(plate: Plate) -> list[tuple[int, int, int]]:
     """First row, number of chunks and rows of each: of the whole chunks and of the rest."""
     size = plate.size
-    count = -(-size // (_CHUNK if plate.points == 1 else max(_FEWEST, _CHUNK // plate.points)))
+    count = -(-size // min(_CHUNK, max(_FEWEST, _CHUNK // plate.points)))
     length = size // count
     whole = [(0, size // length, length)]
     done = size // length * length
