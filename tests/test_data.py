@@ -136,7 +136,7 @@ def drawn(name, x, y=Y, **options):
     ("name", "options"),
     [
         ("SGHMC estimated", {"num_chains": 2, "chain_method": "vectorized"}),
-        ("CCAdL matrix free", {"progress_bar": True}),
+        pytest.param("CCAdL matrix free", {"progress_bar": True}, marks=pytest.mark.nightly),
         ("CCAdL tuned", {"kernel": {"steps_per_sample": 3}, "jit_model_args": True}),
         pytest.param(
             "SGLD", {"kernel": {"subsampling": "epochs"}, "num_chains": 2,

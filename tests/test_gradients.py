@@ -200,7 +200,7 @@ def counts(x, y):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [3_000_000, pytest.param(10_000_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("size", [1_000_000, pytest.param(10_000_000, marks=pytest.mark.nightly)])
 def test_single_precision_of_many_rows(size):
     """
     Of so many rows: sums over all of them, and the differences of a control variate a posterior

@@ -594,6 +594,7 @@ def test_rounding_errors_of_the_gradient():
     assert spacing / 24**0.5 <= found.rounding <= 1.001 * spacing / 6**0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [pytest.param(0.0, marks=pytest.mark.nightly), 2.0**22])
 def test_warns_of_rounding(offset):
     with warnings.catch_warnings(record=True) as caught:

@@ -36,6 +36,8 @@ class Plate(NamedTuple):
     subsample_size: int
     #: number of points at which the likelihood of a row is evaluated
     points: int = 1
+    #: number of rows that a pass looks at, evenly spaced; all of them if None
+    seen: int | None = None
 
 
 class _choose_rows(Messenger):

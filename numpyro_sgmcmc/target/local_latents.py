@@ -77,7 +77,8 @@ class Marginal:
     - **model** - the model as it was written.
     - **plates** - those with latent sites.
     - **hidden** - deterministic sites that depend on these.
-    - **is_fine** - whether integrals are as exact as they are for a pass over all groups.
+    - **rule** - of the integrals (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`), or
+      ``"none"`` for zeros in their place.
 
     **Example:** a normal mean of normal means.
 
@@ -102,15 +103,16 @@ class Marginal:
     model: Model
     plates: tuple[LocalPlate, ...]
     hidden: frozenset[str]
-    is_fine: bool = False
+    rule: str = "step"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         seen = Globals(self)
         with seen:
             result = self.model(*args, **kwargs)
         for plate in self.plates:
-            integrals, *_ = self.log_integrals(plate, seen, args, kwargs)
-            terms = logsumexp(integrals, axis=0)
+            terms = jnp.zeros(seen.plates[plate.name].frame.size, seen.dtype)
+            if self.rule != "none":
+                terms = logsumexp(self.log_integrals(plate, seen, args, kwargs)[0], axis=0)
             shape = (-1, *(1,) * (-seen.plates[plate.name].frame.dim - 1))
             with _inside(seen.plates[plate.name], seen.observed[plate.name]):
                 numpyro.factor(f"{plate.name}, marginal", terms.reshape(shape))
@@ -118,7 +120,9 @@ class Marginal:
 
     def with_points(self, plates: Iterable[Plate]) -> tuple[Plate, ...]:
         """Plates that know at how many points of its latent variables a group is evaluated."""
-        points = {p.name: len(p.combinations) * points_of(p.dimension) for p in self.plates}
+        points = {
+            p.name: len(p.combinations) * points_of(p.dimension, self.rule) for p in self.plates
+        }
         return tuple(plate._replace(points=points.get(plate.name, 1)) for plate in plates)
 
     @property
@@ -141,16 +145,19 @@ class Marginal:
         needed = needs_draws(plate.dimension)
         keys = _keys(seen.plates[plate.name].rows) if needed else None
 
-        def density(values: Mapping[str, Any], classes: Array, z: Array) -> Array:
+        def density(
+            values: Mapping[str, Any], classes: Array, z: Array, names: Iterable[str] | None = None
+        ) -> Array:
             with block():
                 given = _AllGiven(self, plate, seen, values, z, classes)
-                return given.log_densities(args, kwargs)
+                return given.log_densities(args, kwargs, names)
 
         def integral(classes: Array) -> Array:
             own = partial(density, seen.values, classes)
             if not plate.dimension:
                 return own(start)
-            return log_integral(own, partial(density, fixed, classes), start, keys, self.is_fine)
+            held, latent = partial(density, fixed, classes), partial(own, names=plate.names)
+            return log_integral(own, held, latent, start, keys, self.rule)
 
         classes = jnp.asarray(plate.combinations)
         found = integral(classes[0])[None] if len(classes) == 1 else jax.vmap(integral)(classes)
@@ -334,11 +341,12 @@ class _AllGiven(Messenger):
             self.model(*args, **kwargs)
         return found
 
-    def log_densities(self, args: tuple, kwargs: dict) -> Array:
-        """Of each group, with all that is in it."""
+    def log_densities(self, args: tuple, kwargs: dict, names: Iterable[str] | None = None) -> Array:
+        """Of each group, with all that is in it or with the sites of these names."""
         total = jnp.zeros(len(self.z))
         for name, site in self.sites(args, kwargs).items():
-            frames = site["cond_indep_stack"] if site["type"] == "sample" else []
+            is_term = site["type"] == "sample" and (names is None or name in names)
+            frames = site["cond_indep_stack"] if is_term else []
             for frame in frames:
                 if frame.name != self.plate.name:
                     continue

@@ -42,6 +42,7 @@ from numpyro_sgmcmc.target.handlers import (
     log_density,
     numbers_of,
 )
+from numpyro_sgmcmc.target.inner_rules import needs_draws
 from numpyro_sgmcmc.target.local_latents import Marginal
 from numpyro_sgmcmc.target.local_latents_checks import without_local_latents
 from numpyro_sgmcmc.target.model_checks import check_hidden, check_lengths, check_sites
@@ -49,6 +50,9 @@ from numpyro_sgmcmc.target.model_exceptions import explained, one_at_a_time
 
 #: Unconstrained values of the latent sites, by name.
 Values = dict[str, Array]
+
+#: Groups in passes over some of them, where their latent variables are integrated out.
+_SKETCHED = 4_096
 
 #: Only ``numpyro.prng_key`` and control flow around it are to be seeded in a potential: a
 #: seeded latent site that is missing from the values would silently be drawn anew.
@@ -107,12 +111,29 @@ class MinibatchModel(NamedTuple):
         latents = tuple((name, x.shape, x.dtype) for name, x in sorted(self.latents.items()))
         return self.plates, latents, self.on_disk, self.captured, self.numbers, self.parts
 
-    @property
-    def fine(self) -> "MinibatchModel":
-        """With integrals over latent variables of groups as exact as for a pass over all."""
+    def with_rule(self, rule: str) -> "MinibatchModel":
+        """With another rule for integrals over latent variables of groups, if there are any."""
         if not isinstance(self.model, Marginal):
             return self
-        return self._replace(model=replace(self.model, is_fine=True))
+        model = replace(self.model, rule=rule)
+        return self._replace(model=model, plates=model.with_points(self.plates))
+
+    @property
+    def drawn_plates(self) -> tuple[Plate, ...]:
+        """Those with latent variables that are integrated out by draws."""
+        local = self.model.plates if isinstance(self.model, Marginal) else ()
+        names = {plate.name for plate in local if needs_draws(plate.dimension)}
+        return tuple(plate for plate in self.plates if plate.name in names)
+
+    @property
+    def sketch(self) -> "MinibatchModel":
+        """
+        Whose passes look at some thousand groups only, if latent variables of groups are integrated
+        out: for what is as well known from these.
+        """
+        if not isinstance(self.model, Marginal):
+            return self
+        return self._replace(plates=tuple(p._replace(seen=_SKETCHED) for p in self.plates))
 
     def first_rows(self) -> dict[str, Array]:
         """The first rows of each plate, a minibatch that needs no key."""
@@ -312,7 +333,7 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
             given_constants = substitute(model, data=constants) if constants else model
             fixed = without_local_latents(given_constants, sites, plates, seen_args, seen_kwargs)
             if isinstance(fixed, Marginal):
-                sites = traced(fixed)
+                sites = traced(replace(fixed, rule="none"))
                 plates = fixed.with_points(plates)
     latents = {k: s for k, s in sites.items() if s["type"] == "sample" and not s["is_observed"]}
 

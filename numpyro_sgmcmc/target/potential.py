@@ -170,16 +170,16 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
     total = None
     # of each plate the rows that make whole chunks, and the rest
     for parts in product(*map(_parts, plates)):
-        count = math.prod(count for _, count, _ in parts)
+        count = math.prod(count for _, count, *_ in parts)
         weight = math.prod(
-            length / plate.size for plate, (_, _, length) in zip(plates, parts, strict=True)
+            length / rows_in(plate) for plate, (_, _, length, _) in zip(plates, parts, strict=True)
         )
 
         def weighted(k: Array, parts: Any = parts, weight: float = weight) -> Any:
             rows = {}
-            for plate, (start, chunks, length) in zip(plates, parts, strict=True):
+            for plate, (start, chunks, length, apart) in zip(plates, parts, strict=True):
                 k, chunk = k // chunks, k % chunks
-                rows[plate.name] = start + chunk * length + jnp.arange(length)
+                rows[plate.name] = start + chunk * apart + jnp.arange(length)
             return jax.tree.map(lambda x: weight * x, function(rows))
 
         def added(total: Any, k: Array, weighted: Any = weighted) -> Any:
@@ -190,6 +190,11 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
             total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         total, _ = lax.scan(added, total, jnp.arange(count))
     return total
+
+
+def rows_in(plate: Plate) -> int:
+    """The rows that a pass looks at."""
+    return sum(count * length for _, count, length, _ in _parts(plate))
 
 
 def full_data_gradient(
@@ -216,21 +221,30 @@ def of_all_rows(function: Callable[[Array], Any], plate: Plate) -> Any:
     :return: a tree like what the function gives, with N entries each.
     """
     parts = []
-    for start, count, length in _parts(plate):
+    for start, count, length, _ in _parts(plate._replace(seen=None)):
 
-        def chunk(k: Array, start: int = start, length: int = length) -> Any:
-            return function(start + k * length + jnp.arange(length))
+        def chunk(first: Array, length: int = length) -> Any:
+            return function(first + jnp.arange(length))
 
-        found = lax.map(chunk, jnp.arange(count))
+        found = lax.map(chunk, start + length * jnp.arange(count))
         parts.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
-def _parts(plate: Plate) -> list[tuple[int, int, int]]:
-    """First row, number of chunks and rows of each: of the whole chunks and of the rest."""
+def _parts(plate: Plate) -> list[tuple[int, int, int, int]]:
+    """
+    First row, number of chunks, rows of each and from one to the next: of the whole chunks and of
+    the rest.
+    """
     size = plate.size
     count = -(-size // min(_CHUNK, max(_FEWEST, _CHUNK // plate.points)))
     length = size // count
-    whole = [(0, size // length, length)]
-    done = size // length * length
-    return whole if done == size else [*whole, (done, 1, size - done)]
+    whole = size // length
+    if plate.seen is not None and plate.seen < size:
+        length = min(length, max(_FEWEST, plate.seen // 8))
+        whole = size // length
+        some = max(1, min(whole, plate.seen // length))
+        return [(0, some, length, whole // some * length)]
+    parts = [(0, whole, length, length)]
+    done = whole * length
+    return parts if done == size else [*parts, (done, 1, size - done, size - done)]

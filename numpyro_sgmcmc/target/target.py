@@ -108,15 +108,17 @@ class Target(NamedTuple):
         rows = self.view.first_rows()
         return hierarchy_of(self.view, values, rows, random.key(0), self.args, self.kwargs)
 
-    def anchor(self, values: Values, is_fine: bool = True) -> Anchor:
+    def anchor(self, values: Values) -> Anchor:
         """
-        The anchor at some values, by one pass over all data.
+        The anchor at some values, by one pass over all data. Integrals over latent variables of
+        groups are more exact there than in a step: what these get wrong cancels between position
+        and anchor.
+        """
+        return self._replace(view=self.view.with_rule("fine")).expansion(values)
 
-        :param bool is_fine: whether integrals over latent variables of groups are more exact than
-            those of a step: what these get wrong then cancels between position and anchor.
-        """
-        here = self._replace(view=self.view.fine) if is_fine else self
-        potential, key = here.potential(IdentityMetric()), random.key(0)
+    def expansion(self, values: Values) -> Anchor:
+        """The same with integrals as they are in a step."""
+        potential, key = self.potential(IdentityMetric()), random.key(0)
         whole = full_data_gradient(potential, self.view.plates, values, key)
         return Anchor(values, *self.mean(whole))
 

@@ -30,13 +30,14 @@ from numpyro_sgmcmc.tuning.gaussian import (
     are_modes,
     closest_gaussian,
     fit_of,
-    hessian_times,
     looks_rough,
     normal_draws,
+    whitened_hessian,
 )
 
-#: Searches from so many starts, one of them from zero, and from so many of more parameters.
-_STARTS, _FEWER_STARTS, _MANY_PARAMETERS = 6, 3, 50
+#: Searches from so many starts, one of them from zero, and from so many of more parameters; one
+#: where a row is evaluated at so many points of its latent variables.
+_STARTS, _FEWER_STARTS, _MANY_PARAMETERS, _MANY_POINTS = 6, 3, 50, 32
 
 #: The first search is of at least so many rows, and of so many for each parameter; the next ones
 #: of so many times as many.
@@ -103,7 +104,12 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     search = _Search(target, key)
     count = search.first_count
     starts = search.starts(start_key, init_strategy, count)
-    fits = [found for x, scale in starts if (found := search.fit(x, np.diag(scale), count, _STEPS))]
+    fits = []
+    for x, scale in starts:
+        if (found := search.fit(x, np.diag(scale), count, _STEPS)) is not None:
+            fits.append(found)
+            if any(plate.points >= _MANY_POINTS for plate in target.view.plates):
+                break
     if not fits:
         raise _no_center("the potential is not finite wherever the search looks")
     fits.sort(key=lambda fit: fit.objective)
@@ -149,6 +155,8 @@ class _Search:
         self.hessians = math.ceil(DRAWS / self.first_count)
         self.passes = 0.0
         self.is_rough = False
+        # integrals over latent variables are smooth
+        self.is_smooth = any(plate.points > 1 for plate in target.view.plates)
         self._evaluate = {k: target.compiled(partial(self._evaluated, k)) for k in (False, True)}
         self._energies = target.compiled(self._energies_at)
         self._curvature = target.compiled(self._curvature_at)
@@ -201,12 +209,12 @@ class _Search:
             values, gradients = jax.vmap(jax.value_and_grad(potential), (0, None))(points, rows)
 
             def products(point: Array) -> Array:
-                return hessian_times(factor, lambda x: potential(x, rows), point, is_rough)
+                return whitened_hessian(target, factor, point, rows, self.rng_key, is_rough)
 
             # at one of the draws for each minibatch, and of all draws where these are few
             some = jnp.arange(self.hessians) + self.hessians * k
             hessian = lax.map(products, points[some % len(points)]).mean(0)
-            return values.mean(), gradients @ factor, factor.T @ hessian
+            return values.mean(), gradients @ factor, hessian
 
         value, gradients, hessian = self._mean(target, count, seen)
         return (value, gradients.mean(0), hessian), looks_rough(
@@ -230,6 +238,9 @@ class _Search:
                 return jax.grad(potential)(x, rows)
 
             units = jnp.eye(self.dimension, dtype=self.dtype)
+            if target.view.drawn_plates:
+                hessian = whitened_hessian(target, units, point, rows, self.rng_key)
+                return potential(point, rows), jnp.diagonal(hessian)
             product = jax.linearize(gradient, point)[1]
             return potential(point, rows), lax.map(lambda e: product(e) @ e, units)
 
@@ -327,7 +338,7 @@ class _Search:
             cost = DRAWS + 2 * self.dimension * self.hessians
             self.passes += cost * self._share(count)
             found, rough = self._evaluate[self.is_rough](x, L, count)
-            if rough and not self.is_rough:
+            if rough and not self.is_rough and not self.is_smooth:
                 self.is_rough = True
                 return fitted(center, factor)
             return fit_of(center, factor, found, self.dtype)

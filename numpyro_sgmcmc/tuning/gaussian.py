@@ -17,6 +17,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 import optax
 
 from numpyro_sgmcmc.data.subsampling import SCHEMES
+from numpyro_sgmcmc.target.handlers import weights_of
 from numpyro_sgmcmc.target.metric import (
     DenseMetric,
     DiagonalMetric,
@@ -223,16 +224,13 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         in_epochs = target._replace(scheme=SCHEMES["epochs"])
 
         def columns(k: Array, total: Array) -> Array:
-            rows = in_epochs.rows(rows_key, k)
-
-            def at(point: Array) -> Array:
-                return potential(target.unravel(point), rows, random.fold_in(model_key, k))
-
-            return total + hessian_times(factor, at, points[k % DRAWS], start.is_rough)
+            rows, key = in_epochs.rows(rows_key, k), random.fold_in(model_key, k)
+            point = points[k % DRAWS]
+            return total + whitened_hessian(target, factor, point, rows, key, start.is_rough)
 
         total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
         values, gradients, total = target.mean((values, gradients, total))
-        return values.mean(), gradients.mean(0) @ factor, factor.T @ total / minibatches
+        return values.mean(), gradients.mean(0) @ factor, total / minibatches
 
     compiled = target.compiled(evaluate)
 
@@ -303,6 +301,63 @@ def hessian_times(
         return jax.vmap(lambda v: slope(point + v / 2) - slope(point - v / 2), 1, 1)(factor)
     _, product = jax.linearize(slope, point)
     return jax.vmap(product, 1, 1)(factor)
+
+
+def whitened_hessian(
+    target: Target,
+    factor: Array,
+    point: Array,
+    rows: Rows,
+    rng_key: Array,
+    is_rough: bool = False,
+) -> Array:
+    """
+    :math:`L^\\top \\nabla^2 \\tilde U(\\theta) L` of a minibatch. Of groups whose latent variables
+    are integrated out by draws the second derivatives have much more noise than the first ones, and
+    are replaced by those that they have in expectation,
+
+    .. math:: \\sum_g c_g (s_g - \\bar s)(s_g - \\bar s)^\\top ,
+        \\qquad s_g = \\nabla \\log p(y_g \\mid \\theta) ,
+
+    with :math:`c_g` the number of groups that each stands for.
+
+    :param target: the model with its data.
+    :param factor: :math:`L`, shape ``(d, d)``.
+    :param point: :math:`\\theta`, one flat vector.
+    :param rows: the rows of the minibatch.
+    :param rng_key: the key of the model.
+    :param bool is_rough: as for :func:`hessian_times`.
+
+    **References:**
+
+    1. *Estimation and Inference in Nonlinear Structural Models*, Ernst Berndt, Bronwyn Hall,
+       Robert Hall and Jerry Hausman (1974).
+    """
+    drawn = target.view.drawn_plates
+    smooth = target._replace(view=target.view.with_rule("none")) if drawn else target
+
+    def potential(x: Array) -> Array:
+        values = target.unravel(x)
+        return smooth.potential(IdentityMetric())(values, rows, rng_key)
+
+    found = factor.T @ hessian_times(factor, potential, point, is_rough)
+    if not drawn:
+        return found
+
+    def terms(x: Array) -> dict[str, Array]:
+        values = target.unravel(x)
+        _, found = target.potential(IdentityMetric()).with_row_terms(values, rows, rng_key)
+        return {plate.name: found[plate.name] for plate in drawn}
+
+    _, along = jax.linearize(terms, point)
+    for plate in drawn:
+        scores = jax.vmap(along, 1, 1)(factor)[plate.name]
+        # each is multiplied by the number of rows that it stands for
+        weights = weights_of(rows[plate.name])
+        counts = plate.size / len(scores) * (jnp.ones(len(scores)) if weights is None else weights)
+        scores = scores - scores.mean(axis=0)
+        found = found + (scores / counts[:, None]).T @ scores
+    return found
 
 
 def looks_rough(draws: Array, gradients: Array, trace: Array) -> Array:

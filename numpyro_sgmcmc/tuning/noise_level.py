@@ -17,6 +17,7 @@ from numpyro_sgmcmc.gradients.covariance import Diagonal
 from numpyro_sgmcmc.gradients.estimators import sub_batch_gradient
 from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.metric import GaussianMetric, Metric
+from numpyro_sgmcmc.target.potential import rows_in
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_curvature
 
@@ -142,9 +143,10 @@ def measure_noise(
         bases = jnp.concatenate([jnp.zeros_like(ends), ends[:_SHORT_LINES]])
         lines = jnp.concatenate([ends, _SHORT * ends[-_SHORT_LINES:]])
         points = jnp.concatenate([bases[:1], bases + lines / 2, bases + lines])
-        anchors = lax.map(lambda x: target.anchor(target.unravel(draws.values(x)), False), points)
+        sketch = target._replace(view=target.view.sketch)
+        anchors = lax.map(lambda x: sketch.expansion(target.unravel(draws.values(x))), points)
         anchor = jax.tree.map(lambda x: x[0], anchors)
-        if target.view.fine is not target.view:
+        if sketch.view is not target.view:
             anchor = target.anchor(anchor.values)
         slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
         middle, last = slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
@@ -157,7 +159,9 @@ def measure_noise(
         bent = jnp.maximum(1.5 * spread - rounded, 0.0)
         usual = jnp.mean((last - first)[:_LINES] ** 2)
         nonlinearity = jnp.sqrt(jnp.max(bent) / usual)
-        rounding = jnp.sqrt(jnp.max(rounded) / 6)
+        # of fewer rows, each of which counts more often
+        seen = math.prod(rows_in(p) / p.size for p in sketch.view.plates)
+        rounding = jnp.sqrt(seen * jnp.max(rounded) / 6)
         kinds = [target.potential(metric)]
         if controlled:
             kinds.append(target.potential(metric, anchor))
