@@ -20,14 +20,17 @@ import pytest
 from scipy import stats
 
 from numpyro_sgmcmc import CCAdL, full_data, group_rows, local_draws, to_arviz
+from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
 from numpyro_sgmcmc.target import inner_rules
+from numpyro_sgmcmc.target.handlers import Plate
 from numpyro_sgmcmc.target.local_latents import Marginal
-from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
+from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric, from_covariance
 from numpyro_sgmcmc.target.model import read_model, unremarkable_values
+from numpyro_sgmcmc.target.potential import over_all_data, rows_in
 from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.tuning.gaussian import Gaussian
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, whitened_hessian
 from numpyro_sgmcmc.tuning.integrals import error_of_integrals
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
@@ -295,11 +298,13 @@ def bundles(y, batch=6):
         numpyro.sample("y", dist.Bernoulli(logits=logits).to_event(2), obs=y[g])
 
 
-def of_draws(seed, keys=400, rows=range(12)):
-    """Gradients and second derivatives by the draws of so many keys, and exact ones."""
+def of_draws(seed, keys=400, rows=range(12), scale=1.0):
+    """
+    Gradients and second derivatives by the draws of so many keys, and exact ones, for effects with
+    this standard deviation.
+    """
     exact, x = flat_potential(logistic, BINARY)
-    # a standard deviation of the effects of 1
-    x = x.at[1].set(math.log(0.5))
+    x = x.at[1].set(math.log(scale / 2))
     y = BINARY.reshape(12, 5, ROWS)
     view = read_model(bundles, init_to_uniform, (y,), {})
     unflat, rows = ravel_pytree(unremarkable_values(view))[1], {"groups": jnp.asarray(rows)}
@@ -344,6 +349,81 @@ def test_draws_for_many_dimensions(monkeypatch):
     assert jnp.abs(shift).max() > 0.2 + 4 * error_held.max()
     assert (error_held > 3 * error).all()
     assert jnp.linalg.eigvalsh(factor @ hessians.mean(0) @ factor.T).max() > 1.05
+
+
+@pytest.mark.slow
+def test_draws_of_skewed_effects(monkeypatch):
+    """Effects of which the rows say little, with tails as wide as their prior."""
+    (gradients, _), exact = of_draws(0, scale=2.0)
+    shift, error = shift_of_many(gradients, exact)
+    assert (jnp.abs(shift) < 0.2 + 4 * error).all()
+    monkeypatch.setattr(inner_rules, "_TOWARDS_MEAN", 0.0)
+    (gradients, _), _ = of_draws(0, scale=2.0)
+    at_mode, error_at_mode = shift_of_many(gradients, exact)
+    assert jnp.abs(at_mode).max() > 0.2
+    assert error_at_mode.max() > 1.5 * error.max()
+
+
+def many_bundles(number=1_000, scale=1.0):
+    """A target of :func:`bundles` at the truth, and the exact precision there."""
+    rng = np.random.default_rng(3)
+    a = scale * rng.standard_normal((number, 5, 1))
+    y = jnp.asarray(rng.random((number, 5, ROWS)) < 1 / (1 + np.exp(-a)), jnp.float32)
+    view = read_model(bundles, init_to_uniform, (y, 50), {})
+    x = jnp.array([0.0, math.log(scale / 2)])
+    exact = flat_potential(logistic, y.reshape(-1, ROWS), number)[0]
+    return Target(view, (y, 50), {}), x, derivatives(exact, x)[2]
+
+
+def test_no_search_for_modes_ends_where_it_starts():
+    """As one at logits of zero would, where the gradient of NumPyro's Bernoulli law is wrong."""
+    assert jax.grad(lambda z: dist.Bernoulli(logits=z).log_prob(0.0))(0.0) == 0.0  # not -0.5
+    target, x, _ = many_bundles(60)
+    rows = {"groups": jnp.arange(60)}
+
+    def terms(key):
+        values, potential = target.unravel(x), target.potential(IdentityMetric())
+        return potential.with_row_terms(values, rows, key)[1]["groups"]
+
+    assert (jax.lax.map(terms, random.split(random.key(0), 8)).std(0) < 0.1).all()
+
+
+def test_curvature_by_scores():
+    """That of the exact marginal, up to the chance of so many groups; the prior as it is."""
+    target, x, precision = many_bundles()
+    factor = jnp.linalg.inv(jnp.linalg.cholesky(precision)).T
+    rows = {"groups": jnp.arange(1_000)}
+    found = whitened_hessian(target, factor, x, rows, random.key(0))
+    # the variance of a squared normal score is 2
+    assert jnp.abs(found - jnp.eye(2)).max() < 4 * (2 / 1_000) ** 0.5 + 0.02
+    weights = DrawnRows(jnp.arange(1_000), weights=jnp.full(1_000, 1e-6))
+    prior = whitened_hessian(target, jnp.eye(2), x, {"groups": weights}, random.key(0))
+    expected = derivatives(
+        lambda x: potential_energy(globals_, (), {}, {"mu": x[0], "tau": x[1]}), x
+    )
+    assert errors([prior], [expected[2]])[0] < 0.01
+
+
+def test_the_tuning_knows_how_wrong_draws_are(monkeypatch):
+    """From the draws of a step and their halves."""
+
+    def error(draws):
+        monkeypatch.setattr(inner_rules, "_DRAWS", draws)
+        target, x, precision = many_bundles(400, 5.0)
+        metric = from_covariance(np.linalg.inv(precision), np.asarray(x), x.dtype)
+        return error_of_integrals(target, random.key(0), Gaussian(metric, 0.0), True)[0]
+
+    assert error(32) < 0.05 < error(8) / 2
+
+
+def test_a_pass_over_some_rows():
+    y = jnp.arange(1_000.0)
+    plate = Plate("rows", 1_000, 10, points=100, seen=256)
+    rows = over_all_data(lambda rows: jnp.zeros(1_000).at[rows["rows"]].set(1.0), [plate])
+    assert rows_in(plate) == jnp.sum(rows > 0) == 256
+    # from the first to the last, in the mean of what a chunk says
+    mean = over_all_data(lambda rows: y[rows["rows"]].mean(), [plate])
+    assert abs(mean - y.mean()) < 150
 
 
 def test_the_logarithm_of_a_mean_of_few_draws():

@@ -140,7 +140,10 @@ class Marginal:
             each group, of the numbers of the discrete values and of the continuous ones, shape (n,
             k); and a point (n, k).
         """
-        start = jnp.zeros((seen.plates[plate.name].frame.size, plate.dimension), seen.dtype)
+        # not zero: the gradient of NumPyro's `Bernoulli(logits=0.0)` is that of no observation
+        near_zero = 0.01 * jnp.cos(1.0 + jnp.arange(plate.dimension, dtype=seen.dtype))
+        size = seen.plates[plate.name].frame.size
+        start = jnp.broadcast_to(near_zero, (size, plate.dimension))
         fixed = jax.tree.map(lax.stop_gradient, seen.values)
         needed = needs_draws(plate.dimension)
         keys = _keys(seen.plates[plate.name].rows) if needed else None

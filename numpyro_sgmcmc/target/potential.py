@@ -244,7 +244,7 @@ def _parts(plate: Plate) -> list[tuple[int, int, int, int]]:
         length = min(length, max(_FEWEST, plate.seen // 8))
         whole = size // length
         some = max(1, min(whole, plate.seen // length))
-        return [(0, some, length, whole // some * length)]
+        return [(0, some, length, (size - length) // max(1, some - 1))]
     parts = [(0, whole, length, length)]
     done = whole * length
     return parts if done == size else [*parts, (done, 1, size - done, size - done)]

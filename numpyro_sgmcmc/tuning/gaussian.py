@@ -37,8 +37,9 @@ _CENTER_STARTS, _CENTER_STEPS, _LEARNING_RATE = 6, 2_000, 0.05
 #: if there is this much more on the way.
 FAR_ABOVE, _BARRIER = 10.0, 5.0
 
-#: Draws of the Gaussian, in pairs of opposite sign, and rows for each parameter of its Hessian.
-DRAWS, _ROWS_FOR_EACH = 8, 40
+#: Draws of the Gaussian, in pairs of opposite sign, of which there are few where a pass takes long;
+#: and rows for each parameter of its Hessian.
+DRAWS, _FEW_DRAWS, _ROWS_FOR_EACH = 8, 2, 40
 #: Where these rows prove to be too few, so many times as many.
 _NEWTON_STEPS, _MORE_ROWS = 20, 4
 
@@ -205,13 +206,14 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     smallest = min((plate.subsample_size for plate in view.plates), default=math.inf)
     smallest *= target.parts
     minibatches = max(DRAWS, math.ceil(_ROWS_FOR_EACH * dimension / smallest))
+    number = _FEW_DRAWS if view.drawn_plates else DRAWS
 
     def evaluate(
         target: Target, center: Array, factor: Array, minibatches: Array
     ) -> tuple[Array, Array, Array]:
         draw_key, rows_key, model_key = random.split(rng_key, 3)
         potential = target.potential(IdentityMetric())
-        points = center + normal_draws(draw_key, dimension, dtype) @ factor.T
+        points = center + normal_draws(draw_key, dimension, dtype, number) @ factor.T
 
         def whole(point: Array) -> tuple[Array, Array]:
             value, gradient = full_data_gradient(
@@ -225,7 +227,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
         def columns(k: Array, total: Array) -> Array:
             rows, key = in_epochs.rows(rows_key, k), random.fold_in(model_key, k)
-            point = points[k % DRAWS]
+            point = points[k % number]
             return total + whitened_hessian(target, factor, point, rows, key, start.is_rough)
 
         total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
@@ -240,7 +242,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         nonlocal minibatches, passes, before
         found = compiled(*(jnp.asarray(x, dtype) for x in (center, factor)), minibatches)
         # a Hessian-vector product counts as two gradients
-        passes += DRAWS + 2 * dimension * minibatches * target.minibatch_share
+        passes += number + 2 * dimension * minibatches * target.minibatch_share
         fit = fit_of(center, factor, found, dtype)
         if fit is not None:
             # steps that do not become shorter: these rows are not like all rows
@@ -280,9 +282,9 @@ class Fit(NamedTuple):
     vectors: np.ndarray
 
 
-def normal_draws(rng_key: Array, dimension: int, dtype: Any) -> Array:
-    """The draws :math:`\\zeta_s`, shape ``(8, d)``."""
-    half = random.normal(rng_key, (DRAWS // 2, dimension), dtype)
+def normal_draws(rng_key: Array, dimension: int, dtype: Any, number: int = DRAWS) -> Array:
+    """The draws :math:`\\zeta_s`, shape ``(8, d)`` or of another number."""
+    half = random.normal(rng_key, (number // 2, dimension), dtype)
     return jnp.concatenate([half, -half])
 
 
