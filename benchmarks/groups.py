@@ -3,9 +3,10 @@
 
 """
 Latent variables of groups, integrated out: the time of a step for a thousand to a million groups,
-and 100,000 groups of 10 rows with an intercept and 20 slopes of their own.
+the bias of draws of 21 effects, and 100,000 groups of 10 rows with an intercept and 20 slopes of
+their own.
 
-    python benchmarks/groups.py [flat] [slopes] [--groups 100000] [--seed 0]
+    python benchmarks/groups.py [flat] [errors] [slopes] [--groups 100000] [--seed 0]
 """
 
 import argparse
@@ -20,9 +21,15 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, init_to_uniform
 
 from numpyro_sgmcmc import CCAdL
+from numpyro_sgmcmc.target import inner_rules
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.model import read_model
+from numpyro_sgmcmc.target.potential import full_data_gradient, over_all_data, ravel
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.gaussian import whitened_hessian
 
 #: Groups of the first table; rows of a group; slopes of a group, besides an intercept.
 FLAT, ROWS, SLOPES = (1_000, 10_000, 100_000, 1_000_000), 4, 20
@@ -92,8 +99,56 @@ def flat():
         )  # fmt: skip
 
 
-def many_slopes(number, seed):
-    """The lines of a report."""
+def errors(number, keys=6):
+    """
+    Lines of the table of the bias of draws: of the gradient of all groups at the truth, in
+    posterior standard deviations of each parameter.
+    """
+    x, y, mu, tau = simulated_slopes(number, 0)
+    point = jnp.asarray(np.concatenate([mu, np.log(tau)]), jnp.float32)
+
+    def target_with(draws, towards_mean):
+        # what a kernel reads of a model anew each time
+        inner_rules._DRAWS, inner_rules._TOWARDS_MEAN = draws, towards_mean
+        return Target(read_model(slopes, init_to_uniform, (x, y), {}), (x, y), {})
+
+    def gradients(target, count, first=0):
+        def at(target, key):
+            potential, plates = target.potential(IdentityMetric()), target.view.plates
+            return ravel(full_data_gradient(potential, plates, target.unravel(point), key)[1])
+
+        compiled = target.compiled(at)
+        return np.array([compiled(random.key(first + k)) for k in range(count)], np.float64)
+
+    def information(target):
+        def at(rows):
+            unit = jnp.eye(len(point))
+            return whitened_hessian(target, unit, point, rows, random.key(0))
+
+        return over_all_data(at, target.view.plates)
+
+    try:
+        fine = target_with(2_048, inner_rules._TOWARDS_MEAN)
+        right = gradients(fine, 2, first=1_000).mean(0)
+        cheap = target_with(32, inner_rules._TOWARDS_MEAN)
+        covariance = np.linalg.inv(np.asarray(cheap.compiled(information)(), np.float64))
+        for around, towards_mean, draws in (
+            *(("the mode", 0.0, k) for k in (16, 64, 256)),
+            *(("the mean", 0.75, k) for k in (8, 16, 32, 1_024)),
+        ):
+            found = gradients(target_with(draws, towards_mean), keys)
+            off = (found - right) @ covariance / np.sqrt(np.diag(covariance))
+            bias, noise = off.mean(0), off.std(0, ddof=1)
+            yield (
+                around, f"{draws:,}", f"{np.abs(bias).max():.2f}",
+                f"{np.sqrt((bias**2).mean()):.3f}",
+                f"{np.sqrt((noise**2).mean() / keys):.3f}", f"{np.sqrt((noise**2).mean()):.2f}",
+            )  # fmt: skip
+    finally:
+        inner_rules._DRAWS, inner_rules._TOWARDS_MEAN = 32, 0.75
+
+
+def simulated_slopes(number, seed):
     rng = np.random.default_rng(seed)
     mu, tau = 0.5 * rng.standard_normal(SLOPES + 1), 0.3 + 0.4 * rng.random(SLOPES + 1)
     b = mu + tau * rng.standard_normal((number, SLOPES + 1))
@@ -101,7 +156,13 @@ def many_slopes(number, seed):
     x[..., 0] = 1
     p = 1 / (1 + np.exp(-np.einsum("gmk,gk->gm", x, b)))
     y = jnp.asarray(rng.random(p.shape) < p, jnp.float32)
-    draws, kernel, first, _ = sampled(slopes, jnp.asarray(x), y, samples=400, seed=seed + 1)
+    return jnp.asarray(x), y, mu, tau
+
+
+def many_slopes(number, seed):
+    """The lines of a report."""
+    x, y, mu, tau = simulated_slopes(number, seed)
+    draws, kernel, first, _ = sampled(slopes, x, y, samples=500, seed=seed + 1)
     z = {
         k: (np.asarray(draws[k]).mean((0, 1)) - truth) / np.asarray(draws[k]).std((0, 1))
         for k, truth in (("mu", mu), ("tau", tau))
@@ -117,13 +178,16 @@ def many_slopes(number, seed):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("parts", nargs="*", default=["flat", "slopes"])
+    parser.add_argument("parts", nargs="*", default=["flat", "errors", "slopes"])
     parser.add_argument("--groups", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if "flat" in options.parts:
         header = ["groups", "step of 4 chains", "to 4,000 draws", "least ESS", "mu, tau off, sd"]
         print(table([*header, "integrals off, sd"], list(flat())))
+    if "errors" in options.parts:
+        header = ["draws around", "number", "largest bias, sd", "rms", "its error", "noise of one"]
+        print(table(header, list(errors(min(options.groups, 10_000)))))
     if "slopes" in options.parts:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

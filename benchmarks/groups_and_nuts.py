@@ -238,7 +238,7 @@ def ks_of_groups(mcmc, nuts, size):
     return f"{rejected} of {tests}"
 
 
-def line_of(name, folder, seed):
+def line_of(name, folder, seed, samples):
     """A line of the table."""
     rng = np.random.default_rng(seed)
     is_real = name in ("verbagg", "chem97", "insteval")
@@ -252,7 +252,7 @@ def line_of(name, folder, seed):
     size = next(x for x in data if x.ndim == 2).shape[0] if name != "mixture" else len(data[0])
     print(f"{name}: ours {seconds:.0f} s; {[str(w.message)[:200] for w in caught]}", flush=True)
     nuts = NUTS(joint)
-    theirs, _, theirs_seconds = run(nuts, (*data, size), 500, 1_000, random.key(seed + 1))
+    theirs, _, theirs_seconds = run(nuts, (*data, size), 500, samples, random.key(seed + 1))
     ours = {k: ours[k] for k in ours if k in theirs}
     means, sds, shift, ratios = compared(ours, theirs)
     locals_ = "-" if name == "mixture" else ks_of_groups(mcmc, theirs, size)
@@ -277,10 +277,11 @@ def main():
     parser.add_argument("names", nargs="*", default=names)
     parser.add_argument("--data", help="folder of the real data")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=1_000, help="of each chain of NUTS")
     options = parser.parse_args()
     lines = []
     for name in options.names:
-        lines.append(line_of(name, options.data, options.seed))
+        lines.append(line_of(name, options.data, options.seed, options.samples))
         print(" | ".join(lines[-1]), flush=True)
     print(table(HEADER, lines))
 

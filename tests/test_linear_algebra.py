@@ -78,6 +78,17 @@ def two_loops(w, A, y):
     return found(w, count) - found(2 * w, count)
 
 
+def loops_of_several_lengths(w, A, y):
+    def found(w):
+        return lax.while_loop(
+            lambda x: jnp.sum(x**2) > 0.1,
+            lambda x: 0.7 * x - 1e-3 * two_points(x, A, y),
+            w,
+        )
+
+    return jax.vmap(found)(jnp.stack([w, 5 * w])).sum(0)
+
+
 def two_branches(w, A, y):
     def found(w):
         return lax.cond(w[0] > 0, slope, two_points, w, A, y)
@@ -96,7 +107,7 @@ def other_factorisations(w, A, y):
 
 
 PROGRAMS = [two_points, several_chains, beside_chunks, two_loops, two_branches, two_custom]
-PROGRAMS += [other_factorisations]
+PROGRAMS += [other_factorisations, loops_of_several_lengths]
 
 
 def unordered(program: str) -> list[tuple[str, str]]:

@@ -208,13 +208,21 @@ def _while(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array,
     end = start + params["body_nconsts"]
     for_condition, for_body, carry = operands[:start], operands[start:end], operands[end:]
 
-    def goes_on(state: Any) -> Any:
+    def condition(state: Any) -> Any:
         return _run(params["cond_jaxpr"], state[0], (*for_condition, *state[1]))[1][0]
 
     def body(state: Any) -> Any:
-        return _run(params["body_jaxpr"], state[0], (*for_body, *state[1]))
+        last, found = _run(params["body_jaxpr"], state[0], (*for_body, *state[1]))
+        # under `vmap` there may be several loops, of which some have come to their ends
+        if not (still := condition(state)).ndim:
+            return last, found
+        held = [
+            jnp.where(still.reshape(still.shape + (1,) * (new.ndim - still.ndim)), new, old)
+            for new, old in zip(found, state[1], strict=True)
+        ]
+        return last, held
 
-    return lax.while_loop(goes_on, body, (last, carry))
+    return lax.while_loop(lambda state: jnp.any(condition(state)), body, (last, carry))
 
 
 def _cond(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
