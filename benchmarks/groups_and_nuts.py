@@ -11,6 +11,7 @@ the same data, and whether the global parameters and some of the groups have the
 
 import argparse
 from pathlib import Path
+import sys
 import time
 import warnings
 
@@ -250,7 +251,8 @@ def line_of(name, folder, seed, samples):
         ours, mcmc, seconds = run(kernel, (*data, batch), 200, 2_000, random.key(seed))
     number = kernel.tuning.integrals
     size = next(x for x in data if x.ndim == 2).shape[0] if name != "mixture" else len(data[0])
-    print(f"{name}: ours {seconds:.0f} s; {[str(w.message)[:200] for w in caught]}", flush=True)
+    for warning in caught:
+        print(f"{name}: {warning.message}", file=sys.stderr, flush=True)
     nuts = NUTS(joint)
     theirs, _, theirs_seconds = run(nuts, (*data, size), 500, samples, random.key(seed + 1))
     ours = {k: ours[k] for k in ours if k in theirs}
@@ -282,7 +284,7 @@ def main():
     lines = []
     for name in options.names:
         lines.append(line_of(name, options.data, options.seed, options.samples))
-        print(" | ".join(lines[-1]), flush=True)
+        print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
     print(table(HEADER, lines))
 
 

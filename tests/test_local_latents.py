@@ -264,7 +264,7 @@ def test_the_nodes_are_enough(monkeypatch):
         return float(jnp.abs(shift * jnp.sqrt(jnp.diag(expected[2]))).max())
 
     assert worst() < 0.01
-    monkeypatch.setattr(inner_rules, "_NODES", (1, 1, 1))
+    monkeypatch.setattr(inner_rules, "_NODES", (1, 1))
     assert worst() > 0.1
 
 
@@ -280,7 +280,7 @@ def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
         return error_of_integrals(target, random.key(0), start, controlled)[0]
 
     assert error(False) < 0.01
-    monkeypatch.setattr(inner_rules, "_NODES", (2, 2, 2))
+    monkeypatch.setattr(inner_rules, "_NODES", (2, 2))
     assert error(False) > 0.2
     assert error(True) < error(False) / 2
     wrong = Tuning(1.0, 1.0, IdentityMetric(), integrals=0.3)

@@ -79,9 +79,9 @@ import numpy as np
 #: Of a point in each group, shape (n, k), to the log density there, shape (n,).
 Density = Callable[[Array], Array]
 
-#: Nodes in each dimension, for one, two and three dimensions: in a step, and in a pass over all
-#: groups for an anchor.
-_NODES, _FINE_NODES = (15, 9, 7), (31, 17, 11)
+#: Nodes in each dimension, for one and two dimensions: in a step, and in a pass over all groups for
+#: an anchor. In three dimensions 7 nodes in each are ten times as many points as draws.
+_NODES, _FINE_NODES = (15, 9), (31, 17)
 
 #: Draws for more dimensions, likewise, and the blocks of them that are left out in turn.
 _DRAWS, _FINE_DRAWS, _BLOCKS = 32, 1_024, 4
@@ -131,10 +131,10 @@ def log_integral(
     :param fixed: the same, of which nothing depends on what is differentiated.
     :param latent: the part of it that is the law of the latent variables.
     :param start: where the search for the modes starts, shape (n, k).
-    :param rng_keys: for draws, shape (n,); not used in up to three dimensions.
+    :param rng_keys: for draws, shape (n,); not used in up to two dimensions.
     :param str rule: ``"step"``; ``"fine"``, by more points, for a pass over all groups; or
         ``"check"``, which is closer to the truth by as much as that of a step is wrong: in up to
-        three dimensions the fine one, and of draws the same ones, with the next term of their bias
+        two dimensions the fine one, and of draws the same ones, with the next term of their bias
         by its difference from that of their halves.
     :return: shape (n,).
 
