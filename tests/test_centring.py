@@ -302,6 +302,7 @@ def check_law(mcmc, names):
     check_moments(draws, least=1_500)
 
 
+@pytest.mark.slow
 def test_exact_law(by_hand):
     """The draws have the moments of a grid."""
     check_law(by_hand, {"mu", "tau", "z"})

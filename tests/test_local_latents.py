@@ -388,6 +388,7 @@ def test_no_search_for_modes_ends_where_it_starts():
     assert (jax.lax.map(terms, random.split(random.key(0), 8)).std(0) < 0.1).all()
 
 
+@pytest.mark.slow
 def test_curvature_by_scores():
     """That of the exact marginal, up to the chance of so many groups; the prior as it is."""
     target, x, precision = many_bundles()
@@ -404,6 +405,7 @@ def test_curvature_by_scores():
     assert errors([prior], [expected[2]])[0] < 0.01
 
 
+@pytest.mark.slow
 def test_the_tuning_knows_how_wrong_draws_are(monkeypatch):
     """From the draws of a step and their halves."""
 

@@ -155,8 +155,8 @@ class _Search:
         self.hessians = math.ceil(DRAWS / self.first_count)
         self.passes = 0.0
         self.is_rough = False
-        # integrals over latent variables are smooth
-        self.is_smooth = any(plate.points > 1 for plate in target.view.plates)
+        # integrals are, and what looks rough is the noise of draws far from the posterior
+        self.is_smooth = bool(target.view.drawn_plates)
         self._evaluate = {k: target.compiled(partial(self._evaluated, k)) for k in (False, True)}
         self._energies = target.compiled(self._energies_at)
         self._curvature = target.compiled(self._curvature_at)
