@@ -113,8 +113,8 @@ def measured(name, model, args, n):
     target = Target(read_model(model, init_to_uniform, args, {}), args, {})
     squares = squares_of(target, tuning)
     size = len(squares)
-    found = find_importance(target, random.key(2), Gaussian(tuning.start, 0.0))
-    importance = found.controlled["rows"]
+    found = find_importance(target, random.key(2), Gaussian(tuning.start, 0.0), order=1)
+    importance = found.sizes["rows"]
     true = np.sqrt(squares.sum(axis=1))
     ways = {
         "alike": size / n - 1,

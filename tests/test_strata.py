@@ -297,25 +297,30 @@ def test_fourth_cumulant_of_a_regression():
     center, scale = np.array([0.3, -0.2]), np.array([0.05, 0.02])
     metric = DiagonalMetric(jnp.asarray(center, jnp.float32), jnp.asarray(scale, jnp.float32))
     gaussian = Gaussian(metric, 0.0)
-    found = find_importance(target, random.key(0), gaussian)
+    plainly, controlled, further = (
+        find_importance(target, random.key(0), gaussian, order).sizes for order in (0, 1, 2)
+    )
     residual = y - x @ center
     # to leading order: exact for the part that is even, and with eight pairs of draws
     np.testing.assert_allclose(
-        found.plain["rows"], np.linalg.norm(x * scale * residual[:, None], axis=1), rtol=1.0
+        plainly["rows"], np.linalg.norm(x * scale * residual[:, None], axis=1), rtol=1.0
     )
     even = np.linalg.norm(x * scale, axis=1) ** 2
-    np.testing.assert_allclose(found.controlled["rows"], even, rtol=0.7, atol=1e-4)
+    np.testing.assert_allclose(controlled["rows"], even, rtol=0.7, atol=1e-4)
+    # a quadratic log density is its own expansion, up to rounding
+    assert np.max(further["rows"]) < 1e-3 * np.max(even)
     weights = {"rows": np.full(size, size / n)}
     options = target, random.key(0), gaussian, metric
-    plain = fourth_cumulant(*options, False, found.plain, weights)
+    plain = fourth_cumulant(*options, 0, plainly, weights)
     a = x * scale * residual[:, None]  # at the centre, where the Gaussian is narrow
     w = size / n
     along = a @ (a / np.linalg.norm(a, axis=1)[:, None]).T
     exact = np.max((w**3 - w**2) * np.sum(along**4, axis=0))
     assert 0.5 * exact < plain < 3 * exact
-    assert fourth_cumulant(*options, True, found.controlled, weights) < plain
+    assert 0 < fourth_cumulant(*options, 1, controlled, weights) < plain
+    assert fourth_cumulant(*options, 2, controlled, weights) < 1e-6 * plain
     none = {"rows": np.where(np.arange(size) < 3, 1.0, w)}
-    assert fourth_cumulant(*options, False, found.plain, none) < 0.02 * plain
+    assert fourth_cumulant(*options, 0, plainly, none) < 0.02 * plain
 
 
 @pytest.mark.parametrize("friction", [0.7, 2.5])

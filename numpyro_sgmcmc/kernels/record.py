@@ -9,6 +9,7 @@ from jax import Array
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.kernels.settings import check_schedule
+from numpyro_sgmcmc.target.control_variate import GRADIENTS, GRADIENTS_OF_A_STEP, order_of
 from numpyro_sgmcmc.target.metric import name_of
 from numpyro_sgmcmc.target.model import Values, unremarkable_values
 from numpyro_sgmcmc.target.target import Target
@@ -32,7 +33,7 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
         if not callable(given.step_size):
             record["step_size"] = tuning.step_size
         record["metric"] = name_of(tuning.metric)
-        record["gradient"] = "minibatch" if tuning.anchor is None else "control_variate"
+        record["gradient"] = GRADIENTS[order_of(tuning.anchor)]
         if tuning.passes:
             record["tuning_passes"] = sum(tuning.passes.values())
         if tuning.strata:
@@ -44,9 +45,8 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
         record["friction"] = friction
     if context.model is not None:
         target = context.target(given)
-        # a step is one gradient of its minibatch, or two with a control variate, whose anchor
-        # costs a pass where it moves
-        gradients = 1 if tuning is None or tuning.anchor is None else 2
+        # the anchor of a control variate costs a pass where it moves
+        gradients = 1 if tuning is None else GRADIENTS_OF_A_STEP[order_of(tuning.anchor)]
         moves = 0 if given.refresh_every is None else 1 / given.refresh_every
         rows = kernel.steps_per_sample * target.minibatch_share
         record["passes_per_sample"] = rows * (gradients + moves)

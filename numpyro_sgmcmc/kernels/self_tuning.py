@@ -7,6 +7,7 @@ with its own step in the pilot. Functions of a method, a target and what was giv
 """
 
 from collections.abc import Callable
+from functools import partial
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from numpyro_sgmcmc.kernels.chains import axes_for
 from numpyro_sgmcmc.kernels.identity import data_of, digest, other_sites
 from numpyro_sgmcmc.kernels.state import Fixed, Layout, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import sample, start
+from numpyro_sgmcmc.target.control_variate import order_of
 from numpyro_sgmcmc.target.initial_values import draw_from
 from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.target.model import Values
@@ -79,7 +81,7 @@ def tuning_for(method: "SGMCMCKernel", target: Target) -> Tuning:
     if (
         given.rates_are_given
         and not isinstance(given.metric, str)
-        and given.gradient != "control_variate"
+        and given.gradient in ("auto", "minibatch")
         and not target.scheme.by_importance
     ):
         step_size = given.first_step_size
@@ -151,7 +153,8 @@ def _adopted(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> Tuning:
         tuning = tuning._replace(strata=_strata_anew(method, target, tuning, data))
     if tuning.anchor is not None and (data is None or data != tuning.data):
         # any centre serves, with what these data say there
-        anchor_at = method.context.compiled("anchor", Target.anchor, target)
+        of_order = partial(Target.anchor, order=order_of(tuning.anchor))
+        anchor_at = method.context.compiled("anchor", of_order, target, order_of(tuning.anchor))
         tuning = tuning._replace(anchor=anchor_at(tuning.anchor.values), data=data)
     return tuning
 
@@ -166,8 +169,8 @@ def _strata_anew(
     :raises ValueError: if there cannot be any.
     """
     if data is not None and tuning.start is not None:
-        gaussian, controlled = Gaussian(tuning.start, 0.0), tuning.anchor is not None
-        return strata_by_importance(target, random.key(0), gaussian, controlled)
+        gaussian = Gaussian(tuning.start, 0.0)
+        return strata_by_importance(target, random.key(0), gaussian, order_of(tuning.anchor))
     if are_strata_of(target, tuning.strata):
         return tuning.strata  # unbiased for any rows
     raise ValueError(

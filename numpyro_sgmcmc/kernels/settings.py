@@ -21,6 +21,7 @@ from numpyro_sgmcmc.data.fingerprint import description_of
 from numpyro_sgmcmc.data.sharding import checked_mesh
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate
+from numpyro_sgmcmc.target.control_variate import GRADIENTS
 from numpyro_sgmcmc.target.handlers import Model
 from numpyro_sgmcmc.tuning.given import checked_metric, checked_tuning
 from numpyro_sgmcmc.tuning.strata import STRATIFIED, checked_strata
@@ -62,8 +63,11 @@ class Settings:
         matrix up to 2,000 parameters, variances and a low rank up to 20,000, variances above.
     :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step,
         after a pass over all data
-        (:class:`~numpyro_sgmcmc.target.control_variate.ControlVariate`); or ``"auto"``, a control
-        variate if something is tuned and it at least halves the noise.
+        (:class:`~numpyro_sgmcmc.target.control_variate.ControlVariate`);
+        ``"second_order_control_variate"``, much less for a step that is dearer again, after as
+        many passes as there are parameters, of which there may be 2,000; or ``"auto"``, a control
+        variate if something is tuned and it at least halves the noise, of second order if that
+        at least halves the steps of an effective sample.
     :param float refresh_every: move the anchor of the control variate to the current position
         every so many passes over the data; it stays at the centre if None.
     :param Tuning tuning: the result of :meth:`~numpyro_sgmcmc.SGMCMCKernel.tune`, instead of
@@ -126,7 +130,7 @@ class Settings:
             )
         one_of("subsampling", self.subsampling, tuple(SCHEMES))
         one_of("on_failure", self.on_failure, ("raise", "warn"))
-        one_of("gradient", self.gradient, ("auto", "minibatch", "control_variate"))
+        one_of("gradient", self.gradient, ("auto", *GRADIENTS))
         for name, check in (("steps_per_sample", whole), ("refresh_every", positive)):
             if (value := getattr(self, name)) is not None:
                 self.set(**{name: check(name, value)})

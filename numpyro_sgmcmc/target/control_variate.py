@@ -8,9 +8,15 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.target.potential import Potential, Rows
+
+#: The words for gradients, by the order to which an expansion is replaced, and how many gradients
+#: of its minibatch a step with each costs: a product with the Hessian counts as two.
+GRADIENTS = ("minibatch", "control_variate", "second_order_control_variate")
+GRADIENTS_OF_A_STEP = (1, 2, 4)
 
 
 class Anchor(NamedTuple):
@@ -20,37 +26,64 @@ class Anchor(NamedTuple):
     - **values** - unconstrained values :math:`\\hat\\theta` of the latent sites.
     - **potential** - :math:`U(\\hat\\theta)`, a scalar.
     - **gradient** - :math:`\\nabla U(\\hat\\theta)`, a tree like ``values``.
+    - **hessian** - :math:`\\nabla^2 U(\\hat\\theta)`, shape ``(d, d)`` in the order of
+      :func:`jax.flatten_util.ravel_pytree`; None for an expansion to first order.
     """
 
     values: Any
     potential: Array
     gradient: Any
+    hessian: Array | None = None
+
+
+def order_of(anchor: Anchor | None) -> int:
+    """The order to which the potential of a minibatch is replaced: 0, 1 or 2."""
+    if anchor is None:
+        return 0
+    return 1 if anchor.hessian is None else 2
 
 
 class ControlVariate(NamedTuple):
     """
     A minibatch potential with less noise: what the minibatch says near the anchor
-    :math:`\\hat\\theta`, to first order, is replaced by what all data say,
+    :math:`\\hat\\theta`, to first or to second order, is replaced by what all data say,
 
     .. math::
 
-        \\tilde U_{cv}(\\theta; S) = \\tilde U(\\theta; S)
-            - \\left[ \\tilde U(\\hat\\theta; S)
-                + \\nabla \\tilde U(\\hat\\theta; S)^\\top (\\theta - \\hat\\theta) \\right]
-            + \\left[ U(\\hat\\theta)
-                + \\nabla U(\\hat\\theta)^\\top (\\theta - \\hat\\theta) \\right] .
+        \\tilde U_{cv}(\\theta; S) &= \\tilde U(\\theta; S) - \\tilde T(\\theta; S)
+            + T(\\theta), \\\\
+        T(\\theta) &= U(\\hat\\theta) + \\nabla U(\\hat\\theta)^\\top \\delta
+            + \\left[ \\tfrac12 \\delta^\\top \\nabla^2 U(\\hat\\theta) \\, \\delta \\right],
+            \\qquad \\delta = \\theta - \\hat\\theta,
 
-    Its gradient is the control variate estimate
+    :math:`\\tilde T` the same of the minibatch, and the term in brackets if the anchor has a
+    Hessian. Its gradient is the control variate estimate
     :math:`\\nabla U(\\hat\\theta) + \\nabla \\tilde U(\\theta; S) - \\nabla \\tilde
-    U(\\hat\\theta; S)` of Baker et al. (2019), unbiased for any anchor. Its noise has a
-    standard deviation in proportion to :math:`\\| \\theta - \\hat\\theta \\|` and no noise
-    at all where the log-likelihood is quadratic. It is itself a potential: whatever estimates
-    the noise of a gradient estimates the noise of this one.
+    U(\\hat\\theta; S)` of Baker et al. (2019), with the Hessian
+
+    .. math::
+
+        \\nabla \\tilde U(\\theta; S)
+            - \\left[ \\nabla \\tilde U(\\hat\\theta; S)
+                + \\nabla^2 \\tilde U(\\hat\\theta; S) \\, \\delta \\right]
+            + \\nabla U(\\hat\\theta) + \\nabla^2 U(\\hat\\theta) \\, \\delta ,
+
+    the expansion that Bierkens, Fearnhead and Roberts (2019) and Quiroz et al. (2019) take,
+    unbiased for any anchor. Its noise has a standard deviation in proportion to
+    :math:`\\| \\delta \\|`, or :math:`\\| \\delta \\|^2` with the Hessian, and no noise at all
+    where the log-likelihood is quadratic in such a way that its Hessian is the same for all rows,
+    or, with the Hessian, quadratic. A step costs two gradients of its minibatch, or about four. It
+    is itself a potential: whatever estimates the noise of a gradient estimates the noise of this
+    one.
 
     **References:**
 
     1. *Control variates for stochastic gradient MCMC*, Jack Baker, Paul Fearnhead,
        Emily B. Fox and Christopher Nemeth (2019).
+    2. *The Zig-Zag Process and Super-Efficient Sampling for Bayesian Analysis of Big Data*,
+       Joris Bierkens, Paul Fearnhead and Gareth Roberts (2019).
+    3. *Speeding Up MCMC by Efficient Data Subsampling*, Matias Quiroz, Robert Kohn,
+       Mattias Villani and Minh-Ngoc Tran (2019): its proxies by parameter expansion.
 
     **Example:** for a quadratic log likelihood any minibatch says what all data say.
 
@@ -100,14 +133,23 @@ class ControlVariate(NamedTuple):
         return at - self._expansion(lambda x: self.base(x, rows, rng_key), values)
 
     def value_and_gradient(self, values: Any, rows: Rows, rng_key: Array, /) -> tuple[Array, Any]:
-        # two gradients; by differentiating the expansion it would be another half of one
+        # by differentiating the expansion it would be half a gradient more
         energy, gradient = self.base.value_and_gradient(values, rows, rng_key)
-        anchored = self.base.value_and_gradient(self.anchor.values, rows, rng_key)
-        controlled = jax.tree.map(
-            lambda g, g_at, g_all: g - g_at + g_all, gradient, anchored[1], self.anchor.gradient
-        )
-        slope = self._slope(anchored[1], values)
-        return energy - anchored[0] - slope + self._known(values), controlled
+        away = self._from_anchor(values)
+
+        def anchored(x: Any) -> tuple[Array, Any]:
+            return self.base.value_and_gradient(x, rows, rng_key)
+
+        if self.anchor.hessian is None:
+            at, slope = anchored(self.anchor.values)
+            rise = _dot(slope, away)
+        else:
+            (at, slope), (rise, bend) = jax.jvp(anchored, (self.anchor.values,), (away,))
+            slope = jax.tree.map(jnp.add, slope, bend)
+            rise += _dot(bend, away) / 2
+        known, known_slope = self._known(away)
+        controlled = jax.tree.map(lambda g, s, k: g - s + k, gradient, slope, known_slope)
+        return energy - at - rise + known, controlled
 
     def with_row_terms(
         self, values: Any, rows: Rows, rng_key: Array, /
@@ -116,25 +158,40 @@ class ControlVariate(NamedTuple):
             return self.base.with_row_terms(x, rows, rng_key)
 
         energy, terms = both(values)
-        (at, terms_at), (slope, terms_slope) = jax.jvp(
-            both, (self.anchor.values,), (self._from_anchor(values),)
-        )
-        terms = {name: terms[name] - terms_at[name] - terms_slope[name] for name in terms}
-        return energy - at - slope + self._known(values), terms
+        at, known = self._expanded(both, values), self._known(self._from_anchor(values))[0]
+        return energy - at[0] + known, jax.tree.map(jnp.subtract, terms, at[1])
 
     def _expansion(self, potential: Callable[[Any], Array], values: Any) -> Array:
         """The expansion of a minibatch less that of all data."""
-        at, slope = jax.jvp(potential, (self.anchor.values,), (self._from_anchor(values),))
-        return at + slope - self._known(values)
+        return self._expanded(potential, values) - self._known(self._from_anchor(values))[0]
+
+    def _expanded(self, function: Callable[[Any], Any], values: Any) -> Any:
+        """A function by its derivatives at the anchor."""
+        away = self._from_anchor(values)
+
+        def slope(x: Any) -> tuple[Any, Any]:
+            return jax.jvp(function, (x,), (away,))
+
+        if self.anchor.hessian is None:
+            return jax.tree.map(jnp.add, *slope(self.anchor.values))
+        (at, rise), (_, bend) = jax.jvp(slope, (self.anchor.values,), (away,))
+        return jax.tree.map(lambda a, r, b: a + r + b / 2, at, rise, bend)
 
     def _from_anchor(self, values: Any) -> Any:
         return jax.tree.map(jnp.subtract, values, self.anchor.values)
 
-    def _known(self, values: Any) -> Array:
-        """The expansion of all data."""
-        return self.anchor.potential + self._slope(self.anchor.gradient, values)
+    def _known(self, away: Any) -> tuple[Array, Any]:
+        """The expansion of all data, and its gradient."""
+        slope, value = self.anchor.gradient, self.anchor.potential
+        if self.anchor.hessian is not None:
+            flat, unravel = ravel_pytree(away)
+            bend = unravel(self.anchor.hessian @ flat)
+            slope = jax.tree.map(jnp.add, slope, bend)
+            value -= _dot(bend, away) / 2
+        return value + _dot(slope, away), slope
 
-    def _slope(self, gradient: Any, values: Any) -> Array:
-        """What a gradient at the anchor says of the values."""
-        products = jax.tree.map(lambda g, x: jnp.sum(g * x), gradient, self._from_anchor(values))
-        return jax.tree.reduce(jnp.add, products)
+
+def _dot(gradient: Any, away: Any) -> Array:
+    """What a gradient says of a way."""
+    products = jax.tree.map(lambda g, x: jnp.sum(g * x), gradient, away)
+    return jax.tree.reduce(jnp.add, products)

@@ -24,6 +24,9 @@ from numpyro_sgmcmc.target.model import MinibatchModel, Values
 #: A pass over all data takes so many rows at once, of which each may be evaluated at many points.
 _CHUNK, _FEWEST = 16_384, 64
 
+#: Columns of a Hessian that are made at a time.
+_COLUMNS = 32
+
 #: Below this size all of a vector and what is around it is in memory.
 _COPIES_ABOVE = 1_024
 
@@ -210,6 +213,30 @@ def full_data_gradient(
     :return: a scalar, and a tree like ``values``.
     """
     return over_all_data(lambda rows: jax.value_and_grad(potential)(values, rows, rng_key), plates)
+
+
+def full_data_hessian(
+    potential: Potential, plates: Sequence[Plate], values: Any, rng_key: Array
+) -> Array:
+    """
+    The Hessian of the potential of all data, column by column, by one pass over the data in chunks.
+
+    Parameters are those of :func:`full_data_gradient`.
+
+    :return: shape ``(d, d)``, in the order of :func:`ravel`.
+    """
+    flat, unravel = ravel_pytree(values)
+
+    def of_rows(rows: Rows) -> Array:
+        def slope(x: Array) -> Array:
+            return ravel(jax.grad(potential)(unravel(x), rows, rng_key))
+
+        _, product = jax.linearize(slope, flat)
+        columns = jnp.eye(flat.shape[0], dtype=flat.dtype)
+        return lax.map(product, columns, batch_size=_COLUMNS)
+
+    found = over_all_data(of_rows, plates)
+    return (found + found.T) / 2
 
 
 def of_all_rows(function: Callable[[Array], Any], plate: Plate) -> Any:

@@ -29,7 +29,13 @@ from numpyro_sgmcmc.target.handlers import BatchRows, Plate
 from numpyro_sgmcmc.target.linear_algebra import in_order
 from numpyro_sgmcmc.target.metric import IdentityMetric, Metric
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
-from numpyro_sgmcmc.target.potential import ModelPotential, Potential, full_data_gradient, ravel
+from numpyro_sgmcmc.target.potential import (
+    ModelPotential,
+    Potential,
+    full_data_gradient,
+    full_data_hessian,
+    ravel,
+)
 
 
 class Target(NamedTuple):
@@ -108,19 +114,20 @@ class Target(NamedTuple):
         rows = self.view.first_rows()
         return hierarchy_of(self.view, values, rows, random.key(0), self.args, self.kwargs)
 
-    def anchor(self, values: Values) -> Anchor:
+    def anchor(self, values: Values, order: int = 1) -> Anchor:
         """
-        The anchor at some values, by one pass over all data. Integrals over latent variables of
-        groups are more exact there than in a step: what these get wrong cancels between position
-        and anchor.
+        The anchor at some values, by one pass over all data, with as many gradients as there are
+        parameters for an expansion to second order. Integrals over latent variables of groups are
+        more exact there than in a step: what these get wrong cancels between position and anchor.
         """
-        return self._replace(view=self.view.with_rule("fine")).expansion(values)
+        return self._replace(view=self.view.with_rule("fine")).expansion(values, order)
 
-    def expansion(self, values: Values) -> Anchor:
+    def expansion(self, values: Values, order: int = 1) -> Anchor:
         """The same with integrals as they are in a step."""
-        potential, key = self.potential(IdentityMetric()), random.key(0)
-        whole = full_data_gradient(potential, self.view.plates, values, key)
-        return Anchor(values, *self.mean(whole))
+        data = self.potential(IdentityMetric()), self.view.plates, values, random.key(0)
+        potential, gradient = self.mean(full_data_gradient(*data))
+        hessian = self.mean(full_data_hessian(*data)) if order > 1 else None
+        return Anchor(values, potential, gradient, hessian)
 
     def rows(self, rng_key: Array, step: Any = 0) -> dict[str, BatchRows]:
         """The rows of a minibatch, drawn independently for each plate."""

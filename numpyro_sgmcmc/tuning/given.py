@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 import numpy as np
 
 from numpyro_sgmcmc.data.strata import Strata
+from numpyro_sgmcmc.target.control_variate import GRADIENTS, order_of
 from numpyro_sgmcmc.target.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.phases import DENSE_BY_DEFAULT
@@ -49,7 +50,7 @@ def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuni
         raise ValueError(f"`tuning` must be the result of `kernel.tune(...)`; got {tuning!r}.")
     if metric is not None:
         raise ValueError("`tuning` has a metric already: give `metric` to the kernel that tunes.")
-    kind = "minibatch" if tuning.anchor is None else "control_variate"
+    kind = GRADIENTS[order_of(tuning.anchor)]
     if gradient not in ("auto", kind):
         raise ValueError(
             f"`tuning` was found for gradient='{kind}': tune a kernel with gradient='{gradient}'."

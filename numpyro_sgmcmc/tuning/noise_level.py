@@ -3,6 +3,7 @@
 
 """The noise of the gradient in the coordinates of a metric, and the step sizes it allows."""
 
+from collections.abc import Sequence
 from functools import partial
 import math
 from typing import Any, NamedTuple
@@ -11,11 +12,10 @@ import jax
 from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-import numpy as np
 
 from numpyro_sgmcmc.gradients.covariance import Diagonal
 from numpyro_sgmcmc.gradients.estimators import sub_batch_gradient
-from numpyro_sgmcmc.target.control_variate import Anchor
+from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, Anchor, order_of
 from numpyro_sgmcmc.target.metric import GaussianMetric, Metric
 from numpyro_sgmcmc.target.potential import rows_in
 from numpyro_sgmcmc.target.target import Target
@@ -133,11 +133,10 @@ def measure_noise(
     :param metric: the metric of the sampler.
     :param bool controlled: whether to look at a control variate.
     """
-    factors, groups = target.factors, target.groups
 
     def run(target: Target, draws: GaussianMetric, metric: Metric) -> Any:
         center = draws.center
-        draws_key, line_key = (random.fold_in(rng_key, k) for k in (0, 1))
+        line_key = random.fold_in(rng_key, 1)
         ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)
         # at draws: a centre may lie where nothing is rounded, at zero for one
         bases = jnp.concatenate([jnp.zeros_like(ends), ends[:_SHORT_LINES]])
@@ -162,45 +161,87 @@ def measure_noise(
         # of fewer rows, each of which counts more often
         seen = math.prod(rows_in(p) / p.size for p in sketch.view.plates)
         rounding = jnp.sqrt(seen * jnp.max(rounded) / 6)
-        kinds = [target.potential(metric)]
-        if controlled:
-            kinds.append(target.potential(metric, anchor))
-
-        def one(radius: float, total: Any, key: Array) -> Any:
-            point_key, rows_key, model_key = random.split(key, 3)
-            normal = radius * random.normal(point_key, center.shape, center.dtype)
-            point = metric.coordinates(draws.values(normal))
-            rows = target.rows(rows_key)
-            seen = [
-                sub_batch_gradient(kind, rows, model_key, factors, Diagonal(), groups)(point).noise
-                for kind in kinds
-            ]
-            return jax.tree.map(jnp.add, total, seen), None
-
-        zeros = [jnp.zeros_like(center) for _ in kinds]
-        # the noise of a mean over devices, whose noises are independent
-        count = _NOISE_DRAWS // 2
-        variances = []
-        for keys, far in zip(random.split(draws_key, (2, count)), (0.0, _FAR), strict=True):
-            radius = 1 + far / math.sqrt(len(center))
-            total, _ = lax.scan(partial(one, radius), zeros, keys)
-            variances.append([x / (count * target.parts) for x in target.mean(total)])
+        anchors = (None, anchor) if controlled else (None,)
+        variances = _variances(target, rng_key, draws, metric, anchors)
         return variances, anchor, (nonlinearity, rounding)
 
-    (near, tails), anchor, errors = target.compiled(run)(gaussian.metric, metric)
+    variances, anchor, errors = target.compiled(run)(gaussian.metric, metric)
     nonlinearity, rounding = (float(x) if math.isfinite(x) else math.inf for x in errors)
     curvature, cost = find_curvature(target, random.fold_in(rng_key, 2), gaussian, metric)
     levels = [
-        NoiseLevel(float(v.mean()), float(max(v.max(), far.max())), curvature, nonlinearity)
-        for v, far in zip(map(np.asarray, near), map(np.asarray, tails), strict=True)
+        NoiseLevel(float(mean), float(largest), curvature, nonlinearity)
+        for mean, largest in variances
     ]
-    # with a control variate a gradient and its expansion at the anchor besides
-    minibatches = _NOISE_DRAWS * (3 if controlled else 1)
+    minibatches = _NOISE_DRAWS * (sum(GRADIENTS_OF_A_STEP[:2]) if controlled else 1)
     points = 1 + 2 * (_LINES + _SHORT_LINES)
     passes = points + minibatches * target.minibatch_share + cost
     if controlled:
         return MeasuredNoise(levels[0], levels[1], anchor, rounding, passes)
     return MeasuredNoise(levels[0], None, None, rounding, passes)
+
+
+def noise_with(
+    target: Target,
+    rng_key: Array,
+    gaussian: Gaussian,
+    metric: Metric,
+    anchor: Anchor | None,
+    before: NoiseLevel,
+) -> tuple[NoiseLevel, float]:
+    """
+    The noise of the gradient at the same places with another anchor, or rows drawn in another way.
+
+    :param anchor: of the control variate, or None.
+    :param before: what was measured of the posterior.
+    :return: its level, and the cost in passes over the data.
+
+    The other parameters are those of :func:`measure_noise`.
+    """
+
+    def run(target: Target, draws: GaussianMetric, metric: Metric, anchor: Anchor | None) -> Any:
+        return _variances(target, rng_key, draws, metric, (anchor,))[0]
+
+    mean, largest = map(float, target.compiled(run)(gaussian.metric, metric, anchor))
+    gradients = GRADIENTS_OF_A_STEP[order_of(anchor)]
+    passes = _NOISE_DRAWS * gradients * target.minibatch_share
+    return before._replace(mean=mean, largest=largest), passes
+
+
+def _variances(
+    target: Target,
+    rng_key: Array,
+    draws: GaussianMetric,
+    metric: Metric,
+    anchors: Sequence[Anchor | None],
+) -> list[tuple[Array, Array]]:
+    """The mean and the largest variance of the noise with each of some anchors."""
+    factors, groups, center = target.factors, target.groups, draws.center
+    kinds = [target.potential(metric, anchor) for anchor in anchors]
+
+    def one(radius: float, total: Any, key: Array) -> Any:
+        point_key, rows_key, model_key = random.split(key, 3)
+        normal = radius * random.normal(point_key, center.shape, center.dtype)
+        point = metric.coordinates(draws.values(normal))
+        rows = target.rows(rows_key)
+        seen = [
+            sub_batch_gradient(kind, rows, model_key, factors, Diagonal(), groups)(point).noise
+            for kind in kinds
+        ]
+        return jax.tree.map(jnp.add, total, seen), None
+
+    zeros = [jnp.zeros_like(center) for _ in kinds]
+    # the noise of a mean over devices, whose noises are independent
+    count = _NOISE_DRAWS // 2
+    places = []
+    keys = random.split(random.fold_in(rng_key, 0), (2, count))
+    for some, far in zip(keys, (0.0, _FAR), strict=True):
+        radius = 1 + far / math.sqrt(len(center))
+        total, _ = lax.scan(partial(one, radius), zeros, some)
+        places.append([x / (count * target.parts) for x in target.mean(total)])
+    return [
+        (near.mean(), jnp.maximum(near.max(), tails.max()))
+        for near, tails in zip(*places, strict=True)
+    ]
 
 
 def largest_of(noise: NoiseLevel | None) -> float | None:

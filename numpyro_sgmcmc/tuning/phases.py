@@ -25,8 +25,9 @@ Tuning is done once, before the chains start, and is the same for all of them:
 
 3. **Noise** (:func:`~numpyro_sgmcmc.tuning.noise_level.measure_noise`): the variance of the
    gradient's noise in the coordinates of the metric at draws of :math:`q`, with and without a
-   control variate; the nonlinearity and the rounding error of the gradient; and the largest
-   eigenvalue of the Hessian (:func:`~numpyro_sgmcmc.tuning.gaussian.find_curvature`).
+   control variate, of second order too where that could pay; the nonlinearity and the rounding
+   error of the gradient; and the largest eigenvalue of the Hessian
+   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_curvature`).
 4. **Step size and friction**: what the method says these numbers ask for.
 5. **Rare rows** (:mod:`~numpyro_sgmcmc.tuning.rare_rows`): rows that few minibatches have and
    that count much in those; strata if they would make the draws wrong, and steps 3 and 4 again.
@@ -81,6 +82,12 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from numpyro_sgmcmc.stein import stein_report
+from numpyro_sgmcmc.target.control_variate import (
+    GRADIENTS,
+    GRADIENTS_OF_A_STEP,
+    Anchor,
+    order_of,
+)
 from numpyro_sgmcmc.target.metric import (
     DenseMetric,
     DiagonalMetric,
@@ -91,17 +98,21 @@ from numpyro_sgmcmc.target.metric import (
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.center import search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
-from numpyro_sgmcmc.tuning.gaussian import find_center, find_metric
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_center, find_metric
 from numpyro_sgmcmc.tuning.integrals import error_of_integrals
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
-from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise, noise_with
 from numpyro_sgmcmc.tuning.rare_rows import RareRows, error_of, find_rare_rows
 from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
 
 #: Where a posterior is, is found by Newton's method up to so many parameters, and the metric is a
 #: full matrix up to so many, one of low rank up to so many, and diagonal above.
 NEWTON, DENSE_BY_DEFAULT, LOW_RANK_BY_DEFAULT = 500, 2_000, 20_000
+
+#: A step with a control variate of second order takes at most so many times as long as with one of
+#: first order.
+_DEARER = 2.0
 
 #: The pilot: chains, the fewest and the most steps of each, and halvings.
 PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
@@ -124,7 +135,8 @@ class Choices(NamedTuple):
     - **step_size**, **friction** - given values, or None.
     - **metric** - a given metric, ``"diagonal"``, ``"low_rank"``, ``"dense"``, or None for what
       suits the number of parameters.
-    - **gradient** - ``"auto"``, ``"minibatch"`` or ``"control_variate"``.
+    - **gradient** - ``"auto"``, or one of
+      :data:`~numpyro_sgmcmc.target.control_variate.GRADIENTS`.
     - **init_strategy** - where the search for the centre starts.
     - **strata** - numbers of strata by plate, ``"auto"``, or None.
     - **reparametrise** - whether hierarchies are sampled in coordinates of their own.
@@ -189,25 +201,30 @@ def find_tuning(
     plain, controlled, anchor, rounding, passes["noise"] = measured
     noise = plain
     if controlled is not None:
-        if choices.gradient == "control_variate" or controlled.mean < plain.mean / 2:
+        if choices.gradient != "auto" or controlled.mean < plain.mean / 2:
             noise = controlled
         else:
             anchor = None
+    steps_with = partial(_steps, choices, suggest, metric, gaussian.metric)
+    if anchor is not None and _may_be_expanded(target, choices, steps_with, noise):
+        further, level, cost = _expanded(target, noise_key, gaussian, metric, anchor, noise)
+        passes["noise"] += cost
+        if choices.gradient != "auto" or steps_with(noise) > _DEARER * steps_with(level):
+            anchor, noise = further, level
     step_size, friction = _rates(choices, suggest, noise)
-    controls, rare = anchor is not None, RareRows()
+    order, rare = order_of(anchor), RareRows()
     is_noisy = target.scheme.independent and any(target.factors.values())
     if is_noisy and target.shards is None:
         longest, _ = _rates(choices, suggest, noise._replace(mean=0.0, largest=0.0))
         error = partial(
             error_of, nonlinearity=noise.nonlinearity, step_size=longest, friction=friction
         )
-        rare = find_rare_rows(target, rare_key, gaussian, metric, controls, choices.strata, error)
+        rare = find_rare_rows(target, rare_key, gaussian, metric, order, choices.strata, error)
         passes["rare rows"] = rare.passes
     if rare.strata:
         target = target._replace(strata=rare.strata)
-        measured = measure_noise(target, noise_key, gaussian, metric, controls)
-        passes["noise"] += measured.passes
-        noise = measured.controlled or measured.plain
+        noise, cost = noise_with(target, noise_key, gaussian, metric, anchor, noise)
+        passes["noise"] += cost
         step_size, friction = _rates(choices, suggest, noise)
     integrals, cost = error_of_integrals(target, rare_key, gaussian, anchor is not None)
     passes["noise"] += cost
@@ -233,7 +250,7 @@ def find_tuning(
         return tuning
     report("pilot")
     run = pilot(tuning)
-    cost = PILOT_CHAINS * (1 if anchor is None else 2) * target.minibatch_share
+    cost = PILOT_CHAINS * GRADIENTS_OF_A_STEP[order] * target.minibatch_share
     width = tuning.width
     passes["pilot"] = 0.0
     tried: list[Tuning] = []
@@ -294,6 +311,60 @@ def _rates(
         step_size, friction = step_size or suggested[0], friction or suggested[1]
     assert step_size is not None
     return step_size, friction
+
+
+def _steps(
+    choices: Choices,
+    suggest: Suggestion | None,
+    metric: Metric,
+    start: GaussianMetric,
+    noise: NoiseLevel,
+) -> float:
+    """After how many steps a chain forgets where it was, with a level of noise."""
+    step_size, friction = _rates(choices, suggest, noise)
+    return Tuning(step_size, friction, metric, start).relaxation_time / step_size
+
+
+def _may_be_expanded(
+    target: Target, choices: Choices, steps: Callable[[NoiseLevel], float], noise: NoiseLevel
+) -> bool:
+    """
+    Whether a control variate of second order is asked for, or could pay.
+
+    :raises ValueError: if it is asked for, and there is none.
+    """
+    asked = choices.gradient == GRADIENTS[2]
+    dimension, drawn = target.view.dimension, target.view.drawn_plates
+    if drawn or dimension > DENSE_BY_DEFAULT:
+        if not asked:
+            return False
+        reason = (
+            f"integrals of plate '{drawn[0].name}' are drawn, whose second derivatives are noise"
+            if drawn
+            else f"the model has {dimension:,} parameters, and no more than {DENSE_BY_DEFAULT:,}"
+            " are held as a matrix"
+        )
+        raise ValueError(
+            f"gradient='{GRADIENTS[2]}' needs the Hessian of all data at the centre, but {reason}:"
+            f" use gradient='{GRADIENTS[1]}'."
+        )
+    # with given rates there are as many steps with any noise
+    without = noise._replace(mean=0.0, largest=0.0)
+    return asked or (choices.gradient == "auto" and steps(noise) > _DEARER * steps(without))
+
+
+def _expanded(
+    target: Target,
+    rng_key: Array,
+    gaussian: Gaussian,
+    metric: Metric,
+    anchor: Anchor,
+    noise: NoiseLevel,
+) -> tuple[Anchor, NoiseLevel, float]:
+    """The anchor with a Hessian, the level of noise with it, and the cost in passes."""
+    further = target.compiled(partial(Target.anchor, order=2))(anchor.values)
+    level, cost = noise_with(target, rng_key, gaussian, metric, further, noise)
+    return further, level, cost + 2.0 * target.view.dimension
 
 
 def _is_no_better(tried: list[Tuning]) -> bool:

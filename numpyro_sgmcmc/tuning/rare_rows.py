@@ -10,8 +10,9 @@ that one row of a thousand has, most minibatches have none of these rows, and th
 chain: noise that is far from Gaussian, and no method corrects for more than its covariance.
 
 With the gradients :math:`a_i = L^\\top \\nabla \\ell_i` of the rows in the coordinates of the
-metric, less those at the anchor if there is a control variate, the noise of the gradient has in a
-direction :math:`u` the fourth cumulant :math:`Q(u) \\le \\sum_i (w_i^3 - w_i^2) (u \\cdot a_i)^4`.
+metric, less their expansion at the anchor if there is a control variate, the noise of the gradient
+has in a direction :math:`u` the fourth cumulant
+:math:`Q(u) \\le \\sum_i (w_i^3 - w_i^2) (u \\cdot a_i)^4`.
 Where the potential is :math:`x^2 / 2`, the cumulants of order four of position and momentum of
 :math:`\\dot x = p`, :math:`\\dot p = -x - A p` + shots obey linear equations, from which a chain
 with friction :math:`A` and steps :math:`h` has draws of excess kurtosis
@@ -59,17 +60,15 @@ _TOLERABLE, MUCH_ERROR = 0.02, 0.05
 
 class Importance(NamedTuple):
     """
-    - **plain** - by plate, the root mean square :math:`|a_i|` of each row, shape (N,).
-    - **controlled** - the same with a control variate.
+    - **sizes** - by plate, the root mean square :math:`|a_i|` of each row, shape (N,).
     - **passes** - the cost in passes over the data.
     """
 
-    plain: dict[str, np.ndarray]
-    controlled: dict[str, np.ndarray]
+    sizes: dict[str, np.ndarray]
     passes: float
 
 
-def find_importance(target: Target, rng_key: Array, gaussian: Gaussian) -> Importance:
+def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: int) -> Importance:
     """
     How much noise each row makes in the coordinates of a Gaussian :math:`N(c, L L^\\top)`, from
     what it adds to the log density, :math:`\\ell_i`, at pairs of opposite draws: with
@@ -78,44 +77,52 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian) -> Impor
     .. math::
 
         |a_i|^2 \\approx \\tfrac14 \\mathrm{E} (\\ell_i^+ - \\ell_i^-)^2, \\qquad
-        |a_i|^2 \\approx \\tfrac13 \\mathrm{E} (\\ell_i^+ + \\ell_i^- - 2 \\ell_i(c))^2
+        |a_i|^2 \\approx \\tfrac13 \\mathrm{E} (\\ell_i^+ + \\ell_i^- - 2 \\ell_i(c))^2, \\qquad
+        |a_i|^2 \\approx \\tfrac95 \\mathrm{E} \\left( \\tfrac12 (\\ell_i^+ - \\ell_i^-)
+            - \\nabla \\ell_i(c)^\\top L \\zeta \\right)^2
 
-    with plain minibatches and with a control variate, to leading order in :math:`\\zeta`.
+    with plain minibatches and with a control variate of first and of second order, to leading
+    order in :math:`\\zeta`.
 
     :param target: the model with its data.
     :param rng_key: a random key.
     :param gaussian: an approximation of the posterior.
+    :param int order: of the control variate, 0 for none.
     """
 
-    def run(target: Target, draws: Any) -> dict[str, tuple[Array, Array]]:
+    def run(target: Target, draws: Any) -> dict[str, Array]:
         normal_key, rows_key, model_key = random.split(rng_key, 3)
         normal = _WIDTH * _spread_normal(normal_key, draws.center)
         points = jnp.concatenate([jnp.zeros_like(normal[:1]), normal, -normal])
         points = jax.vmap(draws.values)(points)
         potential, others = target.potential(IdentityMetric()), target.rows(rows_key)
 
-        def of_rows(plate: Plate, rows: Array) -> tuple[Array, Array]:
+        def of_rows(plate: Plate, rows: Array) -> Array:
             share = rows.shape[0] / (plate.size * target.parts)
 
             def terms(point: Array) -> Array:
                 values, batch = target.unravel(point), {**others, plate.name: rows}
                 return share * potential.with_row_terms(values, batch, model_key)[1][plate.name]
 
+            def slope(point: Array) -> Array:
+                return jax.jvp(terms, (points[0],), (point - points[0],))[1]
+
             found = lax.map(terms, points)
             center, above, below = found[0], found[1 : _PAIRS + 1], found[_PAIRS + 1 :]
-            odd = (above - below) / (2 * _WIDTH)
-            even = (above + below - 2 * center) / (3**0.5 * _WIDTH**2)
-            return _mean_square(odd), _mean_square(even)
+            if order == 0:
+                return _mean_square((above - below) / (2 * _WIDTH))
+            if order == 1:
+                return _mean_square((above + below - 2 * center) / (3**0.5 * _WIDTH**2))
+            cubic = (above - below) / 2 - lax.map(slope, points[1 : _PAIRS + 1])
+            return _mean_square(1.8**0.5 / _WIDTH**3 * cubic)
 
         plates = target.view.plates
         return {plate.name: of_all_rows(partial(of_rows, plate), plate) for plate in plates}
 
     found = target.compiled(run)(gaussian.metric)
-    plain, controlled = (
-        {name: np.sqrt(np.asarray(squares[k])) for name, squares in found.items()} for k in (0, 1)
-    )
+    sizes = {name: np.sqrt(np.asarray(squares)) for name, squares in found.items()}
     # the potential alone costs less than half of a gradient
-    return Importance(plain, controlled, (1 + 2 * _PAIRS) / 2)
+    return Importance(sizes, (1 + (3 if order == 2 else 2) * _PAIRS) / 2)
 
 
 def _mean_square(found: Array) -> Array:
@@ -141,7 +148,7 @@ def fourth_cumulant(
     rng_key: Array,
     gaussian: Gaussian,
     metric: Metric,
-    controlled: bool,
+    order: int,
     importance: dict[str, np.ndarray],
     weights: dict[str, np.ndarray],
 ) -> float:
@@ -156,11 +163,11 @@ def fourth_cumulant(
     :param rng_key: a random key.
     :param gaussian: an approximation of the posterior.
     :param metric: the metric of the sampler.
-    :param bool controlled: whether there is a control variate.
+    :param int order: of the control variate, 0 for none.
     :param importance: by plate, :math:`|a_i|` of each row.
     :param weights: by plate, the weight :math:`w_i` of each row in a minibatch that has it.
     """
-    options = target, rng_key, gaussian, metric, controlled
+    options = target, rng_key, gaussian, metric, order
     return max(
         _fourth_cumulant_of(*options, plate, importance[plate.name], weights[plate.name])
         for plate in target.view.plates
@@ -172,7 +179,7 @@ def _fourth_cumulant_of(
     rng_key: Array,
     gaussian: Gaussian,
     metric: Metric,
-    controlled: bool,
+    order: int,
     plate: Plate,
     importance: np.ndarray,
     weights: np.ndarray,
@@ -194,11 +201,15 @@ def _fourth_cumulant_of(
             slope = jax.grad(term)(target.unravel(point))
             return metric.pullback(ravel(slope)) / (plate.size * target.parts)
 
-        of_rows = jax.vmap(gradient, (None, 0))
-        center = of_rows(draws.center, rows) if controlled else 0.0
+        def of_rows(point: Array) -> Array:
+            return jax.vmap(gradient, (None, 0))(point, rows)
+
+        center = of_rows(draws.center) if order else 0.0
 
         def seen(total: Array, point: Array) -> tuple[Array, None]:
-            a = of_rows(point, rows) - center
+            a = of_rows(point) - center
+            if order == 2:
+                a -= jax.jvp(of_rows, (draws.center,), (point - draws.center,))[1]
             products = a @ a.T
             lengths = jnp.sqrt(jnp.maximum(jnp.diag(products), jnp.finfo(a.dtype).tiny))
             along = products / lengths
@@ -231,7 +242,7 @@ def find_rare_rows(
     rng_key: Array,
     gaussian: Gaussian,
     metric: Metric,
-    controlled: bool,
+    order: int,
     strata: Any,
     error: Callable[[float], float],
 ) -> RareRows:
@@ -243,15 +254,14 @@ def find_rare_rows(
     :param rng_key: a random key.
     :param gaussian: an approximation of the posterior.
     :param metric: the metric of the sampler.
-    :param bool controlled: whether there is a control variate.
+    :param int order: of the control variate, 0 for none.
     :param strata: those that were given, ``"auto"`` to have them made where plain minibatches make
         standard deviations wrong by 2 %, or None.
     :param error: from a fourth cumulant of the noise to the error of the standard deviations, with
         the step size that there would be without noise: strata make longer steps possible.
     """
     key, others = random.split(rng_key)
-    found = find_importance(target, key, gaussian)
-    importance = found.controlled if controlled else found.plain
+    importance, passes = find_importance(target, key, gaussian, order)
 
     def cumulant(strata: Mapping[str, SamplingDesign]) -> float:
         weights = {
@@ -266,7 +276,7 @@ def find_rare_rows(
         )
         if error(bound) < _TOLERABLE:
             return bound
-        return fourth_cumulant(target, others, gaussian, metric, controlled, importance, weights)
+        return fourth_cumulant(target, others, gaussian, metric, order, importance, weights)
 
     chosen: dict[str, SamplingDesign] = {**given_strata(strata, target, importance)}
     if target.scheme.by_importance:
@@ -275,18 +285,17 @@ def find_rare_rows(
     if isinstance(strata, str) and error(largest) > _TOLERABLE:
         chosen = _by_importance(target, importance)
         largest = cumulant(chosen)
-    return RareRows(chosen, largest, found.passes)
+    return RareRows(chosen, largest, passes)
 
 
 def strata_by_importance(
-    target: Target, rng_key: Array, gaussian: Gaussian, controlled: bool
+    target: Target, rng_key: Array, gaussian: Gaussian, order: int
 ) -> dict[str, SamplingDesign]:
     """
     The strata of like rows, or their probabilities, in any case. Parameters are those of
     :func:`find_rare_rows`.
     """
-    found = find_importance(target, rng_key, gaussian)
-    return _by_importance(target, found.controlled if controlled else found.plain)
+    return _by_importance(target, find_importance(target, rng_key, gaussian, order).sizes)
 
 
 def _by_importance(target: Target, importance: dict[str, np.ndarray]) -> dict[str, SamplingDesign]:

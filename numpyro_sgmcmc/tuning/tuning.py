@@ -13,7 +13,7 @@ import numpy as np
 
 from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.stein import SteinReport, advice
-from numpyro_sgmcmc.target.control_variate import Anchor
+from numpyro_sgmcmc.target.control_variate import Anchor, order_of
 from numpyro_sgmcmc.target.metric import DenseMetric, GaussianMetric, Metric, name_of
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
@@ -28,6 +28,10 @@ _MUCH_ROUNDING = 0.05
 
 #: Errors of integrals over latent variables of groups, likewise.
 _WRONG_INTEGRALS = 0.05
+
+
+#: Kinds of gradients in words, by the order of their control variate.
+_KINDS = ("plain minibatches", "a control variate", "a control variate of second order")
 
 
 class Tuning(NamedTuple):
@@ -171,7 +175,7 @@ class Tuning(NamedTuple):
             lines[0] += f", {self.steps_per_sample} steps per sample"
         lines[0] += f", {name_of(self.metric).replace('_', ' ')} metric"
         if self.noise is not None and self.plain_noise is not None:
-            kind = "a control variate" if self.anchor is not None else "plain minibatches"
+            kind = _KINDS[order_of(self.anchor)]
             lines.append(
                 f"noise variance {self.noise.mean:.3g} with {kind}, {self.plain_noise.mean:.3g} of"
                 " plain minibatches (in units of the curvature)"
