@@ -35,8 +35,14 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.kernels import self_tuning
 from numpyro_sgmcmc.stein import start_sums, stein_report
 from numpyro_sgmcmc.target import potential
-from numpyro_sgmcmc.target.control_variate import Anchor, ControlVariate
-from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric, LowRankMetric
+from numpyro_sgmcmc.target.control_variate import ControlVariate
+from numpyro_sgmcmc.target.metric import (
+    DenseMetric,
+    DiagonalMetric,
+    IdentityMetric,
+    LowRankMetric,
+    from_covariance,
+)
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.potential import full_data_gradient
 from numpyro_sgmcmc.target.target import Target, _quick_compilation
@@ -463,6 +469,67 @@ def test_law_with_a_control_variate(order):
         assert error < 0.01 and abs(series.mean() - law) < 3.5 * error
     else:  # the negative control: the noise of these minibatches
         assert series.mean() - law > 10 * error
+
+
+@pytest.mark.slow
+def test_where_the_gradient_is_taken():
+    """
+    Many coefficients and the scale of what they leave: half a drift further, where NOGIN takes the
+    gradient, the coefficients are wider, and the scale is pushed by all of them together.
+    """
+    rows, size = 400, 60
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((rows, size))
+    y = x @ rng.standard_normal(size) + rng.standard_normal(rows)
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 10).expand([size]).to_event(1))
+        log_scale = numpyro.sample("z", dist.Normal(0, 10))
+        with numpyro.plate("rows", rows, subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ w, jnp.exp(log_scale)), obs=y[i])
+
+    # the coefficients integrated out, on a grid
+    e, vectors = np.linalg.eigh(x @ x.T)
+    grid = np.linspace(-0.5, 0.6, 10_001)
+    variances = np.exp(2 * grid)[:, None] + 100 * e
+    log_density = -0.5 * (np.log(variances) + (vectors.T @ y) ** 2 / variances).sum(1)
+    p = np.exp(log_density - log_density.max() - 0.5 * (grid / 10) ** 2)
+    p /= p.sum()
+    mean, sd = p @ grid, np.sqrt(p @ (grid - p @ grid) ** 2)
+
+    args = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+    target = Target(read_model(model, init_to_uniform, args, {}), args, {})
+    precision = x.T @ x / np.exp(2 * mean)
+    covariance = np.zeros((size + 1, size + 1))
+    covariance[:size, :size], covariance[size, size] = np.linalg.inv(precision), 1 / (2 * rows)
+    center = np.append(np.linalg.solve(x.T @ x, x.T @ y), mean)
+    metric = from_covariance(covariance, center, jnp.float32)
+    anchor = target.anchor(target.unravel(metric.center), 2)
+    tuning = Tuning(0.5, 0.7, metric, metric, anchor, steps_per_sample=6)
+    off, error = {}, {}
+    for integrator in ("symmetric", "nogin"):
+        kernel = CCAdL(model, tuning=tuning, integrator=integrator, covariance="diagonal")
+        draws = np.asarray(run(kernel, *args, num_samples=2_000).get_samples(True)["z"], float)
+        off[integrator] = abs(draws.mean() - mean) / sd
+        error[integrator] = draws.std() / sd / effective_sample_size(draws) ** 0.5
+    assert max(error.values()) < 0.015 and off["symmetric"] < 3.5 * error["symmetric"]
+    assert off["nogin"] > 8 * error["nogin"]  # the negative control
+
+
+def test_the_integrator_suits_the_noise(tuning):
+    quiet, noisy = (
+        tuning._replace(noise=tuning.noise._replace(largest=level / tuning.step_size**2))
+        for level in (0.04, 0.06)
+    )
+    assert CCAdL(logistic).integrator(quiet) == "symmetric"
+    for found in (noisy, tuning._replace(noise=None)):
+        assert CCAdL(logistic).integrator(found) == "nogin"
+    assert CCAdL(logistic, temperature=2.0).integrator(noisy) == "symmetric"
+    assert CCAdL(logistic, covariance="matrix_free").integrator(quiet) == "nogin"
+    assert CCAdL(logistic, integrator="nogin").integrator(quiet) == "nogin"
+    kernel = CCAdL(logistic, tuning=quiet)
+    state = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=1).last_state
+    assert state.fixed.layout.integrator == kernel.settings["integrator"] == "symmetric"
 
 
 def test_law_in_a_metric():

@@ -35,6 +35,18 @@ from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, largest_of, whitened_step
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
+#: Integrators that other methods do not have.
+_OWN = ("euler", "symmetric", "nogin")
+
+#: Noise for which NOGIN is not needed: :math:`h^2 v`, of which a tenth is the error of a variance.
+_QUIET = 0.05
+
+
+def _splitting_of(integrator: str) -> Splitting | None:
+    """The splitting around the control and the thermostat; None is Euler's method."""
+    names = {"auto": "aboba", "nogin": "aboba", "symmetric": "baoab"}
+    return SPLITTINGS.get(names.get(integrator, integrator))
+
 
 class CovarianceControlled(NamedTuple):
     """
@@ -60,7 +72,7 @@ class CCAdL(MomentumKernel):
     position and on the direction, is dissipated by a friction of its own; a thermostat :math:`\\xi`
     takes up what is left.
 
-    With ``integrator="nogin"``, the default, a step is
+    With ``integrator="nogin"`` a step is
 
     .. math::
 
@@ -79,8 +91,15 @@ class CCAdL(MomentumKernel):
 
     ``"symmetric"`` is BACDODCAB, written from one drift to the next: the control C,
     :math:`p \\leftarrow \\exp(-\\tfrac{h^2}{4 T} \\hat V) p`, on either side of the thermostat D
-    and the exact Ornstein-Uhlenbeck map O, with an error of second order. ``"euler"`` is the
-    step of the paper,
+    and the exact Ornstein-Uhlenbeck map O. It is exact for a Gaussian posterior without noise,
+    and with a little of it up to a part of about :math:`h^2 v / 10` of a variance. For others it
+    has an advantage: its gradient is taken where the draws are, and not half a drift further, where
+    they are wider by :math:`h^2 / 4`. Many effects of unit width move their common scale there, at
+    :math:`h = 1/2` and with 200 effects of 25 rows each by 0.16 of its standard deviation, and here
+    by less than 0.04. ``"auto"``, the default, is ``"symmetric"`` where the tuning has found that
+    :math:`h^2 v \\le 0.05` in all directions, and else ``"nogin"``.
+
+    ``"euler"`` is the step of the paper,
 
     .. math::
 
@@ -112,7 +131,7 @@ class CCAdL(MomentumKernel):
         schedule; None is tuned.
     :param float friction: :math:`A`, the strength of the added noise and the initial
         thermostat :math:`\\xi_0`, per unit of time; None is tuned.
-    :param str integrator: ``"nogin"``; ``"symmetric"``, or another of the splittings in
+    :param str integrator: ``"auto"``; ``"nogin"``; ``"symmetric"``, or another of the splittings in
         :mod:`numpyro_sgmcmc.kernels.splittings`, with C D O D C in its middle; or ``"euler"``.
     :param float thermal_mass: :math:`\\mu`; larger is slower to adapt and fluctuates less. The
         paper has 1 in this convention (its :math:`\\mu = d`). None is 10, and more for fewer
@@ -152,36 +171,42 @@ class CCAdL(MomentumKernel):
 
     @dataclass(frozen=True, eq=False, kw_only=True)
     class Settings(MomentumKernel.Settings):
-        integrator: str = recorded("nogin")
+        integrator: str = recorded("auto")
         thermal_mass: float | None = None
         noise: NoiseEstimate | None = None
         covariance: str | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            one_of("integrator", self.integrator, ("euler", "symmetric", "nogin", *SPLITTINGS))
+            one_of("integrator", self.integrator, ("auto", *_OWN, *SPLITTINGS))
             if self.thermal_mass is not None and self.thermal_mass != math.inf:
                 self.set(thermal_mass=positive("thermal_mass", self.thermal_mass))
             noise = covariance_settings(self.noise, self.covariance, True, "")
             self.set(noise=noise, covariance=None)
-            splitting = self.splitting
+            splitting = _splitting_of(self.integrator)
             if splitting and not splitting.gradient_before_middle:
                 check_not_matrix_free(noise, self.integrator, "nogin")
-
-        @property
-        def splitting(self) -> Splitting | None:
-            """The splitting around the control and the thermostat; None is Euler's method."""
-            names = {"nogin": "aboba", "symmetric": "baoab"}
-            return SPLITTINGS.get(names.get(self.integrator, self.integrator))
 
     given: "CCAdL.Settings"
 
     @property
     def traits(self) -> Traits:
-        splitting = self.given.splitting
-        if splitting is None:
-            return Traits(1, True, corrects_noise=True)
-        return Traits(2, splitting.gradient_at_end, corrects_noise=True)
+        order = 1 if _splitting_of(self.given.integrator) is None else 2
+        return Traits(order, self.gradient_at_end(self.given.integrator), corrects_noise=True)
+
+    def integrator(self, tuning: Tuning) -> str:
+        noise = self.given.noise
+        if self.given.integrator != "auto":
+            return self.given.integrator
+        level = largest_of(tuning.noise)
+        if level is None or (noise is not None and noise.covariance == "matrix_free"):
+            return "nogin"
+        is_quiet = tuning.step_size**2 * level <= _QUIET * self.given.temperature
+        return "symmetric" if is_quiet else "nogin"
+
+    def gradient_at_end(self, integrator: str) -> bool:
+        splitting = _splitting_of(integrator)
+        return splitting is None or splitting.gradient_at_end
 
     def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
         assert self.given.noise is not None
@@ -192,12 +217,12 @@ class CCAdL(MomentumKernel):
         return self.given.noise.resolved(target, level, steps)
 
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        if self.given.splitting is None:
+        if _splitting_of(self.given.integrator) is None:
             friction = 0.5
             return euler_step(noise, friction), friction
         # V is known with an error and for the average position: what is left of the noise
         # widens a direction by up to h v / (2 A)
-        longest = 1.0 if self.given.integrator == "nogin" else 0.5
+        longest = 1.0 if self.given.integrator in ("auto", "nogin") else 0.5
         step_size = whitened_step(noise, longest)
         return step_size, min(max(0.7, 2.5 * step_size * noise.largest), 2.5)
 
@@ -253,8 +278,9 @@ class CCAdL(MomentumKernel):
             normal = random.normal(noise_key, p.shape, p.dtype)
             return covariance_controlled(p, inverse, scale * normal), here
 
-        if (splitting := given.splitting) is not None:
-            inner = nogin if given.integrator == "nogin" else middle
+        integrator = state.fixed.layout.integrator
+        if (splitting := _splitting_of(integrator)) is not None:
+            inner = nogin if integrator == "nogin" else middle
             position, p, xi, evaluation = splitting.step(state.z, p, gradient, h, inner)
         else:
             position = drift(state.z, p, h)

@@ -138,6 +138,14 @@ class SGMCMCKernel(MCMCKernel):
         """What is known of the method with these arguments."""
         return Traits()
 
+    def integrator(self, tuning: Tuning) -> str:
+        """The word for the integrator, which may depend on what was found."""
+        return str(getattr(self.given, "integrator", ""))
+
+    def gradient_at_end(self, integrator: str) -> bool:
+        """Whether the gradient is that of the end of the step (:class:`Traits`)."""
+        return self.traits.gradient_at_end
+
     def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
         """How the covariance of the gradient's noise is estimated, for methods that need it."""
         return None

@@ -32,6 +32,8 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
         friction = tuning.friction
         if not callable(given.step_size):
             record["step_size"] = tuning.step_size
+        if integrator := kernel.integrator(tuning):
+            record["integrator"] = integrator
         record["metric"] = name_of(tuning.metric)
         record["gradient"] = GRADIENTS[order_of(tuning.anchor)]
         if tuning.passes:

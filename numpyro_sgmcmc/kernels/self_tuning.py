@@ -57,7 +57,13 @@ def fixed_for(
     target, latents = target.tuned(tuning), target.view.latents
     dtype = jnp.result_type(*(x.dtype for x in latents.values()))
     sites = tuple(math.prod(latents[name].shape) for name in sorted(latents))
-    layout = Layout(steps_per_sample, sites, method.noise(target, tuning), target.view.facts)
+    layout = Layout(
+        steps_per_sample,
+        sites,
+        method.noise(target, tuning),
+        method.integrator(tuning),
+        target.view.facts,
+    )
     return Fixed(
         step_size=jnp.asarray(tuning.step_size, dtype),
         friction=None if tuning.friction is None else jnp.asarray(tuning.friction, dtype),

@@ -29,12 +29,14 @@ class Layout:
     - **sites** - number of parameters of each latent site, in the order of their names.
     - **noise** - how the covariance of the gradient's noise is estimated, a
       :class:`~numpyro_sgmcmc.gradients.noise_estimate.RunningCovariance`, or None.
+    - **integrator** - the word for the integrator, of methods that have several.
     - **model** - facts of the model, what it has from elsewhere than its arguments among them.
     """
 
     steps_per_sample: int
     sites: tuple[int, ...]
     noise: Any = None
+    integrator: str = ""
     model: Hashable = None
 
 

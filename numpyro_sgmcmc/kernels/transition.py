@@ -220,7 +220,7 @@ def one_step(
     judged = target.scheme.independent
     stein, share = add_to_sums(
         center_sums(monitor.stein, state.z, jnp.where(settled, i - warmup // 2 + 1, 0)),
-        new.z if method.traits.gradient_at_end else state.z,
+        new.z if method.gradient_at_end(fixed.layout.integrator) else state.z,
         evaluation.gradient,
         finite & (i >= warmup) & judged,
         method.given.temperature,
