@@ -94,10 +94,10 @@ class CCAdL(MomentumKernel):
     and the exact Ornstein-Uhlenbeck map O. It is exact for a Gaussian posterior without noise,
     and with a little of it up to a part of about :math:`h^2 v / 10` of a variance. For others it
     has an advantage: its gradient is taken where the draws are, and not half a drift further, where
-    they are wider by :math:`h^2 / 4`. Many effects of unit width move their common scale there, at
-    :math:`h = 1/2` and with 200 effects of 25 rows each by 0.16 of its standard deviation, and here
-    by less than 0.04. ``"auto"``, the default, is ``"symmetric"`` where the tuning has found that
-    :math:`h^2 v \\le 0.05` in all directions, and else ``"nogin"``.
+    they are wider by :math:`h^2 / 4`, and where :math:`d` effects together move their common scale
+    by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation. ``"auto"``, the default, is
+    ``"symmetric"`` where the tuning has found that :math:`h^2 v \\le 0.05` in all directions, and
+    else ``"nogin"``.
 
     ``"euler"`` is the step of the paper,
 
