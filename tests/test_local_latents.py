@@ -4,7 +4,9 @@
 """Latent sites inside of subsampled plates, integrated out: against the marginal model."""
 
 from dataclasses import replace
+import itertools
 import math
+import warnings
 
 from generations import arviz_marks
 import jax
@@ -728,6 +730,114 @@ def test_numbers_of_groups(group, message):
 
 
 def test_padding_is_told():
+    group = np.repeat(np.arange(101), [100] + [1] * 100)
     with pytest.warns(UserWarning, match=r"largest of 101 groups has 100 rows .* 50.5 entries"):
-        members, observed = group_rows(np.repeat(np.arange(101), [100] + [1] * 100))
+        members, observed = group_rows(group)
     assert members.shape == (101, 100) and observed.sum() == 200
+    # the remedy, which is silent
+    with pytest.warns(UserWarning, match=r"buckets=2\)` makes 2 tables by size, with 1.0 of them"):
+        group_rows(group, buckets=1)
+    assert [len(b.groups) for b in group_rows(group, buckets=2)] == [100, 1]
+
+
+# --- tables by size
+
+
+def least_entries(sizes, buckets):
+    """Of all ways to put the groups, in the order of their size, into so many tables."""
+    ordered = np.sort(sizes)
+    found = []
+    for number in range(buckets):
+        for ends in itertools.combinations(range(1, len(sizes)), number):
+            parts = np.split(ordered, ends)
+            found.append(sum(part.max() * len(part) for part in parts))
+    return min(found)
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 3, 4, 20])
+def test_tables_by_size(buckets):
+    """Each row once, in the table of its group; no other tables have fewer entries."""
+    rng = np.random.default_rng(buckets)
+    for _ in range(20):
+        sizes = 1 + rng.geometric(0.1, rng.integers(1, 9))
+        group = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The largest of .* groups")
+            tables = group_rows(group, buckets=buckets)
+        assert len(tables) == min(buckets, len(np.unique(sizes)))
+        entries = sum(table.members.size for table in tables)
+        assert entries == least_entries(sizes, min(buckets, len(sizes)))
+        rows = np.concatenate([table.members[table.observed] for table in tables])
+        np.testing.assert_array_equal(np.sort(rows), np.arange(len(group)))
+        groups = np.concatenate([table.groups for table in tables])
+        np.testing.assert_array_equal(np.sort(groups), np.arange(len(sizes)))
+        for table in tables:
+            # what pads a group is of the group too
+            assert (group[table.members] == table.groups[:, None]).all()
+            np.testing.assert_array_equal(table.observed.sum(1), sizes[table.groups])
+
+
+@pytest.mark.parametrize("buckets", [0, -1, 1.5, True, "2", [1]])
+def test_numbers_of_tables(buckets):
+    with pytest.raises(ValueError, match="`buckets` must be a whole number of tables, 1 or more"):
+        group_rows([0, 1], buckets=buckets)
+
+
+SIZES = np.random.default_rng(5).permutation(np.repeat([1, 2, 3, 12], [18, 10, 6, 6]))
+OF_GROUP = np.random.default_rng(6).permutation(np.repeat(np.arange(40), SIZES))
+RAGGED = jnp.asarray(np.random.default_rng(7).standard_normal(len(OF_GROUP)) + OF_GROUP / 20)
+
+
+def ragged(y, tables, batch=3):
+    """Normal rows of groups of several sizes, in as many plates as there are tables."""
+    mu, tau = globals_()
+    for k, table in enumerate(tables):
+        members, observed = table[:2]
+        with numpyro.plate(f"groups {k}", len(members), subsample_size=batch) as g:
+            a = numpyro.sample(f"a {k}", dist.Normal(mu, tau))
+            with numpyro.plate(f"members {k}", members.shape[1]):
+                row = members[g].T
+                law = dist.Normal(jnp.broadcast_to(a, row.shape), 1.0)
+                numpyro.sample(f"y {k}", law.mask(observed[g].T), obs=y[row])
+
+
+def ragged_marginal(y):
+    """Without any table: of each group the law of all its rows."""
+    mu, tau = globals_()
+    same = OF_GROUP[:, None] == OF_GROUP
+    cov = jnp.eye(len(y)) + tau**2 * same
+    numpyro.sample("y", dist.MultivariateNormal(mu * jnp.ones(len(y)), cov), obs=y)
+
+
+@pytest.mark.parametrize("buckets", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_the_marginal_of_tables(buckets):
+    """However many there are, of all groups it is the same."""
+    tables = jax.tree.map(jnp.asarray, group_rows(OF_GROUP, buckets=buckets))
+    view = read_model(ragged, init_to_uniform, (RAGGED, tables), {})
+    x, unflat = ravel_pytree(unremarkable_values(view))
+    rows = {p.name: jnp.arange(p.size) for p in view.plates}
+    where = rows, random.key(0), (RAGGED, tables), {}
+    found = derivatives(lambda x: view.potential(unflat(x), *where), x)
+    expected = derivatives(lambda x: potential_energy(ragged_marginal, (RAGGED,), {}, unflat(x)), x)
+    assert max(errors(found, expected)) < 1e-4
+
+
+@pytest.mark.slow
+def test_draws_of_tables():
+    """The effects of both tables, by the numbers of all groups, against their normal law."""
+    tables = group_rows(OF_GROUP, buckets=2)
+    mcmc = MCMC(CCAdL(ragged, 0.05, 10.0), num_warmup=50, num_samples=500, progress_bar=False)
+    mcmc.run(random.key(0), RAGGED, jax.tree.map(jnp.asarray, tables))
+    found = local_draws(mcmc, num_draws=500)
+    draws = mcmc.get_samples(group_by_chain=True)
+    mu, tau = (np.asarray(draws[k], float)[:, found["draw"].values, None] for k in ("mu", "tau"))
+    precision = tau**-2 + SIZES
+    means = (mu / tau**2 + np.bincount(OF_GROUP, RAGGED)) / precision
+    for k, table in enumerate(tables):
+        values = found[f"a {k}"].sel({f"groups {k}": np.arange(len(table.groups))})
+        z = (values - means[..., table.groups]) * np.sqrt(precision[..., table.groups])
+        assert (np.abs(z.mean("draw")) < 4.5 / 500**0.5).all()
+        assert (np.abs((z**2).mean("draw") - 1) < 4.5 * (2 / 500) ** 0.5).all()
+        # of groups in another order they are not
+        other = values - means[..., table.groups[::-1]]
+        assert (np.abs(other.mean("draw")) > 0.5).any()

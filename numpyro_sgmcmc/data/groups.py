@@ -1,15 +1,19 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which rows belong to each group, as an array that a plate of the groups can index."""
+"""Which rows belong to each group, as arrays that plates of the groups can index."""
 
-from typing import Any, NamedTuple
+import operator
+from typing import Any, NamedTuple, overload
 import warnings
 
 import numpy as np
 
-#: Of so many entries for each row something is said.
-_MUCH_PADDING = 4.0
+#: Of so many entries for each row something is said; with so many the remedy is content.
+_MUCH_PADDING, _LITTLE_PADDING = 4.0, 1.5
+
+#: More tables than this are not recommended: each makes the program of a step longer.
+_MOST_RECOMMENDED = 8
 
 
 class GroupRows(NamedTuple):
@@ -23,16 +27,46 @@ class GroupRows(NamedTuple):
     observed: np.ndarray
 
 
-def group_rows(group: Any) -> GroupRows:
+class Bucket(NamedTuple):
+    """
+    The table of some of the groups, which have similar sizes.
+
+    - **members** - as in :class:`GroupRows`, shape (groups in it, rows in the largest of these).
+    - **observed** - whether an entry is a row, of the same shape.
+    - **groups** - the numbers that its groups have among all, ascending, shape (groups in it,).
+    """
+
+    members: np.ndarray
+    observed: np.ndarray
+    groups: np.ndarray
+
+
+@overload
+def group_rows(group: Any) -> GroupRows: ...
+@overload
+def group_rows(group: Any, buckets: None) -> GroupRows: ...
+@overload
+def group_rows(group: Any, buckets: int) -> tuple[Bucket, ...]: ...
+def group_rows(group: Any, buckets: int | None = None) -> GroupRows | tuple[Bucket, ...]:
     """
     The rows of each group, for models whose subsampled plate is that of the groups.
 
     A step of a sampler computes all entries, those that are no rows too: with groups of very
-    different sizes most of its time may go into these, which a warning then says.
+    different sizes most of its time may go into these, which a warning then says. In ``buckets``
+    tables by size there are fewer: of all ways to divide the groups it is the one with the least
+
+    .. math:: \\sum_b G_b \\max_{g \\in b} m_g
+
+    entries, for :math:`G_b` groups in table :math:`b`, and :math:`m_g` rows in group :math:`g`. The
+    model has a plate and latent sites of its own for each of them, in a loop.
 
     :param group: of each row the number of its group, integers from 0, shape (rows,).
-    :return: the table of rows, and which of its entries are rows.
-    :raises ValueError: if a number is negative, or a group has no rows.
+    :param buckets: how many tables at most; there are fewer if there are fewer different sizes. One
+        table of all groups, and not a tuple of them, if None.
+    :return: the table of rows, and which of its entries are rows; with ``buckets`` a tuple of
+        such tables, from small groups to large ones, each with the numbers of its groups.
+    :raises ValueError: if a number is negative, if a group has no rows, or if ``buckets`` is not a
+        whole number from 1.
 
     **Example:** students, and all that is known of each inside of the plate.
 
@@ -56,6 +90,16 @@ def group_rows(group: Any) -> GroupRows:
         [[0, 4, 5], [1, 2, 1], [3, 3, 3]]
         >>> observed.sum(1).tolist()
         [3, 2, 1]
+
+    Two tables, the first of the groups 1 and 2:
+
+    .. doctest::
+
+        >>> few, many = group_rows([0, 1, 1, 2, 0, 0, 0], buckets=2)
+        >>> few.groups.tolist(), few.members.tolist()
+        ([1, 2], [[1, 2], [3, 3]])
+        >>> many.groups.tolist(), many.members.tolist()
+        ([0], [[0, 4, 5, 6]])
     """
     numbers = np.asarray(group)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
@@ -64,6 +108,7 @@ def group_rows(group: Any) -> GroupRows:
             f" {numbers.shape} and the dtype {numbers.dtype}: `numpy.unique(names,"
             " return_inverse=True)[1]` makes numbers of names."
         )
+    most = None if buckets is None else _checked(buckets)
     sizes = np.bincount(numbers) if numbers.min() >= 0 else np.zeros(1, int)
     if not sizes.all():
         missing = "negative ones" if numbers.min() < 0 else f"no rows of {np.argmin(sizes)}"
@@ -73,13 +118,78 @@ def group_rows(group: Any) -> GroupRows:
         )
     order = np.argsort(numbers, kind="stable")
     first = np.cumsum(sizes) - sizes
-    observed = np.arange(sizes.max()) < sizes[:, None]
-    members = order[first[:, None] + np.where(observed, np.arange(sizes.max()), 0)]
-    if (padding := observed.size / len(numbers)) > _MUCH_PADDING:
-        warnings.warn(
-            f"The largest of {len(sizes):,} groups has {sizes.max():,} rows and the median"
-            f" {np.median(sizes):,.0f}: a step computes {padding:.1f} entries for each row. Split"
-            " the groups by size into two tables, and give each a plate and sites of its own.",
-            stacklevel=2,
+    tables, lower = [], 0
+    for largest in _largest_of_buckets(sizes, most or 1):
+        groups = np.flatnonzero((sizes > lower) & (sizes <= largest))
+        observed = np.arange(largest) < sizes[groups, None]
+        members = order[first[groups, None] + np.where(observed, np.arange(largest), 0)]
+        tables.append(Bucket(members.astype(np.int32), observed, groups.astype(np.int32)))
+        lower = largest
+    _warn_of_padding(sizes, sum(table.observed.size for table in tables))
+    return GroupRows(*tables[0][:2]) if most is None else tuple(tables)
+
+
+def _checked(buckets: Any) -> int:
+    """
+    :raises ValueError: if this is not a number of tables.
+    """
+    try:
+        found = operator.index(buckets)
+    except TypeError:
+        found = 0
+    if found < 1 or isinstance(buckets, bool):
+        raise ValueError(
+            "`buckets` must be a whole number of tables, 1 or more, or None for one table of all"
+            f" groups; got {buckets!r}."
         )
-    return GroupRows(members.astype(np.int32), observed)
+    return found
+
+
+def _largest_of_buckets(sizes: np.ndarray, buckets: int) -> list[int]:
+    """
+    The size of the largest group in each bucket, ascending, with as few entries as possible.
+
+    The best :math:`k` buckets of the groups up to a size are the best :math:`k - 1` of those up to
+    a smaller one, and a last one of the rest: for distinct sizes :math:`s_1 < s_2 < ...`, of which
+    :math:`C_j` groups have :math:`s_j` or less,
+
+    .. math:: E_k(j) = \\min_{i < j} E_{k - 1}(i) + s_j (C_j - C_i) .
+    """
+    distinct, counts = np.unique(sizes, return_counts=True)
+    up_to = np.concatenate([[0], np.cumsum(counts)])
+    # entries of the groups up to each size; of none of them, none
+    entries = np.concatenate([[0], distinct * up_to[1:]])
+    before: list[np.ndarray] = []  # for each further bucket, where the smaller ones end
+    for _ in range(1, min(buckets, len(distinct))):
+        ends = np.zeros(len(entries), int)
+        fewer = np.zeros_like(entries)
+        for j, size in enumerate(distinct, 1):
+            totals = entries[:j] + size * (up_to[j] - up_to[:j])
+            ends[j] = np.argmin(totals)
+            fewer[j] = totals[ends[j]]
+        before.append(ends)
+        entries = fewer
+    found, end = [], len(distinct)
+    for ends in reversed(before):
+        found.append(int(distinct[end - 1]))
+        end = ends[end]
+    return [int(distinct[end - 1]), *reversed(found)]
+
+
+def _warn_of_padding(sizes: np.ndarray, entries: int) -> None:
+    """Says how many tables would have little padding, where there is much."""
+    rows = int(sizes.sum())
+    if entries / rows <= _MUCH_PADDING:
+        return
+    for buckets in range(2, _MOST_RECOMMENDED + 1):
+        largest = np.array(_largest_of_buckets(sizes, buckets))
+        fewer = int(largest[np.searchsorted(largest, sizes)].sum())
+        if fewer / rows <= _LITTLE_PADDING:
+            break
+    warnings.warn(
+        f"The largest of {len(sizes):,} groups has {sizes.max():,} rows and the median"
+        f" {np.median(sizes):,.0f}: a step computes {entries / rows:.1f} entries for each row."
+        f" `group_rows(group, buckets={buckets})` makes {buckets} tables by size, with"
+        f" {fewer / rows:.1f} of them, for a plate and sites of its own each.",
+        stacklevel=3,
+    )
