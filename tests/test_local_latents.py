@@ -4,9 +4,12 @@
 """Latent sites inside of subsampled plates, integrated out: against the marginal model."""
 
 from dataclasses import replace
+import importlib
 import itertools
 import math
+import os
 import warnings
+import weakref
 
 from generations import arviz_marks
 import jax
@@ -20,11 +23,13 @@ from numpyro.infer import MCMC, Predictive, init_to_uniform
 from numpyro.infer.util import potential_energy
 import pytest
 from scipy import stats
+import xarray as xr
 
 from numpyro_sgmcmc import CCAdL, full_data, group_rows, local_draws, to_arviz
 from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
+from numpyro_sgmcmc.results.draws_on_disk import on_disk
 from numpyro_sgmcmc.target import inner_rules
 from numpyro_sgmcmc.target.handlers import Plate
 from numpyro_sgmcmc.target.local_latents import Marginal
@@ -558,6 +563,128 @@ def test_draws_of_groups(run):
         assert stats.kstest(uniform.ravel(), "uniform").pvalue > 0.001
         assert stats.kstest(uniform.ravel() * 0.93, "uniform").pvalue < 0.001
     assert local_draws(run, 2, num_draws=3)["a"].shape == (4, 3, 2)
+
+
+# --- draws of groups that go to disk
+
+
+def effects_and_classes(y, batch=10):
+    """An effect, a class, and what depends on both."""
+    mu, tau = globals_()
+    with groups(y, batch) as g:
+        k = numpyro.sample("k", dist.Bernoulli(0.3))
+        b = numpyro.sample("model/b", dist.Normal(mu, tau).expand([1]).to_event(1))
+        a = numpyro.deterministic("a", b[..., 0] + 2.0 * k)
+        with numpyro.plate("members", y.shape[1]):
+            numpyro.sample("y", dist.Normal(a, 1.0), obs=y[g].T)
+
+
+@pytest.fixture(scope="module")
+def few():
+    kernel = CCAdL(effects_and_classes, 0.05, 10.0)
+    options = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": False}
+    mcmc = MCMC(kernel, num_warmup=5, num_samples=20, **options)
+    mcmc.run(random.key(0), Y)
+    return mcmc
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Parts of 20 groups, and of four draws of each of two chains."""
+    module = importlib.import_module("numpyro_sgmcmc.results.local_draws")
+    monkeypatch.setattr(module, "_CHUNK", 20)
+    monkeypatch.setattr(module, "_CHUNK_VALUES", 2 * 20 * 4 * 3)
+    return module
+
+
+@pytest.mark.slow
+def test_draws_on_disk(few, small_parts, tmp_path):
+    """Those in memory, bit for bit, whatever there is room for."""
+    groups = np.arange(50)  # not a multiple of those of a part, as eleven draws are not
+    here = local_draws(few, groups, num_draws=11, rng_key=random.key(1))
+    folder = tmp_path / "of" / "groups.zarr"
+    there = local_draws(
+        few, groups, num_draws=11, rng_key=random.key(1), store=folder, max_values=1
+    )
+    assert not any(x._in_memory for x in (v.variable for v in there.data_vars.values()))
+    assert set(there) == {"k", "model.b", "a"} and here["model.b"].shape == (2, 11, 50, 1)
+    for found in (there, xr.open_zarr(folder, chunks=None)):
+        xr.testing.assert_identical(found.load(), here)
+        assert {k: x.dtype for k, x in found.items()} == {k: x.dtype for k, x in here.items()}
+    assert len(np.unique(here["a"])) == here["a"].size
+    assert os.listdir(tmp_path / "of") == ["groups.zarr"]
+    # another key has other draws
+    other = local_draws(few, groups, num_draws=11, rng_key=random.key(2))
+    assert not (other["a"] == here["a"]).any()
+
+
+@pytest.mark.slow
+def test_a_part_is_held(few, small_parts, tmp_path, monkeypatch):
+    """Of all draws at a time, when they go to disk."""
+    most, held, get = 2 * 20 * 4 * 3, [], jax.device_get
+
+    def counted(tree):
+        values = jax.tree.map(np.array, get(tree))
+        alive[:] = [x for x in alive if x() is not None]
+        alive.extend(weakref.ref(x) for x in jax.tree.leaves(values))
+        held.append(sum(x().size for x in alive))
+        return values
+
+    alive = []
+    monkeypatch.setattr(small_parts.jax, "device_get", counted)
+    found = local_draws(few, num_draws=20, store=tmp_path / "draws.zarr")
+    total = sum(x.size for x in found.values())
+    assert len(held) == 3 * 5 and total == 2 * 20 * GROUPS * 3
+    # a part, and the one before, which is still in its loop
+    assert max(held) <= 2 * most < total / 4
+
+
+@pytest.mark.slow
+def test_a_store_is_whole_or_not_there(few, small_parts, tmp_path, monkeypatch):
+    """Also where the process ends without a word."""
+    folder, get, count = tmp_path / "draws.zarr", jax.device_get, itertools.count()
+
+    def interrupted(tree):
+        if next(count) == 4:
+            raise KeyboardInterrupt
+        return get(tree)
+
+    with monkeypatch.context() as here:
+        here.setattr(small_parts.jax, "device_get", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            local_draws(few, num_draws=20, store=folder)
+        assert not os.listdir(tmp_path)
+        count = itertools.count()
+        here.setattr("shutil.rmtree", lambda *_, **__: None)  # killed before it cleans up
+        with pytest.raises(KeyboardInterrupt):
+            local_draws(few, num_draws=20, store=folder)
+        (left,) = os.listdir(tmp_path)
+        assert left.startswith("draws.zarr.unfinished-")
+    folder.mkdir()  # an empty one is no obstacle
+    assert local_draws(few, num_draws=2, store=folder)["a"].shape == (2, 2, GROUPS)
+    assert sorted(os.listdir(tmp_path)) == ["draws.zarr", left]
+
+
+def test_what_is_there_is_kept(tmp_path):
+    file, folder = tmp_path / "file.zarr", tmp_path / "folder.zarr"
+    file.write_text("mine")
+    folder.mkdir()
+    (folder / "mine").touch()
+    for store, what in ((file, "is a file"), (folder, "has files in it")):
+        with pytest.raises(ValueError, match=f"{store} {what}, and nothing is written over it"):
+            with on_disk(store):
+                raise AssertionError("nothing is to be computed")
+    assert file.read_text() == "mine" and os.listdir(folder) == ["mine"]
+
+
+@pytest.mark.slow
+def test_too_many_draws_for_memory(few):
+    with pytest.raises(
+        ValueError, match=r"7,200 values, of 60 groups for 20 .*`store=\"draws.zarr"
+    ):
+        local_draws(few, max_values=7_199)
+    with pytest.raises(ValueError, match=r"`groups` names \['rows'\], but .* 'groups' \(60 rows\)"):
+        local_draws(few, groups={"rows": 3})
 
 
 @ARVIZ

@@ -105,26 +105,30 @@ def of_rows(
 
 
 def choose_rows(
-    rows: Selection | Mapping[str, Selection], plates: tuple[Plate, ...], rng_key: Array
+    rows: Selection | Mapping[str, Selection],
+    plates: tuple[Plate, ...],
+    rng_key: Array,
+    argument: str = "rows",
 ) -> dict[str, np.ndarray]:
     """The numbers of the rows that are to be kept, of each plate."""
     sizes = {plate.name: plate.size for plate in plates}
     known = ", ".join(f"'{name}' ({size:,} rows)" for name, size in sizes.items())
     if not plates:
         raise ValueError(
-            f"`rows={rows}` chooses from the plates that have a `subsample_size`, but the model has"
-            " none. Give the plate of the data one, or leave `rows` out."
+            f"`{argument}={rows}` chooses from the plates that have a `subsample_size`, but the"
+            f" model has none. Give the plate of the data one, or leave `{argument}` out."
         )
     if not isinstance(rows, Mapping):
         if len(plates) > 1 and np.ndim(rows) > 0:
             raise ValueError(
-                f"`rows` holds row numbers, but the model has several subsampled plates: {known}."
-                f" Say which: `rows={{'{plates[0].name}': ...}}`."
+                f"`{argument}` holds row numbers, but the model has several subsampled plates:"
+                f" {known}. Say which: `{argument}={{'{plates[0].name}': ...}}`."
             )
         rows = dict.fromkeys(sizes, rows)
     if unknown := sorted(set(rows) - set(sizes)):
         raise ValueError(
-            f"`rows` names {unknown}, but the subsampled plates of the model are {known}."
+            f"`{argument}` names {unknown}, but the subsampled plates"
+            f"{' with latent sites' if argument == 'groups' else ' of the model'} are {known}."
         )
     return {
         name: row_numbers(f"plate '{name}'", chosen, sizes[name], rng_key)

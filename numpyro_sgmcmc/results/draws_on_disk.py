@@ -1,0 +1,94 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Arrays that are filled part by part: in memory, or in a Zarr store (version 3 of the format) that is
+there when it is whole.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+import secrets
+import shutil
+from typing import Any
+import warnings
+
+import numpy as np
+
+#: Makes an array of this name, shape and data type with these dimensions, of which a part with the
+#: shape that follows is written at once.
+Create = Callable[[str, tuple[int, ...], Any, list[str], tuple[int, ...]], Any]
+
+
+@contextmanager
+def in_memory() -> Iterator[Create]:
+    """Arrays of NumPy."""
+    yield lambda name, shape, dtype, dims, part: np.empty(shape, dtype)
+
+
+@contextmanager
+def on_disk(folder: Path) -> Iterator[Create]:
+    """
+    Arrays of a store, in a folder that has another name until all of them are written: whatever
+    ends the program before, nothing that could be taken for the whole is left.
+
+    :param folder: the store, which must not be there yet.
+    :raises ImportError: if zarr is not installed.
+    :raises ValueError: if there is something else in the place of the store.
+    """
+    try:
+        import zarr
+        from zarr.codecs import Crc32cCodec
+    except ImportError as error:
+        raise ImportError(
+            "`local_draws(store=...)` writes with zarr 3.1.6 or later: pip install"
+            " 'numpyro_sgmcmc[zarr]'."
+        ) from error
+    check_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f"{folder.name}.unfinished-{secrets.token_hex(4)}")
+    unfinished.mkdir()
+    try:
+        root = zarr.create_group(unfinished)
+
+        def create(
+            name: str, shape: tuple[int, ...], dtype: Any, dims: list[str], part: tuple[int, ...]
+        ) -> Any:
+            chunks = tuple(max(1, n) for n in part)
+            return root.create_array(
+                name,
+                shape=shape,
+                dtype=dtype,
+                chunks=chunks,
+                dimension_names=dims,
+                # draws are noise, which cannot be compressed; all readers compare checksums
+                compressors=[Crc32cCodec()],
+            )
+
+        yield create
+        with warnings.catch_warnings():
+            # that they are not in the specification yet; all readers that we know of have them
+            warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
+            zarr.consolidate_metadata(root.store)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    check_free(folder)  # also if another has written it in the meantime
+    if folder.exists():
+        folder.rmdir()
+    unfinished.rename(folder)
+
+
+def check_free(folder: Path) -> None:
+    """
+    :raises ValueError: unless this is an empty folder or nothing.
+    """
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if (folder.exists() or folder.is_symlink()) and not is_empty:
+        what = "has files in it" if folder.is_dir() else "is a file"
+        raise ValueError(
+            f"The store {folder} {what}, and nothing is written over it: choose another path for"
+            " `store`, or remove it; `xarray.open_zarr(path, chunks=None)` opens draws that are"
+            " there."
+        )
