@@ -16,9 +16,10 @@ import numpy as np
 from numpyro.infer import init_to_median
 import pytest
 import two_threads
+import two_threads_of_groups
 
 from numpyro_sgmcmc import SGHMC
-from numpyro_sgmcmc.target import linear_algebra
+from numpyro_sgmcmc.target import inner_rules, linear_algebra
 from numpyro_sgmcmc.target.linear_algebra import in_order
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.model import read_model
@@ -189,17 +190,49 @@ def test_samples_of_a_kernel(several, one_device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_two_threads(devices):
-    """It stands still for ever where the calls are not in order."""
-    script = Path(two_threads.__file__)
-    here = {"NPROC": "2", "PYTHONPATH": str(script.parent.parent)}
+def test_integrals_over_groups_need_no_lapack(monkeypatch):
+    """The rule of many dimensions has matrices of its own, and is to go on without."""
+    data = two_threads_of_groups.X, two_threads_of_groups.Y
+
+    def lowered():
+        kernel = two_threads_of_groups.kernel_of(method=SGHMC)  # it estimates no noise
+        state = kernel.init(random.key(0), 0, None, data, {})
+        return jax.jit(lambda state: kernel.sample(state, data, {})).lower(state).as_text()
+
+    program = lowered()
+    assert "dot_general" in program and "lapack" not in program
+    factor = lambda matrices: jnp.linalg.inv(jnp.linalg.cholesky(matrices))  # noqa: E731
+    monkeypatch.setattr(inner_rules, "inverse_cholesky", factor)
+    assert "lapack" in lowered()
+
+
+def run_with_two_threads(script, *arguments, devices=1):
+    here = {"NPROC": "2", "PYTHONPATH": str(Path(script).parent.parent)}
     here["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, script, *arguments],
         env=os.environ | here,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_threads(devices):
+    """It stands still for ever where the calls are not in order."""
+    run_with_two_threads(two_threads.__file__, devices=devices)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        pytest.param("independent", marks=pytest.mark.slow),
+        # a factorisation for each search of the modes, beside those of the others
+        pytest.param("correlated", marks=pytest.mark.nightly),
+    ],
+)
+def test_two_threads_of_groups(law):
+    run_with_two_threads(two_threads_of_groups.__file__, law)
