@@ -138,17 +138,20 @@ def test_all_rows_give_the_gradient_of_all_data(model):
     np.testing.assert_allclose(here[1], there[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("model", [indexed, twice])
-def test_a_pass_over_all_rows_moves_none(model):
+def test_a_pass_over_all_rows_moves_none(model, order):
     """The anchor of a control variate, and what its program sends between devices."""
     kernel, args = read(partial(model, batch=40))
     plain, plain_args = read(partial(model, batch=40), None)
-    program, data, _ = target_of(kernel, args).program(type(target_of(kernel, args)).anchor)
-    expected = target_of(plain, plain_args).anchor(POINT)
-    np.testing.assert_allclose(program(data, POINT).potential, expected.potential, rtol=1e-5)
-    np.testing.assert_allclose(
-        program(data, POINT).gradient["w"], expected.gradient["w"], rtol=1e-5
-    )
+    target = target_of(kernel, args)
+    program, data, _ = target.program(partial(type(target).anchor, order=order))
+    expected = target_of(plain, plain_args).anchor(POINT, order)
+    found = program(data, POINT)
+    np.testing.assert_allclose(found.potential, expected.potential, rtol=1e-5)
+    np.testing.assert_allclose(found.gradient["w"], expected.gradient["w"], rtol=1e-5)
+    if order == 2:
+        np.testing.assert_allclose(found.hessian, expected.hessian, rtol=1e-5, atol=1e-3)
     assert collectives(program, data, POINT) == {"all-reduce": 1}
 
 

@@ -125,9 +125,8 @@ class Target(NamedTuple):
     def expansion(self, values: Values, order: int = 1) -> Anchor:
         """The same with integrals as they are in a step."""
         data = self.potential(IdentityMetric()), self.view.plates, values, random.key(0)
-        potential, gradient = self.mean(full_data_gradient(*data))
-        hessian = self.mean(full_data_hessian(*data)) if order > 1 else None
-        return Anchor(values, potential, gradient, hessian)
+        hessian = full_data_hessian(*data) if order > 1 else None
+        return Anchor(values, *self.mean((*full_data_gradient(*data), hessian)))
 
     def rows(self, rng_key: Array, step: Any = 0) -> dict[str, BatchRows]:
         """The rows of a minibatch, drawn independently for each plate."""
