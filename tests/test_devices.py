@@ -30,7 +30,15 @@ from numpyro.infer import MCMC
 from numpyro.util import fori_collect
 import pytest
 
-from numpyro_sgmcmc import SGLD, SMSUBU, CCAdL, NoiseEstimate, RowsOnDisk, spread_rows
+from numpyro_sgmcmc import (
+    SGLD,
+    SMSUBU,
+    CCAdL,
+    NoiseEstimate,
+    RowsOnDisk,
+    local_draws,
+    spread_rows,
+)
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.gradients import noise_estimate
 from numpyro_sgmcmc.target.control_variate import Anchor
@@ -99,6 +107,21 @@ def twice(x, y, batch=80):
         numpyro.factor("x", -jnp.abs(x[i] @ w))
 
 
+def with_effects(x, y, batch=20, number=1):
+    """Integrated out by nodes, or by draws if there are three of each row."""
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", x.shape[0], subsample_size=batch) as i:
+        effects = numpyro.sample("effects", dist.Normal(0, 0.7).expand([number]).to_event(1))
+        numpyro.sample("y", dist.Normal(x[i] @ w + effects.sum(-1), 0.5), obs=y[i])
+
+
+def without_effects(x, y, number=1):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", x.shape[0], subsample_size=80) as i:
+        scale = math.sqrt(0.5**2 + number * 0.7**2)
+        numpyro.sample("y", dist.Normal(x[i] @ w, scale), obs=y[i])
+
+
 def read(model, mesh=MESH, kernel=SGLD, **options):
     kernel = kernel(model, step_size=1e-3, mesh=mesh, **options)
     args = (X, Y) if mesh is None else spread_rows(mesh, X, Y)
@@ -139,7 +162,7 @@ def test_all_rows_give_the_gradient_of_all_data(model):
 
 
 @pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("model", [indexed, twice])
+@pytest.mark.parametrize("model", [indexed, twice, with_effects])
 def test_a_pass_over_all_rows_moves_none(model, order):
     """The anchor of a control variate, and what its program sends between devices."""
     kernel, args = read(partial(model, batch=40))
@@ -155,10 +178,22 @@ def test_a_pass_over_all_rows_moves_none(model, order):
     assert collectives(program, data, POINT) == {"all-reduce": 1}
 
 
-def test_minibatches_average_to_all_data():
+@pytest.mark.parametrize(
+    ("model", "all_rows"),
+    [
+        (indexed, indexed),
+        (with_effects, without_effects),
+        pytest.param(
+            partial(with_effects, number=3),
+            partial(without_effects, number=3),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_minibatches_average_to_all_data(model, all_rows):
     """Over a partition of the rows of every device; and without the scale they do not."""
-    kernel, args = read(partial(indexed, batch=20), subsampling="epochs")
-    whole = gradient_at(*read(indexed, None), POINT)
+    kernel, args = read(partial(model, batch=20), subsampling="epochs")
+    whole = gradient_at(*read(all_rows, None), POINT)
 
     def found(target, z):
         potential = target.potential(IdentityMetric())
@@ -436,6 +471,20 @@ def test_tuned_with_an_anchor_that_moves():
     kernel = SGLD(kernel_table.model, mesh=MESH, **options)
     there = kernel.tune(random.key(0), *spread_rows(MESH, X, Y))
     assert there.report is not None and there.report.problem() is None
+
+
+@pytest.mark.slow
+def test_latent_variables_of_rows():
+    """Devices stay together, and draws after the run are those of the rows that each has."""
+    mcmc = sampler(SGLD(with_effects, 1e-3, init_strategy=CENTRE, mesh=MESH), 200)
+    mcmc.run(random.key(0), *spread_rows(MESH, X, Y))
+    assert everywhere_equal(mcmc.last_state)
+    found = local_draws(mcmc, num_draws=200)["effects"].values[0, ..., 0]
+    precision = 0.7**-2 + 0.5**-2
+    residuals = Y - np.asarray(mcmc.get_samples()["w"]) @ X.T
+    z = (found - residuals / 0.5**2 / precision) * precision**0.5
+    assert np.all(np.abs(z.mean(0)) < 4.5 / 200**0.5)
+    assert np.ptp(residuals, axis=1).min() > 1  # of other rows they would not be
 
 
 # --- what cannot be -----------------------------------------------------------------------

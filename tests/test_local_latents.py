@@ -3,6 +3,7 @@
 
 """Latent sites inside of subsampled plates, integrated out: against the marginal model."""
 
+import collections
 from dataclasses import replace
 import importlib
 import itertools
@@ -19,13 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, Predictive, init_to_uniform
+from numpyro.infer import MCMC, Predictive, init_to_median, init_to_uniform
 from numpyro.infer.util import potential_energy
 import pytest
 from scipy import stats
 import xarray as xr
 
-from numpyro_sgmcmc import CCAdL, full_data, group_rows, local_draws, to_arviz
+from numpyro_sgmcmc import (
+    SGHMC,
+    CCAdL,
+    RowsOnDisk,
+    full_data,
+    group_rows,
+    local_draws,
+    to_arviz,
+)
 from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
@@ -563,6 +572,33 @@ def test_draws_of_groups(run):
         assert stats.kstest(uniform.ravel(), "uniform").pvalue > 0.001
         assert stats.kstest(uniform.ravel() * 0.93, "uniform").pvalue < 0.001
     assert local_draws(run, 2, num_draws=3)["a"].shape == (4, 3, 2)
+
+
+@pytest.mark.slow
+def test_groups_on_disk(tmp_path, monkeypatch):
+    """The draws are those in memory, with the groups of many steps read at once."""
+    counts, read = collections.Counter(), RowsOnDisk.read
+
+    def counted(source, numbers):
+        counts[np.shape(numbers)] += 1
+        return read(source, numbers)
+
+    monkeypatch.setattr(RowsOnDisk, "read", counted)
+    np.save(tmp_path / "y.npy", np.asarray(Y))
+    found = []
+    for y in (Y, RowsOnDisk(tmp_path / "y.npy")):
+        view = read_model(intercepts, init_to_uniform, (y,), {})
+        anchor = Target(view, (y,), {}).anchor(unremarkable_values(view))
+        tuning = Tuning(1e-3, 1.0, IdentityMetric(), anchor=anchor)
+        kernel = SGHMC(intercepts, tuning=tuning, init_strategy=init_to_median)
+        counts.clear()
+        mcmc = MCMC(kernel, num_warmup=0, num_samples=130, progress_bar=False)
+        mcmc.run(random.key(0), y)
+        found.append(mcmc.get_samples() | dict(local_draws(mcmc, [3, 4], num_draws=5)))
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in ("mu", "tau", "a"))
+    assert len(np.unique(found[0]["mu"])) > 100
+    # a few at the beginning, and not one for each step or for each of its integrals
+    assert counts[(64, 10)] >= 3 and counts[(10,)] < 30
 
 
 # --- draws of groups that go to disk

@@ -124,7 +124,9 @@ class Target(NamedTuple):
 
     def expansion(self, values: Values, order: int = 1) -> Anchor:
         """The same with integrals as they are in a step."""
-        data = self.potential(IdentityMetric()), self.view.plates, values, random.key(0)
+        # groups of other devices, which have the same numbers, are to have other draws
+        potential, key = self.potential(IdentityMetric()), self.own(random.key(0))
+        data = potential, self.view.plates, values, key
         hessian = full_data_hessian(*data) if order > 1 else None
         return Anchor(values, *self.mean((*full_data_gradient(*data), hessian)))
 
