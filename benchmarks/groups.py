@@ -3,10 +3,10 @@
 
 """
 Latent variables of groups, integrated out: the time of a step for a thousand to a million groups,
-the bias of draws of 21 effects, and 100,000 groups of 10 rows with an intercept and 20 slopes of
-their own.
+the bias of a Laplace approximation and of few nodes, the bias of draws of 21 effects, and 100,000
+groups of 10 rows with an intercept and 20 slopes of their own.
 
-    python benchmarks/groups.py [flat] [errors] [slopes] [--groups 100000] [--seed 0]
+    python benchmarks/groups.py [flat] [laplace] [errors] [slopes] [--groups 100000] [--seed 0]
 """
 
 import argparse
@@ -33,6 +33,10 @@ from numpyro_sgmcmc.tuning.gaussian import whitened_hessian
 
 #: Groups of the first table; rows of a group; slopes of a group, besides an intercept.
 FLAT, ROWS, SLOPES = (1_000, 10_000, 100_000, 1_000_000), 4, 20
+
+#: Nodes of the rules beside each other, of which one node is Laplace's, and of what they are
+#: compared with; rows of a group in the last columns.
+NODES, MANY_NODES, MORE_ROWS = (1, 3, 5, 7, 15), 61, (20, 100)
 
 
 def intercepts(y, batch=200):
@@ -81,12 +85,16 @@ def least_size(draws):
     return min(float(np.min(effective_sample_size(np.asarray(x)))) for x in draws.values())
 
 
+def simulated_intercepts(number, rows=ROWS):
+    rng = np.random.default_rng(0)
+    a = 0.5 + 1.5 * rng.standard_normal((number, 1))
+    return rng.random((number, rows)) < 1 / (1 + np.exp(-a))
+
+
 def flat():
     """Lines of the table of step times."""
     for number in FLAT:
-        rng = np.random.default_rng(0)
-        a = 0.5 + 1.5 * rng.standard_normal((number, 1))
-        y = jnp.asarray(rng.random((number, ROWS)) < 1 / (1 + np.exp(-a)), jnp.float32)
+        y = jnp.asarray(simulated_intercepts(number), jnp.float32)
         draws, kernel, first, second = sampled(intercepts, y, again=True)
         off = [
             f"{(float(draws[k].mean()) - truth) / float(draws[k].std()):+.1f}"
@@ -96,6 +104,67 @@ def flat():
         yield (
             f"{number:,}", f"{1e3 * step:.2f} ms", f"{first:.0f} s", f"{least_size(draws):,.0f}",
             ", ".join(off), f"{kernel.tuning.integrals:.1g}",
+        )  # fmt: skip
+
+
+def log_marginal(theta, ones, rows, nodes):
+    """
+    Of a group with so many ones among its rows, by adaptive quadrature: differentiated through the
+    mode and the curvature there, as `lme4` and `glmmTMB` do. With one node it is Laplace's.
+    """
+    mu, tau = theta[0], jnp.exp(theta[1])
+
+    def density(u):
+        eta = mu + tau * u
+        return ones * eta - rows * jax.nn.softplus(eta) - 0.5 * u**2
+
+    def step(u, _):
+        return u - jax.grad(density)(u) / jax.grad(jax.grad(density))(u), None
+
+    # the density is concave, and Newton steps from zero are exact after less than this
+    mode, _ = jax.lax.scan(step, jnp.zeros(()), length=12)
+    scale = (-jax.grad(jax.grad(density))(mode)) ** -0.5
+    x, weights = np.polynomial.hermite_e.hermegauss(nodes)
+    terms = jnp.log(weights) + 0.5 * x**2 + jax.vmap(density)(mode + scale * x)
+    return jax.nn.logsumexp(terms) + jnp.log(scale) - 0.5 * jnp.log(2 * jnp.pi)
+
+
+def log_posterior(theta, groups, nodes):
+    """Of `mu` and `log tau`, for so many groups with 0, 1, ... ones."""
+    rows = len(groups) - 1
+    terms = jax.vmap(lambda ones: log_marginal(theta, ones, rows, nodes))(jnp.arange(rows + 1.0))
+    prior = dist.Normal(0, 2).log_prob(theta[0]) + theta[1]
+    return groups @ terms + prior + dist.HalfNormal(2).log_prob(jnp.exp(theta[1]))
+
+
+def modes_of(all_groups, nodes):
+    """The mode of each posterior of `mu` and `log tau`, and the standard deviations there."""
+    gradient = jax.jit(jax.grad(lambda *given: log_posterior(*given, nodes)))
+    curvature = jax.jit(jax.hessian(lambda *given: log_posterior(*given, nodes)))
+    for groups in all_groups:
+        theta = jnp.asarray([0.5, np.log(1.5)])
+        for _ in range(20):
+            theta = theta - jnp.linalg.solve(curvature(theta, groups), gradient(theta, groups))
+        assert jnp.abs(gradient(theta, groups)).max() < 1e-9 * groups.sum()
+        sds = np.sqrt(np.diag(np.linalg.inv(-np.asarray(curvature(theta, groups)))))
+        yield np.asarray(theta), sds
+
+
+def laplace():
+    """Lines of the table of few nodes: all groups, and nothing is drawn."""
+    posteriors = (*((number, ROWS) for number in FLAT[:-1]), *((FLAT[-2], n) for n in MORE_ROWS))
+    counts = []
+    for number, rows in posteriors:
+        ones = simulated_intercepts(number, rows).sum(1)
+        counts.append(jnp.asarray(np.bincount(ones, minlength=rows + 1), float))
+    right = list(modes_of(counts, MANY_NODES))
+    for nodes in NODES:
+        found = [mode for mode, _ in modes_of(counts, nodes)]
+        off = [(theta - mode) / sd for theta, (mode, sd) in zip(found, right, strict=True)]
+        factor = np.expm1(found[2][1] - right[2][0][1])
+        yield (
+            "Laplace" if nodes == 1 else f"{nodes} nodes",
+            *(f"{mu:+.2g}, {log_tau:+.2g}" for mu, log_tau in off), f"{100 * factor:+.2g} %",
         )  # fmt: skip
 
 
@@ -178,13 +247,19 @@ def many_slopes(number, seed):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("parts", nargs="*", default=["flat", "errors", "slopes"])
+    parser.add_argument("parts", nargs="*", default=["flat", "laplace", "errors", "slopes"])
     parser.add_argument("--groups", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if "flat" in options.parts:
         header = ["groups", "step of 4 chains", "to 4,000 draws", "least ESS", "mu, tau off, sd"]
         print(table([*header, "integrals off, sd"], list(flat())))
+    if "laplace" in options.parts:
+        header = ["mu, log tau off, sd", *(f"{number:,} groups" for number in FLAT[:-1])]
+        header += [f"{FLAT[-2]:,} of {rows} rows" for rows in MORE_ROWS]
+        header += [f"tau, {FLAT[-2]:,} of {ROWS} rows"]
+        with jax.enable_x64(True):
+            print(table(header, list(laplace())))
     if "errors" in options.parts:
         header = ["draws around", "number", "largest bias, sd", "rms", "its error", "noise of one"]
         print(table(header, list(errors(min(options.groups, 10_000)))))

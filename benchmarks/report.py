@@ -55,6 +55,7 @@ PARTS = {
     "numpyro_examples": "benchmarks/numpyro_examples.py",
     "suite": "benchmarks/suite.py --data {data} --cache {cache}",
     "groups": "benchmarks/groups.py flat",
+    "group_laplace": "benchmarks/groups.py laplace",
     "group_draws": "benchmarks/groups.py errors",
     "groups_and_nuts": "benchmarks/groups_and_nuts.py --data {data}",
     "battery": "benchmarks/posterior_battery.py --data {data} --cache {cache}",
