@@ -189,7 +189,8 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     Where the potential curves downward the Gaussian doubles its width; if steeply, it is too wide
     for what it sees to be true of its middle, and becomes narrower.
     Potential and gradient are of all data, the Hessian of 40 rows for each parameter, or of more
-    where with these the steps do not become shorter.
+    where with these the steps do not become shorter; of groups whose latent variables are
+    integrated out, of each once at most.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -205,7 +206,12 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     dimension, dtype = view.dimension, start.metric.center.dtype
     smallest = min((plate.subsample_size for plate in view.plates), default=math.inf)
     smallest *= target.parts
-    minibatches = max(DRAWS, math.ceil(_ROWS_FOR_EACH * dimension / smallest))
+    minibatches = math.ceil(_ROWS_FOR_EACH * dimension / smallest)
+    if any(plate.points > 1 for plate in view.plates):
+        # groups are few and each costs as much as all of its rows: none of them twice
+        epoch = max(plate.size / plate.subsample_size for plate in view.plates)
+        minibatches = min(minibatches, math.ceil(epoch))
+    minibatches = max(DRAWS, minibatches)
     number = _FEW_DRAWS if view.drawn_plates else DRAWS
 
     def evaluate(
