@@ -83,7 +83,7 @@ def test_counts_must_be_positive_integers(name, value):
         ),
         ("covariance", "'diagonal', 'full', 'low_rank', 'matrix_free'"),
         ("estimator", "'sub_batches', 'two_cotangents', 'per_example'"),
-        ("integrator", "'euler', 'symmetric', 'nogin', 'aboba', 'baoab', 'obabo'"),
+        ("integrator", "'auto', 'euler', 'symmetric', 'nogin', 'aboba', 'baoab', 'obabo'"),
     ],
 )
 def test_unknown_words_list_the_allowed_ones(name, allowed):

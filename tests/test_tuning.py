@@ -522,7 +522,8 @@ def test_the_integrator_suits_the_noise(tuning):
         for level in (0.04, 0.06)
     )
     assert CCAdL(logistic).integrator(quiet) == "symmetric"
-    for found in (noisy, tuning._replace(noise=None)):
+    funnel = quiet._replace(noise=quiet.noise._replace(nonlinearity=0.4))
+    for found in (noisy, funnel, tuning._replace(noise=None)):
         assert CCAdL(logistic).integrator(found) == "nogin"
     assert CCAdL(logistic, temperature=2.0).integrator(noisy) == "symmetric"
     assert CCAdL(logistic, covariance="matrix_free").integrator(quiet) == "nogin"

@@ -38,8 +38,11 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 #: Integrators that other methods do not have.
 _OWN = ("euler", "symmetric", "nogin")
 
-#: Noise for which NOGIN is not needed: :math:`h^2 v`, of which a tenth is the error of a variance.
-_QUIET = 0.05
+#: Noise for which NOGIN is not needed: :math:`h^2 v`, of which a tenth is the error of a variance;
+#: and the nonlinearity up to which. From the neck of a funnel (0.5) a step that was undone leads
+#: back with the momentum reversed only where the gradient is taken between two half drifts: with it
+#: at the end chains stood still there.
+_QUIET, _NO_FUNNEL = 0.05, 0.3
 
 
 def _splitting_of(integrator: str) -> Splitting | None:
@@ -96,8 +99,8 @@ class CCAdL(MomentumKernel):
     has an advantage: its gradient is taken where the draws are, and not half a drift further, where
     they are wider by :math:`h^2 / 4`, and where :math:`d` effects together move their common scale
     by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation. ``"auto"``, the default, is
-    ``"symmetric"`` where the tuning has found that :math:`h^2 v \\le 0.05` in all directions, and
-    else ``"nogin"``.
+    ``"symmetric"`` where the tuning has found that :math:`h^2 v \\le 0.05` in all directions and
+    nothing like a funnel, and else ``"nogin"``.
 
     ``"euler"`` is the step of the paper,
 
@@ -195,14 +198,13 @@ class CCAdL(MomentumKernel):
         return Traits(order, self.gradient_at_end(self.given.integrator), corrects_noise=True)
 
     def integrator(self, tuning: Tuning) -> str:
-        noise = self.given.noise
+        noise, level = self.given.noise, tuning.noise
         if self.given.integrator != "auto":
             return self.given.integrator
-        level = largest_of(tuning.noise)
         if level is None or (noise is not None and noise.covariance == "matrix_free"):
             return "nogin"
-        is_quiet = tuning.step_size**2 * level <= _QUIET * self.given.temperature
-        return "symmetric" if is_quiet else "nogin"
+        is_quiet = tuning.step_size**2 * level.largest <= _QUIET * self.given.temperature
+        return "symmetric" if is_quiet and level.nonlinearity < _NO_FUNNEL else "nogin"
 
     def gradient_at_end(self, integrator: str) -> bool:
         splitting = _splitting_of(integrator)
