@@ -185,7 +185,7 @@ class ControlVariate(NamedTuple):
         slope, value = self.anchor.gradient, self.anchor.potential
         if self.anchor.hessian is not None:
             flat, unravel = ravel_pytree(away)
-            bend = unravel(self.anchor.hessian @ flat)
+            bend = unravel(jnp.matmul(self.anchor.hessian, flat, precision="highest"))
             slope = jax.tree.map(jnp.add, slope, bend)
             value -= _dot(bend, away) / 2
         return value + _dot(slope, away), slope
