@@ -226,13 +226,8 @@ def test_two_threads(devices):
     run_with_two_threads(two_threads.__file__, devices=devices)
 
 
-@pytest.mark.parametrize(
-    "law",
-    [
-        pytest.param("independent", marks=pytest.mark.slow),
-        # a factorisation for each search of the modes, beside those of the others
-        pytest.param("correlated", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("law", ["independent", "correlated"])
 def test_two_threads_of_groups(law):
+    """With effects that are correlated, a factorisation for each search beside the others."""
     run_with_two_threads(two_threads_of_groups.__file__, law)
