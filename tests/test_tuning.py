@@ -46,6 +46,7 @@ from numpyro_sgmcmc.target.metric import (
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.potential import full_data_gradient
 from numpyro_sgmcmc.target.target import Target, _quick_compilation
+from numpyro_sgmcmc.tuning import phases
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.mixing import PilotRun
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
@@ -514,6 +515,19 @@ def test_where_the_gradient_is_taken():
         error[integrator] = draws.std() / sd / effective_sample_size(draws) ** 0.5
     assert max(error.values()) < 0.015 and off["symmetric"] < 3.5 * error["symmetric"]
     assert off["nogin"] > 8 * error["nogin"]  # the negative control
+
+
+def test_no_hessian_of_too_many_parameters(monkeypatch):
+    monkeypatch.setattr(phases, "DENSE_BY_DEFAULT", 3)
+    target, noise = Model(logistic, X, Y).target, NoiseLevel(1.0, 100.0, 1.0, 0.1)
+    asked = phases.Choices(None, None, None, "second_order_control_variate", init_to_uniform)
+
+    def steps(noise):
+        return 1 + noise.largest
+
+    with pytest.raises(ValueError, match="has 4 parameters, and no more than 3 are held"):
+        phases._may_be_expanded(target, asked, steps, noise)
+    assert not phases._may_be_expanded(target, asked._replace(gradient="auto"), steps, noise)
 
 
 def test_the_integrator_suits_the_noise(tuning):
