@@ -38,6 +38,27 @@ def compile_quickly(request):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+def pytest_collection_finish(session):
+    """A module's generator of random numbers, as it is once the module has been read."""
+    modules = {item.module for item in session.items if hasattr(item, "module")}
+    generators = {m: m.RNG for m in modules if hasattr(m, "RNG")}
+    session.config.stash[GENERATORS] = {
+        module: (rng, rng.bit_generator.state) for module, rng in generators.items()
+    }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """The data of a test do not depend on which tests the same process has run before."""
+    generators = item.config.stash[GENERATORS]
+    if getattr(item, "module", None) in generators:
+        rng, state = generators[item.module]
+        rng.bit_generator.state = state
+
+
+GENERATORS = pytest.StashKey[dict]()
+
+
 @pytest.fixture(autouse=True)
 def forget_programs(request):
     """Thousands of compiled programs in one process exhaust its memory maps: XLA then crashes."""

@@ -105,9 +105,8 @@ def by_hand(y, batch=10):
 
 
 def slopes(dimension):
-    factor = jnp.asarray(np.tril(RNG.standard_normal((dimension, dimension)))) + 2 * jnp.eye(
-        dimension
-    )
+    below = np.tril(RNG.standard_normal((dimension, dimension)), -1)
+    factor = jnp.asarray(below) + 2 * jnp.eye(dimension)
 
     def model(y, batch=10):
         mu, tau = globals_()
