@@ -25,6 +25,7 @@ import warnings
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
+import numpy as np
 from numpyro.distributions import biject_to
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.handlers import seed, substitute, trace
@@ -272,8 +273,10 @@ class MinibatchModel(NamedTuple):
 
 def unremarkable_values(view: MinibatchModel) -> Values:
     """Unconstrained values none of which is special, so that other models differ there."""
-    waves = {k: jnp.cos(1.0 + jnp.arange(math.prod(x.shape))) for k, x in view.latents.items()}
-    return {k: (waves[k] / 2).reshape(x.shape).astype(x.dtype) for k, x in view.latents.items()}
+    waves = {k: np.cos(1.0 + np.arange(math.prod(x.shape))) for k, x in view.latents.items()}
+    return {
+        k: jnp.asarray((waves[k] / 2).reshape(x.shape), x.dtype) for k, x in view.latents.items()
+    }
 
 
 def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict) -> MinibatchModel:
@@ -302,7 +305,7 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
                 f" distribution the shape {site['fn'].shape()}: give `init_to_value(values=...)`"
                 " values of that shape."
             )
-        if not isinstance(value, jax.core.Tracer) and not jnp.all(jnp.isfinite(value)):
+        if not isinstance(value, jax.core.Tracer) and not np.all(np.isfinite(value)):
             raise ValueError(
                 f"The initial value of site '{site['name']}' is not finite: give"
                 " `init_to_value(values=...)` other values."

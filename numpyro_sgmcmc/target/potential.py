@@ -265,6 +265,8 @@ def _parts(plate: Plate) -> list[tuple[int, int, int, int]]:
     """
     size = plate.size
     count = -(-size // min(_CHUNK, max(_FEWEST, _CHUNK // plate.points)))
+    # without a rest, where that can be: of another length there would be one more program
+    count = next((k for k in range(count, 2 * count) if size % k == 0), count)
     length = size // count
     whole = size // length
     if plate.seen is not None and plate.seen < size:

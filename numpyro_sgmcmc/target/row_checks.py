@@ -211,7 +211,7 @@ class _Look:
         for chosen in product(*each) if self.are_nested else zip(*each, strict=True):
             rows, new = {}, {}
             for (name, length), (start, first_new) in zip(self.many.items(), chosen, strict=True):
-                rows[name] = start + jnp.arange(length)
+                rows[name] = jnp.asarray(start + np.arange(length), jnp.int32)
                 here = start + np.arange(length) >= first_new
                 new[name] = np.tile(here, self.target.parts)
             yield rows, new
@@ -281,15 +281,18 @@ class _Look:
         first = _first(lengths)
         # values at which densities are finite, and others matter
         for scale in (1.0, 0.01):
-            values = jax.tree.map(lambda x, scale=scale: scale * x, z)
+            values = jax.tree.map(lambda x, scale=scale: jnp.asarray(scale * np.asarray(x)), z)
             before = self.at(values, first)
             if all(np.isfinite(x).mean() > 0.5 for x in before.terms.values()):
                 break
         again = self.at(values, first, key=1)
         for name, length in lengths.items():
-            rows = first[name]
-            exchanged = jnp.where(jnp.arange(length) % 2 == 0, rows, rows[-1])
-            other, turned = (self.at(values, {**first, name: x}) for x in (exchanged, rows[::-1]))
+            rows = np.arange(length)
+            exchanged = np.where(rows % 2 == 0, rows, rows[-1])
+            other, turned = (
+                self.at(values, {**first, name: jnp.asarray(x, jnp.int32)})
+                for x in (exchanged, rows[::-1])
+            )
             for place, terms in before.terms.items():
                 if place[1] != name or length == 1:
                     continue
@@ -303,7 +306,7 @@ class _Look:
 
 
 def _first(lengths: dict[str, int]) -> dict[str, Array]:
-    return {name: jnp.arange(length) for name, length in lengths.items()}
+    return {name: jnp.asarray(np.arange(length), jnp.int32) for name, length in lengths.items()}
 
 
 def _differ(x: np.ndarray, y: np.ndarray) -> bool:

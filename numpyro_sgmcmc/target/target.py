@@ -196,6 +196,8 @@ class Target(NamedTuple):
             here = empty._replace(args=args, kwargs=kwargs, strata=strata, centring=centring)
             return in_order(partial(function, here))(*arguments)
 
+        # what JAX's log of compilations says
+        run.__name__ = getattr(function, "__qualname__", "run")
         if (shards := self.shards) is None:
             return compiled_quickly(run), data, (tree, others)
         specs = shards.of_leaves(is_data)

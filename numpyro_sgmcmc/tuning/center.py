@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from functools import partial
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
@@ -42,6 +42,9 @@ _STARTS, _FEWER_STARTS, _MANY_PARAMETERS, _MANY_POINTS = 6, 3, 50, 32
 #: The first search is of at least so many rows, and of so many for each parameter; the next ones
 #: of so many times as many.
 _FEWEST_ROWS, _ROWS_FOR_EACH, _GROWTH = 1_000, 10, 8
+
+#: Searches that have ended so close to each other, in standard deviations, have found the same.
+_SAME = 0.5
 
 #: Newton steps of one search, and of those that begin where another one has ended.
 _STEPS, _FEWER_STEPS = 60, 20
@@ -132,11 +135,35 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     return Gaussian(metric, search.passes, None, several, part=part, is_rough=search.is_rough)
 
 
+def _distance(one: Fit, other: Fit) -> float:
+    """Between two centres, in standard deviations of the first, along the worst coordinate."""
+    return float(np.max(np.abs(np.linalg.solve(one.factor, other.center - one.center))))
+
+
 def _no_center(seen: str) -> ValueError:
     return ValueError(
         f"Tuning found no centre: {seen}. Start it near the posterior with"
         " `init_strategy=init_to_value(...)`, or give `step_size` and `friction` yourself."
     )
+
+
+class _Look(NamedTuple):
+    """
+    What a program is to look at: one of them serves all searches.
+
+    - **center**, **factor** - of the Gaussian, shapes (d,) and (d, d).
+    - **reach** - how far its draws lie from the centre, in its standard deviations: 1, or 0.
+    - **count** - the number of minibatches.
+    - **hessians** - in each of them.
+    - **part** - how often each row counts.
+    """
+
+    center: Any
+    factor: Any
+    reach: Any
+    count: Any
+    hessians: Any
+    part: Any
 
 
 class _Search:
@@ -159,7 +186,6 @@ class _Search:
         self.is_smooth = bool(target.view.drawn_plates)
         self._evaluate = {k: target.compiled(partial(self._evaluated, k)) for k in (False, True)}
         self._energies = target.compiled(self._energies_at)
-        self._curvature = target.compiled(self._curvature_at)
         self._way = target.compiled(self._way_between)
 
     # --- what is computed
@@ -198,25 +224,24 @@ class _Search:
         total = lax.fori_loop(0, count, added, zeros)
         return target.mean(jax.tree.map(lambda x: x / count, total))
 
-    def _evaluated(
-        self, is_rough: bool, target: Target, center: Array, factor: Array, count: Array
-    ) -> tuple[tuple[Array, Array, Array], Array]:
-        potential = self._potential(target)
+    def _evaluated(self, is_rough: bool, target: Target, look: _Look) -> tuple[Any, Array]:
+        """The mean potential, its gradient and its Hessian; and whether it looks rough."""
+        potential, factor = self._potential(target), look.factor
         draws = normal_draws(self.rng_key, self.dimension, self.dtype)
-        points = center + draws @ factor.T
+        points = look.center + look.reach * draws @ factor.T
 
         def seen(rows: Any, k: Array) -> tuple[Array, Array, Array]:
             values, gradients = jax.vmap(jax.value_and_grad(potential), (0, None))(points, rows)
 
-            def products(point: Array) -> Array:
-                return whitened_hessian(target, factor, point, rows, self.rng_key, is_rough)
+            def added(j: Array, total: Array) -> Array:
+                # at one of the draws for each minibatch, and at all draws where these are few
+                point = points[(j + look.hessians * k) % len(points)]
+                return total + whitened_hessian(target, factor, point, rows, self.rng_key, is_rough)
 
-            # at one of the draws for each minibatch, and of all draws where these are few
-            some = jnp.arange(self.hessians) + self.hessians * k
-            hessian = lax.map(products, points[some % len(points)]).mean(0)
-            return values.mean(), gradients @ factor, hessian
+            hessian = lax.fori_loop(0, look.hessians, added, jnp.zeros_like(factor))
+            return values.mean(), gradients @ factor, hessian / look.hessians
 
-        value, gradients, hessian = self._mean(target, count, seen)
+        value, gradients, hessian = self._mean(target, look.count, seen, look.part)
         return (value, gradients.mean(0), hessian), looks_rough(
             draws, gradients, jnp.trace(hessian)
         )
@@ -226,25 +251,6 @@ class _Search:
         return self._mean(
             target, count, lambda rows, k: lax.map(lambda x: potential(x, rows), points)
         )
-
-    def _curvature_at(
-        self, target: Target, point: Array, count: Array, part: Array
-    ) -> tuple[Array, Array]:
-        """The potential, and the diagonal of its Hessian."""
-        potential = self._potential(target)
-
-        def seen(rows: Any, k: Array) -> tuple[Array, Array]:
-            def gradient(x: Array) -> Array:
-                return jax.grad(potential)(x, rows)
-
-            units = jnp.eye(self.dimension, dtype=self.dtype)
-            if target.view.drawn_plates:
-                hessian = whitened_hessian(target, units, point, rows, self.rng_key)
-                return potential(point, rows), jnp.diagonal(hessian)
-            product = jax.linearize(gradient, point)[1]
-            return potential(point, rows), lax.map(lambda e: product(e) @ e, units)
-
-        return self._mean(target, count, seen, part)
 
     def _way_between(self, target: Target, centers: Array, degree: Array) -> Array:
         """
@@ -272,6 +278,7 @@ class _Search:
         Those of the others between which and the best there is a barrier, on ways that are straight
         in non-centred coordinates and in centred ones: a ridge may be straight in either.
         """
+        others = [fit for fit in others if _distance(best, fit) > _SAME]
         if not others:
             return []
         centers = jnp.asarray(np.stack([best.center, *(fit.center for fit in others)]), self.dtype)
@@ -294,7 +301,9 @@ class _Search:
         if init_strategy is init_to_uniform and (
             (wide := self._scale(zero, count, 1 / self.rows_in(count))) is not None
         ):
-            away = np.asarray(random.normal(rng_key, (number - 1, self.dimension)), float)
+            # by NumPy: of JAX it would be one more program to compile
+            generator = np.random.default_rng(np.asarray(random.key_data(rng_key)))
+            away = generator.standard_normal((number - 1, self.dimension))
             points = [zero, *(x * wide for x in away)]
             found = [(x, self._scale(x, count)) for x in points]
         if not found:
@@ -316,15 +325,31 @@ class _Search:
         return count * max(sizes, default=1) * self.target.parts
 
     def _scale(self, point: Any, count: int, part: float = 1.0) -> np.ndarray | None:
-        found = self._curvature(jnp.asarray(point, self.dtype), count, part)
-        self.passes += 2 * self.dimension * self._share(count)
-        energy, diagonal = (np.abs(np.asarray(x, np.float64)) for x in found)
+        (energy, _, hessian), _ = self._look(False, point, np.eye(self.dimension), 0, count, part)
+        diagonal = np.abs(np.diagonal(hessian).astype(np.float64))
         if not np.isfinite(energy) or not np.all(np.isfinite(diagonal)):
             return None
         known = diagonal > 0
         if not known.any():
             return np.ones(self.dimension)
         return np.where(known, diagonal, np.median(diagonal[known])) ** -0.5
+
+    def _look(
+        self,
+        is_rough: bool,
+        center: Any,
+        factor: np.ndarray,
+        reach: int,
+        count: int,
+        part: float = 1.0,
+    ) -> Any:
+        hessians = self.hessians if reach else 1
+        # a Hessian-vector product counts as two gradients
+        self.passes += (DRAWS + 2 * self.dimension * hessians) * self._share(count)
+        numbers = (np.asarray(x, self.dtype) for x in (center, factor, reach, part))
+        center, factor, reach_, part_ = numbers
+        look = _Look(center, factor, reach_, np.int32(count), np.int32(hessians), part_)
+        return jax.tree.map(np.asarray, self._evaluate[is_rough](look))
 
     def _share(self, count: int) -> float:
         return count * self.target.minibatch_share
@@ -333,11 +358,7 @@ class _Search:
         """Newton steps, to the last of those that were an advance."""
 
         def fitted(center: np.ndarray, factor: np.ndarray) -> Fit | None:
-            x, L = (jnp.asarray(x, self.dtype) for x in (center, factor))
-            # a Hessian-vector product counts as two gradients
-            cost = DRAWS + 2 * self.dimension * self.hessians
-            self.passes += cost * self._share(count)
-            found, rough = self._evaluate[self.is_rough](x, L, count)
+            found, rough = self._look(self.is_rough, center, factor, 1, count)
             if rough and not self.is_rough and not self.is_smooth:
                 self.is_rough = True
                 return fitted(center, factor)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import Array, random
+from jax import Array
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +44,8 @@ def non_centred(target: Target) -> Target:
 
         return jax.vmap(at)(points)
 
-    points = random.normal(random.key(0), (_POINTS, target.view.dimension))
+    normal = np.random.default_rng(0).standard_normal((_POINTS, target.view.dimension))
+    points = normal.astype(np.float32)
     if not jax.eval_shape(partial(factors, target), points):
         return target
     found = {k: np.asarray(x) for k, x in target.compiled(factors)(points).items()}

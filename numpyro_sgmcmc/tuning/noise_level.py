@@ -4,7 +4,6 @@
 """The noise of the gradient in the coordinates of a metric, and the step sizes it allows."""
 
 from collections.abc import Sequence
-from functools import partial
 import math
 from typing import Any, NamedTuple
 
@@ -218,8 +217,10 @@ def _variances(
     factors, groups, center = target.factors, target.groups, draws.center
     kinds = [target.potential(metric, anchor) for anchor in anchors]
 
-    def one(radius: float, total: Any, key: Array) -> Any:
+    def one(totals: Any, look: tuple[Array, Array]) -> Any:
+        key, is_far = look
         point_key, rows_key, model_key = random.split(key, 3)
+        radius = 1 + is_far * _FAR / math.sqrt(len(center))
         normal = radius * random.normal(point_key, center.shape, center.dtype)
         point = metric.coordinates(draws.values(normal))
         rows = target.rows(rows_key)
@@ -227,21 +228,16 @@ def _variances(
             sub_batch_gradient(kind, rows, model_key, factors, Diagonal(), groups)(point).noise
             for kind in kinds
         ]
-        return jax.tree.map(jnp.add, total, seen), None
+        return jax.tree.map(lambda total, x: total.at[is_far].add(x), totals, seen), None
 
-    zeros = [jnp.zeros_like(center) for _ in kinds]
-    # the noise of a mean over devices, whose noises are independent
+    # near the centre, and further out
+    zeros = [jnp.zeros((2, *center.shape), center.dtype) for _ in kinds]
     count = _NOISE_DRAWS // 2
-    places = []
-    keys = random.split(random.fold_in(rng_key, 0), (2, count))
-    for some, far in zip(keys, (0.0, _FAR), strict=True):
-        radius = 1 + far / math.sqrt(len(center))
-        total, _ = lax.scan(partial(one, radius), zeros, some)
-        places.append([x / (count * target.parts) for x in target.mean(total)])
-    return [
-        (near.mean(), jnp.maximum(near.max(), tails.max()))
-        for near, tails in zip(*places, strict=True)
-    ]
+    keys = random.split(random.fold_in(rng_key, 0), _NOISE_DRAWS)
+    totals, _ = lax.scan(one, zeros, (keys, jnp.arange(_NOISE_DRAWS) // count))
+    # the noise of a mean over devices, whose noises are independent
+    found = [x / (count * target.parts) for x in target.mean(totals)]
+    return [(near.mean(), jnp.maximum(near.max(), tails.max())) for near, tails in found]
 
 
 def largest_of(noise: NoiseLevel | None) -> float | None:

@@ -277,7 +277,7 @@ def find_tuning(
                 flat=tuning.flat if r_hat is None or r_hat > NOT_MIXED else "",
             )
         )
-        is_stable = np.sum(seen.undone) <= _UNDONE * PILOT_CHAINS * steps
+        is_stable = np.asarray(seen.undone).sum() <= _UNDONE * PILOT_CHAINS * steps
         if is_stable and (found is None or found.problem() is None):
             return tried[-1]
         if not is_long_enough or (halvings >= 2 and is_stable and _is_no_better(tried)):
