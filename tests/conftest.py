@@ -71,4 +71,20 @@ def forget_programs(request):
         jax.clear_caches()
 
 
+@pytest.fixture
+def compiled():
+    """The programs that XLA compiles from here on."""
+    import jax
+
+    seen = []
+
+    def listen(event, _, **__):
+        if event.endswith("backend_compile_duration"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 DONE = pytest.StashKey[int]()

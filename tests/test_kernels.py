@@ -153,20 +153,6 @@ def test_progress_bar_changes_nothing(name, chains, progress_bar, capsys):
         assert "step size" in capsys.readouterr().err
 
 
-@pytest.fixture
-def compiled():
-    """The programs that XLA compiles from here on."""
-    seen = []
-
-    def listen(event, _, **__):
-        if event.endswith("backend_compile_duration"):
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 @pytest.mark.parametrize(
     ("name", "chains", "init_params"),
     [("SGHMC", 1, False), ("CCAdL tuned", 2, False), ("CCAdL", 1, True)],

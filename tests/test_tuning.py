@@ -35,6 +35,7 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.kernels import self_tuning
 from numpyro_sgmcmc.stein import start_sums, stein_report
 from numpyro_sgmcmc.target import potential
+from numpyro_sgmcmc.target import target as target_module
 from numpyro_sgmcmc.target.control_variate import ControlVariate
 from numpyro_sgmcmc.target.metric import (
     DenseMetric,
@@ -309,7 +310,8 @@ def nested(x):
 def test_one_pass_over_the_data(chunk, monkeypatch):
     """In chunks that divide the rows and that do not, it is the potential of all data."""
     monkeypatch.setattr(potential, "_CHUNK", chunk)
-    for model, args in ((logistic, (X, Y)), (nested, (X[:50],))):
+    # 2,999 is a prime number
+    for model, args in ((logistic, (X[:2_999], Y[:2_999])), (nested, (X[:50],))):
         found = Model(model, *args)
         value, gradient = jax.jit(
             lambda z: full_data_gradient(found.potential, found.view.plates, z, random.key(0))
@@ -329,6 +331,41 @@ def test_programs_that_compile_quickly():
     anchor = found.target.compiled(Target.anchor)
     alone, inside = anchor(found.point), jax.jit(anchor)(found.point)
     np.testing.assert_allclose(alone.gradient["w"], inside.gradient["w"], rtol=1e-3, atol=0.05)
+
+
+def test_a_program_is_compiled_beside_what_is_done_next(compiled, monkeypatch):
+    """And a call finds it: JAX says nothing of that, and this notices when it is no longer so."""
+    monkeypatch.setattr(target_module.os, "cpu_count", lambda: 2)
+    found = Model(logistic, X, Y)
+    anchor = found.target.compiled(Target.anchor)
+    anchor.prepare(found.point)
+    assert anchor.run._pending.result() and compiled
+    compiled.clear()
+    prepared = anchor(found.point)
+    assert not compiled
+    at_once = found.target.compiled(Target.anchor)(found.point)
+    np.testing.assert_array_equal(prepared.gradient["w"], at_once.gradient["w"])
+
+
+def test_what_cannot_be_prepared_fails_where_it_is_used(monkeypatch):
+    monkeypatch.setattr(target_module.os, "cpu_count", lambda: 2)
+    broken = Model(logistic, X, Y).target.compiled(lambda target, x: jnp.linalg.inv(x))
+    broken.prepare(jnp.ones(3))
+    with pytest.raises(ValueError, match="[Aa]rgument"):
+        broken(jnp.ones(3))
+
+
+def test_a_tuning_for_other_data_compiles_nothing(compiled):
+    """Programs are kept by name for data of the same shapes; numbers are those of a new kernel."""
+    others = X[::-1] + 0.1, Y[::-1]
+    kernel = CCAdL(logistic, progress_bar=False)
+    kernel.tune(random.key(0), X, Y)
+    compiled.clear()
+    again = kernel.tune(random.key(1), *others)
+    assert not compiled
+    anew = CCAdL(logistic, progress_bar=False).tune(random.key(1), *others)
+    np.testing.assert_array_equal(again.metric.center, anew.metric.center)
+    assert (again.step_size, again.noise, again.passes) == (anew.step_size, anew.noise, anew.passes)
 
 
 def controlled(found, order=1):
@@ -829,6 +866,7 @@ def test_halvings_of_the_step_size(temperature, expected):
             )
             return PilotRun(sums)
 
+        run.prepare = lambda: None
         return run
 
     choices = Choices(None, None, None, "minibatch", init_to_uniform)

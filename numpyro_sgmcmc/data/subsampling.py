@@ -21,9 +21,11 @@ at least ``size`` cells, repeated on the positions that fall outside ("cycle wal
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import isqrt
 from typing import NamedTuple
 
+import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
@@ -56,6 +58,8 @@ def _rectangle(size: int) -> tuple[int, int]:
     return min(sides, key=lambda side: side[0] * side[1])
 
 
+# of itself it is traced and lowered once, and not for each program that draws rows
+@partial(jax.jit, static_argnames="size")
 def permute(key: Array, positions: Array, size: int) -> Array:
     """
     Images of ``positions`` under the permutation of ``{0, ..., size - 1}`` that belongs
@@ -154,7 +158,9 @@ def epochs(key: Array, step: Array, size: int, batch_size: int) -> Array:
     position = start + jnp.arange(batch_size, dtype=jnp.uint32)
     later = position >= size
     position = jnp.where(later, position - size, position)
-    this, following = (permute(random.fold_in(key, epoch + k), position, size) for k in (0, 1))
+    # both by one program
+    keys = jax.vmap(random.fold_in, (None, 0))(key, epoch + jnp.arange(2, dtype=jnp.uint32))
+    this, following = jax.vmap(permute, (0, None, None))(keys, position, size)
     return jnp.where(later, following, this)
 
 

@@ -260,7 +260,7 @@ def _lanczos(representation: Covariance, covariance: Any, vector: Array) -> _Lan
         return (there, here, following), (here, diagonal, following)
 
     start = (vector / jnp.maximum(norm, tiny), jnp.zeros_like(vector), jnp.zeros_like(norm))
-    _, (basis, diagonal, coupling) = lax.scan(advance, start, length=steps, unroll=True)
+    _, (basis, diagonal, coupling) = lax.scan(advance, start, length=steps)
     matrix = jnp.diag(diagonal) + jnp.diag(coupling[:-1], 1) + jnp.diag(coupling[:-1], -1)
     eigenvalues, eigenvectors = jnp.linalg.eigh(matrix)
     return _Lanczos(basis, eigenvalues, eigenvectors, norm)

@@ -4,8 +4,6 @@
 """What a kernel finds out of a model and its data: made in ``init``, remade in another process."""
 
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 import warnings
@@ -19,7 +17,7 @@ from numpyro_sgmcmc.target.local_latents import Marginal
 from numpyro_sgmcmc.target.model import MinibatchModel, read_model
 from numpyro_sgmcmc.target.row_checks import check_rows
 from numpyro_sgmcmc.target.sharding_checks import check_spread
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.target.target import Program, Quick, Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ class Context:
         self.model: MinibatchModel | None = None
         self._models: dict[Any, MinibatchModel] = {}
         self.shards: Shards | None = None
-        self.programs: dict[Any, Callable] = {}
+        self.programs: dict[Any, Quick] = {}
         self.tuning = tuning
         self.densities: dict[str, float] = {}
         self.data: str | None = None
@@ -110,7 +108,8 @@ class Context:
             raise RuntimeError(f"Call `{self.kernel}.init` first.")
         # another `MCMC` may have given this kernel other data since
         model = self._models.get(_shapes((args, kwargs)), self.model)
-        return Target(model, args, kwargs, SCHEMES[given.subsampling])
+        scheme = SCHEMES[given.subsampling]
+        return Target(model, args, kwargs, scheme, programs=self.programs)
 
     def target(self, given: Settings, args: tuple = (), kwargs: dict | None = None) -> Target:
         """The model with these data, on each of the devices that they are spread over."""
@@ -135,17 +134,15 @@ class Context:
 
     def compiled(
         self, name: str, function: Callable, target: Target, *facts: Any, outputs: Any = EVERYWHERE
-    ) -> Callable:
+    ) -> Program:
         """
         ``function(target, *arguments)`` under ``jit``, compiled once for all data of one shape.
 
         :param facts: what else the function depends on, besides the model and its arguments.
         :param outputs: how the result lies on the devices that the data are spread over.
         """
-        program, data, rest = target.program(function, outputs=outputs)
-        with suppress(TypeError):  # an argument of the model that cannot be told from others
-            program = self.programs.setdefault((name, target.view.facts, rest, facts), program)
-        return partial(program, data)
+        kept = target._replace(programs=self.programs)
+        return kept.compiled(function, name, *facts, outputs=outputs)
 
 
 def _check_importance(given: Settings, name: str, shards: Shards | None) -> None:

@@ -213,8 +213,8 @@ def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: s
     with tuning_bar(given.progress_bar) as report:
         pilots = []
 
-        def pilot(tuning: Tuning) -> Callable[[float, int, Array], PilotRun]:
-            pilots.append(_pilot(method, target, tuning))
+        def pilot(tuning: Tuning) -> _Pilot:
+            pilots.append(_Pilot(method, target, tuning))
             return pilots[-1]
 
         try:
@@ -304,66 +304,70 @@ def _steps_without_noise(method: "SGMCMCKernel", tuning: Tuning) -> float:
     return 2 * method.relaxation_time(tuning) / tuning.step_size
 
 
-def _pilot(
-    method: "SGMCMCKernel", target: Target, tuning: Tuning
-) -> Callable[[float, int, Array], PilotRun]:
+class _Pilot:
     """Short chains, half of whose steps are warm-up."""
-    each = method.given.steps_per_sample or 1
-    gaussian = tuning.start
-    assert gaussian is not None
-    layout = fixed_for(method, target, tuning, each, 0).layout
 
-    def run(
-        target: Target,
-        gaussian: Any,
-        fixed: Fixed,
-        samples: Array,
-        rng_key: Array,
-    ) -> PilotRun:
-        keys = random.split(rng_key, (3, PILOT_CHAINS))
-        target = target.tuned(fixed)
-        z = draw_from(gaussian, target, method.given.temperature, keys[1])
+    def __init__(self, method: "SGMCMCKernel", target: Target, tuning: Tuning) -> None:
+        self.method, self.target, self.tuning = method, target, tuning
+        self.each = method.given.steps_per_sample or 1
+        self.layout = fixed_for(method, target, tuning, self.each, 0).layout
+        self.program = target.compiled(partial(_short_chains, method), "pilot")
 
-        def begin(chain_key: Array, z: Values, dynamics_key: Array) -> SGMCMCState:
-            return start(method, target, fixed, z, chain_key, dynamics_key)
+    def __call__(self, step_size: float, steps: int, rng_key: Array) -> PilotRun:
+        return self.program(*self._arguments(step_size, steps, rng_key))
 
-        def seen(halves: Halves, z: Values, k: Array) -> Halves:
-            position = fixed.metric.coordinates(ravel(target.in_coordinates(z)))
-            return with_position(halves, position, 4 * k // samples - 2, 2 * k >= samples)
+    def prepare(self) -> None:
+        self.program.prepare(*self._arguments(self.tuning.step_size, 0, random.key(0)))
 
-        def both(seen: Callable) -> Callable:
-            def sampled(k: Array, run: tuple[SGMCMCState, Halves]) -> tuple[SGMCMCState, Halves]:
-                state = sample(method, target, run[0])
-                return state, seen(run[1], state.z, k)
-
-            return sampled
-
-        none = no_positions(target.view.dimension, gaussian.center.dtype)
-
-        def one(chain: tuple[Array, Values, Array]) -> PilotRun:
-            state, halves = lax.fori_loop(0, samples, both(seen), (begin(*chain), none))
-            return PilotRun(state.monitor.stein, halves, state.monitor.nonfinite_steps)
-
-        if target.shards is None:
-            # one after the other: a program for all at once takes twice as long to compile
-            return lax.map(one, (keys[0], z, keys[2]))
-        # devices would spend their time in waiting for each other
-        axes = axes_for(method.given.refresh_every)
-        chains = jax.vmap(begin, out_axes=axes)(keys[0], z, keys[2])
-        several = jax.tree.map(lambda x: jnp.stack([x] * PILOT_CHAINS), none)
-        of_chains = both(jax.vmap(seen, (0, 0, None)))
-        state, halves = lax.fori_loop(0, samples, of_chains, (chains, several))
-        return PilotRun(state.monitor.stein, halves, state.monitor.nonfinite_steps)
-
-    compiled = target.compiled(run)
-
-    def pilot(step_size: float, steps: int, rng_key: Array) -> PilotRun:
-        samples = -(-steps // each)
-        fixed = fixed_for(method, target, tuning, each, samples // 2)
+    def _arguments(self, step_size: float, steps: int, rng_key: Array) -> tuple:
+        samples = -(-steps // self.each)
+        fixed = fixed_for(self.method, self.target, self.tuning, self.each, samples // 2)
         # with the layout of the longest step: one program for all of them
         fixed = fixed._replace(
-            step_size=jnp.asarray(step_size, fixed.step_size.dtype), layout=layout
+            step_size=jnp.asarray(step_size, fixed.step_size.dtype), layout=self.layout
         )
-        return compiled(gaussian, fixed, jnp.asarray(samples), rng_key)
+        return self.tuning.start, fixed, jnp.asarray(samples), rng_key
 
-    return pilot
+
+def _short_chains(
+    method: "SGMCMCKernel",
+    target: Target,
+    gaussian: Any,
+    fixed: Fixed,
+    samples: Array,
+    rng_key: Array,
+) -> PilotRun:
+    keys = random.split(rng_key, (3, PILOT_CHAINS))
+    target = target.tuned(fixed)
+    z = draw_from(gaussian, target, method.given.temperature, keys[1])
+
+    def begin(chain_key: Array, z: Values, dynamics_key: Array) -> SGMCMCState:
+        return start(method, target, fixed, z, chain_key, dynamics_key)
+
+    def seen(halves: Halves, z: Values, k: Array) -> Halves:
+        position = fixed.metric.coordinates(ravel(target.in_coordinates(z)))
+        return with_position(halves, position, 4 * k // samples - 2, 2 * k >= samples)
+
+    def both(seen: Callable) -> Callable:
+        def sampled(k: Array, run: tuple[SGMCMCState, Halves]) -> tuple[SGMCMCState, Halves]:
+            state = sample(method, target, run[0])
+            return state, seen(run[1], state.z, k)
+
+        return sampled
+
+    none = no_positions(target.view.dimension, gaussian.center.dtype)
+
+    def one(chain: tuple[Array, Values, Array]) -> PilotRun:
+        state, halves = lax.fori_loop(0, samples, both(seen), (begin(*chain), none))
+        return PilotRun(state.monitor.stein, halves, state.monitor.nonfinite_steps)
+
+    if target.shards is None:
+        # one after the other: a program for all at once takes twice as long to compile
+        return lax.map(one, (keys[0], z, keys[2]))
+    # devices would spend their time in waiting for each other
+    axes = axes_for(method.given.refresh_every)
+    chains = jax.vmap(begin, out_axes=axes)(keys[0], z, keys[2])
+    several = jax.tree.map(lambda x: jnp.stack([x] * PILOT_CHAINS), none)
+    of_chains = both(jax.vmap(seen, (0, 0, None)))
+    state, halves = lax.fori_loop(0, samples, of_chains, (chains, several))
+    return PilotRun(state.monitor.stein, halves, state.monitor.nonfinite_steps)

@@ -107,6 +107,11 @@ class MinibatchModel(NamedTuple):
         return sum(math.prod(latent.shape) for latent in self.latents.values())
 
     @property
+    def dtype(self) -> Any:
+        """Of a flat vector of the latent sites."""
+        return jnp.result_type(*(x.dtype for x in self.latents.values()))
+
+    @property
     def facts(self) -> Hashable:
         """What a program depends on, besides the model and the arrays among its arguments."""
         latents = tuple((name, x.shape, x.dtype) for name, x in sorted(self.latents.items()))

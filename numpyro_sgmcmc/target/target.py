@@ -4,7 +4,11 @@
 """A model with its data: how its rows are drawn, and the programs that compute with it."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +58,8 @@ class Target(NamedTuple):
     strata: Mapping[str, SamplingDesign] = {}
     #: the coordinates of hierarchies, by site
     centring: Centring = {}
+    #: compiled programs by name, which serve other data of the same shapes too; or None
+    programs: dict[Any, "Quick"] | None = None
 
     @property
     def parts(self) -> int:
@@ -168,7 +174,7 @@ class Target(NamedTuple):
 
     def program(
         self, function: Callable, inputs: Any = EVERYWHERE, outputs: Any = EVERYWHERE
-    ) -> tuple[Callable, list[Array], Any]:
+    ) -> tuple["Quick", list[Array], Any]:
         """
         ``function(target, *arguments)`` under ``jit``, with the data as arguments of the
         program and not as constants in it; on all devices that the data are spread over.
@@ -184,7 +190,7 @@ class Target(NamedTuple):
         is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
         data = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         others = tuple(None if isinstance(leaf, jax.Array) else leaf for leaf in leaves)
-        empty = self._replace(args=(), kwargs={}, strata={}, centring={})
+        empty = self._replace(args=(), kwargs={}, strata={}, centring={}, programs=None)
 
         def run(data: list[Array], *arguments: Any) -> Any:
             remaining = iter(data)
@@ -197,35 +203,84 @@ class Target(NamedTuple):
             return in_order(partial(function, here))(*arguments)
 
         # what JAX's log of compilations says
-        run.__name__ = getattr(function, "__qualname__", "run")
+        named = function.func if isinstance(function, partial) else function
+        run.__name__ = getattr(named, "__qualname__", "run")
         if (shards := self.shards) is None:
-            return compiled_quickly(run), data, (tree, others)
+            return Quick(run), data, (tree, others)
         specs = shards.of_leaves(is_data)
 
         def everywhere(data: list[Array], *arguments: Any) -> Any:
             each = inputs if isinstance(inputs, list) else [inputs] * len(arguments)
             return shards.on_each(run, (specs, *each), outputs)(data, *arguments)
 
-        return compiled_quickly(everywhere), data, (tree, others, shards)
+        return Quick(everywhere), data, (tree, others, shards)
 
-    def compiled(self, function: Callable) -> Callable:
-        """The :meth:`program` of a function, of its arguments besides the target."""
-        program, data, _ = self.program(function)
-        return partial(program, data)
+    def compiled(
+        self, function: Callable, name: str = "", *facts: Any, outputs: Any = EVERYWHERE
+    ) -> "Program":
+        """
+        The :meth:`program` of a function, of its arguments besides the target.
+
+        :param str name: under which it is kept for other data of the same shapes; what is kept must
+            depend on nothing else that is not among its arguments or the facts.
+        :param facts: what else it depends on.
+        """
+        program, data, rest = self.program(function, outputs=outputs)
+        if name and self.programs is not None:
+            key = name, self.view.facts, self.scheme, rest, facts
+            with suppress(TypeError):  # an argument of the model that cannot be told from others
+                program = self.programs.setdefault(key, program)
+        return Program(program, data)
 
 
-def compiled_quickly(function: Callable) -> Callable:
+class Quick:
     """
     A function under ``jit``, for programs that run for less time than it takes to compile them.
     """
-    # options are for programs of their own, and not for a part of another
-    inner, outer = jax.jit(function), jax.jit(function, compiler_options=_quick_compilation())
 
-    def called(*arguments: Any) -> Any:
+    def __init__(self, function: Callable) -> None:
+        # options are for programs of their own, and not for a part of another
+        self._inner = jax.jit(function)
+        self._outer = jax.jit(function, compiler_options=_quick_compilation())
+        self._pending: Future | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if (pending := self._pending) is not None:
+            self._pending = None
+            wait([pending])
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
-        return (inner if traced else outer)(*arguments)
+        return (self._inner if traced else self._outer)(*arguments)
 
-    return called
+    def prepare(self, *arguments: Any) -> None:
+        """
+        Compiles beside what is done next, for arguments like these. A call then finds the program,
+        since JAX keeps what it has lowered together with what that was compiled to.
+        """
+        if (os.cpu_count() or 1) == 1 or self._pending is not None:
+            return
+        # whatever is wrong is said where it is used; models are traced by one thread at a time
+        with suppress(Exception):
+            self._pending = _beside().submit(self._outer.lower(*arguments).compile)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A program with the data that it is for."""
+
+    run: Quick
+    data: list[Array]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.run(self.data, *arguments)
+
+    def prepare(self, *arguments: Any) -> None:
+        """As :meth:`Quick.prepare`."""
+        self.run.prepare(self.data, *arguments)
+
+
+@cache
+def _beside() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "compilation")
 
 
 @cache

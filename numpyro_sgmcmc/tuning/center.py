@@ -21,7 +21,7 @@ from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_valu
 from numpyro_sgmcmc.target.metric import IdentityMetric, from_covariance
 from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.potential import ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.target.target import Program, Target
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
     FAR_ABOVE,
@@ -84,7 +84,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
         >>> import jax, numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import init_to_uniform
         >>> from numpyro_sgmcmc.target.model import read_model
-        >>> from numpyro_sgmcmc.target.target import Target
+        >>> from numpyro_sgmcmc.target.target import Program, Target
         >>> from numpyro_sgmcmc.tuning.center import search_center
 
         >>> def model(y):
@@ -166,13 +166,119 @@ class _Look(NamedTuple):
     part: Any
 
 
+def _rows(
+    target: Target, rng_key: Array, count: Array, k: Array, part: Any
+) -> dict[str, DrawnRows]:
+    """The ``k``-th of so many minibatches; in the mean each row counts once, or this part."""
+    in_epochs = target._replace(scheme=SCHEMES["epochs"], strata={})
+    drawn, found = in_epochs.rows(rng_key, k), {}
+    for plate in target.view.plates:
+        rows, n = drawn[plate.name], plate.subsample_size
+        weight = part * jnp.minimum(1.0, count * n / plate.size)
+        given = rows if isinstance(rows, DrawnRows) else DrawnRows(rows)
+        weights = jnp.full(numbers_of(rows).shape, weight, target.view.dtype)
+        found[plate.name] = given._replace(weights=weights)
+    return found
+
+
+def _potential(target: Target, rng_key: Array) -> Callable[[Array, Any], Array]:
+    potential = target.potential(IdentityMetric())
+    return lambda point, rows: potential(target.unravel(point), rows, rng_key)
+
+
+def _mean(
+    target: Target,
+    rng_key: Array,
+    count: Array,
+    function: Callable[[Any, Array], Any],
+    part: Any = 1.0,
+) -> Any:
+    """Of a function of a minibatch, over so many of them."""
+
+    def at(k: Array) -> Any:
+        return function(_rows(target, rng_key, count, k, part), k)
+
+    def added(k: Array, total: Any) -> Any:
+        return jax.tree.map(jnp.add, total, at(k))
+
+    shapes = jax.eval_shape(at, jnp.asarray(0))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total = lax.fori_loop(0, count, added, zeros)
+    return target.mean(jax.tree.map(lambda x: x / count, total))
+
+
+def _evaluated(
+    is_rough: bool, target: Target, rng_key: Array, look: _Look
+) -> tuple[tuple[Array, Array, Array], Array]:
+    """The mean potential, its gradient and its Hessian; and whether it looks rough."""
+    potential, factor = _potential(target, rng_key), look.factor
+    draws = normal_draws(rng_key, len(factor), factor.dtype)
+    points = look.center + look.reach * draws @ factor.T
+
+    def seen(rows: Any, k: Array) -> tuple[Array, Array, Array]:
+        values, gradients = jax.vmap(jax.value_and_grad(potential), (0, None))(points, rows)
+
+        def added(j: Array, total: Array) -> Array:
+            # at one of the draws for each minibatch, and at all draws where these are few
+            point = points[(j + look.hessians * k) % len(points)]
+            return total + whitened_hessian(target, factor, point, rows, rng_key, is_rough)
+
+        hessian = lax.fori_loop(0, look.hessians, added, jnp.zeros_like(factor))
+        return values.mean(), gradients @ factor, hessian / look.hessians
+
+    value, gradients, hessian = _mean(target, rng_key, look.count, seen, look.part)
+    return (value, gradients.mean(0), hessian), looks_rough(draws, gradients, jnp.trace(hessian))
+
+
+def _energies_at(target: Target, rng_key: Array, points: Array, count: Array) -> Array:
+    potential = _potential(target, rng_key)
+
+    def seen(rows: Any, _: Array) -> Array:
+        return lax.map(lambda x: potential(x, rows), points)
+
+    return _mean(target, rng_key, count, seen)
+
+
+def _way_between(target: Target, centers: Array, degree: Array) -> Array:
+    """
+    Five points on the way from the first to each of the others, all in one array; straight in
+    coordinates with this degree of centring.
+    """
+    values = target.unravel(centers[0])
+    degrees = {k: jnp.full_like(values[k], degree) for k in target.centring}
+    there = target._replace(centring=degrees)
+
+    def carried(here: Target, there: Target) -> Callable[[Array], Array]:
+        def one(x: Array) -> Array:
+            return ravel(there.in_coordinates(here.as_written(here.unravel(x))))
+
+        return jax.vmap(one)
+
+    first, others = jnp.split(carried(target, there)(centers), [1])
+    points = first + jnp.linspace(0, 1, 5)[:, None, None] * (others - first)
+    return carried(there, target)(points.reshape(-1, centers.shape[-1]))
+
+
+def _program(target: Target, is_rough: bool) -> Program:
+    return target.compiled(partial(_evaluated, is_rough), "center", is_rough)
+
+
+def prepare_center(target: Target) -> None:
+    """Compiles the program of :func:`search_center` beside what is done next."""
+    dimension, dtype = target.view.dimension, target.view.dtype
+    numbers = (np.zeros(shape, dtype) for shape in (dimension, (dimension, dimension), (), ()))
+    center, factor, reach, part = numbers
+    look = _Look(center, factor, reach, np.int32(0), np.int32(0), part)
+    _program(target, False).prepare(random.key(0), look)
+
+
 class _Search:
     """Searches on the rows of so many minibatches, each of which counts once."""
 
     def __init__(self, target: Target, rng_key: Array) -> None:
         self.target, self.rng_key = target, rng_key
         self.dimension = target.view.dimension
-        self.dtype = jnp.result_type(*(x.dtype for x in target.view.latents.values()))
+        self.dtype = target.view.dtype
         share = target.minibatch_share
         self.all_minibatches = 1 / share
         smallest = min((p.subsample_size for p in target.view.plates), default=math.inf)
@@ -184,94 +290,9 @@ class _Search:
         self.is_rough = False
         # integrals are, and what looks rough is the noise of draws far from the posterior
         self.is_smooth = bool(target.view.drawn_plates)
-        self._evaluate = {k: target.compiled(partial(self._evaluated, k)) for k in (False, True)}
-        self._energies = target.compiled(self._energies_at)
-        self._way = target.compiled(self._way_between)
-
-    # --- what is computed
-
-    def _rows(
-        self, target: Target, count: Array, k: Array, part: Any = 1.0
-    ) -> dict[str, DrawnRows]:
-        """The ``k``-th of so many minibatches; in the mean each row counts once, or this part."""
-        in_epochs = target._replace(scheme=SCHEMES["epochs"], strata={})
-        drawn, found = in_epochs.rows(self.rng_key, k), {}
-        for plate in target.view.plates:
-            rows, n = drawn[plate.name], plate.subsample_size
-            weight = part * jnp.minimum(1.0, count * n / plate.size)
-            given = rows if isinstance(rows, DrawnRows) else DrawnRows(rows)
-            weights = jnp.full(numbers_of(rows).shape, weight, self.dtype)
-            found[plate.name] = given._replace(weights=weights)
-        return found
-
-    def _potential(self, target: Target) -> Callable[[Array, Any], Array]:
-        potential = target.potential(IdentityMetric())
-        return lambda point, rows: potential(target.unravel(point), rows, self.rng_key)
-
-    def _mean(
-        self, target: Target, count: Array, function: Callable[[Any, Array], Any], part: Any = 1.0
-    ) -> Any:
-        """Of a function of a minibatch, over so many of them."""
-
-        def at(k: Array) -> Any:
-            return function(self._rows(target, count, k, part), k)
-
-        def added(k: Array, total: Any) -> Any:
-            return jax.tree.map(jnp.add, total, at(k))
-
-        shapes = jax.eval_shape(at, jnp.asarray(0))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        total = lax.fori_loop(0, count, added, zeros)
-        return target.mean(jax.tree.map(lambda x: x / count, total))
-
-    def _evaluated(self, is_rough: bool, target: Target, look: _Look) -> tuple[Any, Array]:
-        """The mean potential, its gradient and its Hessian; and whether it looks rough."""
-        potential, factor = self._potential(target), look.factor
-        draws = normal_draws(self.rng_key, self.dimension, self.dtype)
-        points = look.center + look.reach * draws @ factor.T
-
-        def seen(rows: Any, k: Array) -> tuple[Array, Array, Array]:
-            values, gradients = jax.vmap(jax.value_and_grad(potential), (0, None))(points, rows)
-
-            def added(j: Array, total: Array) -> Array:
-                # at one of the draws for each minibatch, and at all draws where these are few
-                point = points[(j + look.hessians * k) % len(points)]
-                return total + whitened_hessian(target, factor, point, rows, self.rng_key, is_rough)
-
-            hessian = lax.fori_loop(0, look.hessians, added, jnp.zeros_like(factor))
-            return values.mean(), gradients @ factor, hessian / look.hessians
-
-        value, gradients, hessian = self._mean(target, look.count, seen, look.part)
-        return (value, gradients.mean(0), hessian), looks_rough(
-            draws, gradients, jnp.trace(hessian)
-        )
-
-    def _energies_at(self, target: Target, points: Array, count: Array) -> Array:
-        potential = self._potential(target)
-        return self._mean(
-            target, count, lambda rows, k: lax.map(lambda x: potential(x, rows), points)
-        )
-
-    def _way_between(self, target: Target, centers: Array, degree: Array) -> Array:
-        """
-        Five points on the way from the first to each of the others, all in one array; straight in
-        coordinates with this degree of centring.
-        """
-        values = target.unravel(centers[0])
-        degrees = {k: jnp.full_like(values[k], degree) for k in target.centring}
-        there = target._replace(centring=degrees)
-
-        def carried(here: Target, there: Target) -> Callable[[Array], Array]:
-            def one(x: Array) -> Array:
-                return ravel(there.in_coordinates(here.as_written(here.unravel(x))))
-
-            return jax.vmap(one)
-
-        first, others = jnp.split(carried(target, there)(centers), [1])
-        points = first + jnp.linspace(0, 1, 5)[:, None, None] * (others - first)
-        return carried(there, target)(points.reshape(-1, self.dimension))
-
-    # --- what is asked for
+        self._evaluate = {is_rough: _program(target, is_rough) for is_rough in (False, True)}
+        self._energies = target.compiled(_energies_at, "energies")
+        self._way = target.compiled(_way_between, "way")
 
     def modes(self, best: Fit, others: list[Fit], count: int) -> list[Fit]:
         """
@@ -286,7 +307,9 @@ class _Search:
         for degree in (0.0, 1.0) if self.target.centring else (0.0,):
             points = self._way(centers, jnp.asarray(degree, self.dtype))
             self.passes += len(points) * self._share(count)
-            apart &= are_modes(np.asarray(self._energies(points, count)).reshape(5, -1))
+            apart &= are_modes(
+                np.asarray(self._energies(self.rng_key, points, count)).reshape(5, -1)
+            )
         return [fit for fit, is_mode in zip(others, apart, strict=True) if is_mode]
 
     def starts(
@@ -349,7 +372,7 @@ class _Search:
         numbers = (np.asarray(x, self.dtype) for x in (center, factor, reach, part))
         center, factor, reach_, part_ = numbers
         look = _Look(center, factor, reach_, np.int32(count), np.int32(hessians), part_)
-        return jax.tree.map(np.asarray, self._evaluate[is_rough](look))
+        return jax.tree.map(np.asarray, self._evaluate[is_rough](self.rng_key, look))
 
     def _share(self, count: int) -> float:
         return count * self.target.minibatch_share

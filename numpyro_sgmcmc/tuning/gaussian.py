@@ -4,6 +4,7 @@
 """Gaussian approximations of a posterior: where it is, and how wide in which direction."""
 
 from collections.abc import Callable
+from functools import partial
 import math
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from numpyro_sgmcmc.target.metric import (
 from numpyro_sgmcmc.target.model import with_rows
 from numpyro_sgmcmc.target.model_exceptions import one_at_a_time
 from numpyro_sgmcmc.target.potential import Rows, full_data_gradient, over_all_data
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.target.target import Program, Target
 
 _CENTER_STARTS, _CENTER_STEPS, _LEARNING_RATE = 6, 2_000, 0.05
 
@@ -212,41 +213,14 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         epoch = max(plate.size / plate.subsample_size for plate in view.plates)
         minibatches = min(minibatches, math.ceil(epoch))
     minibatches = max(DRAWS, minibatches)
-    number = _FEW_DRAWS if view.drawn_plates else DRAWS
-
-    def evaluate(
-        target: Target, center: Array, factor: Array, minibatches: Array
-    ) -> tuple[Array, Array, Array]:
-        draw_key, rows_key, model_key = random.split(rng_key, 3)
-        potential = target.potential(IdentityMetric())
-        points = center + normal_draws(draw_key, dimension, dtype, number) @ factor.T
-
-        def whole(point: Array) -> tuple[Array, Array]:
-            value, gradient = full_data_gradient(
-                potential, view.plates, target.unravel(point), model_key
-            )
-            return value, ravel_pytree(gradient)[0]
-
-        values, gradients = jax.vmap(whole)(points)
-
-        in_epochs = target._replace(scheme=SCHEMES["epochs"])
-
-        def columns(k: Array, total: Array) -> Array:
-            rows, key = in_epochs.rows(rows_key, k), random.fold_in(model_key, k)
-            point = points[k % number]
-            return total + whitened_hessian(target, factor, point, rows, key, start.is_rough)
-
-        total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
-        values, gradients, total = target.mean((values, gradients, total))
-        return values.mean(), gradients.mean(0) @ factor, total / minibatches
-
-    compiled = target.compiled(evaluate)
+    number, compiled = _draws_in(target), _metric_program(target, start.is_rough)
 
     passes, before = 0.0, math.inf
 
     def fitted(center: np.ndarray, factor: np.ndarray) -> Fit | None:
         nonlocal minibatches, passes, before
-        found = compiled(*(jnp.asarray(x, dtype) for x in (center, factor)), minibatches)
+        there = (np.asarray(x, dtype) for x in (center, factor))
+        found = compiled(rng_key, *there, np.int32(minibatches))
         # a Hessian-vector product counts as two gradients
         passes += number + 2 * dimension * minibatches * target.minibatch_share
         fit = fit_of(center, factor, found, dtype)
@@ -274,6 +248,54 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     return Gaussian(
         metric, passes, curvature, converged=converged, is_rough=start.is_rough, flat=flat
     )
+
+
+def prepare_metric(target: Target) -> None:
+    """Compiles the program of :func:`find_metric` beside what is done next."""
+    dimension, dtype = target.view.dimension, target.view.dtype
+    center, factor = np.zeros(dimension, dtype), np.zeros((dimension, dimension), dtype)
+    _metric_program(target, False).prepare(random.key(0), center, factor, np.int32(0))
+
+
+def _draws_in(target: Target) -> int:
+    return _FEW_DRAWS if target.view.drawn_plates else DRAWS
+
+
+def _metric_program(target: Target, is_rough: bool) -> Program:
+    """The mean potential of all data, its gradient and its Hessian, for :func:`find_metric`."""
+    return target.compiled(partial(_evaluated, is_rough), "metric", is_rough)
+
+
+def _evaluated(
+    is_rough: bool,
+    target: Target,
+    rng_key: Array,
+    center: Array,
+    factor: Array,
+    minibatches: Array,
+) -> tuple[Array, Array, Array]:
+    draw_key, rows_key, model_key = random.split(rng_key, 3)
+    potential, number = target.potential(IdentityMetric()), _draws_in(target)
+    draws = normal_draws(draw_key, len(center), center.dtype, number)
+    points = center + draws @ factor.T
+
+    def whole(point: Array) -> tuple[Array, Array]:
+        value, gradient = full_data_gradient(
+            potential, target.view.plates, target.unravel(point), model_key
+        )
+        return value, ravel_pytree(gradient)[0]
+
+    values, gradients = jax.vmap(whole)(points)
+    in_epochs = target._replace(scheme=SCHEMES["epochs"])
+
+    def columns(k: Array, total: Array) -> Array:
+        rows, key = in_epochs.rows(rows_key, k), random.fold_in(model_key, k)
+        point = points[k % number]
+        return total + whitened_hessian(target, factor, point, rows, key, is_rough)
+
+    total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
+    values, gradients, total = target.mean((values, gradients, total))
+    return values.mean(), gradients.mean(0) @ factor, total / minibatches
 
 
 class Fit(NamedTuple):

@@ -4,6 +4,7 @@
 """The noise of the gradient in the coordinates of a metric, and the step sizes it allows."""
 
 from collections.abc import Sequence
+from functools import partial
 import math
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from numpyro_sgmcmc.gradients.estimators import sub_batch_gradient
 from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, Anchor, order_of
 from numpyro_sgmcmc.target.metric import GaussianMetric, Metric
 from numpyro_sgmcmc.target.potential import rows_in
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.target.target import Program, Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_curvature
 
 #: Draws at which the noise is measured, and lines along which the gradient of all data is;
@@ -132,39 +133,7 @@ def measure_noise(
     :param metric: the metric of the sampler.
     :param bool controlled: whether to look at a control variate.
     """
-
-    def run(target: Target, draws: GaussianMetric, metric: Metric) -> Any:
-        center = draws.center
-        line_key = random.fold_in(rng_key, 1)
-        ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)
-        # at draws: a centre may lie where nothing is rounded, at zero for one
-        bases = jnp.concatenate([jnp.zeros_like(ends), ends[:_SHORT_LINES]])
-        lines = jnp.concatenate([ends, _SHORT * ends[-_SHORT_LINES:]])
-        points = jnp.concatenate([bases[:1], bases + lines / 2, bases + lines])
-        sketch = target._replace(view=target.view.sketch)
-        anchors = lax.map(lambda x: sketch.expansion(target.unravel(draws.values(x))), points)
-        anchor = jax.tree.map(lambda x: x[0], anchors)
-        if sketch.view is not target.view:
-            anchor = target.anchor(anchor.values)
-        slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
-        middle, last = slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
-        at_center = jnp.broadcast_to(slopes[:1], ends.shape)
-        first = jnp.concatenate([at_center, last[:_SHORT_LINES]])
-        seconds = last - 2 * middle + first
-        rounded = (seconds[_LINES:] ** 2).mean(axis=0)
-        # what is alike in all directions moves the centre, and bends nothing
-        spread = jnp.var(seconds[:_LINES], axis=0, ddof=1)
-        bent = jnp.maximum(1.5 * spread - rounded, 0.0)
-        usual = jnp.mean((last - first)[:_LINES] ** 2)
-        nonlinearity = jnp.sqrt(jnp.max(bent) / usual)
-        # of fewer rows, each of which counts more often
-        seen = math.prod(rows_in(p) / p.size for p in sketch.view.plates)
-        rounding = jnp.sqrt(seen * jnp.max(rounded) / 6)
-        anchors = (None, anchor) if controlled else (None,)
-        variances = _variances(target, rng_key, draws, metric, anchors)
-        return variances, anchor, (nonlinearity, rounding)
-
-    variances, anchor, errors = target.compiled(run)(gaussian.metric, metric)
+    variances, anchor, errors = _noise_program(target, controlled)(rng_key, gaussian.metric, metric)
     nonlinearity, rounding = (float(x) if math.isfinite(x) else math.inf for x in errors)
     curvature, cost = find_curvature(target, random.fold_in(rng_key, 2), gaussian, metric)
     levels = [
@@ -177,6 +146,54 @@ def measure_noise(
     if controlled:
         return MeasuredNoise(levels[0], levels[1], anchor, rounding, passes)
     return MeasuredNoise(levels[0], None, None, rounding, passes)
+
+
+def prepare_noise(target: Target, metric: Metric, controlled: bool) -> None:
+    """
+    Compiles the program of :func:`measure_noise` beside what is done next.
+
+    :param metric: of the kind of both metrics.
+    """
+    _noise_program(target, controlled).prepare(random.key(0), metric, metric)
+
+
+def _noise_program(target: Target, controlled: bool) -> Program:
+    return target.compiled(partial(_measured, controlled), "noise", controlled)
+
+
+def _measured(
+    controlled: bool, target: Target, rng_key: Array, draws: GaussianMetric, metric: Metric
+) -> Any:
+    """The variances, the anchor, nonlinearity and rounding error, for :func:`measure_noise`."""
+    center = draws.center
+    line_key = random.fold_in(rng_key, 1)
+    ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)
+    # at draws: a centre may lie where nothing is rounded, at zero for one
+    bases = jnp.concatenate([jnp.zeros_like(ends), ends[:_SHORT_LINES]])
+    lines = jnp.concatenate([ends, _SHORT * ends[-_SHORT_LINES:]])
+    points = jnp.concatenate([bases[:1], bases + lines / 2, bases + lines])
+    sketch = target._replace(view=target.view.sketch)
+    anchors = lax.map(lambda x: sketch.expansion(target.unravel(draws.values(x))), points)
+    anchor = jax.tree.map(lambda x: x[0], anchors)
+    if sketch.view is not target.view:
+        anchor = target.anchor(anchor.values)
+    slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
+    middle, last = slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
+    at_center = jnp.broadcast_to(slopes[:1], ends.shape)
+    first = jnp.concatenate([at_center, last[:_SHORT_LINES]])
+    seconds = last - 2 * middle + first
+    rounded = (seconds[_LINES:] ** 2).mean(axis=0)
+    # what is alike in all directions moves the centre, and bends nothing
+    spread = jnp.var(seconds[:_LINES], axis=0, ddof=1)
+    bent = jnp.maximum(1.5 * spread - rounded, 0.0)
+    usual = jnp.mean((last - first)[:_LINES] ** 2)
+    nonlinearity = jnp.sqrt(jnp.max(bent) / usual)
+    # of fewer rows, each of which counts more often
+    seen = math.prod(rows_in(p) / p.size for p in sketch.view.plates)
+    rounding = jnp.sqrt(seen * jnp.max(rounded) / 6)
+    anchors = (None, anchor) if controlled else (None,)
+    variances = _variances(target, rng_key, draws, metric, anchors)
+    return variances, anchor, (nonlinearity, rounding)
 
 
 def noise_with(

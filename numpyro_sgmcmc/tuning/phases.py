@@ -44,7 +44,7 @@ Tuning is done once, before the chains start, and is the same for all of them:
     >>> import numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import init_to_uniform
     >>> from numpyro_sgmcmc import CCAdL
-    >>> from numpyro_sgmcmc.tuning.center import search_center
+    >>> from numpyro_sgmcmc.tuning.center import prepare_center, search_center
     >>> from numpyro_sgmcmc.tuning.gaussian import find_metric
     >>> from numpyro_sgmcmc.target.model import read_model
     >>> from numpyro_sgmcmc.tuning.noise_level import measure_noise
@@ -74,7 +74,7 @@ from contextlib import contextmanager
 from functools import partial
 import math
 import os
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jax import Array, random
 import jax.numpy as jnp
@@ -96,13 +96,18 @@ from numpyro_sgmcmc.target.metric import (
     Metric,
 )
 from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.tuning.center import search_center
+from numpyro_sgmcmc.tuning.center import prepare_center, search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_center, find_metric
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_center, find_metric, prepare_metric
 from numpyro_sgmcmc.tuning.integrals import error_of_integrals
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
-from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise, noise_with
+from numpyro_sgmcmc.tuning.noise_level import (
+    NoiseLevel,
+    measure_noise,
+    noise_with,
+    prepare_noise,
+)
 from numpyro_sgmcmc.tuning.rare_rows import RareRows, error_of, find_rare_rows
 from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
 
@@ -154,9 +159,15 @@ class Choices(NamedTuple):
 #: From the noise of the gradient to step size and friction (None if the method has none).
 Suggestion = Callable[[NoiseLevel], tuple[float, float | None]]
 
-#: From a tuning, without a report, to a function that runs short chains with a step size, a
-#: number of steps and a key.
-Pilot = Callable[[Tuning], Callable[[float, int, Array], PilotRun]]
+
+class Pilot(Protocol):
+    """Runs short chains."""
+
+    def __call__(self, step_size: float, steps: int, rng_key: Array, /) -> PilotRun:
+        """With a step size and a number of steps."""
+
+    def prepare(self) -> None:
+        """Compiles its program beside what is done next."""
 
 
 def find_tuning(
@@ -164,7 +175,7 @@ def find_tuning(
     rng_key: Array,
     choices: Choices,
     suggest: Suggestion | None,
-    pilot: Pilot,
+    pilot: Callable[[Tuning], Pilot],
     report: Callable[[str], None] = lambda phase: None,
 ) -> Tuning:
     """
@@ -175,7 +186,7 @@ def find_tuning(
     :param choices: what is to be found.
     :param suggest: the method's step size and friction for a level of noise; None if both are
         given.
-    :param pilot: how to run the method.
+    :param pilot: from a tuning, without a report, to its pilot.
     :param report: is told the name of each phase when it begins.
     """
     keys = (random.fold_in(rng_key, k) for k in range(5))
@@ -185,6 +196,8 @@ def find_tuning(
     find = search_center if target.view.dimension <= NEWTON else find_center
     if choices.reparametrise:
         target = non_centred(target)
+    controls = choices.gradient != "minibatch" and bool(target.view.plates)
+    _prepare(target, choices, controls)
     gaussian = find(target, center_key, choices.init_strategy)
     multimodal = gaussian.multimodal
     target, gaussian = find_centring(target, gaussian)
@@ -196,7 +209,6 @@ def find_tuning(
     metric = _chosen(choices.metric, gaussian.metric)
     has_matrix = isinstance(gaussian.metric, DenseMetric)
     report("noise")
-    controls = choices.gradient != "minibatch" and bool(target.view.plates)
     measured = measure_noise(target, noise_key, gaussian, metric, controls)
     plain, controlled, anchor, rounding, passes["noise"] = measured
     noise = plain
@@ -212,6 +224,10 @@ def find_tuning(
         if choices.gradient != "auto" or steps_with(noise) > _DEARER * steps_with(level):
             anchor, noise = further, level
     step_size, friction = _rates(choices, suggest, noise)
+    if choices.step_size is None:
+        # as it is if no rows prove to be rare
+        usual = Tuning(step_size, friction, metric, gaussian.metric, anchor, noise, plain)
+        pilot(usual._replace(centring=dict(target.centring))).prepare()
     order, rare = order_of(anchor), RareRows()
     is_noisy = target.scheme.independent and any(target.factors.values())
     if is_noisy and target.shards is None:
@@ -284,6 +300,20 @@ def find_tuning(
             break
     # whatever is wrong, it is not the step size
     return tried[0]
+
+
+def _prepare(target: Target, choices: Choices, controls: bool) -> None:
+    """Compiles the search beside the tracing of what comes next, and that beside the search."""
+    if target.view.dimension <= NEWTON:
+        prepare_center(target)
+    if _shape_of(choices.metric, target.view.dimension) is not find_metric:
+        return
+    prepare_metric(target)
+    if choices.metric in (None, "dense"):
+        dimension, dtype = target.view.dimension, target.view.dtype
+        shapes = (dimension,), (dimension, dimension), (dimension, dimension)
+        metric = DenseMetric(*(jnp.asarray(np.zeros(shape, dtype)) for shape in shapes))
+        prepare_noise(target, metric, controls)
 
 
 def _worst_r_hat(target: Target, seen: PilotRun) -> tuple[float | None, str]:

@@ -90,7 +90,7 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
     :param int order: of the control variate, 0 for none.
     """
 
-    def run(target: Target, draws: Any) -> dict[str, Array]:
+    def run(target: Target, rng_key: Array, draws: Any) -> dict[str, Array]:
         normal_key, rows_key, model_key = random.split(rng_key, 3)
         normal = _WIDTH * _spread_normal(normal_key, draws.center)
         points = jnp.concatenate([jnp.zeros_like(normal[:1]), normal, -normal])
@@ -119,7 +119,7 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
         plates = target.view.plates
         return {plate.name: of_all_rows(partial(of_rows, plate), plate) for plate in plates}
 
-    found = target.compiled(run)(gaussian.metric)
+    found = target.compiled(run, "importance", order)(rng_key, gaussian.metric)
     sizes = {name: np.sqrt(np.asarray(squares)) for name, squares in found.items()}
     # the potential alone costs less than half of a gradient
     return Importance(sizes, (1 + (3 if order == 2 else 2) * _PAIRS) / 2)
