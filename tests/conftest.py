@@ -24,7 +24,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ["MPLBACKEND"] = "Agg"
 
 #: Started by a test, as one of several processes.
-collect_ignore = ["one_process.py", "kept_programs.py", "two_threads.py", "two_threads_of_groups.py"]
+collect_ignore = [
+    "one_process.py",
+    "kept_programs.py",
+    "two_threads.py",
+    "two_threads_of_groups.py",
+]
 
 
 @pytest.fixture(autouse=True, scope="module")

