@@ -25,9 +25,11 @@ import pytest
 from scipy.optimize import brentq
 
 from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL, NoiseEstimate
+from numpyro_sgmcmc.kernels import ccadl
 from numpyro_sgmcmc.kernels.integrators import euler_kick
 from numpyro_sgmcmc.kernels.momentum import Momentum, MomentumKernel
 from numpyro_sgmcmc.stein import stein_report
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 
 # Many of these samplers are biased, and say so.
 pytestmark = pytest.mark.filterwarnings("ignore:After .* samples. The draws do not have the law")
@@ -283,6 +285,20 @@ def test_negative_control():
     z, error, _ = measure(method, law, 0.1)
     assert error < 0.01
     assert abs(z) > 10
+
+
+@pytest.mark.parametrize("h", [0.05, 0.2, 0.5, 0.7, 1.0])
+def test_where_noise_is_small_enough_for_a_symmetric_integrator(h):
+    """By algebra, with the friction that the tuning takes; with ten times the noise it is not."""
+
+    def variance(noise):
+        noise = noise / h**2 * ONE
+        _, friction = CCAdL(lambda: None).suggest(NoiseLevel(noise[0, 0], noise[0, 0], 1.0, 0.0))
+        return exact_laws.thermostatted("symmetric", ONE, noise, h, friction, noise)[0, 0]
+
+    assert variance(ccadl._QUIET) == pytest.approx(1, abs=0.0055)
+    if h >= 0.5:
+        assert variance(10 * ccadl._QUIET) < 0.96
 
 
 @pytest.mark.nightly
