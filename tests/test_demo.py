@@ -274,7 +274,7 @@ def test_no_flights(content, package, monkeypatch, capsys, tmp_path):
     assert (content is None) != (str(package) in said)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_on_few_flights(package, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(flights, "SECONDS_OF_NUTS", 0)
     monkeypatch.setattr(flights, "DRAWS", 100)

@@ -12,8 +12,6 @@ import pytest
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.slow
-
 
 def process(folder, bar="no"):
     """How many programs were there, how many were not, and the sum of the draws."""
@@ -34,6 +32,7 @@ def kept(tmp_path_factory):
     return folder, process(folder)
 
 
+@pytest.mark.slow
 def test_another_process_compiles_nothing(kept):
     """Nothing in a program depends on a process: no address, no number of an object."""
     folder, (_, misses, draws) = kept
@@ -42,6 +41,7 @@ def test_another_process_compiles_nothing(kept):
     assert again[1:] == (0, draws)
 
 
+@pytest.mark.nightly
 def test_nor_does_one_with_a_progress_bar(kept):
     """Its loop is NumPyro's, in Python: one call of a sample is a program of its own."""
     folder, (_, _, draws) = kept
@@ -50,6 +50,7 @@ def test_nor_does_one_with_a_progress_bar(kept):
     assert again[1:] == (0, pytest.approx(draws, rel=1e-4))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("folder", ["damaged", "a file", "not to be written"])
 def test_a_cache_that_is_of_no_use_stops_nothing(kept, folder, tmp_path):
     _, (_, _, draws) = kept
