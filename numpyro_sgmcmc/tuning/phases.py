@@ -44,7 +44,7 @@ Tuning is done once, before the chains start, and is the same for all of them:
     >>> import numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import init_to_uniform
     >>> from numpyro_sgmcmc import CCAdL
-    >>> from numpyro_sgmcmc.tuning.center import prepare_center, search_center
+    >>> from numpyro_sgmcmc.tuning.center import search_center
     >>> from numpyro_sgmcmc.tuning.gaussian import find_metric
     >>> from numpyro_sgmcmc.target.model import read_model
     >>> from numpyro_sgmcmc.tuning.noise_level import measure_noise
