@@ -15,7 +15,7 @@ Tuning is done once, before the chains start, and is the same for all of them:
 
    Above 500 parameters step 1 is stochastic variational inference with NumPyro's
    ``AutoDiagonalNormal`` guide on minibatches
-   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_center`). Above 2,000 step 2 finds no full matrix
+   (:func:`~numpyro_sgmcmc.tuning.variational.find_center`). Above 2,000 step 2 finds no full matrix
    but the directions that its variances miss
    (:func:`~numpyro_sgmcmc.tuning.low_rank.find_low_rank`), and above 20,000 there is none.
 
@@ -98,7 +98,7 @@ from numpyro_sgmcmc.target.metric import (
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.center import prepare_center, search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_center, find_metric, prepare_metric
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, prepare_metric
 from numpyro_sgmcmc.tuning.integrals import error_of_integrals
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
@@ -110,6 +110,7 @@ from numpyro_sgmcmc.tuning.noise_level import (
 )
 from numpyro_sgmcmc.tuning.rare_rows import RareRows, error_of, find_rare_rows
 from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
+from numpyro_sgmcmc.tuning.variational import find_center
 
 #: Where a posterior is, is found by Newton's method up to so many parameters, and the metric is a
 #: full matrix up to so many, one of low rank up to so many, and diagonal above.
