@@ -21,9 +21,9 @@ from numpyro_sgmcmc.target.potential import rows_in
 from numpyro_sgmcmc.target.target import Program, Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_curvature
 
-#: Draws at which the noise is measured, and lines along which the gradient of all data is;
-#: some of them also on a scale on which a gradient is linear, but for its rounding errors.
-_NOISE_DRAWS, _LINES, _SHORT_LINES, _SHORT = 64, 8, 4, 0.01
+#: Draws at which the noise is measured, and lines along which the gradient of all data is, and
+#: on a scale on which a gradient is linear, but for its rounding errors.
+_NOISE_DRAWS, _LINES, _SHORT = 64, 8, 0.01
 
 #: The noise of a control variate grows with the distance from its anchor: where it is too large for
 #: the step it drives chains further out. Half of the draws are so much further than the others, in
@@ -120,12 +120,14 @@ def measure_noise(
         s_j(\\beta, \\zeta) &= g_j(\\beta + \\zeta) - 2 g_j(\\beta + \\zeta / 2) + g_j(\\beta),
             \\qquad g(\\zeta) = L^\\top \\nabla U(c + L \\zeta) \\\\
         \\rho^2 &= \\max_j \\tfrac16 \\mathrm{E} \\, s_j(\\beta, \\zeta / 100)^2 \\\\
-        \\nu^2 &= \\max_j \\frac{\\tfrac32 \\operatorname{Var} s_j(0, \\zeta)
-            - \\mathrm{E} \\, s_j(\\beta, \\zeta / 100)^2}
+        \\nu^2 &= \\tfrac32 \\max_j \\frac{\\operatorname{Var} s_j(0, \\zeta)
+            - \\tfrac53 \\mathrm{E} \\, s_j(\\beta, \\zeta / 100)^2}
             {\\mathrm{E} \\| g(\\zeta) - g(0) \\|^2 / d} .
 
     The variance and not the mean square: where each of many effects adds a little to the gradient
-    of their scale, the sum is nearly the same everywhere, and moves the centre only.
+    of their scale, the sum is nearly the same everywhere, and moves the centre only. Rounding errors
+    add :math:`5 \\rho_j^2` to it, since :math:`g(0)` is common to all lines; twice as much is left
+    out, for both are known from few lines.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -141,7 +143,7 @@ def measure_noise(
         for mean, largest in variances
     ]
     minibatches = _NOISE_DRAWS * (sum(GRADIENTS_OF_A_STEP[:2]) if controlled else 1)
-    points = 1 + 2 * (_LINES + _SHORT_LINES)
+    points = 1 + 4 * _LINES
     passes = points + minibatches * target.minibatch_share + cost
     if controlled:
         return MeasuredNoise(levels[0], levels[1], anchor, rounding, passes)
@@ -169,8 +171,8 @@ def _measured(
     line_key = random.fold_in(rng_key, 1)
     ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)
     # at draws: a centre may lie where nothing is rounded, at zero for one
-    bases = jnp.concatenate([jnp.zeros_like(ends), ends[:_SHORT_LINES]])
-    lines = jnp.concatenate([ends, _SHORT * ends[-_SHORT_LINES:]])
+    bases = jnp.concatenate([jnp.zeros_like(ends), ends])
+    lines = jnp.concatenate([ends, _SHORT * jnp.roll(ends, 1, axis=0)])
     points = jnp.concatenate([bases[:1], bases + lines / 2, bases + lines])
     sketch = target._replace(view=target.view.sketch)
     anchors = lax.map(lambda x: sketch.expansion(target.unravel(draws.values(x))), points)
@@ -180,12 +182,12 @@ def _measured(
     slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
     middle, last = slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
     at_center = jnp.broadcast_to(slopes[:1], ends.shape)
-    first = jnp.concatenate([at_center, last[:_SHORT_LINES]])
+    first = jnp.concatenate([at_center, last[:_LINES]])
     seconds = last - 2 * middle + first
     rounded = (seconds[_LINES:] ** 2).mean(axis=0)
     # what is alike in all directions moves the centre, and bends nothing
     spread = jnp.var(seconds[:_LINES], axis=0, ddof=1)
-    bent = jnp.maximum(1.5 * spread - rounded, 0.0)
+    bent = 1.5 * jnp.maximum(spread - 5 / 3 * rounded, 0.0)
     usual = jnp.mean((last - first)[:_LINES] ** 2)
     nonlinearity = jnp.sqrt(jnp.max(bent) / usual)
     # of fewer rows, each of which counts more often

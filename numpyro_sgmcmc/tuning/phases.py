@@ -123,8 +123,9 @@ _DEARER = 2.0
 #: The pilot: chains, the fewest and the most steps of each, and halvings.
 PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
 
-#: Steps of a pilot that may be undone, as a part of all.
-_UNDONE = 1e-4
+#: Steps of a pilot that may be undone: so many, which says nothing yet of how often it happens, and a
+#: part of all.
+_UNDONE_BY_CHANCE, _UNDONE = 2, 1e-4
 
 #: A pilot that is not much longer than the memory of a chain, which is of the order of 1 in
 #: time, would find draws too narrow; where its chains do not agree, it is so many times as long.
@@ -294,7 +295,8 @@ def find_tuning(
                 flat=tuning.flat if r_hat is None or r_hat > NOT_MIXED else "",
             )
         )
-        is_stable = np.asarray(seen.undone).sum() <= _UNDONE * PILOT_CHAINS * steps
+        may_be_undone = _UNDONE_BY_CHANCE + _UNDONE * PILOT_CHAINS * steps
+        is_stable = np.asarray(seen.undone).sum() <= may_be_undone
         if is_stable and (found is None or found.problem() is None):
             return tried[-1]
         if not is_long_enough or (halvings >= 2 and is_stable and _is_no_better(tried)):
