@@ -31,7 +31,8 @@ from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.given import metric_for
 from numpyro_sgmcmc.tuning.mixing import Halves, PilotRun, no_positions, with_position
-from numpyro_sgmcmc.tuning.phases import PILOT_CHAINS, Choices, find_tuning, tuning_bar
+from numpyro_sgmcmc.tuning.phases import Choices, find_tuning, tuning_bar
+from numpyro_sgmcmc.tuning.pilot import PILOT_CHAINS
 from numpyro_sgmcmc.tuning.rare_rows import strata_by_importance
 from numpyro_sgmcmc.tuning.strata import are_strata_of, given_strata
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of

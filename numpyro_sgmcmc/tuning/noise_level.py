@@ -125,9 +125,9 @@ def measure_noise(
             {\\mathrm{E} \\| g(\\zeta) - g(0) \\|^2 / d} .
 
     The variance and not the mean square: where each of many effects adds a little to the gradient
-    of their scale, the sum is nearly the same everywhere, and moves the centre only. Rounding errors
-    add :math:`5 \\rho_j^2` to it, since :math:`g(0)` is common to all lines; twice as much is left
-    out, for both are known from few lines.
+    of their scale, the sum is nearly the same everywhere, and moves the centre only. Rounding
+    errors add :math:`5 \\rho_j^2` to it, since :math:`g(0)` is common to all lines; twice as much
+    is left out, for both are known from few lines.
 
     :param target: the model with its data.
     :param rng_key: a random key.

@@ -31,10 +31,11 @@ Tuning is done once, before the chains start, and is the same for all of them:
 4. **Step size and friction**: what the method says these numbers ask for.
 5. **Rare rows** (:mod:`~numpyro_sgmcmc.tuning.rare_rows`): rows that few minibatches have and
    that count much in those; strata if they would make the draws wrong, and steps 3 and 4 again.
-6. **Pilot**: short chains, whose Stein matrix (:mod:`numpyro_sgmcmc.stein`) must be the
-   identity; if it is not, the step size is halved and the pilot repeated. If that does not
-   help, the step size was not what is wrong, and is kept. Chains that do not agree
-   (:func:`~numpyro_sgmcmc.tuning.mixing.r_hats`) are run up to 32 times as long.
+6. **Pilot** (:func:`~numpyro_sgmcmc.tuning.pilot.run_pilot`): short chains, whose Stein matrix
+   (:mod:`numpyro_sgmcmc.stein`) must be the identity; if it is not, the step size is halved and
+   the pilot repeated. If that does not help, the step size was not what is wrong, and is kept.
+   Chains that do not agree (:func:`~numpyro_sgmcmc.tuning.mixing.r_hats`) are run up to 32 times
+   as long.
 
 **Example:** phases 1 to 4, one by one.
 
@@ -72,19 +73,16 @@ Tuning is done once, before the chains start, and is the same for all of them:
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-import math
 import os
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
-from numpyro_sgmcmc.stein import stein_report
 from numpyro_sgmcmc.target.control_variate import (
     GRADIENTS,
-    GRADIENTS_OF_A_STEP,
     Anchor,
     order_of,
 )
@@ -101,15 +99,15 @@ from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, prepare_metric
 from numpyro_sgmcmc.tuning.integrals import error_of_integrals
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
-from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
 from numpyro_sgmcmc.tuning.noise_level import (
     NoiseLevel,
     measure_noise,
     noise_with,
     prepare_noise,
 )
-from numpyro_sgmcmc.tuning.rare_rows import RareRows, error_of, find_rare_rows
-from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
+from numpyro_sgmcmc.tuning.pilot import Pilot, run_pilot, site_of
+from numpyro_sgmcmc.tuning.rare_rows import error_of, find_rare_rows
+from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.variational import find_center
 
 #: Where a posterior is, is found by Newton's method up to so many parameters, and the metric is a
@@ -119,17 +117,6 @@ NEWTON, DENSE_BY_DEFAULT, LOW_RANK_BY_DEFAULT = 500, 2_000, 20_000
 #: A step with a control variate of second order takes at most so many times as long as with one of
 #: first order.
 _DEARER = 2.0
-
-#: The pilot: chains, the fewest and the most steps of each, and halvings.
-PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
-
-#: Steps of a pilot that may be undone: so many, which says nothing yet of how often it happens, and a
-#: part of all.
-_UNDONE_BY_CHANCE, _UNDONE = 2, 1e-4
-
-#: A pilot that is not much longer than the memory of a chain, which is of the order of 1 in
-#: time, would find draws too narrow; where its chains do not agree, it is so many times as long.
-_PILOT_TIME, _LONGER = 40.0, (1, 8, 32)
 
 #: In the order in which they come.
 PHASES = ("centre", "metric", "noise", "pilot")
@@ -160,16 +147,6 @@ class Choices(NamedTuple):
 
 #: From the noise of the gradient to step size and friction (None if the method has none).
 Suggestion = Callable[[NoiseLevel], tuple[float, float | None]]
-
-
-class Pilot(Protocol):
-    """Runs short chains."""
-
-    def __call__(self, step_size: float, steps: int, rng_key: Array, /) -> PilotRun:
-        """With a step size and a number of steps."""
-
-    def prepare(self) -> None:
-        """Compiles its program beside what is done next."""
 
 
 def find_tuning(
@@ -226,26 +203,6 @@ def find_tuning(
         if choices.gradient != "auto" or steps_with(noise) > _DEARER * steps_with(level):
             anchor, noise = further, level
     step_size, friction = _rates(choices, suggest, noise)
-    if choices.step_size is None:
-        # as it is if no rows prove to be rare
-        usual = Tuning(step_size, friction, metric, gaussian.metric, anchor, noise, plain)
-        pilot(usual._replace(centring=dict(target.centring))).prepare()
-    order, rare = order_of(anchor), RareRows()
-    is_noisy = target.scheme.independent and any(target.factors.values())
-    if is_noisy and target.shards is None:
-        longest, _ = _rates(choices, suggest, noise._replace(mean=0.0, largest=0.0))
-        error = partial(
-            error_of, nonlinearity=noise.nonlinearity, step_size=longest, friction=friction
-        )
-        rare = find_rare_rows(target, rare_key, gaussian, metric, order, choices.strata, error)
-        passes["rare rows"] = rare.passes
-    if rare.strata:
-        target = target._replace(strata=rare.strata)
-        noise, cost = noise_with(target, noise_key, gaussian, metric, anchor, noise)
-        passes["noise"] += cost
-        step_size, friction = _rates(choices, suggest, noise)
-    integrals, cost = error_of_integrals(target, rare_key, gaussian, anchor is not None)
-    passes["noise"] += cost
     tuning = Tuning(
         step_size,
         friction,
@@ -254,55 +211,38 @@ def find_tuning(
         anchor,
         noise,
         plain,
-        passes,
-        rounding,
+        rounding=rounding,
         multimodal=multimodal,
         converged=gaussian.converged,
-        flat="" if gaussian.flat is None else _site_of(target, gaussian.flat**2),
-        strata=rare.strata,
+        flat="" if gaussian.flat is None else site_of(target, gaussian.flat**2),
         centring=dict(target.centring),
-        fourth_cumulant=rare.fourth_cumulant,
-        integrals=integrals,
     )
+    if choices.step_size is None:
+        # as it is if no rows prove to be rare
+        pilot(tuning).prepare()
+    is_noisy = target.scheme.independent and any(target.factors.values())
+    if is_noisy and target.shards is None:
+        longest, _ = _rates(choices, suggest, noise._replace(mean=0.0, largest=0.0))
+        error = partial(
+            error_of, nonlinearity=noise.nonlinearity, step_size=longest, friction=friction
+        )
+        order, strata = order_of(anchor), choices.strata
+        rare = find_rare_rows(target, rare_key, gaussian, metric, order, strata, error)
+        passes["rare rows"] = rare.passes
+        tuning = tuning._replace(strata=rare.strata, fourth_cumulant=rare.fourth_cumulant)
+    if tuning.strata:
+        target = target._replace(strata=tuning.strata)
+        noise, cost = noise_with(target, noise_key, gaussian, metric, anchor, noise)
+        passes["noise"] += cost
+        step_size, friction = _rates(choices, suggest, noise)
+        tuning = tuning._replace(step_size=step_size, friction=friction, noise=noise)
+    integrals, cost = error_of_integrals(target, rare_key, gaussian, anchor is not None)
+    passes["noise"] += cost
+    tuning = tuning._replace(integrals=integrals, passes=passes)
     if choices.step_size is not None:
         return tuning
     report("pilot")
-    run = pilot(tuning)
-    cost = PILOT_CHAINS * GRADIENTS_OF_A_STEP[order] * target.minibatch_share
-    width = tuning.width
-    passes["pilot"] = 0.0
-    tried: list[Tuning] = []
-    for halvings in range(_HALVINGS + 1):
-        step_size = tuning.step_size / 2**halvings
-        key = random.fold_in(pilot_key, halvings)
-        for longer in _LONGER:
-            steps, is_long_enough = pilot_steps(noise, step_size / width, longer)
-            seen = run(step_size, steps, random.fold_in(key, longer))
-            passes["pilot"] += steps * cost
-            r_hat, slowest = _worst_r_hat(target, seen)
-            # not by chance, and not because their memory is somewhat longer
-            if r_hat is None or r_hat <= NOT_MIXED or not (has_matrix and is_long_enough):
-                break
-        found = stein_report(seen.stein)
-        tried.append(
-            tuning._replace(
-                step_size=step_size,
-                halvings=halvings,
-                report=found,
-                r_hat=r_hat,
-                slowest=slowest,
-                # where chains agree the search has only not come to its end
-                flat=tuning.flat if r_hat is None or r_hat > NOT_MIXED else "",
-            )
-        )
-        may_be_undone = _UNDONE_BY_CHANCE + _UNDONE * PILOT_CHAINS * steps
-        is_stable = np.asarray(seen.undone).sum() <= may_be_undone
-        if is_stable and (found is None or found.problem() is None):
-            return tried[-1]
-        if not is_long_enough or (halvings >= 2 and is_stable and _is_no_better(tried)):
-            break
-    # whatever is wrong, it is not the step size
-    return tried[0]
+    return run_pilot(target, pilot_key, tuning, pilot(tuning), has_matrix)
 
 
 def _prepare(target: Target, choices: Choices, controls: bool) -> None:
@@ -317,21 +257,6 @@ def _prepare(target: Target, choices: Choices, controls: bool) -> None:
         shapes = (dimension,), (dimension, dimension), (dimension, dimension)
         metric = DenseMetric(*(jnp.asarray(np.zeros(shape, dtype)) for shape in shapes))
         prepare_noise(target, metric, controls)
-
-
-def _worst_r_hat(target: Target, seen: PilotRun) -> tuple[float | None, str]:
-    """R-hat of the coordinate on which the chains agree the least, and the site it belongs to."""
-    if seen.halves is None:
-        return None, ""
-    found = np.nan_to_num(r_hats(seen.halves), nan=np.inf)
-    return float(found.max()), _site_of(target, found)
-
-
-def _site_of(target: Target, sizes: np.ndarray) -> str:
-    """The site of the largest of some numbers for each coordinate."""
-    latents = target.view.latents
-    ends = np.cumsum([math.prod(latents[name].shape) for name in sorted(latents)])
-    return sorted(latents)[int(np.searchsorted(ends, np.argmax(sizes), side="right"))]
 
 
 def _rates(
@@ -398,29 +323,6 @@ def _expanded(
     further = target.compiled(partial(Target.anchor, order=2))(anchor.values)
     level, cost = noise_with(target, rng_key, gaussian, metric, further, noise)
     return further, level, cost + 2.0 * target.view.dimension
-
-
-def _is_no_better(tried: list[Tuning]) -> bool:
-    """Whether steps of a quarter of the length or less have left a wrong temperature wrong."""
-    first, found = tried[0].report, tried[-1].report
-    assert first is not None and found is not None
-    before, now = abs(first.temperature - 1), abs(found.temperature - 1)
-    return before > 3 * first.error and now > 0.75 * before
-
-
-def pilot_steps(noise: NoiseLevel, step_size: float, longer: int = 1) -> tuple[int, bool]:
-    """
-    The steps of each chain of a pilot: independent draws take more of them where there is more
-    noise and where they are short.
-
-    :param noise: the noise of the gradient.
-    :param float step_size: in units of the largest posterior standard deviation.
-    :param int longer: how much longer than chains need where a metric fits.
-    :return: their number, and whether they are enough for a verdict.
-    """
-    needed = longer * _PILOT_TIME / step_size
-    fewest = _PILOT_STEPS * min(max(1.0, noise.mean / 4), 10.0)
-    return int(min(max(fewest, needed), _MOST_PILOT_STEPS)), needed <= _MOST_PILOT_STEPS
 
 
 @contextmanager

@@ -1,0 +1,130 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Short chains that show whether the steps are short enough, and whether chains agree."""
+
+import math
+from typing import Protocol
+
+from jax import Array, random
+import numpy as np
+
+from numpyro_sgmcmc.stein import stein_report
+from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, order_of
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
+from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
+
+#: The pilot: chains, the fewest and the most steps of each, and halvings.
+PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
+
+#: Steps of a pilot that may be undone: so many, which do not say yet how often it happens, and a
+#: part of all.
+_UNDONE_BY_CHANCE, _UNDONE = 2, 1e-4
+
+#: A pilot that is not much longer than the memory of a chain, which is of the order of 1 in
+#: time, would find draws too narrow; where its chains do not agree, it is so many times as long.
+_PILOT_TIME, _LONGER = 40.0, (1, 8, 32)
+
+
+class Pilot(Protocol):
+    """Runs short chains."""
+
+    def __call__(self, step_size: float, steps: int, rng_key: Array, /) -> PilotRun:
+        """With a step size and a number of steps."""
+
+    def prepare(self) -> None:
+        """Compiles its program beside what is done next."""
+
+
+def run_pilot(
+    target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot, has_matrix: bool
+) -> Tuning:
+    """
+    Chains with the step size of a tuning; with half of it, and again, until their Stein matrix is
+    the identity. Where shorter steps do not help, it stays as it was. Chains that do not agree are
+    run longer.
+
+    :param target: the model with its data.
+    :param rng_key: a random key.
+    :param tuning: what was found before.
+    :param pilot: runs the chains.
+    :param bool has_matrix: whether they agree where the posterior is a Gaussian.
+    :return: with the step size, and with what was seen of its chains.
+    """
+    noise = tuning.noise
+    assert noise is not None
+    cost = PILOT_CHAINS * GRADIENTS_OF_A_STEP[order_of(tuning.anchor)] * target.minibatch_share
+    passes = 0.0
+    tried: list[Tuning] = []
+    for halvings in range(_HALVINGS + 1):
+        step_size = tuning.step_size / 2**halvings
+        key = random.fold_in(rng_key, halvings)
+        for longer in _LONGER:
+            steps, is_long_enough = pilot_steps(noise, step_size / tuning.width, longer)
+            seen = pilot(step_size, steps, random.fold_in(key, longer))
+            passes += steps * cost
+            r_hat, slowest = _worst_r_hat(target, seen)
+            # not by chance, and not because their memory is somewhat longer
+            if r_hat is None or r_hat <= NOT_MIXED or not (has_matrix and is_long_enough):
+                break
+        found = stein_report(seen.stein)
+        tried.append(
+            tuning._replace(
+                step_size=step_size,
+                passes=tuning.passes | {"pilot": passes},
+                halvings=halvings,
+                report=found,
+                r_hat=r_hat,
+                slowest=slowest,
+                # where chains agree the search has only not come to its end
+                flat=tuning.flat if r_hat is None or r_hat > NOT_MIXED else "",
+            )
+        )
+        may_be_undone = _UNDONE_BY_CHANCE + _UNDONE * PILOT_CHAINS * steps
+        is_stable = np.asarray(seen.undone).sum() <= may_be_undone
+        if is_stable and (found is None or found.problem() is None):
+            return tried[-1]
+        if not is_long_enough or (halvings >= 2 and is_stable and _is_no_better(tried)):
+            break
+    # whatever is wrong, it is not the step size
+    return tried[0]._replace(passes=tried[-1].passes)
+
+
+def pilot_steps(noise: NoiseLevel, step_size: float, longer: int = 1) -> tuple[int, bool]:
+    """
+    The steps of each chain of a pilot: independent draws take more of them where there is more
+    noise and where they are short.
+
+    :param noise: the noise of the gradient.
+    :param float step_size: in units of the largest posterior standard deviation.
+    :param int longer: how much longer than chains need where a metric fits.
+    :return: their number, and whether they are enough for a verdict.
+    """
+    needed = longer * _PILOT_TIME / step_size
+    fewest = _PILOT_STEPS * min(max(1.0, noise.mean / 4), 10.0)
+    return int(min(max(fewest, needed), _MOST_PILOT_STEPS)), needed <= _MOST_PILOT_STEPS
+
+
+def _is_no_better(tried: list[Tuning]) -> bool:
+    """Whether steps of a quarter of the length or less have left a wrong temperature wrong."""
+    first, found = tried[0].report, tried[-1].report
+    assert first is not None and found is not None
+    before, now = abs(first.temperature - 1), abs(found.temperature - 1)
+    return before > 3 * first.error and now > 0.75 * before
+
+
+def _worst_r_hat(target: Target, seen: PilotRun) -> tuple[float | None, str]:
+    """R-hat of the coordinate on which the chains agree the least, and the site it belongs to."""
+    if seen.halves is None:
+        return None, ""
+    found = np.nan_to_num(r_hats(seen.halves), nan=np.inf)
+    return float(found.max()), site_of(target, found)
+
+
+def site_of(target: Target, sizes: np.ndarray) -> str:
+    """The site of the largest of some numbers for each coordinate."""
+    latents = target.view.latents
+    ends = np.cumsum([math.prod(latents[name].shape) for name in sorted(latents)])
+    return sorted(latents)[int(np.searchsorted(ends, np.argmax(sizes), side="right"))]
