@@ -29,6 +29,7 @@ from numpyro_sgmcmc.tuning.gaussian import (
     Gaussian,
     are_modes,
     closest_gaussian,
+    draws_in,
     fit_of,
     looks_rough,
     normal_draws,
@@ -39,9 +40,9 @@ from numpyro_sgmcmc.tuning.gaussian import (
 #: where a row is evaluated at so many points of its latent variables.
 _STARTS, _FEWER_STARTS, _MANY_PARAMETERS, _MANY_POINTS = 6, 3, 50, 32
 
-#: The first search is of at least so many rows, and of so many for each parameter; the next ones
-#: of so many times as many.
-_FEWEST_ROWS, _ROWS_FOR_EACH, _GROWTH = 1_000, 10, 8
+#: The first search is of at least so many rows, or groups whose latent variables are integrated out
+#: by draws, and of so many for each parameter; the next ones of so many times as many.
+_FEWEST_ROWS, _FEWEST_GROUPS, _ROWS_FOR_EACH, _GROWTH = 1_000, 200, 10, 8
 
 #: Searches that have ended so close to each other, in standard deviations, have found the same.
 _SAME = 0.5
@@ -61,7 +62,8 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
         U_S(\\theta) = -\\log p(\\theta) - \\sum_{i \\in S} \\log p(x_i \\mid \\theta)
 
     on few of them from several starts, and from the best of these on eight times as many, and
-    again, until they are half of all, or all where there seem to be several modes. The posterior
+    again, until they are half of all (fewer of groups whose latent variables are integrated out by
+    draws), or all where there seem to be several modes. The posterior
     of few rows is wide, and that of eight times as many lies within a few of its standard
     deviations, so that Newton's method (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`)
     never has far to go.
@@ -118,7 +120,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     fits.sort(key=lambda fit: fit.objective)
     others = [fit for fit in fits[1:] if fit.objective < fits[0].objective + FAR_ABOVE]
     fits = fits[:1] + search.modes(fits[0], others, count)[:1]
-    while (more := count * _GROWTH) < search.all_minibatches / 2 or (
+    while (more := count * _GROWTH) < search.most_minibatches or (
         len(fits) > 1 and count < search.all_minibatches
     ):
         # few rows may have a mode that more of them do not have
@@ -283,7 +285,10 @@ class _Search:
         self.all_minibatches = 1 / share
         smallest = min((p.subsample_size for p in target.view.plates), default=math.inf)
         smallest *= target.parts
-        rows = max(_FEWEST_ROWS, _ROWS_FOR_EACH * self.dimension)
+        fewest = _FEWEST_GROUPS if target.view.drawn_plates else _FEWEST_ROWS
+        rows = max(fewest, _ROWS_FOR_EACH * self.dimension)
+        # where what comes next, at its fewer points, costs twice as much
+        self.most_minibatches = self.all_minibatches * draws_in(target) / DRAWS / 2
         self.first_count = max(1, math.ceil(min(rows / smallest, self.all_minibatches)))
         self.hessians = math.ceil(DRAWS / self.first_count)
         self.passes = 0.0

@@ -124,7 +124,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         epoch = max(plate.size / plate.subsample_size for plate in view.plates)
         minibatches = min(minibatches, math.ceil(epoch))
     minibatches = max(DRAWS, minibatches)
-    number, compiled = _draws_in(target), _metric_program(target, start.is_rough)
+    number, compiled = draws_in(target), _metric_program(target, start.is_rough)
 
     passes, before = 0.0, math.inf
 
@@ -168,7 +168,8 @@ def prepare_metric(target: Target) -> None:
     _metric_program(target, False).prepare(random.key(0), center, factor, np.int32(0))
 
 
-def _draws_in(target: Target) -> int:
+def draws_in(target: Target) -> int:
+    """At how many draws of the Gaussian all data are looked at."""
     return _FEW_DRAWS if target.view.drawn_plates else DRAWS
 
 
@@ -186,7 +187,7 @@ def _evaluated(
     minibatches: Array,
 ) -> tuple[Array, Array, Array]:
     draw_key, rows_key, model_key = random.split(rng_key, 3)
-    potential, number = target.potential(IdentityMetric()), _draws_in(target)
+    potential, number = target.potential(IdentityMetric()), draws_in(target)
     draws = normal_draws(draw_key, len(center), center.dtype, number)
     points = center + draws @ factor.T
 

@@ -47,8 +47,9 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.strata import given_strata
 
 #: Pairs of opposite draws of the Gaussian at which rows are looked at, and how much wider than it
-#: they are spread: what is seen of a row at eight places is not to miss what it does at others.
-_PAIRS, _WIDTH = 8, 1.5
+#: they are spread: what is seen of a row at eight places is not to miss what it does at others. Of
+#: groups whose latent variables are integrated out by draws a look takes as long as many rows.
+_PAIRS, _FEW_PAIRS, _WIDTH = 8, 2, 1.5
 
 #: Of so many rows, those that kick the hardest, the gradients are looked at one by one.
 _MOST_ROWS = 1_000
@@ -90,9 +91,11 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
     :param int order: of the control variate, 0 for none.
     """
 
+    pairs = _FEW_PAIRS if target.view.drawn_plates else _PAIRS
+
     def run(target: Target, rng_key: Array, draws: Any) -> dict[str, Array]:
         normal_key, rows_key, model_key = random.split(rng_key, 3)
-        normal = _WIDTH * _spread_normal(normal_key, draws.center)
+        normal = _WIDTH * _spread_normal(normal_key, draws.center, pairs)
         points = jnp.concatenate([jnp.zeros_like(normal[:1]), normal, -normal])
         points = jax.vmap(draws.values)(points)
         potential, others = target.potential(IdentityMetric()), target.rows(rows_key)
@@ -108,12 +111,12 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
                 return jax.jvp(terms, (points[0],), (point - points[0],))[1]
 
             found = lax.map(terms, points)
-            center, above, below = found[0], found[1 : _PAIRS + 1], found[_PAIRS + 1 :]
+            center, above, below = found[0], found[1 : pairs + 1], found[pairs + 1 :]
             if order == 0:
                 return _mean_square((above - below) / (2 * _WIDTH))
             if order == 1:
                 return _mean_square((above + below - 2 * center) / (3**0.5 * _WIDTH**2))
-            cubic = (above - below) / 2 - lax.map(slope, points[1 : _PAIRS + 1])
+            cubic = (above - below) / 2 - lax.map(slope, points[1 : pairs + 1])
             return _mean_square(1.8**0.5 / _WIDTH**3 * cubic)
 
         plates = target.view.plates
@@ -122,7 +125,7 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
     found = target.compiled(run, "importance", order)(rng_key, gaussian.metric)
     sizes = {name: np.sqrt(np.asarray(squares)) for name, squares in found.items()}
     # the potential alone costs less than half of a gradient
-    return Importance(sizes, (1 + (3 if order == 2 else 2) * _PAIRS) / 2)
+    return Importance(sizes, (1 + (3 if order == 2 else 2) * pairs) / 2)
 
 
 def _mean_square(found: Array) -> Array:
@@ -130,16 +133,17 @@ def _mean_square(found: Array) -> Array:
     return jnp.mean(jnp.where(jnp.isfinite(found), found, 0.0) ** 2, axis=0)
 
 
-def _spread_normal(rng_key: Array, like: Array) -> Array:
+def _spread_normal(rng_key: Array, like: Array, number: int = _PAIRS) -> Array:
     """
-    Normal vectors, shape (8, d): each coordinate has in them every eighth of its law, with random
-    signs (McKay, Beckman and Conover, 1979), so that none is seen near its centre alone.
+    Normal vectors, shape (number, d): each coordinate has in them, of eight, every eighth of its
+    law, with random signs (McKay, Beckman and Conover, 1979), so that none is seen near its centre
+    alone.
     """
     place_key, sign_key = random.split(rng_key)
-    shape = (_PAIRS, *like.shape)
-    places = jnp.broadcast_to(jnp.arange(_PAIRS)[:, None], shape)
+    shape = (number, *like.shape)
+    places = jnp.broadcast_to(jnp.arange(number)[:, None], shape)
     places = random.permutation(place_key, places, axis=0, independent=True)
-    sizes = ndtri(0.5 + (places + 0.5) / (2 * _PAIRS))
+    sizes = ndtri(0.5 + (places + 0.5) / (2 * number))
     return random.rademacher(sign_key, shape, like.dtype) * sizes.astype(like.dtype)
 
 
