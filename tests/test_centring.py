@@ -127,6 +127,18 @@ def test_what_is_recognised(case):
     assert set(non_centred(target).centring) == set(expected)
 
 
+@pytest.mark.parametrize("double", [False, True])
+def test_numbers_of_the_precision_of_the_model(double):
+    """NumPyro's map to a Cholesky factor takes no others."""
+
+    def with_correlations(mu, tau):
+        numpyro.sample("root", dist.LKJCholesky(3, 1.0))
+        return effects_of(dist.Normal)(mu, tau)
+
+    with jax.enable_x64(double):
+        assert set(non_centred(read(with_correlations)).centring) == {"x"}
+
+
 @pytest.mark.parametrize("case", OTHERS)
 def test_what_is_not(case):
     target = read(OTHERS[case])

@@ -45,7 +45,7 @@ def non_centred(target: Target) -> Target:
         return jax.vmap(at)(points)
 
     normal = np.random.default_rng(0).standard_normal((_POINTS, target.view.dimension))
-    points = normal.astype(np.float32)
+    points = normal.astype(target.view.dtype)
     if not jax.eval_shape(partial(factors, target), points):
         return target
     found = {k: np.asarray(x) for k, x in target.compiled(factors)(points).items()}
