@@ -52,6 +52,7 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.mixing import PilotRun
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
 from numpyro_sgmcmc.tuning.phases import Choices, find_tuning
+from numpyro_sgmcmc.tuning.pilot import run_pilot
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 RNG = np.random.default_rng(0)
@@ -894,6 +895,23 @@ def test_halvings_of_the_step_size(temperature, expected):
     assert found.step_size == (0.25 if temperature(0) == 1 and len(expected) > 1 else 1)
     assert (found.problem is None) == (temperature(0) == 1)
     assert found.halvings == round(-np.log2(found.step_size))
+
+
+@pytest.mark.parametrize(("undone", "expected"), [(2, [1.0]), (3, [1.0, 0.5])])
+def test_undone_steps_of_a_pilot(undone, expected):
+    """Two of 4,800 may be chance; of more the first step size is left."""
+    metric, tried = DiagonalMetric(jnp.zeros(D), jnp.ones(D)), []
+
+    def pilot(step_size, steps, rng_key):
+        tried.append(step_size)
+        assert steps == 600
+        return PilotRun(start_sums(jnp.zeros(D), (D,)), undone=undone * (step_size == 1))
+
+    noise = NoiseLevel(0.0, 0.0, 1.0, 0.0)
+    tuning = Tuning(1.0, None, metric, metric, noise=noise)
+    found = run_pilot(Model(logistic, X, Y).target, random.key(0), tuning, pilot, False)
+    assert tried == expected
+    assert found.step_size == expected[-1] and found.halvings == len(expected) - 1
 
 
 def test_metric_where_the_potential_curves_downward():

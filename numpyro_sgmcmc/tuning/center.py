@@ -63,10 +63,9 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
 
     on few of them from several starts, and from the best of these on eight times as many, and
     again, until they are half of all (fewer of groups whose latent variables are integrated out by
-    draws), or all where there seem to be several modes. The posterior
-    of few rows is wide, and that of eight times as many lies within a few of its standard
-    deviations, so that Newton's method (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`)
-    never has far to go.
+    draws), or all where there seem to be several modes. The posterior of few rows is wide, and that
+    of eight times as many lies within a few of its standard deviations, so that Newton's method
+    (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`) never has far to go.
 
     With NumPyro's default strategy the starts are the point zero of the unconstrained parameters
     and points around it, as far as the width that the Hessian there gives to the posterior of a
