@@ -250,3 +250,7 @@ def test_a_run_that_takes_longer_than_expected(monkeypatch):
         texts.append(monitor.text(mcmc.last_state, seconds=1.0))
     assert not any("TIMES AS LONG" in text for text in texts[:2])
     assert "13 TIMES AS LONG AS AFTER THE TUNING" in texts[2]
+    # the time between two runs is none of a run
+    monitor = Monitor()
+    for clock[0] in (*range(10), *range(1_000, 1_040)):
+        assert "TIMES AS LONG" not in monitor.text(mcmc.last_state, seconds=1.0)

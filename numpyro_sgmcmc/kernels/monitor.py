@@ -20,6 +20,9 @@ _FEWEST_CALLS = 64
 
 #: A run that has taken so many seconds, and so many times what the tuning has measured, says so.
 _LONG, _MUCH_LONGER = 30.0, 4.0
+#: A wait between two samples counts for so many samples at most, or for a second: it may be that of
+#: a user between two runs.
+_LONGEST_WAIT = 20
 
 #: A run is judged several times before its end, and then not before so many samples.
 _ERRORS_BEFORE_THE_END, _FEWEST_SAMPLES = 4.0, 500
@@ -42,7 +45,7 @@ class Monitor:
         self._written, self._text = -math.inf, ""
         self._calls = -num_warmup  # of the progress bar; the warm-up ends at 0
         self._has_warned = False
-        self._began, self._texts = math.inf, 0
+        self._before, self._taken, self._texts = math.inf, 0.0, 0
 
     def judge(self, state: SGMCMCState) -> None:
         """Warns, once a run, if the draws so far have another law than the posterior."""
@@ -57,9 +60,11 @@ class Monitor:
         """
         self._calls += 1
         self._texts += 1
-        self._began = min(self._began, time.monotonic())
+        now, each = time.monotonic(), seconds * np.size(state.step_size)
+        self._taken += min(max(now - self._before, 0.0), max(1.0, _LONGEST_WAIT * each))
+        self._before = now
         due = self._calls >= _FEWEST_CALLS and self._calls.bit_count() == 1  # 64, 128, ...
-        if due or time.monotonic() - self._written > _SECONDS_BETWEEN_TEXTS:
+        if due or now - self._written > _SECONDS_BETWEEN_TEXTS:
             monitored = state.monitor
             self._text = f"step size {float(np.mean(state.step_size)):.2e}"
             found = stein_report(monitored.stein)
@@ -79,8 +84,7 @@ class Monitor:
                 )
             if self._warns_of(found):
                 self._text += ", BIASED"
-            taken = time.monotonic() - self._began
-            expected = seconds * np.size(state.step_size) * self._texts
+            taken, expected = self._taken, each * self._texts
             if seconds and taken > max(_LONG, _MUCH_LONGER * expected):
                 self._text += f", {taken / expected:.0f} TIMES AS LONG AS AFTER THE TUNING"
             self._written = time.monotonic()
