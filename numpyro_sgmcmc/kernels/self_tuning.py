@@ -64,6 +64,7 @@ def fixed_for(
         method.noise(target, tuning),
         method.integrator(tuning),
         target.view.facts,
+        tuning.rule,
     )
     return Fixed(
         step_size=jnp.asarray(tuning.step_size, dtype),

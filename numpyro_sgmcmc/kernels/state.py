@@ -31,6 +31,8 @@ class Layout:
       :class:`~numpyro_sgmcmc.gradients.noise_estimate.RunningCovariance`, or None.
     - **integrator** - the word for the integrator, of methods that have several.
     - **model** - facts of the model, what it has from elsewhere than its arguments among them.
+    - **rule** - of integrals over latent variables of groups
+      (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`).
     """
 
     steps_per_sample: int
@@ -38,6 +40,7 @@ class Layout:
     noise: Any = None
     integrator: str = ""
     model: Hashable = None
+    rule: str = "step"
 
 
 class Fixed(NamedTuple):
@@ -68,6 +71,10 @@ class Fixed(NamedTuple):
     centring: dict[str, Array]
     constants: Any
     layout: Layout
+
+    @property
+    def rule(self) -> str:
+        return self.layout.rule
 
 
 class Monitored(NamedTuple):

@@ -25,6 +25,10 @@ BatchRows = Array | DrawnRows
 Indices = Mapping[str, BatchRows]
 
 
+#: A group of so many counts for a row, of twice as many for two, and of any for no more than so many.
+_FEW_MEMBERS, _MOST_WORTH = 10, 5.0
+
+
 class Plate(NamedTuple):
     """A plate with a ``subsample_size``."""
 
@@ -36,8 +40,18 @@ class Plate(NamedTuple):
     subsample_size: int
     #: number of points at which the likelihood of a row is evaluated
     points: int = 1
+    #: number of values that are observed of a row; more where a row is a group of them
+    members: int = 1
     #: number of rows that a pass looks at, evenly spaced; all of them if None
     seen: int | None = None
+
+    @property
+    def worth(self) -> float:
+        """
+        As how many rows a row counts where there are to be enough of them: a group of many says
+        more of what all groups have in common, and of how they differ no more than one.
+        """
+        return min(max(self.members / _FEW_MEMBERS, 1.0), _MOST_WORTH)
 
 
 class _choose_rows(Messenger):

@@ -79,9 +79,12 @@ import numpy as np
 #: Of a point in each group, shape (n, k), to the log density there, shape (n,).
 Density = Callable[[Array], Array]
 
-#: Nodes in each dimension, for one and two dimensions: in a step, and in a pass over all groups for
-#: an anchor. In three dimensions 7 nodes in each are ten times as many points as draws.
-_NODES, _FINE_NODES = (15, 9), (31, 17)
+#: Nodes in each dimension, for one and two dimensions: in a step, where few of them are enough and
+#: where not, and in a pass over all groups for an anchor. In three dimensions 7 nodes in each are
+#: ten times as many points as draws.
+_NODES = {"few": (5, 5), "step": (15, 9), "fine": (31, 17)}
+#: Dimensions for which there are nodes.
+_MOST_DIMENSIONS = 2
 
 #: Draws for more dimensions, likewise, and the blocks of them that are left out in turn.
 _DRAWS, _FINE_DRAWS, _BLOCKS = 32, 1_024, 4
@@ -106,14 +109,19 @@ _PIVOT = 1e-3
 
 def needs_draws(dimension: int) -> bool:
     """Whether the points are drawn at random."""
-    return dimension > len(_NODES)
+    return dimension > _MOST_DIMENSIONS
 
 
 def points_of(dimension: int, rule: str = "step") -> int:
     """The number of points of each group."""
     if needs_draws(dimension):
         return _FINE_DRAWS if rule == "fine" else _DRAWS
-    return (1, *(_NODES if rule == "step" else _FINE_NODES))[dimension] ** dimension
+    return nodes_of(dimension, rule) ** dimension if dimension else 1
+
+
+def nodes_of(dimension: int, rule: str) -> int:
+    """The number of nodes in each of one or two dimensions."""
+    return _NODES["fine" if rule == "check" else rule][dimension - 1]
 
 
 def log_integral(
@@ -132,8 +140,8 @@ def log_integral(
     :param latent: the part of it that is the law of the latent variables.
     :param start: where the search for the modes starts, shape (n, k).
     :param rng_keys: for draws, shape (n,); not used in up to two dimensions.
-    :param str rule: ``"step"``; ``"fine"``, by more points, for a pass over all groups; or
-        ``"check"``, which is closer to the truth by as much as that of a step is wrong: in up to
+    :param str rule: ``"step"``; ``"few"``, by fewer nodes, where these are enough; ``"fine"``, by
+        more points, for a pass over all groups; or ``"check"``, which is closer to the truth by as much as that of a step is wrong: in up to
         two dimensions the fine one, and of draws the same ones, with the next term of their bias
         by its difference from that of their halves.
     :return: shape (n,).
@@ -154,8 +162,7 @@ def log_integral(
     mode, inverse = lax.stop_gradient(find_modes(fixed, start))
     dimension = start.shape[1]
     if not needs_draws(dimension):
-        each = (_NODES if rule == "step" else _FINE_NODES)[dimension - 1]
-        nodes, weights = gauss_hermite(each, dimension)
+        nodes, weights = gauss_hermite(nodes_of(dimension, rule), dimension)
         x = jnp.asarray(nodes, start.dtype)[:, None]
         log_weights = jnp.asarray(weights, start.dtype)[:, None]
     else:

@@ -125,6 +125,16 @@ class Marginal:
         }
         return tuple(plate._replace(points=points.get(plate.name, 1)) for plate in plates)
 
+    def with_members(self, plates: Iterable[Plate], sites: Mapping[str, dict]) -> tuple[Plate, ...]:
+        """Plates that know how many values are observed of a group, by the sites of this model."""
+        found = {}
+        for plate in self.plates:
+            observed = sites[f"{plate.name}, marginal"]["infer"][_OBSERVED]
+            found[plate.name] = sum(jnp.size(site["value"]) for site in observed.values())
+        return tuple(
+            p._replace(members=max(1, found.get(p.name, 1) // p.subsample_size)) for p in plates
+        )
+
     @property
     def __wrapped__(self) -> Model:
         """For ``inspect.signature``."""

@@ -125,8 +125,15 @@ class MinibatchModel(NamedTuple):
         return self._replace(model=model, plates=model.with_points(self.plates))
 
     @property
+    def local_plates(self) -> tuple[Plate, ...]:
+        """Those of groups, whose latent variables are integrated out."""
+        local = self.model.plates if isinstance(self.model, Marginal) else ()
+        names = {plate.name for plate in local}
+        return tuple(plate for plate in self.plates if plate.name in names)
+
+    @property
     def drawn_plates(self) -> tuple[Plate, ...]:
-        """Those with latent variables that are integrated out by draws."""
+        """Those whose latent variables are integrated out by draws."""
         local = self.model.plates if isinstance(self.model, Marginal) else ()
         names = {plate.name for plate in local if needs_draws(plate.dimension)}
         return tuple(plate for plate in self.plates if plate.name in names)
@@ -139,7 +146,8 @@ class MinibatchModel(NamedTuple):
         """
         if not isinstance(self.model, Marginal):
             return self
-        return self._replace(plates=tuple(p._replace(seen=_SKETCHED) for p in self.plates))
+        seen = tuple(p._replace(seen=math.ceil(_SKETCHED / p.worth)) for p in self.plates)
+        return self._replace(plates=seen)
 
     def first_rows(self) -> dict[str, Array]:
         """The first rows of each plate, a minibatch that needs no key."""
@@ -342,7 +350,7 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
             fixed = without_local_latents(given_constants, sites, plates, seen_args, seen_kwargs)
             if isinstance(fixed, Marginal):
                 sites = traced(replace(fixed, rule="none"))
-                plates = fixed.with_points(plates)
+                plates = fixed.with_points(fixed.with_members(plates, sites))
     latents = {k: s for k, s in sites.items() if s["type"] == "sample" and not s["is_observed"]}
 
     def given(rows: Indices, args: tuple, kwargs: dict) -> dict[str, dict]:

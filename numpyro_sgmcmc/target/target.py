@@ -96,8 +96,9 @@ class Target(NamedTuple):
         return plain if anchor is None else ControlVariate(plain, anchor)
 
     def tuned(self, found: Any) -> "Target":
-        """With the strata and the coordinates that a tuning, or what is fixed, has of it."""
-        return self._replace(strata=found.strata, centring=found.centring)
+        """With the strata, the coordinates and the rule that a tuning, or what is fixed, has of it."""
+        view = self.view.with_rule(found.rule)
+        return self._replace(view=view, strata=found.strata, centring=found.centring)
 
     def as_written(self, values: Values) -> Values:
         """Unconstrained values of the latent sites, of values in the coordinates."""

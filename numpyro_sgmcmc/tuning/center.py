@@ -34,10 +34,11 @@ from numpyro_sgmcmc.tuning.gaussian import (
     looks_rough,
     normal_draws,
     whitened_hessian,
+    worth_of_minibatch,
 )
 
 #: Searches from so many starts, one of them from zero, and from so many of more parameters; one
-#: where a row is evaluated at so many points of its latent variables.
+#: where what is observed of a group is evaluated at so many points, all of it taken together.
 _STARTS, _FEWER_STARTS, _MANY_PARAMETERS, _MANY_POINTS = 6, 3, 50, 32
 
 #: The first search is of at least so many rows, or groups whose latent variables are integrated out
@@ -112,7 +113,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     for x, scale in starts:
         if (found := search.fit(x, np.diag(scale), count, _STEPS)) is not None:
             fits.append(found)
-            if any(plate.points >= _MANY_POINTS for plate in target.view.plates):
+            if any(plate.points * plate.members >= _MANY_POINTS for plate in target.view.plates):
                 break
     if not fits:
         raise _no_center("the potential is not finite wherever the search looks")
@@ -282,13 +283,13 @@ class _Search:
         self.dtype = target.view.dtype
         share = target.minibatch_share
         self.all_minibatches = 1 / share
-        smallest = min((p.subsample_size for p in target.view.plates), default=math.inf)
-        smallest *= target.parts
         fewest = _FEWEST_GROUPS if target.view.drawn_plates else _FEWEST_ROWS
         rows = max(fewest, _ROWS_FOR_EACH * self.dimension)
         # where what comes next, at its fewer points, costs twice as much
         self.most_minibatches = self.all_minibatches * draws_in(target) / DRAWS / 2
-        self.first_count = max(1, math.ceil(min(rows / smallest, self.all_minibatches)))
+        self.first_count = max(
+            1, math.ceil(min(rows / worth_of_minibatch(target), self.all_minibatches))
+        )
         self.hessians = math.ceil(DRAWS / self.first_count)
         self.passes = 0.0
         self.is_rough = False

@@ -116,9 +116,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     """
     view = target.view
     dimension, dtype = view.dimension, start.metric.center.dtype
-    smallest = min((plate.subsample_size for plate in view.plates), default=math.inf)
-    smallest *= target.parts
-    minibatches = math.ceil(_ROWS_FOR_EACH * dimension / smallest)
+    minibatches = math.ceil(_ROWS_FOR_EACH * dimension / worth_of_minibatch(target))
     if any(plate.points > 1 for plate in view.plates):
         # groups are few and each costs as much as all of its rows: none of them twice
         epoch = max(plate.size / plate.subsample_size for plate in view.plates)
@@ -166,6 +164,17 @@ def prepare_metric(target: Target) -> None:
     dimension, dtype = target.view.dimension, target.view.dtype
     center, factor = np.zeros(dimension, dtype), np.zeros((dimension, dimension), dtype)
     _metric_program(target, False).prepare(random.key(0), center, factor, np.int32(0))
+
+
+def worth_of_minibatch(target: Target) -> float:
+    """
+    As how many rows a minibatch counts: the fewest of a plate, those with latent variables that are
+    integrated out taken together.
+    """
+    groups = target.view.local_plates
+    worth = [float(p.subsample_size) for p in target.view.plates if p not in groups]
+    worth += [sum(p.subsample_size * p.worth for p in groups)] if groups else []
+    return min(worth, default=math.inf) * target.parts
 
 
 def draws_in(target: Target) -> int:

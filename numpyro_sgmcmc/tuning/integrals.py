@@ -15,6 +15,26 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian
 #: Power steps for the direction in which it matters most.
 _POWER_STEPS = 4
 
+#: Few nodes are enough if they move the draws by no more than this, in standard deviations.
+_ENOUGH = 0.02
+
+
+def rule_of_steps(
+    target: Target, rng_key: Array, gaussian: Gaussian, controlled: bool
+) -> tuple[str, float, float]:
+    """
+    The rule with the fewest points by which the integrals of a step are good enough, or else the
+    one with the most; its :func:`error_of_integrals`; and what it took to see that, in passes.
+    """
+    few, step = (target._replace(view=target.view.with_rule(rule)) for rule in ("few", "step"))
+    cost = 0.0
+    if few.view.plates != step.view.plates:
+        error, cost = error_of_integrals(few, rng_key, gaussian, controlled)
+        if error <= _ENOUGH:
+            return "few", error, cost
+    error, more = error_of_integrals(step, rng_key, gaussian, controlled)
+    return "step", error, cost + more
+
 
 def error_of_integrals(
     target: Target, rng_key: Array, gaussian: Gaussian, controlled: bool
@@ -34,7 +54,7 @@ def error_of_integrals(
     .. math:: \\max_{|v| = 1} \\left| \\tfrac12 \\left[ e(v) - e(-v) \\right] \\right| ,
 
     since an anchor has the gradient at the centre by many more points. Without a control variate
-    :math:`|e(0)|` counts as well.
+    what they have in common, :math:`\\tfrac12 \\left| e(v) + e(-v) \\right|`, counts as well.
 
     :param target: a model with latent sites inside of subsampled plates.
     :param rng_key: a random key.
@@ -42,9 +62,10 @@ def error_of_integrals(
     :param bool controlled: whether the gradient has a control variate.
     :return: the error, and its cost in passes over the data.
     """
-    check = target.view.with_rule("check")
-    if check is target.view:
-        return 0.0, 0.0
+    view = target.view
+    check = view.with_rule("check")
+    if check.plates == view.plates and not view.drawn_plates:
+        return 0.0, 0.0  # nothing is integrated, or only summed
     start = gaussian.metric
 
     def errors(target: Target, direction: Array) -> tuple[Array, Array]:
@@ -60,20 +81,17 @@ def error_of_integrals(
             )
             return start.pullback(ravel(jax.tree.map(jnp.subtract, step, right)))
 
-        def power_step(state: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], Array]:
-            direction, at_center = state
+        def power_step(direction: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
             ends = lax.map(wrong, jnp.stack([direction, -direction]))
-            change = target.mean((ends[0] - ends[1]) / 2)
+            change, common = target.mean(((ends[0] - ends[1]) / 2, (ends[0] + ends[1]) / 2))
             size = jnp.linalg.norm(change)
-            return (change / jnp.maximum(size, 1e-30), at_center), size
+            return change / jnp.maximum(size, 1e-30), (size, jnp.linalg.norm(common))
 
-        at_center = target.mean(wrong(jnp.zeros_like(direction)))
-        first = direction / jnp.linalg.norm(direction), at_center
-        _, sizes = lax.scan(power_step, first, None, length=_POWER_STEPS)
-        return jnp.linalg.norm(at_center), sizes.max()
+        first = direction / jnp.linalg.norm(direction)
+        _, (changes, common) = lax.scan(power_step, first, None, length=_POWER_STEPS)
+        return changes.max(), common.max()
 
     direction = random.normal(rng_key, start.center.shape, start.center.dtype)
-    at_center, change = (float(x) for x in target.compiled(errors)(direction))
-    seen = max(rows_in(plate) / plate.size for plate in target.view.sketch.plates)
-    cost = 2.0 * (1 + 2 * _POWER_STEPS) * seen
-    return (change if controlled else max(at_center, change)), cost
+    change, common = (float(x) for x in target.compiled(errors)(direction))
+    seen = max(rows_in(plate) / plate.size for plate in view.sketch.plates)
+    return (change if controlled else max(common, change)), 4.0 * _POWER_STEPS * seen

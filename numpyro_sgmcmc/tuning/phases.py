@@ -97,7 +97,7 @@ from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.center import prepare_center, search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, prepare_metric
-from numpyro_sgmcmc.tuning.integrals import error_of_integrals
+from numpyro_sgmcmc.tuning.integrals import rule_of_steps
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 from numpyro_sgmcmc.tuning.noise_level import (
     NoiseLevel,
@@ -175,6 +175,7 @@ def find_tuning(
     find = search_center if target.view.dimension <= NEWTON else find_center
     if choices.reparametrise:
         target = non_centred(target)
+    target = target._replace(view=target.view.with_rule("few"))
     controls = choices.gradient != "minibatch" and bool(target.view.plates)
     _prepare(target, choices, controls)
     gaussian = find(target, center_key, choices.init_strategy)
@@ -188,8 +189,11 @@ def find_tuning(
     metric = _chosen(choices.metric, gaussian.metric)
     has_matrix = isinstance(gaussian.metric, DenseMetric)
     report("noise")
+    rule, integrals, cost = rule_of_steps(target, rare_key, gaussian, controls)
+    target = target._replace(view=target.view.with_rule(rule))
     measured = measure_noise(target, noise_key, gaussian, metric, controls)
     plain, controlled, anchor, rounding, passes["noise"] = measured
+    passes["noise"] += cost
     noise = plain
     if controlled is not None:
         if choices.gradient != "auto" or controlled.mean < plain.mean / 2:
@@ -202,6 +206,11 @@ def find_tuning(
         passes["noise"] += cost
         if choices.gradient != "auto" or steps_with(noise) > _DEARER * steps_with(level):
             anchor, noise = further, level
+    if controls and anchor is None:
+        # what the rule gets wrong at the centre counts as well
+        rule, integrals, cost = rule_of_steps(target, rare_key, gaussian, False)
+        target = target._replace(view=target.view.with_rule(rule))
+        passes["noise"] += cost
     step_size, friction = _rates(choices, suggest, noise)
     tuning = Tuning(
         step_size,
@@ -216,6 +225,8 @@ def find_tuning(
         converged=gaussian.converged,
         flat="" if gaussian.flat is None else site_of(target, gaussian.flat**2),
         centring=dict(target.centring),
+        integrals=integrals,
+        rule=rule,
     )
     if choices.step_size is None:
         # as it is if no rows prove to be rare
@@ -236,9 +247,7 @@ def find_tuning(
         passes["noise"] += cost
         step_size, friction = _rates(choices, suggest, noise)
         tuning = tuning._replace(step_size=step_size, friction=friction, noise=noise)
-    integrals, cost = error_of_integrals(target, rare_key, gaussian, anchor is not None)
-    passes["noise"] += cost
-    tuning = tuning._replace(integrals=integrals, passes=passes)
+    tuning = tuning._replace(passes=passes)
     if choices.step_size is not None:
         return tuning
     report("pilot")

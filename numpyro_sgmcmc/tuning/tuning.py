@@ -67,6 +67,7 @@ class Tuning(NamedTuple):
       in the worst direction, or a bound of it (:mod:`numpyro_sgmcmc.tuning.rare_rows`).
     - **integrals** - by how many posterior standard deviations the integrals over latent variables
       of groups move the draws at worst (:mod:`numpyro_sgmcmc.tuning.integrals`).
+    - **rule** - by which these integrals are done in a step.
     """
 
     step_size: float
@@ -93,6 +94,7 @@ class Tuning(NamedTuple):
     centring: dict[str, Array] = {}
     fourth_cumulant: float = 0.0
     integrals: float = 0.0
+    rule: str = "step"
 
     @property
     def width(self) -> float:
