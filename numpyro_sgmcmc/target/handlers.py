@@ -25,7 +25,7 @@ BatchRows = Array | DrawnRows
 Indices = Mapping[str, BatchRows]
 
 
-#: A group of so many counts for a row, of twice as many for two, and of any for no more than so many.
+#: A group of so many counts for a row, of twice as many for two, and of any for so many at most.
 _FEW_MEMBERS, _MOST_WORTH = 10, 5.0
 
 

@@ -141,9 +141,9 @@ def log_integral(
     :param start: where the search for the modes starts, shape (n, k).
     :param rng_keys: for draws, shape (n,); not used in up to two dimensions.
     :param str rule: ``"step"``; ``"few"``, by fewer nodes, where these are enough; ``"fine"``, by
-        more points, for a pass over all groups; or ``"check"``, which is closer to the truth by as much as that of a step is wrong: in up to
-        two dimensions the fine one, and of draws the same ones, with the next term of their bias
-        by its difference from that of their halves.
+        more points, for a pass over all groups; or ``"check"``, which is closer to the truth by as
+        much as that of a step is wrong: in up to two dimensions the fine one, and of draws the same
+        ones, with the next term of their bias by its difference from that of their halves.
     :return: shape (n,).
 
     **Example:** a density that is the square of a normal one, and exact with any number of nodes.

@@ -96,7 +96,7 @@ class Target(NamedTuple):
         return plain if anchor is None else ControlVariate(plain, anchor)
 
     def tuned(self, found: Any) -> "Target":
-        """With the strata, the coordinates and the rule that a tuning, or what is fixed, has of it."""
+        """With the strata, the coordinates and the rule of a tuning, or of what is fixed."""
         view = self.view.with_rule(found.rule)
         return self._replace(view=view, strata=found.strata, centring=found.centring)
 
