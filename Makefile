@@ -33,10 +33,11 @@ test: $(VENV)/.ready lint
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m 'slow and not nightly' tests
 
-# The rest, before a release: every law simulated, all documents and kernels, and errors that
-# the tests are to notice.
+# The rest, before a release: every law simulated, all documents, notebooks and kernels, and errors
+# that the tests are to notice.
 test-nightly: $(VENV)/.ready mutations
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m nightly tests
+	$(MAKE) notebooks QUICK=1
 
 # Samplers that are wrong in one place, and whether the tests notice.
 mutations: $(VENV)/.ready

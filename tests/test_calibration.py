@@ -116,7 +116,7 @@ def p_values(values):
 
 
 #: All others are nightly.
-SOME = [(SGHMC, linear), (CCAdL, poisson)]
+SOME = [(CCAdL, poisson)]
 
 
 @pytest.mark.slow

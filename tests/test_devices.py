@@ -311,7 +311,7 @@ def z_score(name, mesh, steps=4, samples=3_000):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in ("SGLD", "CCAdL") else pytest.mark.nightly) for n in LAWS],
+    [pytest.param(n, marks=() if n == "CCAdL" else pytest.mark.nightly) for n in LAWS],
 )
 def test_stationary_variance(name):
     z, error = z_score(name, mesh_of(5))
@@ -473,7 +473,7 @@ def test_tuned_with_an_anchor_that_moves():
     assert there.report is not None and there.report.problem() is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_latent_variables_of_rows():
     """Devices stay together, and draws after the run are those of the rows that each has."""
     mcmc = sampler(SGLD(with_effects, 1e-3, init_strategy=CENTRE, mesh=MESH), 200)

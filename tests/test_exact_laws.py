@@ -449,7 +449,7 @@ def test_heterogeneous_noise(name):
         assert abs(z) < Z
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_frozen_preconditioner():
     """PSGLD is SGLD with a step size for each coordinate, which it has found in the warm-up."""
     half = DIRECTIONS // 2

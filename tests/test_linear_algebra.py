@@ -189,7 +189,7 @@ def test_samples_of_a_kernel(several, one_device):
     assert jnp.all(jnp.isfinite(sampled(state).z["mu"]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_integrals_over_groups_need_no_lapack(monkeypatch):
     """The rule of many dimensions has matrices of its own, and is to go on without."""
     data = two_threads_of_groups.X, two_threads_of_groups.Y

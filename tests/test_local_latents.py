@@ -379,7 +379,7 @@ def shift_of_many(gradients, exact):
     return shifts.mean(0), shifts.std(0) / len(shifts) ** 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_draws_for_many_dimensions(monkeypatch):
     """Against quadrature of each effect by itself; draws that are held fixed are not enough."""
     (gradients, hessians), exact = of_draws(0)
@@ -440,7 +440,7 @@ def test_no_search_for_modes_ends_where_it_starts():
     assert (jax.lax.map(terms, random.split(random.key(0), 8)).std(0) < 0.1).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_curvature_by_scores():
     """That of the exact marginal, up to the chance of so many groups; the prior as it is."""
     target, x, precision = many_bundles()
@@ -457,7 +457,7 @@ def test_curvature_by_scores():
     assert errors([prior], [expected[2]])[0] < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tuning_knows_how_wrong_draws_are(monkeypatch):
     """From the draws of a step and their halves."""
 
@@ -610,7 +610,7 @@ def test_draws_of_groups(run):
     assert local_draws(run, 2, num_draws=3)["a"].shape == (4, 3, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_groups_on_disk(tmp_path, monkeypatch):
     """The draws are those in memory, with the groups of many steps read at once."""
     counts, read = collections.Counter(), RowsOnDisk.read
@@ -1021,7 +1021,7 @@ def test_the_marginal_of_tables(buckets):
     assert max(errors(found, expected)) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_draws_of_tables():
     """The effects of both tables, by the numbers of all groups, against their normal law."""
     tables = group_rows(OF_GROUP, buckets=2)

@@ -283,7 +283,7 @@ def test_loo_pit_of_a_right_model_is_uniform_and_of_a_wrong_one_not(numbers):
         assert pit.shape == (CHOSEN,) and uniform(pit) == is_right
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_reliability_of_a_right_model_and_of_a_wrong_one(events):
     for is_right, data in events.items():
         y = values(data, "observed_data")

@@ -416,7 +416,7 @@ def test_small_groups(grouped, tuned):
     assert "few minibatches have rows that count much" in longer.problem
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kept_with_the_kernel(grouped, tuned):
     """In copies, pickles and records, and made anew for other data."""
     kernel = CCAdL(hierarchical, tuning=tuned)

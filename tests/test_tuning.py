@@ -510,7 +510,7 @@ def test_law_with_a_control_variate(order):
         assert series.mean() - law > 10 * error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_the_gradient_is_taken():
     """
     Many coefficients and the scale of what they leave: half a drift further, where NOGIN takes the
@@ -909,7 +909,7 @@ def test_undone_steps_of_a_pilot(undone, expected):
 
     noise = NoiseLevel(0.0, 0.0, 1.0, 0.0)
     tuning = Tuning(1.0, None, metric, metric, noise=noise)
-    found = run_pilot(Model(logistic, X, Y).target, random.key(0), tuning, pilot, False)
+    found = run_pilot(Model(logistic, X, Y).target, random.key(0), tuning, pilot)
     assert tried == expected
     assert found.step_size == expected[-1] and found.halvings == len(expected) - 1
 
