@@ -239,7 +239,7 @@ def ks_of_groups(mcmc, nuts, size):
     return f"{rejected} of {tests}"
 
 
-def line_of(name, folder, seed, samples):
+def line_of(name, folder, seed, draws, samples):
     """A line of the table."""
     rng = np.random.default_rng(seed)
     is_real = name in ("verbagg", "chem97", "insteval")
@@ -248,7 +248,7 @@ def line_of(name, folder, seed, samples):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kernel = CCAdL(model, progress_bar=False)
-        ours, mcmc, seconds = run(kernel, (*data, batch), 200, 2_000, random.key(seed))
+        ours, mcmc, seconds = run(kernel, (*data, batch), 200, draws, random.key(seed))
     number = kernel.tuning.integrals
     size = next(x for x in data if x.ndim == 2).shape[0] if name != "mixture" else len(data[0])
     for warning in caught:
@@ -279,11 +279,12 @@ def main():
     parser.add_argument("names", nargs="*", default=names)
     parser.add_argument("--data", help="folder of the real data")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draws", type=int, default=2_000, help="of each chain of CCAdL")
     parser.add_argument("--samples", type=int, default=1_000, help="of each chain of NUTS")
     options = parser.parse_args()
     lines = []
     for name in options.names:
-        lines.append(line_of(name, options.data, options.seed, options.samples))
+        lines.append(line_of(name, options.data, options.seed, options.draws, options.samples))
         print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
     print(table(HEADER, lines))
 

@@ -187,7 +187,6 @@ def find_tuning(
         gaussian = shaped(target, metric_key, gaussian)
         passes["metric"] = gaussian.passes
     metric = _chosen(choices.metric, gaussian.metric)
-    has_matrix = isinstance(gaussian.metric, DenseMetric)
     report("noise")
     rule, integrals, cost = rule_of_steps(target, rare_key, gaussian, controls)
     target = target._replace(view=target.view.with_rule(rule))
@@ -251,7 +250,7 @@ def find_tuning(
     if choices.step_size is not None:
         return tuning
     report("pilot")
-    return run_pilot(target, pilot_key, tuning, pilot(tuning), has_matrix)
+    return run_pilot(target, pilot_key, tuning, pilot(tuning))
 
 
 def _prepare(target: Target, choices: Choices, controls: bool) -> None:

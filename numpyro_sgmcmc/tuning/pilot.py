@@ -11,6 +11,7 @@ import numpy as np
 
 from numpyro_sgmcmc.stein import stein_report
 from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, order_of
+from numpyro_sgmcmc.target.metric import DenseMetric
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
@@ -38,9 +39,7 @@ class Pilot(Protocol):
         """Compiles its program beside what is done next."""
 
 
-def run_pilot(
-    target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot, has_matrix: bool
-) -> Tuning:
+def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> Tuning:
     """
     Chains with the step size of a tuning; with half of it, and again, until their Stein matrix is
     the identity. Where shorter steps do not help, it stays as it was. Chains that do not agree are
@@ -50,11 +49,12 @@ def run_pilot(
     :param rng_key: a random key.
     :param tuning: what was found before.
     :param pilot: runs the chains.
-    :param bool has_matrix: whether they agree where the posterior is a Gaussian.
     :return: with the step size, and with what was seen of its chains.
     """
     noise = tuning.noise
     assert noise is not None
+    # with one, chains agree where the posterior is a Gaussian
+    has_matrix = isinstance(tuning.start, DenseMetric)
     cost = PILOT_CHAINS * GRADIENTS_OF_A_STEP[order_of(tuning.anchor)] * target.minibatch_share
     passes = 0.0
     tried: list[Tuning] = []
