@@ -121,7 +121,7 @@ def points_of(dimension: int, rule: str = "step") -> int:
 
 def nodes_of(dimension: int, rule: str) -> int:
     """The number of nodes in each of one or two dimensions."""
-    return _NODES["fine" if rule == "check" else rule][dimension - 1]
+    return _NODES.get(rule, _NODES["fine"])[dimension - 1]
 
 
 def log_integral(
