@@ -250,7 +250,8 @@ def line_of(name, folder, seed, draws, samples):
         kernel = CCAdL(model, progress_bar=False)
         ours, mcmc, seconds = run(kernel, (*data, batch), 200, draws, random.key(seed))
     number = kernel.tuning.integrals
-    size = next(x for x in data if x.ndim == 2).shape[0] if name != "mixture" else len(data[0])
+    # the table of the groups comes last
+    size = len([x for x in data if x.ndim == 2][-1]) if name != "mixture" else len(data[0])
     for warning in caught:
         print(f"{name}: {warning.message}", file=sys.stderr, flush=True)
     nuts = NUTS(joint)

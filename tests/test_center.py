@@ -107,6 +107,14 @@ def mixture(y):
         numpyro.sample("y", dist.MixtureSameFamily(parts, dist.Normal(mu, 1)), obs=y[i])
 
 
+def classes(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 5).expand([2]).to_event(1))
+    with numpyro.plate("groups", len(y), subsample_size=20) as g:
+        k = numpyro.sample("k", dist.Bernoulli(0.5))
+        with numpyro.plate("members", y.shape[1]):
+            numpyro.sample("y", dist.Normal(mu[k], 1), obs=y[g].T)
+
+
 def groups_of(centred):
     def model(g, y):
         mu = numpyro.sample("mu", dist.Normal(0, 5))
@@ -130,6 +138,13 @@ def test_several_modes():
     found = find_metric(target, random.key(1), start)
     mu = np.sort(target.unravel(found.metric.center)["mu"])
     np.testing.assert_allclose(mu, [-2, 2], atol=0.3)
+
+
+@pytest.mark.slow
+def test_classes_of_large_groups_have_several_modes():
+    """Searches start from several points also where a group takes many evaluations."""
+    y = np.where(X[:100, 1:2] < 0, -1.0, 1.0) + NOISE[: 100 * 20].reshape(100, 20)
+    assert searched(classes, y)[1].multimodal
 
 
 @pytest.mark.slow

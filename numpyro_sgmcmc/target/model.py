@@ -132,6 +132,12 @@ class MinibatchModel(NamedTuple):
         return tuple(plate for plate in self.plates if plate.name in names)
 
     @property
+    def has_classes(self) -> bool:
+        """Whether discrete latent variables of groups are summed over."""
+        local = self.model.plates if isinstance(self.model, Marginal) else ()
+        return any(plate.discrete for plate in local)
+
+    @property
     def drawn_plates(self) -> tuple[Plate, ...]:
         """Those whose latent variables are integrated out by draws."""
         local = self.model.plates if isinstance(self.model, Marginal) else ()

@@ -38,7 +38,7 @@ from numpyro_sgmcmc.tuning.gaussian import (
 )
 
 #: Searches from so many starts, one of them from zero, and from so many of more parameters; one
-#: where what is observed of a group is evaluated at so many points, all of it taken together.
+#: where what is observed of a group takes so many evaluations.
 _STARTS, _FEWER_STARTS, _MANY_PARAMETERS, _MANY_POINTS = 6, 3, 50, 32
 
 #: The first search is of at least so many rows, or groups whose latent variables are integrated out
@@ -113,7 +113,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     for x, scale in starts:
         if (found := search.fit(x, np.diag(scale), count, _STEPS)) is not None:
             fits.append(found)
-            if any(plate.points * plate.members >= _MANY_POINTS for plate in target.view.plates):
+            if search.takes_long:
                 break
     if not fits:
         raise _no_center("the potential is not finite wherever the search looks")
@@ -291,6 +291,11 @@ class _Search:
             1, math.ceil(min(rows / worth_of_minibatch(target), self.all_minibatches))
         )
         self.hessians = math.ceil(DRAWS / self.first_count)
+        self.takes_long = any(
+            # classes have modes of their own, their names exchanged
+            p.points * (1 if target.view.has_classes else p.members) >= _MANY_POINTS
+            for p in target.view.plates
+        )
         self.passes = 0.0
         self.is_rough = False
         # integrals are, and what looks rough is the noise of draws far from the posterior
