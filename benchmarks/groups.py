@@ -289,7 +289,7 @@ def main():
         header = ["draws around", "number", "largest bias, sd", "rms", "its error", "noise of one"]
         print(table(header, list(errors(min(options.groups, 10_000)))))
     if "coverage" in options.parts:
-        for line in coverage(min(options.groups, 10_000), options.simulations):
+        for line in coverage(options.groups, options.simulations):
             print(line, flush=True)
     if "slopes" in options.parts:
         with warnings.catch_warnings(record=True) as caught:
