@@ -46,7 +46,7 @@ from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric, from_co
 from numpyro_sgmcmc.target.model import read_model, unremarkable_values
 from numpyro_sgmcmc.target.potential import over_all_data, rows_in
 from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, whitened_hessian, worth_of_minibatch
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, whitened_hessian
 from numpyro_sgmcmc.tuning.integrals import error_of_integrals, rule_of_steps
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
@@ -322,18 +322,17 @@ def test_few_nodes_where_they_are_enough():
 def test_a_group_of_many_rows_counts_for_several():
     def worth(rows, batches):
         def model(y):
-            with_groups = zip(y, batches, strict=True)
             mu = numpyro.sample("mu", dist.Normal(0, 1))
-            for k, (y, batch) in enumerate(with_groups):
-                with numpyro.plate(f"groups {k}", len(y), subsample_size=batch) as g:
+            for k, (table, batch) in enumerate(zip(y, batches, strict=True)):
+                with numpyro.plate(f"groups {k}", len(table), subsample_size=batch) as g:
                     a = numpyro.sample(f"a {k}", dist.Normal(mu, 1))
-                    with numpyro.plate(f"members {k}", y.shape[1]):
-                        numpyro.sample(f"y {k}", dist.Normal(a, 1), obs=y[g].T)
+                    with numpyro.plate(f"members {k}", table.shape[1]):
+                        numpyro.sample(f"y {k}", dist.Normal(a, 1), obs=table[g].T)
 
         y = [jnp.zeros((12, n)) for n in rows]
         view = read_model(model, init_to_uniform, (y,), {})
         assert [plate.members for plate in view.plates] == list(rows)
-        return worth_of_minibatch(Target(view, (y,), {}))
+        return Target(view, (y,), {}).minibatch_worth
 
     assert worth([1], [3]) == worth([10], [3]) == 3
     assert worth([20], [3]) == 6 and worth([50], [3]) == worth([500], [3]) == 15

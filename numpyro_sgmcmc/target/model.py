@@ -44,7 +44,7 @@ from numpyro_sgmcmc.target.handlers import (
     numbers_of,
 )
 from numpyro_sgmcmc.target.inner_rules import needs_draws
-from numpyro_sgmcmc.target.local_latents import Marginal
+from numpyro_sgmcmc.target.local_latents import LocalPlate, Marginal
 from numpyro_sgmcmc.target.local_latents_checks import without_local_latents
 from numpyro_sgmcmc.target.model_checks import check_hidden, check_lengths, check_sites
 from numpyro_sgmcmc.target.model_exceptions import explained, one_at_a_time
@@ -125,23 +125,24 @@ class MinibatchModel(NamedTuple):
         return self._replace(model=model, plates=model.with_points(self.plates))
 
     @property
+    def _local(self) -> tuple[LocalPlate, ...]:
+        return self.model.plates if isinstance(self.model, Marginal) else ()
+
+    @property
     def local_plates(self) -> tuple[Plate, ...]:
         """Those of groups, whose latent variables are integrated out."""
-        local = self.model.plates if isinstance(self.model, Marginal) else ()
-        names = {plate.name for plate in local}
+        names = {plate.name for plate in self._local}
         return tuple(plate for plate in self.plates if plate.name in names)
 
     @property
     def has_classes(self) -> bool:
         """Whether discrete latent variables of groups are summed over."""
-        local = self.model.plates if isinstance(self.model, Marginal) else ()
-        return any(plate.discrete for plate in local)
+        return any(plate.discrete for plate in self._local)
 
     @property
     def drawn_plates(self) -> tuple[Plate, ...]:
         """Those whose latent variables are integrated out by draws."""
-        local = self.model.plates if isinstance(self.model, Marginal) else ()
-        names = {plate.name for plate in local if needs_draws(plate.dimension)}
+        names = {plate.name for plate in self._local if needs_draws(plate.dimension)}
         return tuple(plate for plate in self.plates if plate.name in names)
 
     @property

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -172,6 +173,17 @@ class Target(NamedTuple):
         """Rows in a minibatch, as a part of all rows: the cost of a step in passes."""
         plates = self.view.plates
         return max((plate.subsample_size / plate.size for plate in plates), default=1.0)
+
+    @property
+    def minibatch_worth(self) -> float:
+        """
+        As how many rows a minibatch counts: the fewest of a plate, those with latent variables that
+        are integrated out taken together.
+        """
+        groups = self.view.local_plates
+        worth = [float(p.subsample_size) for p in self.view.plates if p not in groups]
+        worth += [sum(p.subsample_size * p.worth for p in groups)] if groups else []
+        return min(worth, default=math.inf) * self.parts
 
     def program(
         self, function: Callable, inputs: Any = EVERYWHERE, outputs: Any = EVERYWHERE

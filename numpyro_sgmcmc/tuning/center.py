@@ -34,7 +34,6 @@ from numpyro_sgmcmc.tuning.gaussian import (
     looks_rough,
     normal_draws,
     whitened_hessian,
-    worth_of_minibatch,
 )
 
 #: Searches from so many starts, one of them from zero, and from so many of more parameters; one
@@ -287,9 +286,8 @@ class _Search:
         rows = max(fewest, _ROWS_FOR_EACH * self.dimension)
         # where what comes next, at its fewer points, costs twice as much
         self.most_minibatches = self.all_minibatches * draws_in(target) / DRAWS / 2
-        self.first_count = max(
-            1, math.ceil(min(rows / worth_of_minibatch(target), self.all_minibatches))
-        )
+        first = min(rows / target.minibatch_worth, self.all_minibatches)
+        self.first_count = max(1, math.ceil(first))
         self.hessians = math.ceil(DRAWS / self.first_count)
         self.takes_long = any(
             # classes have modes of their own, their names exchanged

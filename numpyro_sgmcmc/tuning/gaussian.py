@@ -102,7 +102,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     for what it sees to be true of its middle, and becomes narrower.
     Potential and gradient are of all data, the Hessian of 40 rows for each parameter, or of more
     where with these the steps do not become shorter; of groups whose latent variables are
-    integrated out, of each once at most.
+    integrated out, of each once at most, and one of many rows counts for several.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -116,7 +116,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     """
     view = target.view
     dimension, dtype = view.dimension, start.metric.center.dtype
-    minibatches = math.ceil(_ROWS_FOR_EACH * dimension / worth_of_minibatch(target))
+    minibatches = math.ceil(_ROWS_FOR_EACH * dimension / target.minibatch_worth)
     if any(plate.points > 1 for plate in view.plates):
         # groups are few and each costs as much as all of its rows: none of them twice
         epoch = max(plate.size / plate.subsample_size for plate in view.plates)
@@ -164,17 +164,6 @@ def prepare_metric(target: Target) -> None:
     dimension, dtype = target.view.dimension, target.view.dtype
     center, factor = np.zeros(dimension, dtype), np.zeros((dimension, dimension), dtype)
     _metric_program(target, False).prepare(random.key(0), center, factor, np.int32(0))
-
-
-def worth_of_minibatch(target: Target) -> float:
-    """
-    As how many rows a minibatch counts: the fewest of a plate, those with latent variables that are
-    integrated out taken together.
-    """
-    groups = target.view.local_plates
-    worth = [float(p.subsample_size) for p in target.view.plates if p not in groups]
-    worth += [sum(p.subsample_size * p.worth for p in groups)] if groups else []
-    return min(worth, default=math.inf) * target.parts
 
 
 def draws_in(target: Target) -> int:

@@ -24,7 +24,9 @@ def rule_of_steps(
 ) -> tuple[str, float, float]:
     """
     The rule with the fewest points by which the integrals of a step are good enough, or else the
-    one with the most; its :func:`error_of_integrals`; and what it took to see that, in passes.
+    one with the most. Parameters are those of :func:`error_of_integrals`.
+
+    :return: the rule, its error in standard deviations, and the cost in passes over the data.
     """
     few, step = (target._replace(view=target.view.with_rule(rule)) for rule in ("few", "step"))
     cost = 0.0

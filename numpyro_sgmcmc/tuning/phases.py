@@ -188,11 +188,8 @@ def find_tuning(
         passes["metric"] = gaussian.passes
     metric = _chosen(choices.metric, gaussian.metric)
     report("noise")
-    rule, integrals, cost = rule_of_steps(target, rare_key, gaussian, controls)
-    target = target._replace(view=target.view.with_rule(rule))
     measured = measure_noise(target, noise_key, gaussian, metric, controls)
     plain, controlled, anchor, rounding, passes["noise"] = measured
-    passes["noise"] += cost
     noise = plain
     if controlled is not None:
         if choices.gradient != "auto" or controlled.mean < plain.mean / 2:
@@ -205,11 +202,9 @@ def find_tuning(
         passes["noise"] += cost
         if choices.gradient != "auto" or steps_with(noise) > _DEARER * steps_with(level):
             anchor, noise = further, level
-    if controls and anchor is None:
-        # what the rule gets wrong at the centre counts as well
-        rule, integrals, cost = rule_of_steps(target, rare_key, gaussian, False)
-        target = target._replace(view=target.view.with_rule(rule))
-        passes["noise"] += cost
+    rule, integrals, cost = rule_of_steps(target, rare_key, gaussian, anchor is not None)
+    target = target._replace(view=target.view.with_rule(rule))
+    passes["noise"] += cost
     step_size, friction = _rates(choices, suggest, noise)
     tuning = Tuning(
         step_size,
