@@ -25,16 +25,14 @@ from numpyro_sgmcmc.target.target import Program, Target
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
     FAR_ABOVE,
-    Fit,
     Gaussian,
     are_modes,
-    closest_gaussian,
     draws_in,
-    fit_of,
     looks_rough,
     normal_draws,
     whitened_hessian,
 )
+from numpyro_sgmcmc.tuning.newton import Fit, closest_gaussian, fit_of
 
 #: Searches from so many starts, one of them from zero, and from so many of more parameters; one
 #: where what is observed of a group takes so many evaluations.

@@ -25,6 +25,15 @@ from numpyro_sgmcmc.target.metric import (
 )
 from numpyro_sgmcmc.target.potential import Rows, full_data_gradient, over_all_data
 from numpyro_sgmcmc.target.target import Program, Target
+from numpyro_sgmcmc.tuning.newton import (
+    Fit,
+    closest_gaussian,
+    distance_of,
+    fit_of,
+    has_converged,
+    is_near,
+    moved,
+)
 
 #: A mode matters if its potential is less than this above that of the best, and is another one
 #: if there is this much more on the way.
@@ -86,20 +95,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
         f(c, L) = \\frac1S \\sum_s U(c + L \\zeta_s) - \\log |\\det L|
 
-    is minimised by Newton steps in the coordinates of the current :math:`L`: with the mean
-    gradient :math:`g` and the mean Hessian :math:`H = V \\operatorname{diag}(e) V^\\top` there,
-
-    .. math::
-
-        c \\leftarrow c - t \\, L V \\operatorname{diag}(1 / |e|) V^\\top g, \\qquad
-        L \\leftarrow L V \\operatorname{diag}(\\max(e, -\\tfrac1{16} e, \\tfrac14)^{-t / 2})
-            V^\\top,
-
-    shorter (:math:`t < 1`) where :math:`f` would rise, and no longer than the radius of a sphere
-    that holds the Gaussian, which grows fourfold with every advance, until every entry of
-    :math:`e` is within a factor of 2 of 1 and the step is shorter than 0.1 in each coordinate.
-    Where the potential curves downward the Gaussian doubles its width; if steeply, it is too wide
-    for what it sees to be true of its middle, and becomes narrower.
+    is minimised by the steps of :mod:`~numpyro_sgmcmc.tuning.newton`.
     Potential and gradient are of all data, the Hessian of 40 rows for each parameter, or of more
     where with these the steps do not become shorter; of groups whose latent variables are
     integrated out, of each once at most, and one of many rows counts for several.
@@ -135,9 +131,9 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         fit = fit_of(center, factor, found, dtype)
         if fit is not None:
             # steps that do not become shorter: these rows are not like all rows
-            if _is_near(fit) and _distance(fit) > before / 2:
+            if is_near(fit) and distance_of(fit) > before / 2:
                 minibatches = min(_MORE_ROWS * minibatches, math.ceil(1 / target.minibatch_share))
-            before = _distance(fit)
+            before = distance_of(fit)
         return fit
 
     found = start.metric
@@ -148,8 +144,8 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
             "Tuning found no metric: the potential is not finite near the centre that was found."
             " Give `metric=` a covariance, or reparametrise the model."
         )
-    converged = _has_converged(best)
-    center, factor = _moved(best, 1.0) if converged else (best.center, best.factor)
+    converged = has_converged(best)
+    center, factor = moved(best, 1.0) if converged else (best.center, best.factor)
     metric = from_covariance(factor @ factor.T, center, dtype)
     curvature = 1.0 if converged else float(np.max(np.abs(best.e)))
     # in all of these steps it would have become wider
@@ -206,18 +202,6 @@ def _evaluated(
     total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
     values, gradients, total = target.mean((values, gradients, total))
     return values.mean(), gradients.mean(0) @ factor, total / minibatches
-
-
-class Fit(NamedTuple):
-    """A Gaussian, what is to be minimised there, its error, gradient, and Hessian."""
-
-    center: np.ndarray
-    factor: np.ndarray
-    objective: float
-    error: float
-    gradient: np.ndarray
-    e: np.ndarray
-    vectors: np.ndarray
 
 
 def normal_draws(rng_key: Array, dimension: int, dtype: Any, number: int = DRAWS) -> Array:
@@ -310,83 +294,6 @@ def looks_rough(draws: Array, gradients: Array, trace: Array) -> Array:
     :param trace: of the mean Hessian in the coordinates.
     """
     return trace < _ROUGH * jnp.sum(draws * gradients) / len(draws)
-
-
-def fit_of(center: np.ndarray, factor: np.ndarray, found: Any, dtype: Any) -> Fit | None:
-    """
-    A Gaussian with what a program has found there, or None if that is not finite.
-
-    :param found: the mean potential, its gradient and its Hessian in the coordinates.
-    """
-    value, gradient, hessian = (np.asarray(x, np.float64) for x in found)
-    if not all(np.all(np.isfinite(x)) for x in (value, gradient, hessian)):
-        return None
-    e, vectors = np.linalg.eigh((hessian + hessian.T) / 2)
-    objective = float(value) - float(np.linalg.slogdet(factor)[1])
-    # the potential of many rows is a sum with an error of its own
-    error = 0.1 + 4 * float(jnp.finfo(dtype).eps) * abs(float(value))
-    return Fit(center, factor, objective, error, gradient, e, vectors)
-
-
-def closest_gaussian(
-    fitted: Callable[[np.ndarray, np.ndarray], Fit | None],
-    center: np.ndarray | Array,
-    factor: np.ndarray | Array,
-    steps: int,
-) -> Fit | None:
-    """
-    Newton steps until they are short, or until there have been so many.
-
-    :param fitted: what is seen of a Gaussian with this centre and this factor.
-    :return: the last of those that were an advance, if any.
-    """
-    center, factor = np.asarray(center, np.float64), np.asarray(factor, np.float64)
-    best, length, reach = None, 1.0, 1.0
-    for _ in range(steps):
-        found = fitted(center, factor)
-        if found is not None and (best is None or found.objective <= best.objective + found.error):
-            best, length, reach = found, min(1.0, 2 * length), 4 * reach
-            if _has_converged(best):
-                # the last step is short: nothing can be wrong with it
-                return best
-        elif best is None:  # the draws reach too far
-            factor = factor / 4
-            continue
-        elif reach > 1:
-            reach /= 16
-        else:
-            length /= 4
-        reach = max(1.0, min(reach, 4 * _distance(best)))
-        center, factor = _moved(best, length, reach)
-    return best
-
-
-def _has_converged(fit: Fit) -> bool:
-    return bool(np.max(np.abs(_newton_step(fit))) < 0.1) and _is_near(fit)
-
-
-def _is_near(fit: Fit) -> bool:
-    """Whether the Gaussian has about the right width."""
-    return bool(np.all((fit.e > 0.5) & (fit.e < 2)))
-
-
-def _newton_step(fit: Fit) -> np.ndarray:
-    """In the coordinates of the fit."""
-    return -fit.vectors @ ((fit.vectors.T @ fit.gradient) / np.clip(np.abs(fit.e), 0.04, None))
-
-
-def _distance(fit: Fit) -> float:
-    """The length of the Newton step, in radii of a sphere that holds the Gaussian."""
-    step = _newton_step(fit)
-    return float(np.linalg.norm(step)) / (3 * math.sqrt(len(step)) + 3)
-
-
-def _moved(fit: Fit, length: float, reach: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """The centre and the factor after a part of the Newton step, of so many radii at most."""
-    sizes = np.maximum(fit.e, -fit.e / 16)
-    scale = np.maximum(sizes, 0.25) ** (-length / 2)
-    step = length * min(1.0, reach / max(_distance(fit), 1e-30)) * _newton_step(fit)
-    return fit.center + fit.factor @ step, fit.factor @ ((fit.vectors * scale) @ fit.vectors.T)
 
 
 def find_curvature(
