@@ -343,6 +343,7 @@ def test_an_anchor_that_moves():
     check_moments(mcmc.get_samples(group_by_chain=True))
 
 
+@pytest.mark.slow
 def test_a_tuning_is_used_again(by_hand):
     """By another kernel, with other data: the coordinates are part of it."""
     tuning = by_hand.sampler.tuning

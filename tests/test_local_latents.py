@@ -256,6 +256,7 @@ def logistic(y, batch=10):
             numpyro.sample("y", dist.Bernoulli(logits=a), obs=y[g].T)
 
 
+@pytest.mark.slow
 def test_the_nodes_are_enough(monkeypatch):
     """Binary rows, against a grid; a Laplace approximation is not enough."""
     potential, x = flat_potential(logistic, BINARY)
@@ -283,6 +284,7 @@ def test_the_nodes_are_enough(monkeypatch):
     assert worst() > 0.1
 
 
+@pytest.mark.slow
 def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
     """In posterior standard deviations; a control variate leaves what changes around its anchor."""
     view = read_model(logistic, init_to_uniform, (BINARY,), {})
@@ -304,6 +306,7 @@ def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
         warn_of(wrong)
 
 
+@pytest.mark.slow
 def test_few_nodes_where_they_are_enough():
     """Of effects with a standard deviation of 2.6 they are not, of a third of it they are."""
     target = Target(read_model(logistic, init_to_uniform, (BINARY,), {}), (BINARY,), {})
@@ -402,7 +405,7 @@ def test_draws_for_many_dimensions(monkeypatch):
     assert jnp.linalg.eigvalsh(factor @ hessians.mean(0) @ factor.T).max() > 1.05
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_draws_of_skewed_effects(monkeypatch):
     """Effects of which the rows say little, with tails as wide as their prior."""
     (gradients, _), exact = of_draws(0, scale=2.0)
@@ -426,6 +429,7 @@ def many_bundles(number=1_000, scale=1.0):
     return Target(view, (y, 50), {}), x, derivatives(exact, x)[2]
 
 
+@pytest.mark.slow
 def test_no_search_for_modes_ends_where_it_starts():
     """As one at logits of zero would, where the gradient of NumPyro's Bernoulli law is wrong."""
     assert jax.grad(lambda z: dist.Bernoulli(logits=z).log_prob(0.0))(0.0) == 0.0  # not -0.5
@@ -489,6 +493,7 @@ def test_the_logarithm_of_a_mean_of_few_draws():
     assert float(plain.mean()) < -0.005
 
 
+@pytest.mark.slow
 def test_draws_of_normal_effects_are_exact():
     """For a normal law of effects and rows with any draws: value, gradient, second derivatives."""
     model, marginal = slopes(5)
@@ -1068,6 +1073,7 @@ def ragged_marginal(y):
     numpyro.sample("y", dist.MultivariateNormal(mu * jnp.ones(len(y)), cov), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buckets", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_the_marginal_of_tables(buckets):
     """However many there are, of all groups it is the same."""

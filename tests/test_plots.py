@@ -384,6 +384,7 @@ def curve(ax, label):
     return line.get_ydata()
 
 
+@pytest.mark.slow
 def test_bias_against_a_reference(runs, reference):
     axes = plot_bias(runs, reference)
     check_readable(axes)

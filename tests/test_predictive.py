@@ -107,6 +107,7 @@ def events():
     }
 
 
+@pytest.mark.slow
 def test_loo_is_that_of_all_observations(mcmc, whole):
     found = loo(mcmc, observations=N)
     np.testing.assert_allclose(elpd(found), elpd(whole), rtol=1e-4)

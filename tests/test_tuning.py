@@ -376,6 +376,7 @@ def controlled(found, order=1):
 orders = pytest.mark.parametrize("order", [1, 2])
 
 
+@pytest.mark.slow
 def test_the_hessian_of_all_data(monkeypatch):
     """In chunks of the rows and of the columns, and in the order of flat vectors."""
     monkeypatch.setattr(potential, "_CHUNK", 700)
@@ -751,6 +752,7 @@ def test_nonlinearity_of_the_gradient(bend):
     assert found.plain.mean == 0 and found.plain.curvature == 1
 
 
+@pytest.mark.slow
 def test_rounding_errors_are_not_taken_for_a_nonlinearity():
     """One slope of a Gaussian is rounded by 0.1, as if at random."""
 
@@ -1071,6 +1073,7 @@ def test_a_parameter_of_which_nothing_is_known():
     assert tuning.flat == "extra" and "does not depend on 'extra'" in tuning.problem
 
 
+@pytest.mark.slow
 def test_a_momentum_that_does_not_occur(tuning):
     """A tuned kernel undoes and counts the step that brings it, and turns round."""
     kernel = CCAdL(logistic, tuning=tuning, steps_per_sample=1, progress_bar=False)
