@@ -6,8 +6,8 @@ Newton steps to the Gaussian :math:`N(c, L L^\\top)` that is closest to a poster
 
 .. math:: f(c, L) = \\frac1S \\sum_s U(c + L \\zeta_s) - \\log |\\det L| .
 
-With the mean gradient :math:`g` and the mean Hessian :math:`V \\operatorname{diag}(e) V^\\top` in the
-coordinates of the current :math:`L`,
+With the mean gradient :math:`g` and the mean Hessian :math:`V \\operatorname{diag}(e) V^\\top` in
+the coordinates of the current :math:`L`,
 
 .. math::
 
