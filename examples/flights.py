@@ -178,7 +178,7 @@ def draw_destinations(draws, names, axes, number=12):
     ticks = [0.5, 0.7, 1, 1.4, 2]
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_title(f"The {number} destinations with the least delays, and with the most")
+    axes.set_title(f"{number} destinations with the least delays and with the most", fontsize=11)
 
 
 def score(model, draws, flights):
