@@ -190,12 +190,15 @@ def test_effects_that_scale_each_other():
 
 
 def with_degrees(target):
-    """Some degree of centring for each entry."""
+    """Some coordinates for each entry."""
     values = point_of(target)
     names = target.hierarchy(values).sites
-    return target._replace(
-        centring={name: random.uniform(random.key(2), values[name].shape) for name in names}
-    )
+
+    def some(shape):
+        degree, scale, estimate = random.uniform(random.key(2), (3, *shape))
+        return centring.Coordinates(degree, 0.5 + scale, estimate - 0.5)
+
+    return target._replace(centring={name: some(values[name].shape) for name in names})
 
 
 def density_defect(target):
@@ -231,8 +234,56 @@ def test_a_forgotten_determinant_is_noticed(monkeypatch):
     from numpyro_sgmcmc.target import potential
 
     whole = centring.as_written
-    monkeypatch.setattr(potential, "as_written", lambda *a: (whole(*a)[0], 0.0))
+    monkeypatch.setattr(potential, "as_written", lambda *a: whole(*a)._replace(log_det=0.0))
     assert density_defect(target) > 0.05
+
+
+def slopes(target, anchor, y):
+    """The gradient on each of the minibatches that all rows make."""
+    potential, key = target.potential(IdentityMetric(), anchor), random.key(0)
+    rows = jnp.arange(len(Y)).reshape(-1, 40)
+    gradient = jax.jit(jax.vmap(lambda i: potential.value_and_gradient(y, {"rows": i}, key)[1]))
+    return np.stack(
+        [ravel_pytree(jax.tree.map(lambda x: x[k], gradient(rows)))[0] for k in range(6)]
+    )
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("case", ["centred", "by hand", "nested", "scaled twice"])
+def test_a_control_variate_in_coordinates_that_bend(case, order):
+    """Its mean is the gradient of all data; and normal rows are quadratic in effects."""
+    target = with_degrees(read(CASES[case][0]))
+    z = point_of(target)
+    away = jax.tree.map(lambda x: x + 0.3, z)
+    anchor = target.anchor(target.centred.in_coordinates(z), order)
+    y = target.in_coordinates(away)
+    plain, controlled = (slopes(target, kind, y) for kind in (None, anchor))
+    np.testing.assert_allclose(controlled.mean(0), plain.mean(0), rtol=1e-4, atol=5e-3)
+    noise = [np.abs(x - x.mean(0)).max() for x in (plain, controlled)]
+    assert noise[0] > 10
+    assert order == 1 or noise[1] < 1e-3 * noise[0]
+    # and what is differentiated is what is said
+    potential, rows = target.potential(IdentityMetric(), anchor), {"rows": jnp.arange(40)}
+    expected = ravel_pytree(jax.grad(potential)(y, rows, random.key(0)))[0]
+    np.testing.assert_allclose(controlled[0], expected, rtol=1e-3, atol=5e-3)
+    energy, terms = potential.with_row_terms(y, rows, random.key(0))
+    np.testing.assert_allclose(energy, potential(y, rows, random.key(0)), rtol=1e-4)
+    assert terms["rows"].shape == (40,)
+
+
+def test_coordinates_in_which_effects_and_scale_are_independent():
+    """Of normal effects with normal rows: the same law of y for any scale, which x has not."""
+    precision, estimate, mu = 3.0, 1.4, 0.5
+    law = []
+    for scale in (0.05, 0.5, 5.0):
+        variance = 1 / (scale**-2 + precision)
+        mean = variance * (mu * scale**-2 + precision * estimate)
+        around = centring.Around(0.0, 1.0, mu, scale, scale)
+        degree = precision / (precision + 0.5**-2)
+        there = centring.Coordinates(degree, 0.5, degree * estimate)
+        ends = [(mean + k * variance**0.5 - mu) / scale for k in (-1, 1)]
+        law.append([float(around.coordinate(u, there)) for u in ends])
+    np.testing.assert_allclose(law, np.tile([-1, 1], (3, 1)) * (1 - degree) ** 0.5, atol=1e-5)
 
 
 def test_degrees_are_those_of_the_rows():
@@ -253,7 +304,7 @@ def test_degrees_are_those_of_the_rows():
     target, _ = find_centring(target, search_center(target, random.key(0), init_to_uniform))
     known = 0.3**2 * sizes
     expected = np.where(known < 4, known / (1 + known), 1.0)
-    np.testing.assert_allclose(target.centring["x"], expected, atol=0.1)
+    np.testing.assert_allclose(target.centring["x"].degree, expected, atol=0.1)
 
 
 def _moments(y=Y):
@@ -352,7 +403,9 @@ def test_a_tuning_is_used_again(by_hand):
     mcmc = MCMC(kernel, num_warmup=100, num_samples=2_000, progress_bar=False)
     mcmc.run(random.key(1), *others)
     assert stein_report(mcmc.last_state.monitor.stein).problem() is None
-    np.testing.assert_array_equal(mcmc.last_state.fixed.centring["z"], tuning.centring["z"])
+    used = mcmc.last_state.fixed.centring["z"]
+    for found, expected in zip(used, tuning.centring["z"], strict=True):
+        np.testing.assert_array_equal(found, expected)
     check_moments(mcmc.get_samples(group_by_chain=True), _moments(Y + 0.1))
 
 

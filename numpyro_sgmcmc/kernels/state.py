@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.gradients.estimators import Evaluation
 from numpyro_sgmcmc.stein import SteinSums
+from numpyro_sgmcmc.target.centring import Coordinates
 from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.metric import Metric
 from numpyro_sgmcmc.target.prefetch import Prefetched
@@ -68,7 +69,7 @@ class Fixed(NamedTuple):
     anchor: Anchor | None
     data: Array
     strata: dict[str, SamplingDesign]
-    centring: dict[str, Array]
+    centring: dict[str, Coordinates]
     constants: Any
     layout: Layout
 

@@ -131,7 +131,7 @@ def _with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGM
 
     def move(z: Values, centring: Any) -> Anchor:
         here = target._replace(centring=centring)
-        return here.anchor(here.in_coordinates(z))
+        return here.anchor(here.centred.in_coordinates(z))
 
     if jnp.ndim(state.i) > 0:
         move = jax.vmap(move, (0, axes_of(state).fixed.centring))

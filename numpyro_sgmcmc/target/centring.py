@@ -7,29 +7,43 @@ Coordinates of a hierarchy between centred and non-centred ones.
 An effect :math:`x \\sim p(\\mu, \\sigma)` of a group, with a location and a scale that are unknown
 themselves, is :math:`x = \\mu + \\sigma u`. Rows that tell much of :math:`x` make :math:`x` and
 :math:`\\sigma` almost independent, so that a sampler should move :math:`x`; rows that tell little
-leave :math:`u` and :math:`\\sigma` independent. Between them is
+leave :math:`u` and :math:`\\sigma` independent. Between them, where the rows know the effect to be
+:math:`\\hat x` with a precision :math:`J`, its law given :math:`\\mu` and :math:`\\sigma` would be
+normal with a mean that moves from :math:`\\mu` to :math:`\\hat x` and a variance that grows to
+:math:`1 / J` with :math:`\\sigma`. The coordinate :math:`y` has that mean and variance taken away,
 
-.. math:: y = \\lambda \\mu + \\sigma^\\lambda u, \\qquad 0 \\le \\lambda \\le 1,
+.. math:: x = \\frac{\\sigma^{-2} \\mu + J \\hat x}{\\sigma^{-2} + J}
+    + \\frac{c \\, y}{\\sqrt{\\sigma^{-2} + J}}
+    = \\frac{(1 - \\lambda) \\mu + r^2 e}{1 - \\lambda + \\lambda r^2}
+    + \\frac{\\sigma y}{\\sqrt{1 - \\lambda + \\lambda r^2}},
 
-the centred coordinate for :math:`\\lambda = 1` and the non-centred one for :math:`\\lambda = 0`.
-Whatever the model has as its latent value, :math:`x`, or :math:`u` in hierarchies that are written
-non-centred, :math:`v = m + s u` with the location :math:`m` and scale :math:`s` of the site, the
-potential as a function of :math:`y` is
+with the degree of centring :math:`\\lambda = J / (J + \\sigma_0^{-2})` for the scale
+:math:`\\sigma_0` at the centre of the posterior, :math:`r = \\sigma / \\sigma_0`,
+:math:`e = \\lambda \\hat x` and :math:`c^2 = 1 / (1 - \\lambda)`: the non-centred coordinate,
+:math:`x = \\mu + \\sigma y`, for :math:`\\lambda = 0`, and a centred one,
+:math:`x = \\hat x + \\sigma_0 y`, for :math:`\\lambda = 1`. For normal effects with normal rows the
+effects are then independent of their scale, whatever that is, and there is neither a funnel nor a
+ridge that bends. Whatever the model has as its latent value, :math:`x`, or :math:`u` in hierarchies
+that are written non-centred, :math:`v = m + s u` with the location :math:`m` and scale :math:`s` of
+the site, the potential as a function of :math:`y` is
 
 .. math:: U(v(y)) - \\log \\left| \\frac{\\partial v}{\\partial y} \\right|, \\qquad
-    v = m + s \\sigma^{-\\lambda} (y - \\lambda \\mu) .
+    v = m + s \\left( \\frac{r (e - \\lambda \\mu)}{\\sigma_0 q} + \\frac{y}{\\sqrt q} \\right),
+    \\qquad q = 1 - \\lambda + \\lambda r^2 .
 
 All of it is a change of variables: the law of :math:`v` stays, whatever is taken for :math:`\\mu`,
-:math:`\\sigma` and :math:`\\lambda`. A model is read as a program of JAX, in which :math:`\\mu` and
-:math:`\\sigma` are computed from other sites, without its likelihood.
+:math:`\\sigma`, :math:`\\lambda`, :math:`\\sigma_0` and :math:`e`. A model is read as a program of
+JAX, in which :math:`\\mu` and :math:`\\sigma` are computed from other sites, without its
+likelihood.
 
-**Example:** standard effects, of which the coordinates halfway are
-:math:`\\mu / 2 + \\sqrt{\\tau} z`.
+**Example:** standard effects, of which the rows know as much as their law does for
+:math:`\\sigma_0 = 4`, and that they are around 0.
 
 .. doctest::
 
     >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import init_to_uniform
+    >>> from numpyro_sgmcmc.target.centring import Coordinates
     >>> from numpyro_sgmcmc.target.model import read_model
     >>> from numpyro_sgmcmc.target.target import Target
 
@@ -44,18 +58,20 @@ All of it is a change of variables: the law of :math:`v` stays, whatever is take
     >>> values = {"mu": jnp.array(1.0), "tau": jnp.log(4.0), "z": jnp.array([0.0, 1.0])}
     >>> list(target.hierarchy(values).sites)
     ['z']
-    >>> halfway = target._replace(centring={"z": jnp.array([0.5, 0.5])})
+    >>> halfway = Coordinates(jnp.full(2, 0.5), jnp.full(2, 4.0), jnp.zeros(2))
+    >>> halfway = target._replace(centring={"z": halfway})
     >>> halfway.in_coordinates(values)["z"].tolist()
-    [0.5, 2.5]
+    [0.125, 1.125]
     >>> halfway.as_written(halfway.in_coordinates(values))["z"].tolist()
     [0.0, 1.0]
 
 **References:**
 
 1. *A General Framework for the Parametrization of Hierarchical Models*, Omiros Papaspiliopoulos,
-   Gareth O. Roberts and Martin Sköld (2007).
+   Gareth O. Roberts and Martin Sköld (2007): coordinates that depend on the data.
 2. *Automatic Reparameterisation of Probabilistic Programs*, Maria I. Gorinova, Dave Moore and
-   Matthew D. Hoffman (2020): :math:`\\lambda` as above, learned.
+   Matthew D. Hoffman (2020): :math:`y = \\lambda \\mu + \\sigma^\\lambda u`, which is as wide for
+   every :math:`\\sigma` near :math:`\\sigma_0` only, and whose mean moves with :math:`\\sigma`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -74,10 +90,35 @@ from numpyro_sgmcmc.target.model import MinibatchModel, Values
 from numpyro_sgmcmc.target.model_exceptions import explained
 from numpyro_sgmcmc.target.operations import results_of
 
-#: The degree of centring :math:`\lambda` of each entry of some sites.
-Centring = Mapping[str, Array]
-
 _WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
+
+
+class Coordinates(NamedTuple):
+    """
+    Those of a site, all of the shape of its values.
+
+    - **degree** - the degree of centring :math:`\\lambda`.
+    - **scale** - :math:`\\sigma_0`.
+    - **estimate** - :math:`e = \\lambda \\hat x`.
+    """
+
+    degree: Array
+    scale: Array
+    estimate: Array
+
+
+#: The coordinates of some sites.
+Centring = Mapping[str, Coordinates]
+
+
+def centred_by(degree: Array) -> Coordinates:
+    """With a degree of centring, where nothing is known of effects or their scale."""
+    return Coordinates(degree, jnp.ones_like(degree), jnp.zeros_like(degree))
+
+
+def centred(centring: Centring) -> Centring:
+    """Those of the same sites that are effects, :math:`y = x`."""
+    return {name: centred_by(jnp.ones_like(there.degree)) for name, there in centring.items()}
 
 
 class Hierarchy(NamedTuple):
@@ -166,62 +207,69 @@ def hierarchy_of(
     return Hierarchy(program, closed.consts, names, _ordered(found, names, needs))
 
 
-def as_written(hierarchy: Hierarchy, centring: Centring, values: Values) -> tuple[Values, Array]:
+class Written(NamedTuple):
     """
-    :math:`v(y)`, site by site.
+    What values in the coordinates are.
+
+    - **values** - the unconstrained values of the model, :math:`v`.
+    - **log_det** - :math:`\\log |\\partial v / \\partial y|`.
+    - **effects** - :math:`x`, in which what the rows say bends the least; values of other sites.
+    - **effects_log_det** - :math:`\\log |\\partial x / \\partial y|`.
+    """
+
+    values: Values
+    log_det: Array
+    effects: Values
+    effects_log_det: Array
+
+
+def as_written(hierarchy: Hierarchy, centring: Centring, values: Values) -> Written:
+    """
+    :math:`v(y)` and :math:`x(y)`, site by site.
 
     :param hierarchy: of the model at these values.
-    :param centring: :math:`\\lambda` by site, of the shape of its values.
+    :param centring: the coordinates by site.
     :param values: in the coordinates :math:`y`.
-    :return: the unconstrained values :math:`v`, and :math:`\\log |\\partial v / \\partial y|`.
     """
-    log_det = jnp.zeros(())
+    log_det, effects, effects_log_det = jnp.zeros(()), dict(values), jnp.zeros(())
 
-    def moved(name: str, y: Array, around: "_Around") -> Array:
-        nonlocal log_det
-        log_det += jnp.sum(around.log_factor(centring[name]))
-        return around.value(y, centring[name])
+    def moved(name: str, y: Array, around: Around) -> Array:
+        nonlocal log_det, effects_log_det
+        there = centring[name]
+        narrower = -jnp.log(around.spread(there)) / 2
+        log_det += jnp.sum(jnp.log(around.own_scale) + narrower)
+        effects_log_det += jnp.sum(jnp.log(around.scale) + narrower)
+        units = around.units(y, there)
+        effects[name] = around.location + around.scale * units
+        return around.own_location + around.own_scale * units
 
-    return _evaluated(hierarchy, centring, values, moved, as_written=False), log_det
+    written = _evaluated(hierarchy, centring, values, moved, as_written=False)
+    return Written(written, log_det, effects, effects_log_det)
 
 
 def in_coordinates(hierarchy: Hierarchy, centring: Centring, values: Values) -> Values:
     """
-    The inverse of :func:`as_written`, :math:`y = \\lambda \\mu + \\sigma^\\lambda (v - m) / s`.
+    The inverse of :func:`as_written`.
 
     :param hierarchy: of the model at these values.
-    :param centring: :math:`\\lambda` by site, of the shape of its values.
+    :param centring: the coordinates by site.
     :param values: unconstrained values :math:`v`.
     :return: in the coordinates :math:`y`.
     """
 
-    def moved(name: str, v: Array, around: "_Around") -> Array:
-        degree = centring[name]
-        units = (v - around.own_location) / around.own_scale
-        return degree * around.location + around.scale**degree * units
+    def moved(name: str, v: Array, around: Around) -> Array:
+        return around.coordinate(v, centring[name])
 
     return _evaluated(hierarchy, centring, values, moved, as_written=True)
 
 
-def factors_of(hierarchy: Hierarchy, values: Values) -> dict[str, Array]:
+class Around(NamedTuple):
     """
-    What the model multiplies each site by: a factor that may be positive or negative is no scale.
-
-    :param values: unconstrained values :math:`v`.
+    - **own_location**, **own_scale** - :math:`m` and :math:`s`, those of the latent value.
+    - **location**, **scale** - :math:`\\mu` and :math:`\\sigma`, those of :math:`x`.
+    - **factor** - what the model multiplies the value by; if that may be positive or negative it
+      is no scale.
     """
-    found: dict[str, Array] = {}
-
-    def seen(name: str, v: Array, around: "_Around") -> Array:
-        found[name] = around.factor
-        return v
-
-    everything = dict.fromkeys(hierarchy.sites, jnp.zeros(()))
-    _evaluated(hierarchy, everything, values, seen, as_written=True)
-    return found
-
-
-class _Around(NamedTuple):
-    """Location and scale of a site, those of :math:`x`, and what the model multiplies it by."""
 
     own_location: Array
     own_scale: Array
@@ -229,21 +277,47 @@ class _Around(NamedTuple):
     scale: Array
     factor: Array
 
-    def log_factor(self, degree: Array) -> Array:
-        """:math:`\\log |\\partial v / \\partial y|`."""
-        return jnp.log(self.own_scale) - degree * jnp.log(self.scale)
+    def spread(self, there: Coordinates) -> Array:
+        """:math:`q`."""
+        return 1 - there.degree + there.degree * (self.scale / there.scale) ** 2
 
-    def value(self, y: Array, degree: Array) -> Array:
-        """:math:`v(y)`."""
-        units = y - degree * self.location
-        return self.own_location + jnp.exp(self.log_factor(degree)) * units
+    def units(self, y: Array, there: Coordinates) -> Array:
+        """:math:`u(y)`."""
+        return self._moved(there) + y / jnp.sqrt(self.spread(there))
+
+    def coordinate(self, v: Array, there: Coordinates) -> Array:
+        """:math:`y(v)`."""
+        units = (v - self.own_location) / self.own_scale
+        return jnp.sqrt(self.spread(there)) * (units - self._moved(there))
+
+    def _moved(self, there: Coordinates) -> Array:
+        """:math:`u` where :math:`y = 0`."""
+        far = there.estimate - there.degree * self.location
+        return self.scale * far / (there.scale**2 * self.spread(there))
+
+
+def locations_and_scales(hierarchy: Hierarchy, values: Values) -> dict[str, Around]:
+    """
+    What each site has as its location and scale.
+
+    :param values: unconstrained values :math:`v`.
+    """
+    found: dict[str, Around] = {}
+
+    def seen(name: str, v: Array, around: Around) -> Array:
+        found[name] = around
+        return v
+
+    everything = {name: centred_by(jnp.zeros(())) for name in hierarchy.sites}
+    _evaluated(hierarchy, everything, values, seen, as_written=True)
+    return found
 
 
 def _evaluated(
     hierarchy: Hierarchy,
     centring: Centring,
     values: Values,
-    moved: Callable[[str, Array, _Around], Array],
+    moved: Callable[[str, Array, Around], Array],
     as_written: bool,
 ) -> Values:
     """
@@ -272,7 +346,7 @@ def _evaluated(
             )
         own_location, own_scale = value(site.location), value(site.scale)
         sign = jnp.where(factor < 0, -1.0, 1.0)
-        around = _Around(
+        around = Around(
             own_location,
             own_scale,
             sign * shift + jnp.abs(factor) * own_location,

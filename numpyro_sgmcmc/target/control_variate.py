@@ -11,7 +11,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.target.potential import Potential, Rows
+from numpyro_sgmcmc.target.potential import ModelPotential, Rows
 
 #: The words for gradients, by the order to which an expansion is replaced, and how many gradients
 #: of its minibatch a step with each costs: a product with the Hessian counts as two.
@@ -23,7 +23,8 @@ class Anchor(NamedTuple):
     """
     A point at which the potential of all data is known, for :class:`ControlVariate`.
 
-    - **values** - unconstrained values :math:`\\hat\\theta` of the latent sites.
+    - **values** - unconstrained values :math:`\\hat\\theta` of the latent sites, and of hierarchies
+      the effects (:mod:`~numpyro_sgmcmc.target.centring`), whatever the coordinates of the sampler.
     - **potential** - :math:`U(\\hat\\theta)`, a scalar.
     - **gradient** - :math:`\\nabla U(\\hat\\theta)`, a tree like ``values``.
     - **hessian** - :math:`\\nabla^2 U(\\hat\\theta)`, shape ``(d, d)`` in the order of
@@ -72,9 +73,11 @@ class ControlVariate(NamedTuple):
     unbiased for any anchor. Its noise has a standard deviation in proportion to
     :math:`\\| \\delta \\|`, or :math:`\\| \\delta \\|^2` with the Hessian, and no noise at all
     where the log-likelihood is quadratic in such a way that its Hessian is the same for all rows,
-    or, with the Hessian, quadratic. A step costs two gradients of its minibatch, or about four. It
-    is itself a potential: whatever estimates the noise of a gradient estimates the noise of this
-    one.
+    or, with the Hessian, quadratic. The effects of a hierarchy are what rows are about, and their
+    log-likelihood bends in these much less than in coordinates that scale them: the expansion is in
+    effects, and its gradient is pulled back to the coordinates of the sampler. A step costs two
+    gradients of its minibatch, or about four. It is itself a potential: whatever estimates the
+    noise of a gradient estimates the noise of this one.
 
     **References:**
 
@@ -116,7 +119,7 @@ class ControlVariate(NamedTuple):
         [-449, 1]
     """
 
-    base: Potential
+    base: ModelPotential
     anchor: Anchor
 
     def values(self, position: Array, /) -> Any:
@@ -129,16 +132,20 @@ class ControlVariate(NamedTuple):
         return self.base.pullback(gradient)
 
     def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
-        at = self.base(values, rows, rng_key)
-        return at - self._expansion(lambda x: self.base(x, rows, rng_key), values)
+        energy, effects = self.base.with_effects(values, rows, rng_key)
+        away = self._from_anchor(effects)
+        at = self._expanded(lambda x: self.base.centred(x, rows, rng_key), away)
+        return energy - at + self._known(away)[0]
 
     def value_and_gradient(self, values: Any, rows: Rows, rng_key: Array, /) -> tuple[Array, Any]:
         # by differentiating the expansion it would be half a gradient more
-        energy, gradient = self.base.value_and_gradient(values, rows, rng_key)
-        away = self._from_anchor(values)
+        (energy, effects), pullback = jax.vjp(
+            lambda x: self.base.with_effects(x, rows, rng_key), values
+        )
+        away = self._from_anchor(effects)
 
         def anchored(x: Any) -> tuple[Array, Any]:
-            return self.base.value_and_gradient(x, rows, rng_key)
+            return self.base.centred.value_and_gradient(x, rows, rng_key)
 
         if self.anchor.hessian is None:
             at, slope = anchored(self.anchor.values)
@@ -148,26 +155,22 @@ class ControlVariate(NamedTuple):
             slope = jax.tree.map(jnp.add, slope, bend)
             rise += _dot(bend, away) / 2
         known, known_slope = self._known(away)
-        controlled = jax.tree.map(lambda g, s, k: g - s + k, gradient, slope, known_slope)
-        return energy - at - rise + known, controlled
+        more = jax.tree.map(jnp.subtract, known_slope, slope)
+        return energy - at - rise + known, pullback((jnp.ones_like(energy), more))[0]
 
     def with_row_terms(
         self, values: Any, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, dict[str, Array]]:
         def both(x: Any) -> tuple[Array, dict[str, Array]]:
-            return self.base.with_row_terms(x, rows, rng_key)
+            return self.base.centred.with_row_terms(x, rows, rng_key)
 
-        energy, terms = both(values)
-        at, known = self._expanded(both, values), self._known(self._from_anchor(values))[0]
+        energy, terms = self.base.with_row_terms(values, rows, rng_key)
+        away = self._from_anchor(self.base.effects(values, rows, rng_key))
+        at, known = self._expanded(both, away), self._known(away)[0]
         return energy - at[0] + known, jax.tree.map(jnp.subtract, terms, at[1])
 
-    def _expansion(self, potential: Callable[[Any], Array], values: Any) -> Array:
-        """The expansion of a minibatch less that of all data."""
-        return self._expanded(potential, values) - self._known(self._from_anchor(values))[0]
-
-    def _expanded(self, function: Callable[[Any], Any], values: Any) -> Any:
+    def _expanded(self, function: Callable[[Any], Any], away: Any) -> Any:
         """A function by its derivatives at the anchor."""
-        away = self._from_anchor(values)
 
         def slope(x: Any) -> tuple[Any, Any]:
             return jax.jvp(function, (x,), (away,))
@@ -177,8 +180,8 @@ class ControlVariate(NamedTuple):
         (at, rise), (_, bend) = jax.jvp(slope, (self.anchor.values,), (away,))
         return jax.tree.map(lambda a, r, b: a + r + b / 2, at, rise, bend)
 
-    def _from_anchor(self, values: Any) -> Any:
-        return jax.tree.map(jnp.subtract, values, self.anchor.values)
+    def _from_anchor(self, effects: Any) -> Any:
+        return jax.tree.map(jnp.subtract, effects, self.anchor.values)
 
     def _known(self, away: Any) -> tuple[Array, Any]:
         """The expansion of all data, and its gradient."""

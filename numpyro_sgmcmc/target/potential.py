@@ -16,7 +16,13 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.target.centring import Centring, as_written, hierarchy_of
+from numpyro_sgmcmc.target.centring import (
+    Centring,
+    Written,
+    as_written,
+    centred,
+    hierarchy_of,
+)
 from numpyro_sgmcmc.target.handlers import Indices, Plate
 from numpyro_sgmcmc.target.metric import Metric
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
@@ -116,10 +122,24 @@ class ModelPotential(NamedTuple):
         return self.metric.pullback(ravel(gradient))
 
     def __call__(self, values: Values, rows: Rows, rng_key: Array, /) -> Array:
+        return self.with_effects(values, rows, rng_key)[0]
+
+    @property
+    def centred(self) -> "ModelPotential":
+        """The same potential as a function of effects."""
+        return self._replace(centring=centred(self.centring))
+
+    def with_effects(self, values: Values, rows: Rows, rng_key: Array, /) -> tuple[Array, Values]:
+        """The potential, and the effects that the values are."""
+        data = rows, rng_key, self.args, self.kwargs
         if not self.centring:
-            return self.view.potential(values, rows, rng_key, self.args, self.kwargs)
-        written, log_det = self._written(values, rows, rng_key)
-        return self.view.potential(written, rows, rng_key, self.args, self.kwargs) - log_det
+            return self.view.potential(values, *data), values
+        written = self._written(values, rows, rng_key)
+        return self.view.potential(written.values, *data) - written.log_det, written.effects
+
+    def effects(self, values: Values, rows: Rows, rng_key: Array, /) -> Values:
+        """The effects that values are."""
+        return self._written(values, rows, rng_key).effects if self.centring else values
 
     def value_and_gradient(
         self, values: Values, rows: Rows, rng_key: Array, /
@@ -135,11 +155,11 @@ class ModelPotential(NamedTuple):
         data = rows, rng_key, self.args, self.kwargs
         if not self.centring:
             return self.view.potential_and_row_terms(values, *data)
-        written, log_det = self._written(values, rows, rng_key)
-        energy, terms = self.view.potential_and_row_terms(written, *data)
-        return energy - log_det, terms
+        written = self._written(values, rows, rng_key)
+        energy, terms = self.view.potential_and_row_terms(written.values, *data)
+        return energy - written.log_det, terms
 
-    def _written(self, values: Values, rows: Rows, rng_key: Array) -> tuple[Values, Array]:
+    def _written(self, values: Values, rows: Rows, rng_key: Array) -> Written:
         hierarchy = hierarchy_of(self.view, values, rows, rng_key, self.args, self.kwargs)
         return as_written(hierarchy, self.centring, values)
 

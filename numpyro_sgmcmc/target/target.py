@@ -25,7 +25,9 @@ from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
 from numpyro_sgmcmc.target.centring import (
     Centring,
     Hierarchy,
+    Written,
     as_written,
+    centred,
     hierarchy_of,
     in_coordinates,
 )
@@ -103,11 +105,35 @@ class Target(NamedTuple):
 
     def as_written(self, values: Values) -> Values:
         """Unconstrained values of the latent sites, of values in the coordinates."""
-        return (
-            as_written(self.hierarchy(values), self.centring, values)[0]
-            if self.centring
-            else values
-        )
+        return self.written(values).values
+
+    def written(self, values: Values) -> Written:
+        """The same, and effects, of values in the coordinates."""
+        if not self.centring:
+            none = jnp.zeros(())
+            return Written(values, none, values, none)
+        return as_written(self.hierarchy(values), self.centring, values)
+
+    @property
+    def centred(self) -> "Target":
+        """The same in centred coordinates, those of effects."""
+        return self._replace(centring=centred(self.centring))
+
+    def from_effects(self, values: Values, gradient: Values) -> Values:
+        """
+        The gradient of the potential with respect to values in the coordinates.
+
+        :param values: in the coordinates.
+        :param gradient: with respect to effects, there.
+        """
+        if not self.centring:
+            return gradient
+
+        def moved(values: Values) -> tuple[Values, Array]:
+            return self.written(values)[2:]
+
+        (_, log_det), pullback = jax.vjp(moved, values)
+        return pullback((gradient, -jnp.ones_like(log_det)))[0]
 
     def in_coordinates(self, values: Values) -> Values:
         """The inverse of :meth:`as_written`."""
@@ -122,21 +148,21 @@ class Target(NamedTuple):
         rows = self.view.first_rows()
         return hierarchy_of(self.view, values, rows, random.key(0), self.args, self.kwargs)
 
-    def anchor(self, values: Values, order: int = 1) -> Anchor:
+    def anchor(self, effects: Values, order: int = 1) -> Anchor:
         """
-        The anchor at some values, by one pass over all data, with as many gradients as there are
+        The anchor at some effects, by one pass over all data, with as many gradients as there are
         parameters for an expansion to second order. Integrals over latent variables of groups are
         more exact there than in a step: what these get wrong cancels between position and anchor.
         """
-        return self._replace(view=self.view.with_rule("fine")).expansion(values, order)
+        return self._replace(view=self.view.with_rule("fine")).expansion(effects, order)
 
-    def expansion(self, values: Values, order: int = 1) -> Anchor:
+    def expansion(self, effects: Values, order: int = 1) -> Anchor:
         """The same with integrals as they are in a step."""
         # groups of other devices, which have the same numbers, are to have other draws
-        potential, key = self.potential(IdentityMetric()), self.own(random.key(0))
-        data = potential, self.view.plates, values, key
+        potential, key = self.centred.potential(IdentityMetric()), self.own(random.key(0))
+        data = potential, self.view.plates, effects, key
         hessian = full_data_hessian(*data) if order > 1 else None
-        return Anchor(values, *self.mean((*full_data_gradient(*data), hessian)))
+        return Anchor(effects, *self.mean((*full_data_gradient(*data), hessian)))
 
     def rows(self, rng_key: Array, step: Any = 0) -> dict[str, BatchRows]:
         """The rows of a minibatch, drawn independently for each plate."""

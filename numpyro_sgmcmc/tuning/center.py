@@ -16,6 +16,7 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
+from numpyro_sgmcmc.target.centring import centred_by
 from numpyro_sgmcmc.target.handlers import numbers_of
 from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.target.metric import IdentityMetric, from_covariance
@@ -244,8 +245,8 @@ def _way_between(target: Target, centers: Array, degree: Array) -> Array:
     coordinates with this degree of centring.
     """
     values = target.unravel(centers[0])
-    degrees = {k: jnp.full_like(values[k], degree) for k in target.centring}
-    there = target._replace(centring=degrees)
+    centring = {k: centred_by(jnp.full_like(values[k], degree)) for k in target.centring}
+    there = target._replace(centring=centring)
 
     def carried(here: Target, there: Target) -> Callable[[Array], Array]:
         def one(x: Array) -> Array:

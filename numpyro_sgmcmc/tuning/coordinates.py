@@ -12,13 +12,19 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.target.centring import Centring, factors_of
+from numpyro_sgmcmc.target.centring import (
+    Centring,
+    Coordinates,
+    centred_by,
+    locations_and_scales,
+)
 from numpyro_sgmcmc.target.metric import (
     DenseMetric,
     DiagonalMetric,
     GaussianMetric,
     from_covariance,
 )
+from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
@@ -40,7 +46,8 @@ def non_centred(target: Target) -> Target:
     def factors(target: Target, points: Array) -> dict[str, Array]:
         def at(point: Array) -> dict[str, Array]:
             values = target.unravel(point)
-            return factors_of(target.hierarchy(values), values)
+            found = locations_and_scales(target.hierarchy(values), values)
+            return {name: x.factor for name, x in found.items()}
 
         return jax.vmap(at)(points)
 
@@ -51,26 +58,26 @@ def non_centred(target: Target) -> Target:
     found = {k: np.asarray(x) for k, x in target.compiled(factors)(points).items()}
     zeros = target.unravel(jnp.zeros(target.view.dimension))
     kept = [k for k, x in found.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))]
-    return target._replace(centring={name: zeros[name] for name in kept})
+    return target._replace(centring={name: centred_by(zeros[name]) for name in kept})
 
 
 def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]:
     """
-    The target in coordinates between centred and non-centred ones
-    (:mod:`numpyro_sgmcmc.target.centring`), and the Gaussian there. For an effect
-    :math:`x = \\mu + \\sigma u` that the rows know with a precision :math:`J`, the coordinate
-    :math:`y` has, given :math:`\\sigma`, the variance :math:`V`, which with
+    The target in the coordinates that suit its hierarchies (:mod:`numpyro_sgmcmc.target.centring`),
+    and the Gaussian there. What the rows know of an effect, given all else, is what its precision
+    in the Gaussian is more than that of its own law: :math:`1 + J \\sigma_0^2` is the entry of
+    :math:`u` in the diagonal of the precision, and with :math:`x_0`, :math:`\\mu_0` and
+    :math:`\\sigma_0` at the centre
 
-    .. math:: \\lambda = \\frac{J}{J + \\sigma^{-2}}, \\qquad
-        V = \\frac{\\sigma^{2 \\lambda}}{1 + J \\sigma^2}
+    .. math:: \\lambda = \\frac{J}{J + \\sigma_0^{-2}}, \\qquad
+        e = \\lambda \\hat x = x_0 - (1 - \\lambda) \\mu_0,
 
-    is the same for all :math:`\\sigma` near the centre. From 0.8 on it is 1: the rows then say
+    so that the centre is at :math:`y = 0`. From 0.8 on :math:`\\lambda` is 1: the rows then say
     nothing of :math:`\\sigma` but through :math:`x`, and minibatches add no noise to its gradient,
-    which would grow with the distance from the anchor. :math:`1 + J \\sigma^2` is the entry of
-    :math:`u` in the diagonal of the precision of the Gaussian.
+    which would grow with the distance from the anchor.
 
-    :param target: the model with its data, in non-centred coordinates.
-    :param gaussian: an approximation of the posterior, or of that of a part of the rows.
+    :param target: the model with its data, in any coordinates of the kind.
+    :param gaussian: there, an approximation of the posterior, or of that of a part of the rows.
 
     **References:**
 
@@ -99,7 +106,7 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
         >>> target = non_centred(Target(read_model(model, init_to_uniform, (y,), {}), (y,), {}))
         >>> precisions = np.diag([1.0, 1.0, 2.0, 100.0])  # of log tau and of u
         >>> gaussian = Gaussian(from_covariance(np.linalg.inv(precisions), np.zeros(4), float), 0.0)
-        >>> find_centring(target, gaussian)[0].centring["x"].round(1).tolist()
+        >>> find_centring(target, gaussian)[0].centring["x"].degree.round(1).tolist()
         [0.0, 0.5, 1.0]
     """
     if not target.centring:
@@ -109,15 +116,37 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
         precisions = jnp.sum(metric.inverse**2, axis=0)
     else:
         precisions = metric.scale**-2
-    known = {
-        name: jnp.maximum(x - 1, 0.0) / gaussian.part
-        for name, x in target.unravel(precisions).items()
-        if name in target.centring
-    }
-    degrees = {name: x / (x + 1) for name, x in known.items()}
-    centring = {name: jnp.where(x < _CENTRED, x, 1.0) for name, x in degrees.items()}
+    centring = _fitting(target, metric.center, target.unravel(precisions), gaussian.part)
     moved = _moved(target, centring, metric)
     return target._replace(centring=centring), gaussian._replace(metric=moved)
+
+
+def _fitting(target: Target, center: Array, precisions: Values, part: float) -> Centring:
+    """
+    The coordinates in which effects and their scales do not depend on each other.
+
+    :param center: of the Gaussian, in the coordinates of the target.
+    :param precisions: in these, of each value given all others.
+    :param part: the part of the rows that it is of.
+    """
+
+    def run(target: Target, center: Array, precisions: Values, part: Array) -> Centring:
+        written = target.written(target.unravel(center))
+        hierarchy = target.hierarchy(written.values)
+        found = {}
+        for name, around in locations_and_scales(hierarchy, written.values).items():
+            if name not in target.centring:
+                continue
+            spread = around.spread(target.centring[name])
+            known = jnp.maximum(precisions[name] * spread - 1, 0.0) / part
+            degree = known / (1 + known)
+            degree = jnp.where(degree < _CENTRED, degree, 1.0)
+            estimate = written.effects[name] - (1 - degree) * around.location
+            found[name] = Coordinates(degree, around.scale, estimate)
+        return found
+
+    part_ = jnp.asarray(part, center.dtype)
+    return target.compiled(run, "coordinates")(center, precisions, part_)
 
 
 def _moved(target: Target, centring: Centring, metric: GaussianMetric) -> GaussianMetric:
@@ -140,7 +169,8 @@ def _moved(target: Target, centring: Centring, metric: GaussianMetric) -> Gaussi
             derivative, start = jnp.where(entries, own, derivative), start + size
         return at(center), derivative * factor
 
+    moved = target.compiled(run, "moved")
     if isinstance(metric, DiagonalMetric):
-        return DiagonalMetric(*target.compiled(run)(centring, metric.center, metric.scale))
-    center, factor = (np.asarray(x, float) for x in target.compiled(run)(centring, *metric[:2]))
+        return DiagonalMetric(*moved(centring, metric.center, metric.scale))
+    center, factor = (np.asarray(x, float) for x in moved(centring, *metric[:2]))
     return from_covariance(factor @ factor.T, center, metric.center.dtype)

@@ -175,11 +175,13 @@ def _measured(
     lines = jnp.concatenate([ends, _SHORT * jnp.roll(ends, 1, axis=0)])
     points = jnp.concatenate([bases[:1], bases + lines / 2, bases + lines])
     sketch = target._replace(view=target.view.sketch)
-    anchors = lax.map(lambda x: sketch.expansion(target.unravel(draws.values(x))), points)
+    values = jax.vmap(lambda x: target.unravel(draws.values(x)))(points)
+    anchors = lax.map(sketch.expansion, jax.vmap(lambda x: target.written(x).effects)(values))
     anchor = jax.tree.map(lambda x: x[0], anchors)
     if sketch.view is not target.view:
         anchor = target.anchor(anchor.values)
-    slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(anchors.gradient)
+    slopes = jax.vmap(target.from_effects)(values, anchors.gradient)
+    slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(slopes)
     middle, last = slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
     at_center = jnp.broadcast_to(slopes[:1], ends.shape)
     first = jnp.concatenate([at_center, last[:_LINES]])

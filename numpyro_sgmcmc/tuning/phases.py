@@ -186,6 +186,9 @@ def find_tuning(
         report("metric")
         gaussian = shaped(target, metric_key, gaussian)
         passes["metric"] = gaussian.passes
+        if isinstance(gaussian.metric, DenseMetric):
+            # of all rows, and not of a part of them
+            target, gaussian = find_centring(target, gaussian)
     metric = _chosen(choices.metric, gaussian.metric)
     report("noise")
     measured = measure_noise(target, noise_key, gaussian, metric, controls)

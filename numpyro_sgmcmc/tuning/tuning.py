@@ -7,12 +7,13 @@ from typing import NamedTuple
 import warnings
 
 import jax
-from jax import Array, random
+from jax import random
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.stein import SteinReport, advice
+from numpyro_sgmcmc.target.centring import Coordinates
 from numpyro_sgmcmc.target.control_variate import Anchor, order_of
 from numpyro_sgmcmc.target.metric import DenseMetric, GaussianMetric, Metric, name_of
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
@@ -91,7 +92,7 @@ class Tuning(NamedTuple):
     steps_per_sample: int = 1
     seconds_per_sample: float = 0.0
     strata: dict[str, SamplingDesign] = {}
-    centring: dict[str, Array] = {}
+    centring: dict[str, Coordinates] = {}
     fourth_cumulant: float = 0.0
     integrals: float = 0.0
     rule: str = "step"
@@ -182,8 +183,8 @@ class Tuning(NamedTuple):
                 f"noise variance {self.noise.mean:.3g} with {kind}, {self.plain_noise.mean:.3g} of"
                 " plain minibatches (in units of the curvature)"
             )
-        for name, degrees in self.centring.items():
-            low, middle, high = np.quantile(np.asarray(degrees), [0, 0.5, 1])
+        for name, found in self.centring.items():
+            low, middle, high = np.quantile(np.asarray(found.degree), [0, 0.5, 1])
             lines.append(
                 f"coordinates of '{name}': centred by {low:.2f} to {high:.2f}, median {middle:.2f}"
                 " (0 is non-centred)"
