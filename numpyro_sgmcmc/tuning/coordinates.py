@@ -72,9 +72,9 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
     .. math:: \\lambda = \\frac{J}{J + \\sigma_0^{-2}}, \\qquad
         e = \\lambda \\hat x = x_0 - (1 - \\lambda) \\mu_0,
 
-    so that the centre is at :math:`y = 0`. From 0.8 on :math:`\\lambda` is 1: the rows then say
-    nothing of :math:`\\sigma` but through :math:`x`, and minibatches add no noise to its gradient,
-    which would grow with the distance from the anchor.
+    so that the centre is at :math:`y = 0`. From 0.8 on :math:`\\lambda` is 1: a posterior of few
+    effects that are known well is nearly the same for all small :math:`\\sigma` at a fixed
+    :math:`y`, far above where it is at the centre, and the search for a Gaussian is lost there.
 
     :param target: the model with its data, in any coordinates of the kind.
     :param gaussian: there, an approximation of the posterior, or of that of a part of the rows.
