@@ -30,6 +30,7 @@ PAGES = (
     "numpyro_examples",
     "rare_rows",
     "groups",
+    "calibrated",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
@@ -58,6 +59,12 @@ PARTS = {
     "group_laplace": "benchmarks/groups.py laplace",
     "group_draws": "benchmarks/groups.py errors",
     "groups_and_nuts": "benchmarks/groups_and_nuts.py --data {data}",
+    "coverage": "benchmarks/coverage.py",
+    "calibrated_sandwich": "benchmarks/coverage.py sandwich",
+    "calibrated_cost": "benchmarks/coverage.py cost",
+    "calibrated_flights": (
+        "benchmarks/coverage.py flights --data {data} --picture docs/plot_calibrated.png"
+    ),
     "battery": "benchmarks/posterior_battery.py --data {data} --cache {cache}",
     "pictures": "benchmarks/pictures.py --folder docs",
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",

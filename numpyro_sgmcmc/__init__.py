@@ -10,6 +10,7 @@ from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk as RowsOnDisk
 from numpyro_sgmcmc.data.sharding import spread_rows as spread_rows
 from numpyro_sgmcmc.data.sources import UnreadableRows as UnreadableRows
 from numpyro_sgmcmc.diagnostics import autocorrelation_time as autocorrelation_time
+from numpyro_sgmcmc.diagnostics import calibrated as calibrated
 from numpyro_sgmcmc.diagnostics import compare as compare
 from numpyro_sgmcmc.diagnostics import configurational_temperature as configurational_temperature
 from numpyro_sgmcmc.diagnostics import gradient_noise as gradient_noise
@@ -31,6 +32,7 @@ from numpyro_sgmcmc.kernels import CCAdL as CCAdL
 from numpyro_sgmcmc.kernels import SGMCMCKernel as SGMCMCKernel
 from numpyro_sgmcmc.long_runs import LongRun as LongRun
 from numpyro_sgmcmc.plots import plot_bias as plot_bias
+from numpyro_sgmcmc.plots import plot_calibrated as plot_calibrated
 from numpyro_sgmcmc.plots import plot_noise_spectrum as plot_noise_spectrum
 from numpyro_sgmcmc.plots import plot_stein as plot_stein
 from numpyro_sgmcmc.plots import plot_temperature as plot_temperature

@@ -4,6 +4,8 @@
 """Whether to trust a run: what effective sample sizes and R-hat cannot see."""
 
 from numpyro_sgmcmc.diagnostics.autocorrelation import autocorrelation_time as autocorrelation_time
+from numpyro_sgmcmc.diagnostics.calibrated import Calibrated as Calibrated
+from numpyro_sgmcmc.diagnostics.calibrated import calibrated as calibrated
 from numpyro_sgmcmc.diagnostics.comparison import Moments as Moments
 from numpyro_sgmcmc.diagnostics.comparison import compare as compare
 from numpyro_sgmcmc.diagnostics.comparison import moments as moments

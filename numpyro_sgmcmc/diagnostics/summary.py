@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from numpyro_sgmcmc.diagnostics.calibrated import Calibrated
 from numpyro_sgmcmc.diagnostics.runs import (
     Run,
     as_data,
@@ -56,7 +57,13 @@ class Summary(NamedTuple):
         return ", ".join(f"{name} {_number(value)}" for name, value in self.facts.items())
 
 
-def summary(run: Run, *, var_names: list[str] | None = None, **options: Any) -> Summary:
+def summary(
+    run: Run,
+    *,
+    var_names: list[str] | None = None,
+    calibrated: Calibrated | None = None,
+    **options: Any,
+) -> Summary:
     """
     ``arviz.summary`` with what it cannot know.
 
@@ -76,6 +83,8 @@ def summary(run: Run, *, var_names: list[str] | None = None, **options: Any) -> 
 
     :param run: an ``MCMC`` object or an ArviZ object.
     :param var_names: names of variables; None for all.
+    :param calibrated: what :func:`calibrated` has found of the run: its standard deviations are
+        then a column, ``calibrated_sd``.
     :param options: other arguments of ``arviz.summary``, such as ``hdi_prob`` or ``ci_prob``.
     :return: a :class:`Summary`.
     :raises ValueError: if there are no draws, if they are not finite, with their numbers, or if
@@ -123,6 +132,8 @@ def summary(run: Run, *, var_names: list[str] | None = None, **options: Any) -> 
     stein = group(data, "stein")
     errors = _variance_errors(posterior, stein).reindex(table.index)
     table = pd.concat([table, errors], axis=1)
+    if calibrated is not None:
+        table["calibrated_sd"] = calibrated.table["calibrated_sd"].reindex(table.index)
     chains, draws = posterior.sizes["chain"], posterior.sizes["draw"]
     facts = _facts(data, table, chains * draws)
     return Summary(table, facts, _verdict(data, table, stein, chains))

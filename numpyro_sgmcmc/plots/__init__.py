@@ -13,6 +13,7 @@ marker or its line, too.
 """
 
 from numpyro_sgmcmc.plots.bias import plot_bias as plot_bias
+from numpyro_sgmcmc.plots.calibrated import plot_calibrated as plot_calibrated
 from numpyro_sgmcmc.plots.noise_spectrum import plot_noise_spectrum as plot_noise_spectrum
 from numpyro_sgmcmc.plots.stein import plot_stein as plot_stein
 from numpyro_sgmcmc.plots.temperature import plot_temperature as plot_temperature

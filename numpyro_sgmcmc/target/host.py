@@ -42,16 +42,25 @@ def has_traced_arguments(mcmc: MCMC) -> bool:
 
 
 def view_of(
-    mcmc: MCMC, model: Callable, values: Mapping[str, Any], args: tuple, kwargs: dict
+    mcmc: MCMC,
+    model: Callable,
+    values: Mapping[str, Any],
+    args: tuple,
+    kwargs: dict,
+    settings: Mapping[str, Any] = {},
 ) -> MCMC:
     """
     A copy of a run with another model, other values of the samples and other arguments, for
     ArviZ, which is given nothing else. The copy cannot be run.
+
+    :param settings: of a kernel in the place of its own.
     """
     view = copy(mcmc)
     # ArviZ takes the number of leapfrog steps for the trees of NUTS
     depth = getattr(mcmc.sampler, "_max_tree_depth", None)
-    view.sampler = SimpleNamespace(model=model, _max_tree_depth=depth)
+    view.sampler = SimpleNamespace(
+        model=model, settings=dict(settings), tuning=None, _max_tree_depth=depth
+    )
     view._args, view._kwargs = args, kwargs
     view._states = mcmc._states | {mcmc._sample_field: dict(values)}
     view._states_flat = None

@@ -180,8 +180,8 @@ def _measured(
     anchor = jax.tree.map(lambda x: x[0], anchors)
     if sketch.view is not target.view:
         anchor = target.anchor(anchor.values)
-    slopes = jax.vmap(target.from_effects)(values, anchors.gradient)
-    slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(slopes)
+    gradients = jax.vmap(target.from_effects)(values, anchors.gradient)
+    slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(gradients)
     middle, last = slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
     at_center = jnp.broadcast_to(slopes[:1], ends.shape)
     first = jnp.concatenate([at_center, last[:_LINES]])

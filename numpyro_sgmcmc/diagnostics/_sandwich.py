@@ -1,0 +1,298 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Curvature of the potential, and the gradients of the rows, at the centre of a posterior."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+
+from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
+from numpyro_sgmcmc.target.handlers import Plate, numbers_of
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.potential import (
+    Rows,
+    full_data_gradient,
+    full_data_hessian,
+    over_all_data,
+    ravel,
+)
+from numpyro_sgmcmc.target.target import Target
+
+#: Directions in which rows are looked at together.
+_COLUMNS = 32
+
+#: Newton steps to the centre of weighted rows, which is known to a hundredth of a standard
+#: deviation.
+_NEWTON_STEPS, _NEAR = 20, 0.01
+
+#: An eigenvalue of a Hessian with ones in its diagonal that single precision does not know.
+_SINGULAR = 1e-6
+
+#: Below so many clusters for each parameter their covariance is shrunk.
+_FEW = 10
+
+#: Cosine of a direction with that of a parameter, which is then the same.
+_SAME = 0.999
+
+#: Clusters for each parameter that a test of all parameters needs.
+_FOR_ALL = 20
+
+
+class Sandwich(NamedTuple):
+    """
+    The curvature :math:`J` of the potential at the centre, :math:`J^{-1} = L L^\\top`, and what
+    clusters of rows add to gradient and curvature.
+
+    - **center** - :math:`\\hat\\theta`, unconstrained, shape ``(d,)``.
+    - **factor** - :math:`L`.
+    - **scores** - of each cluster, less their mean, shape ``(G, d)``,
+      :math:`s_g = L^\\top \\sum_{i \\in g} w_i \\nabla \\ell_i`.
+    - **bends** - likewise, :math:`b_{gj} = -\\sum_{i \\in g} w_i v_j^\\top \\nabla^2 \\ell_i v_j`,
+      in the direction :math:`v_j = J^{-1} e_j / (J^{-1})_{jj}^{1/2}` in which parameter :math:`j`
+      alone is seen.
+    - **prior** - :math:`L^\\top J_0 L`, with :math:`J_0` the curvature of the prior.
+    - **correction** - for few clusters, :math:`\\frac{G}{G - 1} \\frac{N - 1}{N - d}`.
+    - **unseen** - the part of the population that is not in the data.
+    """
+
+    center: np.ndarray
+    factor: np.ndarray
+    scores: np.ndarray
+    bends: np.ndarray
+    prior: np.ndarray
+    correction: float
+    unseen: float
+
+    @property
+    def meat(self) -> np.ndarray:
+        """
+        :math:`L^\\top (I + J_0) L`, with :math:`I` the covariance of the sum of all scores and
+        :math:`J_0` the curvature of the prior, which is as if seen in rows that are as the model
+        says. Of few clusters for each parameter :math:`I` is shrunk towards a multiple of the
+        identity by the rule of Ledoit and Wolf (2004).
+        """
+        z, (count, dimension) = self.scores, self.scores.shape
+        found = z.T @ z
+        if count < _FEW * dimension:
+            mean = np.trace(found) / dimension
+            apart = np.sum((found - mean * np.eye(dimension)) ** 2)
+            each = np.sum(z**2, axis=1)
+            noise = np.sum(each**2) - np.sum(found**2) / count
+            part = 1.0 if apart == 0 else min(1.0, noise / apart)
+            found = part * mean * np.eye(dimension) + (1 - part) * found
+        return self.correction * self.unseen * found + self.prior
+
+    @property
+    def stretch(self) -> np.ndarray:
+        """:math:`A = L S^{1/2} L^{-1}` with the matrix :math:`S` of :attr:`meat`."""
+        values, vectors = np.linalg.eigh(self.meat)
+        root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+        return self.factor @ root @ np.linalg.inv(self.factor)
+
+    @property
+    def marginal(self) -> np.ndarray:
+        """:math:`L^{-1} v_j` of each parameter, in columns of length one."""
+        return self.factor.T / np.linalg.norm(self.factor, axis=1)
+
+    def error_of(self, direction: np.ndarray) -> np.ndarray:
+        """
+        The standard error of the ratio of the calibrated standard deviation of
+        :math:`b^\\top \\theta` to the plain one, both of which clusters make: of a parameter from
+        :math:`(v_j^\\top \\nabla \\ell_g)^2 - r_j^2 b_{gj}` less what scores say of it, with
+        :math:`r_j` the ratio; of other directions, whose curvature is not known by cluster, as if
+        that was no part of it.
+
+        :param direction: :math:`b`, shape ``(d, k)`` for several.
+        """
+        along = self.factor.T @ direction
+        along = along / np.maximum(np.linalg.norm(along, axis=0), np.finfo(float).tiny)
+        squares = (self.scores @ along) ** 2
+        ratio = np.sqrt(np.maximum(np.sum(along * (self.meat @ along), axis=0), 0.0))
+        cosine = np.abs(self.marginal.T @ along)
+        nearest, is_parameter = cosine.argmax(axis=0), cosine.max(axis=0) > _SAME
+        excess = self._without_scores(squares - ratio**2 * self.bends[:, nearest])
+        squares = np.where(is_parameter, excess, squares)
+        spread = squares.std(axis=0, ddof=1) * len(squares) ** 0.5
+        return spread / np.maximum(2 * ratio, np.finfo(float).tiny)
+
+    def _without_scores(self, values: np.ndarray) -> np.ndarray:
+        """What is left after a regression on the scores, which the centre is estimated by."""
+        known, *_ = np.linalg.lstsq(self.scores, values, rcond=None)
+        return values - values.mean(axis=0) - self.scores @ known
+
+    def test(self) -> tuple[float, int, float]:
+        """
+        White's test that :math:`I = J`, in the direction of each parameter or, where clusters are
+        few, of their sum. With :math:`t_{gj} = v_j^\\top \\nabla \\ell_g`,
+        :math:`T_j = \\sum_g t_{gj}^2`, :math:`B_j = \\sum_g b_{gj}`, and
+        :math:`m_{gj} = t_{gj}^2 / T_j - b_{gj} / B_j` less what scores say of it,
+
+        .. math:: r^\\top \\Big( \\sum_g m_g m_g^\\top \\Big)^{-1} r, \\qquad
+            r_j = \\log \\frac{T_j}{B_j} ,
+
+        in logarithms, since the error of :math:`T_j` is in proportion to it.
+
+        :return: the statistic, its degrees of freedom, and the p value of Fisher's F, which for
+            many clusters is that of a chi-square.
+        """
+        count, dimension = self.scores.shape
+        squares, bends = (self.scores @ self.marginal) ** 2, self.bends
+        if count < _FOR_ALL * dimension:
+            squares, bends = (x.sum(axis=1, keepdims=True) for x in (squares, bends))
+        tiny = np.finfo(float).tiny
+        whole, curved = (np.maximum(x.sum(axis=0), tiny) for x in (squares, bends))
+        excess = self._without_scores(squares / whole - bends / curved)
+        ratio = np.log(whole / curved)
+        degrees, left = excess.shape[1], count - dimension - 1
+        covariance = count / left * excess.T @ excess
+        statistic = float(ratio @ np.linalg.pinv(covariance) @ ratio)
+        return statistic, degrees, float(scipy.stats.f.sf(statistic / degrees, degrees, left))
+
+
+def sandwich_of(
+    target: Target,
+    center: np.ndarray,
+    clusters: Mapping[str, np.ndarray],
+    weights: Mapping[str, np.ndarray],
+    unseen: float,
+) -> Sandwich:
+    """
+    From two passes over all rows: one for the curvature, and one for the rows. With weights the
+    centre is moved to where the weighted posterior has its mode, at a pass for each Newton step.
+
+    :param target: the model with its data.
+    :param center: unconstrained, shape ``(d,)``.
+    :param clusters: the number of the cluster of each row, by plate.
+    :param weights: of the rows of some plates.
+    :param float unseen: the part of the population that is not in the data.
+    :raises ValueError: if the curvature is not positive, or not finite.
+    """
+    known = {name: jnp.asarray(w, target.view.dtype) for name, w in weights.items()}
+    look = target.compiled(_curvature)
+    moves = _NEWTON_STEPS if weights else 1
+    for _ in range(moves):
+        slope, hessian, prior = (
+            np.asarray(x, np.float64) for x in look(jnp.asarray(center), known)
+        )
+        if not (np.all(np.isfinite(slope)) and np.all(np.isfinite(hessian))):
+            raise ValueError(
+                "The Hessian of the potential at the mean of the draws is not finite. The draws"
+                " have come to a place that the model does not allow; look at them before you"
+                " calibrate them."
+            )
+        scale = np.sqrt(np.maximum(np.diag(hessian), np.finfo(float).tiny))
+        values, vectors = np.linalg.eigh(hessian / np.outer(scale, scale))
+        if values[0] <= _SINGULAR:
+            raise ValueError(
+                "The potential does not curve upward in every direction at the mean of the draws"
+                f" (the smallest eigenvalue of its Hessian, scaled, is {values[0]:.3g}): the"
+                " posterior has several modes, or a direction of which rows and prior say nothing."
+                " A sandwich needs one mode."
+            )
+        factor = (vectors / np.sqrt(values)) @ vectors.T / scale[:, None]
+        step = factor @ (factor.T @ slope)
+        far = float(np.linalg.norm(factor.T @ slope))
+        if not weights and far > 1 + 2 * len(center) ** 0.5:
+            raise ValueError(
+                f"The mean of the draws is {far:,.3g} standard deviations from where the gradient"
+                " of all data is zero: the draws are not those of this posterior, or its width is"
+                " not that of its curvature. Look at the run before you calibrate it."
+            )
+        if not weights or far < _NEAR:
+            break
+        center = (center - step).astype(center.dtype)
+    else:
+        raise ValueError(
+            f"The mode of the weighted posterior was not found in {_NEWTON_STEPS} Newton steps from"
+            " the mean of the draws: sample the posterior with weights"
+            " (`numpyro.handlers.scale(scale=w[i])` around the observed site) instead."
+        )
+    number = 1 + max(int(x.max()) for x in clusters.values())
+    look_at_rows = target.compiled(_of_clusters(number))
+    labels = {name: jnp.asarray(x, jnp.int32) for name, x in clusters.items()}
+    alone = factor @ factor.T / np.linalg.norm(factor, axis=1)
+    columns = (jnp.asarray(x, target.view.dtype) for x in (factor, alone))
+    found = look_at_rows(jnp.asarray(center), *columns, labels, known)
+    scores, bends = (np.asarray(x, np.float64) for x in found)
+    rows, size = sum(plate.size for plate in target.view.plates), len(center)
+    correction = number / (number - 1) * (rows - 1) / (rows - size)
+    prior = factor.T @ prior @ factor
+    return Sandwich(center, factor, scores - scores.mean(axis=0), bends, prior, correction, unseen)
+
+
+def _weighted(rows: Rows, weights: Mapping[str, Array]) -> Rows:
+    found = dict(rows)
+    for name, w in weights.items():
+        numbers = numbers_of(rows[name])
+        found[name] = DrawnRows(numbers, weights=w[numbers])
+    return found
+
+
+def _curvature(target: Target, center: Array, weights: Mapping[str, Array]) -> list[Array]:
+    """Gradient and Hessian of the potential of all rows, and the Hessian of that of the prior."""
+    potential = target.potential(IdentityMetric())
+
+    def with_weights(values: Any, rows: Rows, rng_key: Array) -> Array:
+        return potential(values, _weighted(rows, weights), rng_key)
+
+    nothing = {
+        name: DrawnRows(rows, weights=jnp.zeros(len(rows), center.dtype))
+        for name, rows in target.view.first_rows().items()
+    }
+
+    def without_rows(x: Array) -> Array:
+        return potential(target.unravel(x), nothing, random.key(0))
+
+    data: Any = with_weights, target.view.plates, target.unravel(center), random.key(0)
+    slope = ravel(full_data_gradient(*data)[1])
+    return [slope, full_data_hessian(*data), jax.hessian(without_rows)(center)]
+
+
+def _of_clusters(number: int) -> Any:
+    """Sums of what rows add along each direction, by cluster."""
+
+    def run(
+        target: Target,
+        center: Array,
+        factor: Array,
+        alone: Array,
+        clusters: Mapping[str, Array],
+        weights: Mapping[str, Array],
+    ) -> tuple[Array, Array]:
+        potential, first = target.potential(IdentityMetric()), target.view.first_rows()
+
+        def of_plate(plate: Plate) -> tuple[Array, Array]:
+            def of_rows(rows: Rows) -> tuple[Array, Array]:
+                numbers = rows[plate.name]
+                here = _weighted({**first, plate.name: numbers}, weights)
+
+                def terms(x: Array) -> Array:
+                    found = potential.with_row_terms(target.unravel(x), here, random.key(0))[1]
+                    return found[plate.name]
+
+                def slope(direction: Array, x: Array) -> Array:
+                    return jax.jvp(terms, (x,), (direction,))[1]
+
+                def along(directions: tuple[Array, Array]) -> tuple[Array, Array]:
+                    column, v = directions
+                    return slope(column, center), jax.jvp(partial(slope, v), (center,), (v,))[1]
+
+                found = lax.map(along, (factor.T, alone.T), batch_size=_COLUMNS)
+                # a term stands for N / n rows, and a part of the rows for n / N of all
+                none = jnp.zeros((number, len(center)), center.dtype)
+                z, b = (none.at[clusters[plate.name][numbers]].add(x.T) for x in found)
+                return z, -b
+
+            return over_all_data(of_rows, [plate])
+
+        found = [of_plate(plate) for plate in target.view.plates]
+        return jax.tree.map(lambda *x: sum(x), *found)
+
+    return run

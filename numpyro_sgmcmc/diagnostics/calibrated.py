@@ -1,0 +1,379 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Intervals that cover where the model is wrong."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+from numpyro.diagnostics import split_gelman_rubin
+from numpyro.infer import MCMC
+import pandas as pd
+
+from numpyro_sgmcmc.diagnostics._sandwich import Sandwich, sandwich_of
+from numpyro_sgmcmc.diagnostics._scores import RunModel, positions_of, target_of
+from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
+from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.kept_rows import site_shapes
+from numpyro_sgmcmc.target.host import view_of
+from numpyro_sgmcmc.target.target import Target
+
+#: Rows that are not in clusters are taken together beyond so many: sums of independent rows say
+#: as much.
+_MOST_CLUSTERS = 50_000
+
+#: Chains that disagree by so much have not found one mode.
+_NOT_MIXED = 1.1
+
+#: A ratio of standard deviations that is worth a word, and a p value.
+_WORTH, _RARE = 0.05, 0.01
+
+#: Values of each row, or each cluster, or each plate.
+_OfRows = Array | np.ndarray | Mapping[str, Any]
+
+
+class Calibrated(NamedTuple):
+    """
+    A run whose draws are stretched to intervals that cover.
+
+    - **mcmc** - a copy of the run with these draws, for
+      :func:`~numpyro_sgmcmc.to_arviz`, ``Predictive``,
+      :func:`~numpyro_sgmcmc.local_draws`, ``print_summary()``; it cannot be run.
+    - **run** - the run as it was.
+    - **table** - for each entry of each variable ``sd``, ``calibrated_sd``, their ``ratio`` and
+      ``ratio_error``, its standard error.
+    - **statistic**, **degrees**, **p_value** - of the test that rows vary as the model says.
+    - **clusters** - their number, of which each counts as one independent observation.
+    - **of_rows** - whether they are rows.
+    """
+
+    mcmc: MCMC
+    run: MCMC
+    table: pd.DataFrame
+    statistic: float
+    degrees: int
+    p_value: float
+    clusters: int
+    of_rows: bool
+
+    @property
+    def verdict(self) -> str:
+        """What the test and the table say, in words."""
+        what = "rows" if self.of_rows else "clusters"
+        ratio, error = self.table["ratio"], self.table["ratio_error"]
+        p = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.2g}"
+        said = (
+            f"The {what} vary as the model says ({p})"
+            if self.p_value > _RARE
+            else f"The {what} do not vary as the model says ({p})"
+        )
+        for name, is_so in (
+            ("narrow", ratio - 2 * error > 1 + _WORTH),
+            ("wide", ratio + 2 * error < 1 - _WORTH),
+        ):
+            if is_so.any():
+                worst = ratio.where(is_so).idxmax() if name == "narrow" else ratio.idxmin()
+                said += (
+                    f"; intervals of {is_so.sum()} of {len(ratio)} are too {name}, the most that"
+                    f" of '{worst}', by a factor of {ratio[worst]:.2f} +- {error[worst]:.2f}"
+                )
+        if "; " not in said:
+            said += ", and no interval is wrong by more than is known of it"
+        return f"{said}."
+
+    def __str__(self) -> str:
+        return f"{self.table.to_string(float_format='{:.4g}'.format)}\n\n{self.verdict}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"{self.table.to_html(float_format='{:.4g}'.format)}<p>{self.verdict}</p>"
+
+
+def calibrated(
+    mcmc: MCMC,
+    clusters: _OfRows | None = None,
+    weights: _OfRows | None = None,
+    *,
+    population: int | None = None,
+) -> Calibrated:
+    """
+    The draws of a run, stretched to intervals that cover the best value of the parameters also
+    where the model is wrong.
+
+    The posterior of a model that is wrong has the wrong width: it counts each row as one
+    independent observation that varies as the likelihood says. What an estimate really varies by,
+    from one data set to another, is the sandwich
+
+    .. math:: J^{-1} (I + J_0) J^{-1}, \\qquad J = \\nabla^2 U(\\hat\\theta), \\qquad
+        I = \\sum_g \\Big( \\sum_{i \\in g} w_i \\nabla \\ell_i(\\hat\\theta) \\Big)
+            \\Big( \\sum_{i \\in g} w_i \\nabla \\ell_i(\\hat\\theta) \\Big)^\\top ,
+
+    with clusters :math:`g` of rows that are independent of each other (of single rows if there are
+    none), :math:`G / (G - 1) \\cdot (N - 1) / (N - d)` for few of them, and :math:`J_0`
+    the curvature of the prior, which counts as if it had been seen: of what only the prior
+    knows the width stays. The draws are mapped, in unconstrained space, by
+
+    .. math:: \\theta' = \\hat\\theta + A (\\theta - \\hat\\theta), \\qquad
+        A J^{-1} A^\\top = J^{-1} (I + J_0) J^{-1} .
+
+    The result is not a posterior, and is not called one: it has the frequentist's width, around
+    the posterior's centre. If the model is right, :math:`I = J - J_0`, and nothing changes. It
+    does not help where the model is wrong in what it estimates. Effects of clusters that are
+    parameters of the model are known from their own cluster only, and the model has already taken
+    account of what the rows of a cluster share: calibrate such a model by rows, or without the
+    effects by clusters.
+
+    It takes two passes over the data, of which that for :math:`J` has as many gradients as
+    there are parameters; with ``weights`` one more for each Newton step.
+
+    :param mcmc: an ``MCMC`` object after its run, of any kernel, whose model has a plate with a
+        ``subsample_size``.
+    :param clusters: the cluster of each row, numbers or names, shape :math:`(N,)`; of several
+        plates a dict by plate. Latent sites of groups that are integrated out make each group one
+        row. None are clusters of one row.
+    :param weights: survey weights of the rows, in proportion to one over the probability that a
+        row is in the data, for a run without them; likewise by plate. They are scaled to a mean of
+        1, and the centre of the draws moves to the mode of the weighted posterior. Of a model that
+        has its weights (``numpyro.handlers.scale``) none are needed here.
+    :param int population: of how many rows, or clusters if there are some, the data are a sample
+        without replacement: :math:`I` then has the factor one less their part of it.
+    :return: a :class:`Calibrated`.
+    :raises ValueError: if there are fewer clusters than parameters, if the posterior has no single
+        mode with a curvature, or if an argument does not fit the data.
+
+    **References:**
+
+    1. *Maximum Likelihood Estimation of Misspecified Models*, Halbert White (1982).
+    2. *The Sandwich for Survey Weights: Uncertainty Estimation for Pseudo-Bayesian Inference Under
+       Complex Sampling*, Matthew Williams and Terrance Savitsky (2021).
+    3. *Statistical Inference with Stochastic Gradient Algorithms*, Jeffrey Negrea, Jun Yang,
+       Haoyue Feng, Daniel Roy and Jonathan Huggins (2022).
+
+    **Example:** counts that vary three times as much as those of a Poisson law.
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import CCAdL, calibrated
+
+        >>> def model(y):
+        ...     rate = numpyro.sample("rate", dist.LogNormal(0, 2))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Poisson(rate), obs=y[i])
+
+        >>> y = jnp.asarray(np.random.default_rng(0).negative_binomial(2, 1 / 3, 2_000))
+        >>> kernel = CCAdL(model, progress_bar=False)
+        >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=1_000, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), y)
+        >>> found = calibrated(mcmc)
+        >>> bool(abs(found.table["ratio"]["rate"] - (y.var() / y.mean()) ** 0.5) < 0.05)
+        True
+        >>> found.p_value < 0.001
+        True
+        >>> sd = found.mcmc.get_samples()["rate"].std()
+        >>> bool(abs(sd / np.asarray(y).std() * 2_000**0.5 - 1) < 0.1)
+        True
+    """
+    args, kwargs = arguments_of(mcmc)
+    draws = mcmc.get_samples(group_by_chain=True)
+    target = _checked_target(mcmc, draws, args, kwargs)
+    positions = positions_of(target, draws)
+    _check_draws(positions)
+    labels, number, of_rows = _clusters_of(clusters, target)
+    dimension = positions.shape[-1]
+    if number <= dimension:
+        raise ValueError(
+            f"There are {number:,} clusters for {dimension:,} parameters: the covariance of their"
+            " gradients cannot be known. Take smaller clusters, or a model with fewer parameters."
+        )
+    unseen = _unseen(population, number if not of_rows else _rows(target))
+    known = _weights_of(weights, target)
+    flat = positions.reshape(-1, dimension)
+    center = flat.mean(axis=0)
+    sandwich = sandwich_of(target, center, labels, known, unseen)
+    moved = sandwich.center + (flat - center) @ sandwich.stretch.T
+    values = _constrained(target, moved.reshape(positions.shape))
+    values = {name: values.get(name, x) for name, x in draws.items()}
+    settings = dict(getattr(mcmc.sampler, "settings", {})) | {"calibrated": "sandwich"}
+    settings.setdefault("algorithm", type(mcmc.sampler).__name__)
+    view = view_of(mcmc, mcmc.sampler.model, values, args, kwargs, settings)
+    return Calibrated(
+        view,
+        mcmc,
+        _table(mcmc, view, flat, sandwich),
+        *sandwich.test(),
+        number,
+        of_rows,
+    )
+
+
+def _rows(target: Target) -> int:
+    return sum(plate.size for plate in target.view.plates)
+
+
+def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: dict) -> Target:
+    """
+    The model with its data, of which rows have gradients of their own.
+
+    :raises ValueError: if they have none.
+    """
+    temperature = getattr(mcmc.sampler, "settings", {}).get("temperature", 1.0)
+    if temperature != 1.0:
+        raise ValueError(
+            f"The run has temperature={temperature}: its draws are those of another law than the"
+            " posterior. Calibrate a run at temperature 1."
+        )
+    target = target_of(RunModel(mcmc.sampler.model, args, kwargs))
+    names = {plate.name for plate in target.view.plates}
+    if not names:
+        raise ValueError(
+            "The model has no plate with a `subsample_size`, and it is not known what its rows are:"
+            " put them into `with numpyro.plate('rows', N, subsample_size=n) as i:`."
+        )
+    if drawn := target.view.drawn_plates:
+        raise ValueError(
+            f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, whose second"
+            " derivatives are noise: groups with up to two numbers can be calibrated."
+        )
+    sites = site_shapes(mcmc.sampler.model, dict(draws), args, kwargs)
+    for name, site in sites.items():
+        frames = [f.name for f in site.get("cond_indep_stack", ()) if f.name in names]
+        if site["type"] == "sample" and len(frames) > 1:
+            raise ValueError(
+                f"Site '{name}' is inside of several subsampled plates ({', '.join(frames)}): its"
+                " rows are of both, and have no gradients that are independent of each other."
+            )
+    return target._replace(view=target.view.with_rule("fine"))
+
+
+def _check_draws(positions: np.ndarray) -> None:
+    """
+    :raises ValueError: if the draws do not have a single mode.
+    """
+    if positions.shape[1] >= 4:
+        found = np.asarray(split_gelman_rubin(positions.astype(np.float64)))
+        if np.nanmax(found) > _NOT_MIXED:
+            raise ValueError(
+                f"The chains do not agree: R-hat is up to {np.nanmax(found):.2f}. A sandwich is of"
+                " one mode, and there may be several, or the run was too short."
+            )
+
+
+def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], int, bool]:
+    """
+    The number of the cluster of each row by plate, how many there are, and whether they are rows.
+
+    :raises ValueError: if they do not fit the rows.
+    """
+    plates, found, number = target.view.plates, {}, 0
+    given = {} if clusters is None else _by_plate("clusters", clusters, target)
+    if given:
+        labels = [np.asarray(given[plate.name]) for plate in plates if plate.name in given]
+        names, flat = np.unique(np.concatenate(labels), return_inverse=True)
+        ends = np.cumsum([len(x) for x in labels])[:-1]
+        found = dict(zip(given, np.split(flat.ravel(), ends), strict=True))
+        number = len(names)
+        if number < 2:
+            raise ValueError(
+                f"`clusters` has a single one, {names[0]!r}: nothing is known of how clusters vary."
+            )
+    for plate in plates:
+        if plate.name not in found:
+            many = min(plate.size, _MOST_CLUSTERS)
+            found[plate.name] = number + np.arange(plate.size) % many
+            number += many
+    return found, number, not given
+
+
+def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
+    """
+    :raises ValueError: if they are not positive.
+    """
+    if weights is None:
+        return {}
+    found = {}
+    for name, x in _by_plate("weights", weights, target).items():
+        x = np.asarray(x, np.float64)
+        bad = ~np.isfinite(x) | (x <= 0)
+        if bad.any():
+            k = int(np.argmax(bad))
+            raise ValueError(
+                f"`weights` must be positive: that of row {k} is {x[k]}, as are"
+                f" {int(bad.sum()) - 1:,} others not. Leave rows of weight zero out of the data."
+            )
+        found[name] = x / x.mean()
+    return found
+
+
+def _by_plate(what: str, given: Any, target: Target) -> dict[str, Any]:
+    """
+    :raises ValueError: if it does not belong to the plates, or has another length.
+    """
+    plates = {plate.name: plate.size for plate in target.view.plates}
+    if not isinstance(given, Mapping):
+        if len(plates) > 1:
+            raise ValueError(
+                f"The model has the subsampled plates {sorted(plates)}: give `{what}` as a dict by"
+                " plate."
+            )
+        given = dict.fromkeys(plates, given)
+    if unknown := sorted(set(given) - set(plates)):
+        raise ValueError(
+            f"`{what}` is for plates {unknown}, but the subsampled plates are {sorted(plates)}."
+        )
+    for name, x in given.items():
+        if np.shape(x) != (plates[name],):
+            raise ValueError(
+                f"`{what}` of plate '{name}' has the shape {np.shape(x)}, but the plate has"
+                f" {plates[name]:,} rows: one for each of them is needed."
+            )
+    return {name: given[name] for name in plates if name in given}
+
+
+def _unseen(population: int | None, number: int) -> float:
+    """
+    :raises ValueError: if there are more data than population.
+    """
+    if population is None:
+        return 1.0
+    if population < number:
+        raise ValueError(f"`population` is {population:,}, but the data have {number:,} of it.")
+    return 1 - number / population
+
+
+def _constrained(target: Target, positions: np.ndarray) -> dict[str, np.ndarray]:
+    """Latent and deterministic sites of unconstrained positions, shape (chains, draws, d)."""
+
+    def run(target: Target, positions: Array) -> dict[str, Array]:
+        def one(position: Array) -> dict[str, Array]:
+            return target.view.constrain(target.unravel(position), target.args, target.kwargs)
+
+        return jax.vmap(jax.vmap(one))(positions)
+
+    dtype = target.view.dtype
+    return jax.device_get(target.compiled(run)(jnp.asarray(positions, dtype)))
+
+
+def _table(mcmc: MCMC, view: MCMC, flat: np.ndarray, sandwich: Sandwich) -> pd.DataFrame:
+    """Standard deviations before and after, by entry of each variable."""
+    before, labels = flat_draws(draws_of(as_data(mcmc)))
+    after, _ = flat_draws(draws_of(as_data(view)))
+    before, after = (x.reshape(-1, x.shape[-1]) for x in (before, after))
+    sd, calibrated_sd = before.std(axis=0), after.std(axis=0)
+    away = flat.astype(np.float64) - flat.mean(axis=0)
+    direction, *_ = np.linalg.lstsq(away, before - before.mean(axis=0), rcond=None)
+    moves = sd > 0
+    ratio = np.divide(calibrated_sd, sd, where=moves, out=np.full_like(sd, np.nan))
+    error = np.where(moves, sandwich.error_of(direction), np.nan)
+    return pd.DataFrame(
+        {"sd": sd, "calibrated_sd": calibrated_sd, "ratio": ratio, "ratio_error": error},
+        index=labels,
+    )

@@ -1,0 +1,86 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Intervals of the posterior, and calibrated ones."""
+
+import numpy as np
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc.diagnostics.calibrated import Calibrated
+from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
+from numpyro_sgmcmc.plots._axes import Axes, legend_above, new_axes, text_color
+
+#: More lines than these cannot be read.
+_MOST = 60
+
+
+def plot_calibrated(
+    found: Calibrated,
+    *,
+    var_names: list[str] | None = None,
+    probability: float = 0.95,
+    ax: Axes | None = None,
+    figsize: tuple[float, float] | None = None,
+) -> Axes:
+    """
+    Each entry's interval of the posterior, a broad line, and its calibrated one, a thin line with
+    ends, in units of the posterior standard deviation and around the posterior mean.
+
+    :param found: what :func:`~numpyro_sgmcmc.calibrated` gives.
+    :param var_names: names of variables; None for all. Of more than 60 entries those are drawn
+        whose intervals differ the most.
+    :param float probability: of the intervals, between quantiles.
+    :param ax: axes to draw into; None for a new figure.
+    :param figsize: width and height of a new figure in inches.
+    :return: the axes.
+    :raises ValueError: if there are no such variables.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC, NUTS
+        >>> from numpyro_sgmcmc import calibrated, plot_calibrated
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> mcmc = MCMC(NUTS(model), num_warmup=200, num_samples=200, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), 3 * jax.random.normal(jax.random.key(1), (100,)))
+        >>> ax = plot_calibrated(calibrated(mcmc))
+        >>> ax.get_xlabel()
+        'posterior standard deviations from the posterior mean'
+    """
+    plain, labels = _flat(found.run, var_names)
+    moved, _ = _flat(found.mcmc, var_names)
+    ratio = found.table["ratio"].reindex(labels).to_numpy()
+    order = np.arange(len(labels))
+    if len(labels) > _MOST:
+        order = np.sort(np.argsort(-np.abs(np.log(np.nan_to_num(ratio, nan=1.0))))[:_MOST])
+    if ax is None:
+        (ax,) = new_axes(1, figsize or (8.0, 1.2 + 0.3 * len(order)))
+    mean, sd = plain.mean(axis=0), plain.std(axis=0)
+    ends = [(1 - probability) / 2, (1 + probability) / 2]
+    places = np.arange(len(order))[::-1]
+    for draws, style in (
+        (plain, {"linewidth": 7.0, "color": "C0", "alpha": 0.5, "label": "posterior"}),
+        (moved, {"linewidth": 1.6, "color": text_color(), "label": "calibrated"}),
+    ):
+        low, high = (np.quantile(draws, ends, axis=0) - mean) / np.where(sd > 0, sd, 1.0)
+        ax.hlines(places, low[order], high[order], **style)
+        if draws is moved:
+            both = np.concatenate([low[order], high[order]])
+            ax.plot(both, np.tile(places, 2), "|", color=text_color(), markersize=9.0)
+    ax.set_yticks(places, [labels[k] for k in order])
+    ax.set(xlabel="posterior standard deviations from the posterior mean")
+    ax.set_ylim(-0.7, len(order) - 0.3)
+    legend_above(ax, 2, f"intervals of {probability:.0%}")
+    return ax
+
+
+def _flat(run: MCMC, var_names: list[str] | None) -> tuple[np.ndarray, list[str]]:
+    draws, labels = flat_draws(draws_of(as_data(run), var_names))
+    return draws.reshape(-1, draws.shape[-1]), labels
