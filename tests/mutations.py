@@ -136,8 +136,25 @@ MUTATIONS = {
         f"{ALGEBRA} tests/test_metric.py -k 'sample_is_a_step or pullback or metric'",
     ),
     "a control variate without the gradient of all data": Mutation(
-        "target/control_variate.py", "lambda g, s, k: g - s + k,", "lambda g, s, k: g - s,",
-        "tests/test_tuning.py -k control_variate",
+        "target/control_variate.py", "more = jax.tree.map(jnp.subtract, known_slope, slope)",
+        "more = jax.tree.map(jnp.negative, slope)", "tests/test_tuning.py -k control_variate",
+    ),
+    "an anchor of coordinates in the place of effects": Mutation(
+        "target/target.py", "potential, key = self.centred.potential(IdentityMetric()),",
+        "potential, key = self.potential(IdentityMetric()),", "tests/test_centring.py -k bend",
+    ),
+    "coordinates whose mean moves with the location only": Mutation(
+        "target/centring.py", "far = there.estimate - there.degree * self.location",
+        "far = -there.degree * self.location", "tests/test_centring.py -k independent",
+    ),
+    "the last row of each cluster for their sum": Mutation(
+        "diagnostics/_sandwich.py", "none.at[clusters[plate.name][numbers]].add(x.T)",
+        "none.at[clusters[plate.name][numbers]].set(x.T)",
+        "tests/test_calibrated.py -k the_sandwich",
+    ),
+    "a prior that is not seen": Mutation(
+        "diagnostics/_sandwich.py", "self.unseen * found + self.prior", "self.unseen * found",
+        "tests/test_calibrated.py -k prior",
     ),
     "an anchor that does not move": Mutation(
         "kernels/transition.py", "lambda z, _: move(z, centring),", "lambda _, anchor: anchor,",

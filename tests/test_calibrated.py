@@ -23,7 +23,7 @@ from numpyro_sgmcmc import (
 )
 from numpyro_sgmcmc.diagnostics._sandwich import Sandwich
 from numpyro_sgmcmc.diagnostics.runs import group
-from numpyro_sgmcmc.target.host import view_of
+from numpyro_sgmcmc.target.host import arguments, view_of
 
 COMPILE_QUICKLY = True
 
@@ -252,6 +252,19 @@ def test_latent_variables_of_groups():
     effects = [local_draws(m, groups=20, num_draws=500)["a"] for m in (mcmc, found.mcmc)]
     means = [x.mean(("chain", "draw")).values for x in effects]
     assert np.abs(means[0] - means[1]).max() < 0.2
+
+
+def test_weights_that_move_the_mode_far(constrained):
+    """Also from where the weighted potential does not curve upward: a mode of least squares."""
+    x, y = (np.asarray(a, float) for a in arguments(constrained)[0])
+    weights = np.exp(3 * (y > np.quantile(y, 0.9)))
+    found = calibrated(constrained, weights=weights)
+    w = weights / weights.mean()
+    expected = np.linalg.solve((x * w[:, None]).T @ x, (x * w[:, None]).T @ y)
+    draws = np.asarray(found.mcmc.get_samples()["b"])
+    assert (np.abs(draws.mean(0) - expected) < 0.02 * draws.std(0) + 1e-3).all()
+    with pytest.raises(ValueError, match="was not found in 20 Newton steps"):
+        calibrated(constrained, weights=np.where(np.arange(1_000) == 0, 1e20, 1e-20))
 
 
 def without_rows(x, y):

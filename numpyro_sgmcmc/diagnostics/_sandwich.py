@@ -3,7 +3,7 @@
 
 """Curvature of the potential, and the gradients of the rows, at the centre of a posterior."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -156,6 +156,58 @@ class Sandwich(NamedTuple):
         return statistic, degrees, float(scipy.stats.f.sf(statistic / degrees, degrees, left))
 
 
+class _Seen(NamedTuple):
+    """The potential of all rows at a place: its value, gradient and Hessian, that of the prior."""
+
+    center: np.ndarray
+    value: np.ndarray
+    slope: np.ndarray
+    hessian: np.ndarray
+    prior: np.ndarray
+
+    @property
+    def is_finite(self) -> bool:
+        return all(np.all(np.isfinite(x)) for x in self)
+
+    @property
+    def factor(self) -> tuple[np.ndarray, float]:
+        """:math:`L`, of absolute eigenvalues, and the smallest of those of the scaled Hessian."""
+        scale = np.sqrt(np.maximum(np.abs(np.diag(self.hessian)), np.finfo(float).tiny))
+        values, vectors = np.linalg.eigh(self.hessian / np.outer(scale, scale))
+        sizes = np.maximum(np.abs(values), _SINGULAR)
+        return (vectors / np.sqrt(sizes)) @ vectors.T / scale[:, None], float(values[0])
+
+    @property
+    def far(self) -> float:
+        """How far a Newton step leads, in standard deviations."""
+        return float(np.linalg.norm(self.factor[0].T @ self.slope))
+
+
+def _mode_from(start: _Seen, seen: Callable[[np.ndarray], _Seen]) -> _Seen:
+    """
+    Newton steps downward, along absolute eigenvalues, and a quarter as long where they lead up.
+
+    :raises ValueError: if they do not come to an end.
+    """
+    best, part = start, 1.0
+    for _ in range(_NEWTON_STEPS):
+        if best.far < _NEAR and best.factor[1] > _SINGULAR:
+            return best
+        factor, _ = best.factor
+        step = part * factor @ (factor.T @ best.slope)
+        there = seen((best.center - step).astype(best.center.dtype))
+        # up to the rounding errors of a sum over all rows
+        if there.is_finite and there.value <= best.value + 1e-6 * abs(best.value):
+            best, part = there, 1.0
+        else:
+            part /= 4
+    raise ValueError(
+        f"The mode of the weighted posterior was not found in {_NEWTON_STEPS} Newton steps from the"
+        " mean of the draws: sample the posterior with weights"
+        " (`numpyro.handlers.scale(scale=w[i])` around the observed site) instead."
+    )
+
+
 def sandwich_of(
     target: Target,
     center: np.ndarray,
@@ -176,44 +228,34 @@ def sandwich_of(
     """
     known = {name: jnp.asarray(w, target.view.dtype) for name, w in weights.items()}
     look = target.compiled(_curvature)
-    moves = _NEWTON_STEPS if weights else 1
-    for _ in range(moves):
-        slope, hessian, prior = (
-            np.asarray(x, np.float64) for x in look(jnp.asarray(center), known)
-        )
-        if not (np.all(np.isfinite(slope)) and np.all(np.isfinite(hessian))):
-            raise ValueError(
-                "The Hessian of the potential at the mean of the draws is not finite. The draws"
-                " have come to a place that the model does not allow; look at them before you"
-                " calibrate them."
-            )
-        scale = np.sqrt(np.maximum(np.diag(hessian), np.finfo(float).tiny))
-        values, vectors = np.linalg.eigh(hessian / np.outer(scale, scale))
-        if values[0] <= _SINGULAR:
-            raise ValueError(
-                "The potential does not curve upward in every direction at the mean of the draws"
-                f" (the smallest eigenvalue of its Hessian, scaled, is {values[0]:.3g}): the"
-                " posterior has several modes, or a direction of which rows and prior say nothing."
-                " A sandwich needs one mode."
-            )
-        factor = (vectors / np.sqrt(values)) @ vectors.T / scale[:, None]
-        step = factor @ (factor.T @ slope)
-        far = float(np.linalg.norm(factor.T @ slope))
-        if not weights and far > 1 + 2 * len(center) ** 0.5:
-            raise ValueError(
-                f"The mean of the draws is {far:,.3g} standard deviations from where the gradient"
-                " of all data is zero: the draws are not those of this posterior, or its width is"
-                " not that of its curvature. Look at the run before you calibrate it."
-            )
-        if not weights or far < _NEAR:
-            break
-        center = (center - step).astype(center.dtype)
-    else:
+
+    def seen(center: np.ndarray) -> _Seen:
+        return _Seen(center, *(np.asarray(x, np.float64) for x in look(jnp.asarray(center), known)))
+
+    here = seen(center)
+    if not here.is_finite:
         raise ValueError(
-            f"The mode of the weighted posterior was not found in {_NEWTON_STEPS} Newton steps from"
-            " the mean of the draws: sample the posterior with weights"
-            " (`numpyro.handlers.scale(scale=w[i])` around the observed site) instead."
+            "The Hessian of the potential at the mean of the draws is not finite. The draws have"
+            " come to a place that the model does not allow; look at them before you calibrate"
+            " them."
         )
+    if weights:
+        here = _mode_from(here, seen)
+    factor, smallest = here.factor
+    if smallest <= _SINGULAR:
+        raise ValueError(
+            "The potential does not curve upward in every direction at the mean of the draws (the"
+            f" smallest eigenvalue of its Hessian, scaled, is {smallest:.3g}): the posterior has"
+            " several modes, or a direction of which rows and prior say nothing. A sandwich needs"
+            " one mode."
+        )
+    if (far := here.far) > 1 + 2 * len(center) ** 0.5:
+        raise ValueError(
+            f"The mean of the draws is {far:,.3g} standard deviations from where the gradient of"
+            " all data is zero: the draws are not those of this posterior, or its width is not"
+            " that of its curvature. Look at the run before you calibrate it."
+        )
+    center, prior = here.center, here.prior
     number = 1 + max(int(x.max()) for x in clusters.values())
     look_at_rows = target.compiled(_of_clusters(number))
     labels = {name: jnp.asarray(x, jnp.int32) for name, x in clusters.items()}
@@ -236,7 +278,7 @@ def _weighted(rows: Rows, weights: Mapping[str, Array]) -> Rows:
 
 
 def _curvature(target: Target, center: Array, weights: Mapping[str, Array]) -> list[Array]:
-    """Gradient and Hessian of the potential of all rows, and the Hessian of that of the prior."""
+    """The potential of all rows with gradient and Hessian, and the Hessian of the prior."""
     potential = target.potential(IdentityMetric())
 
     def with_weights(values: Any, rows: Rows, rng_key: Array) -> Array:
@@ -251,8 +293,8 @@ def _curvature(target: Target, center: Array, weights: Mapping[str, Array]) -> l
         return potential(target.unravel(x), nothing, random.key(0))
 
     data: Any = with_weights, target.view.plates, target.unravel(center), random.key(0)
-    slope = ravel(full_data_gradient(*data)[1])
-    return [slope, full_data_hessian(*data), jax.hessian(without_rows)(center)]
+    value, slope = full_data_gradient(*data)
+    return [value, ravel(slope), full_data_hessian(*data), jax.hessian(without_rows)(center)]
 
 
 def _of_clusters(number: int) -> Any:
