@@ -248,26 +248,32 @@ def slopes(target, anchor, y):
     )
 
 
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("case", ["centred", "by hand", "nested", "scaled twice"])
+@pytest.mark.parametrize(("case", "order"), [("centred", 2), ("by hand", 1), ("nested", 2)])
 def test_a_control_variate_in_coordinates_that_bend(case, order):
     """Its mean is the gradient of all data; and normal rows are quadratic in effects."""
     target = with_degrees(read(CASES[case][0]))
     z = point_of(target)
-    away = jax.tree.map(lambda x: x + 0.3, z)
-    anchor = target.anchor(target.centred.in_coordinates(z), order)
-    y = target.in_coordinates(away)
+
+    @jax.jit
+    def places(z):
+        away = jax.tree.map(lambda x: x + 0.3, z)
+        effects = target.centred.in_coordinates(z)
+        return target.anchor(effects, order), target.in_coordinates(away)
+
+    anchor, y = places(z)
     plain, controlled = (slopes(target, kind, y) for kind in (None, anchor))
     np.testing.assert_allclose(controlled.mean(0), plain.mean(0), rtol=1e-4, atol=5e-3)
     noise = [np.abs(x - x.mean(0)).max() for x in (plain, controlled)]
     assert noise[0] > 10
     assert order == 1 or noise[1] < 1e-3 * noise[0]
-    # and what is differentiated is what is said
+    # and what is differentiated is what is said, also row by row
     potential, rows = target.potential(IdentityMetric(), anchor), {"rows": jnp.arange(40)}
-    expected = ravel_pytree(jax.grad(potential)(y, rows, random.key(0)))[0]
+    at = jax.jit(lambda y: jax.value_and_grad(potential)(y, rows, random.key(0)))
+    energy, slope = at(y)
+    expected = ravel_pytree(slope)[0]
     np.testing.assert_allclose(controlled[0], expected, rtol=1e-3, atol=5e-3)
-    energy, terms = potential.with_row_terms(y, rows, random.key(0))
-    np.testing.assert_allclose(energy, potential(y, rows, random.key(0)), rtol=1e-4)
+    whole, terms = jax.jit(lambda y: potential.with_row_terms(y, rows, random.key(0)))(y)
+    np.testing.assert_allclose(whole, energy, rtol=1e-4)
     assert terms["rows"].shape == (40,)
 
 

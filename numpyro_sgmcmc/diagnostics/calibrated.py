@@ -76,7 +76,8 @@ class Calibrated(NamedTuple):
             ("wide", ratio + 2 * error < 1 - _WORTH),
         ):
             if is_so.any():
-                worst = ratio.where(is_so).idxmax() if name == "narrow" else ratio.idxmin()
+                seen = ratio.where(is_so)
+                worst = seen.idxmax() if name == "narrow" else seen.idxmin()
                 said += (
                     f"; intervals of {is_so.sum()} of {len(ratio)} are too {name}, the most that"
                     f" of '{worst}', by a factor of {ratio[worst]:.2f} +- {error[worst]:.2f}"
