@@ -268,6 +268,30 @@ def test_weights_that_move_the_mode_far(constrained):
         calibrated(constrained, weights=np.where(np.arange(1_000) == 0, 1e20, 1e-20))
 
 
+@pytest.mark.slow
+def test_rows_in_two_plates(constrained):
+    """Clusters go across them, as if all rows were in one."""
+    x, y = arguments(constrained)[0]
+    clusters = np.arange(1_000) % 200
+
+    def halves(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 10).expand([2]).to_event(1))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(5))
+        for k, rows in enumerate((slice(0, 400), slice(400, 1_000))):
+            with numpyro.plate(f"rows {k}", len(y[rows]), subsample_size=100) as i:
+                law = dist.Normal(x[rows][i] @ b, sigma)
+                numpyro.sample(f"y {k}", law, obs=y[rows][i])
+
+    both = {"rows 0": clusters[:400], "rows 1": clusters[400:]}
+    found = calibrated(run_of(halves, (x, y), 500, NUTS), clusters=both)
+    one = calibrated(constrained, clusters=clusters)
+    assert found.clusters == one.clusters == 200
+    names = ["b[0]", "b[1]", "sigma"]
+    np.testing.assert_allclose(found.table["ratio"][names], one.table["ratio"][names], rtol=0.05)
+    with pytest.raises(ValueError, match="give `clusters` as a dict by plate"):
+        calibrated(found.run, clusters=clusters)
+
+
 def without_rows(x, y):
     b = numpyro.sample("b", dist.Normal(0, 30).expand([3]).to_event(1))
     with numpyro.plate("rows", len(y)):
