@@ -123,19 +123,22 @@ def test_the_sandwich(run, case):
         np.testing.assert_allclose(found.table["ratio"], 1, atol=0.05)
 
 
-def test_what_is_said_of_the_ratio():
-    """Its standard error, over many data sets of which the Hessian varies with the scores."""
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_is_said_of_the_ratio(is_right):
+    """Its standard error, over many data sets, in which the curvature varies with the scores."""
     rng, ratios, errors = np.random.default_rng(5), [], []
     for _ in range(300):
         x = rng.standard_normal((500, 2)) @ np.array([[1.0, 0.5], [0.0, 1.0]])
         y = rng.random(500) < 1 / (1 + np.exp(-x @ [1.0, -0.5]))
-        mode, curvature, scores = newton(x, y, np.ones(500))
+        w = np.ones(500) if is_right else np.exp(0.5 * rng.standard_normal(500))
+        mode, curvature, scores = newton(x, y, w)
         p = 1 / (1 + np.exp(-x @ mode))
-        factor = np.linalg.cholesky(np.linalg.inv(curvature))
-        alone = factor @ factor.T / np.linalg.norm(factor, axis=1)
-        bends = (x @ alone) ** 2 * (p * (1 - p))[:, None]
-        found = Sandwich(mode, factor, scores @ factor, bends, np.zeros((2, 2)), 1.0, 1.0)
         inverse = np.linalg.inv(curvature)
+        factor = np.linalg.cholesky(inverse)
+        alone = factor @ factor.T / np.linalg.norm(factor, axis=1)
+        bends = (x @ alone) ** 2 * (w * p * (1 - p))[:, None]
+        scores = scores - scores.mean(axis=0)
+        found = Sandwich(mode, factor, scores @ factor, bends, np.zeros((2, 2)), 1.0, 1.0)
         stretched = found.stretch @ inverse @ found.stretch.T
         ratios.append(np.sqrt(np.diag(stretched) / np.diag(inverse)))
         errors.append(found.error_of(np.eye(2)))

@@ -38,6 +38,9 @@ _SINGULAR = 1e-6
 #: Below so many clusters for each parameter their covariance is shrunk.
 _FEW = 10
 
+#: A p value of a model that is wrong.
+RARE = 0.01
+
 #: Cosine of a direction with that of a parameter, which is then the same.
 _SAME = 0.999
 
@@ -105,9 +108,9 @@ class Sandwich(NamedTuple):
         """
         The standard error of the ratio of the calibrated standard deviation of
         :math:`b^\\top \\theta` to the plain one, both of which clusters make: of a parameter from
-        :math:`(v_j^\\top \\nabla \\ell_g)^2 - r_j^2 b_{gj}` less what scores say of it, with
-        :math:`r_j` the ratio; of other directions, whose curvature is not known by cluster, as if
-        that was no part of it.
+        :math:`(v_j^\\top \\nabla \\ell_g)^2 - r_j^2 b_{gj}` with :math:`r_j` the ratio; of other
+        directions, whose curvature is not known by cluster, as if that was no part of it. If the
+        model is right, what scores say of it is made up for by the centre, and taken away.
 
         :param direction: :math:`b`, shape ``(d, k)`` for several.
         """
@@ -117,7 +120,9 @@ class Sandwich(NamedTuple):
         ratio = np.sqrt(np.maximum(np.sum(along * (self.meat @ along), axis=0), 0.0))
         cosine = np.abs(self.marginal.T @ along)
         nearest, is_parameter = cosine.argmax(axis=0), cosine.max(axis=0) > _SAME
-        excess = self._without_scores(squares - ratio**2 * self.bends[:, nearest])
+        excess = squares - ratio**2 * self.bends[:, nearest]
+        if self.test()[2] > RARE:
+            excess = self._without_scores(excess)
         squares = np.where(is_parameter, excess, squares)
         spread = squares.std(axis=0, ddof=1) * len(squares) ** 0.5
         return spread / np.maximum(2 * ratio, np.finfo(float).tiny)

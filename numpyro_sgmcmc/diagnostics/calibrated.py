@@ -14,7 +14,7 @@ from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 import pandas as pd
 
-from numpyro_sgmcmc.diagnostics._sandwich import Sandwich, sandwich_of
+from numpyro_sgmcmc.diagnostics._sandwich import RARE, Sandwich, sandwich_of
 from numpyro_sgmcmc.diagnostics._scores import RunModel, positions_of, target_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
 from numpyro_sgmcmc.results.inference_data import arguments_of
@@ -29,8 +29,8 @@ _MOST_CLUSTERS = 50_000
 #: Chains that disagree by so much have not found one mode.
 _NOT_MIXED = 1.1
 
-#: A ratio of standard deviations that is worth a word, and a p value.
-_WORTH, _RARE = 0.05, 0.01
+#: A ratio of standard deviations that differs from 1 by so much is worth a word.
+_WORTH = 0.05
 
 #: Values of each row, or each cluster, or each plate.
 _OfRows = Array | np.ndarray | Mapping[str, Any]
@@ -68,7 +68,7 @@ class Calibrated(NamedTuple):
         p = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.2g}"
         said = (
             f"The {what} vary as the model says ({p})"
-            if self.p_value > _RARE
+            if self.p_value > RARE
             else f"The {what} do not vary as the model says ({p})"
         )
         for name, is_so in (
