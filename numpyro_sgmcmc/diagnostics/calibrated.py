@@ -104,8 +104,7 @@ def calibrated(
     population: int | None = None,
 ) -> Calibrated:
     """
-    The draws of a run, stretched to intervals that cover the best value of the parameters also
-    where the model is wrong.
+    The draws of a run, stretched to intervals that cover where the model is wrong.
 
     The posterior of a model that is wrong has the wrong width: it counts each row as one
     independent observation that varies as the likelihood says. What an estimate really varies by,

@@ -23,8 +23,10 @@ def plot_calibrated(
     figsize: tuple[float, float] | None = None,
 ) -> Axes:
     """
-    Each entry's interval of the posterior, a broad line, and its calibrated one, a thin line with
-    ends, in units of the posterior standard deviation and around the posterior mean.
+    Intervals of the posterior, and calibrated ones.
+
+    Of each entry the first is a broad line, the second a thin one with ends, in units of the
+    posterior standard deviation and around the posterior mean.
 
     :param found: what :func:`~numpyro_sgmcmc.calibrated` gives.
     :param var_names: names of variables; None for all. Of more than 60 entries those are drawn
