@@ -235,7 +235,7 @@ def test_results(constrained, tmp_path):
     ax.figure.savefig(tmp_path / "picture.png")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_latent_variables_of_groups():
     """A group is a row, and its effects keep their conditional law."""
     groups = 500
