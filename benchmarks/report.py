@@ -59,11 +59,11 @@ PARTS = {
     "group_laplace": "benchmarks/groups.py laplace",
     "group_draws": "benchmarks/groups.py errors",
     "groups_and_nuts": "benchmarks/groups_and_nuts.py --data {data}",
-    "coverage": "benchmarks/coverage.py",
-    "calibrated_sandwich": "benchmarks/coverage.py sandwich",
-    "calibrated_cost": "benchmarks/coverage.py cost",
+    "coverage": "benchmarks/intervals.py",
+    "calibrated_sandwich": "benchmarks/intervals.py sandwich",
+    "calibrated_cost": "benchmarks/intervals.py cost",
     "calibrated_flights": (
-        "benchmarks/coverage.py flights --data {data} --picture docs/plot_calibrated.png"
+        "benchmarks/intervals.py flights --data {data} --picture docs/plot_calibrated.png"
     ),
     "battery": "benchmarks/posterior_battery.py --data {data} --cache {cache}",
     "pictures": "benchmarks/pictures.py --folder docs",

@@ -4,15 +4,15 @@
 """
 How often intervals of 95 % cover where the model is wrong: of the posterior, and calibrated.
 
-    python benchmarks/coverage.py [overdispersed] [clustered] [heteroscedastic] [tails] [weights]
+    python benchmarks/intervals.py [overdispersed] [clustered] [heteroscedastic] [tails] [weights]
         [right] [--simulations 500]
 
 Of each simulation new data, a new tuning and a new run of ``CCAdL(model)`` with nothing set. What
 is to be covered is what the estimate would be with all data in the world.
 
-    python benchmarks/coverage.py sandwich
-    python benchmarks/coverage.py flights --data FOLDER [--picture FILE]
-    python benchmarks/coverage.py cost
+    python benchmarks/intervals.py sandwich
+    python benchmarks/intervals.py flights --data FOLDER [--picture FILE]
+    python benchmarks/intervals.py cost
 
 compare the standard deviations with those of `statsmodels` and of a bootstrap of clusters, have
 intervals of flights by rows, aircraft and days, and time it with a million rows.
