@@ -150,8 +150,8 @@ def calibrated(
     **References:**
 
     1. *Maximum Likelihood Estimation of Misspecified Models*, Halbert White (1982).
-    2. *The Sandwich for Survey Weights: Uncertainty Estimation for Pseudo-Bayesian Inference Under
-       Complex Sampling*, Matthew Williams and Terrance Savitsky (2021).
+    2. *Uncertainty Estimation for Pseudo-Bayesian Inference Under Complex Sampling*,
+       Matthew Williams and Terrance Savitsky (2021).
     3. *Statistical Inference with Stochastic Gradient Algorithms*, Jeffrey Negrea, Jun Yang,
        Haoyue Feng, Daniel Roy and Jonathan Huggins (2022).
 
