@@ -14,8 +14,9 @@ is to be covered is what the estimate would be with all data in the world.
     python benchmarks/intervals.py flights --data FOLDER [--picture FILE]
     python benchmarks/intervals.py cost
 
-compare the standard deviations with those of `statsmodels` and of a bootstrap of clusters, have
-intervals of flights by rows, aircraft and days, and time it with a million rows.
+compare the standard deviations with those of `statsmodels` (`pip install statsmodels`) and of a
+bootstrap of clusters, have intervals of flights by rows, aircraft and days, and time it with a
+million rows.
 """
 
 import argparse
