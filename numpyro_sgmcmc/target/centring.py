@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Coordinates of a hierarchy between centred and non-centred ones.
+Coordinates of a hierarchy, in which effects do not depend on their scale.
 
 An effect :math:`x \\sim p(\\mu, \\sigma)` of a group, with a location and a scale that are unknown
 themselves, is :math:`x = \\mu + \\sigma u`. Rows that tell much of :math:`x` make :math:`x` and
@@ -32,9 +32,8 @@ the site, the potential as a function of :math:`y` is
     \\qquad q = 1 - \\lambda + \\lambda r^2 .
 
 All of it is a change of variables: the law of :math:`v` stays, whatever is taken for :math:`\\mu`,
-:math:`\\sigma`, :math:`\\lambda`, :math:`\\sigma_0` and :math:`e`. A model is read as a program of
-JAX, in which :math:`\\mu` and :math:`\\sigma` are computed from other sites, without its
-likelihood.
+:math:`\\sigma`, :math:`\\lambda`, :math:`\\sigma_0` and :math:`e`. Location and scale are those
+that :mod:`~numpyro_sgmcmc.target.hierarchy` reads from the model.
 
 **Example:** standard effects, of which the rows know as much as their law does for
 :math:`\\sigma_0 = 4`, and that they are around 0.
@@ -77,20 +76,13 @@ likelihood.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 from jax import Array
 from jax.extend.core import Literal
 import jax.numpy as jnp
-from numpyro import distributions as dist
-from numpyro.distributions import biject_to, constraints, transforms
-from numpyro.handlers import substitute, trace
 
-from numpyro_sgmcmc.target.handlers import Indices
-from numpyro_sgmcmc.target.model import MinibatchModel, Values
-from numpyro_sgmcmc.target.model_exceptions import explained
+from numpyro_sgmcmc.target.hierarchy import Hierarchy
+from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.operations import results_of
-
-_WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
 
 
 class Coordinates(NamedTuple):
@@ -119,92 +111,6 @@ def centred_by(degree: Array) -> Coordinates:
 def centred(centring: Centring) -> Centring:
     """Those of the same sites that are effects, :math:`y = x`."""
     return {name: centred_by(jnp.ones_like(there.degree)) for name, there in centring.items()}
-
-
-class Hierarchy(NamedTuple):
-    """
-    Location and scale of the sites of a model that have a scale which depends on other sites, as
-    functions of the unconstrained values of those.
-
-    - **program** - the model as a program of these values, a jaxpr.
-    - **constants** - of the program.
-    - **names** - of its arguments.
-    - **sites** - what belongs to each of the sites, in an order in which they can be computed.
-    """
-
-    program: Any
-    constants: Any
-    names: tuple[str, ...]
-    sites: dict[str, "_Site"]
-
-
-class _Site(NamedTuple):
-    """
-    - **location**, **scale** - variables of the program: :math:`m` and :math:`s`.
-    - **steps** - what the model does to the value until it is :math:`x`: names of operations, and
-      a variable for each, which is the first operand where the name begins with "r".
-    """
-
-    location: Any
-    scale: Any
-    steps: tuple[tuple[str, Any], ...]
-
-    @property
-    def variables(self) -> list[Any]:
-        return [self.location, self.scale, *(x for _, x in self.steps if x is not None)]
-
-
-def hierarchy_of(
-    view: MinibatchModel, values: Values, rows: Indices, rng_key: Array, args: tuple, kwargs: dict
-) -> Hierarchy:
-    """
-    Reads a model for its hierarchy. Parameters are those of
-    :meth:`~numpyro_sgmcmc.target.model.MinibatchModel.potential`.
-
-    :raises ValueError: if an argument that the model needs in Python is traced.
-    """
-    model, (args, kwargs) = view.prepared(rows, rng_key, args, kwargs)
-
-    def run(values: Values) -> dict[str, tuple[Array, Array]]:
-        def given(site: dict) -> Any:
-            if site["name"] not in values or site["type"] != "sample":
-                return None
-            return biject_to(site["fn"].support)(values[site["name"]])
-
-        with explained(view.model, args, kwargs):
-            sites = trace(substitute(model, substitute_fn=given)).get_trace(*args, **kwargs)
-        found = {name: _location_and_scale(sites[name]["fn"]) for name in sorted(values)}
-        return {
-            name: (
-                jnp.broadcast_to(both[0], values[name].shape),
-                jnp.broadcast_to(both[1], values[name].shape),
-            )
-            for name, both in found.items()
-            if both is not None
-        }
-
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)(values)
-    program, names = closed.jaxpr, tuple(sorted(values))
-    own = jax.tree.unflatten(jax.tree.structure(shapes), program.outvars)
-    needs = _needs(program)
-    found: dict[str, _Site] = {}
-    for k, name in enumerate(names):
-        if name not in own:
-            continue
-        steps = _steps(program, program.invars[k], needs, k)
-        # where both need each other, what the model does to the value is left out
-        location, scale = own[name]
-        for site in (_Site(location, scale, steps), _Site(location, scale, ())):
-            scales = [site.scale, *(x for kind, x in site.steps if "mul" in kind or "div" in kind)]
-            if not _union(needs, scales):
-                break
-            needed = _union(needs, site.variables)
-            if not needed & {k} and not any(
-                name in _reached(found, names[j], names, needs) for j in needed
-            ):
-                found[name] = site
-                break
-    return Hierarchy(program, closed.consts, names, _ordered(found, names, needs))
 
 
 class Written(NamedTuple):
@@ -372,78 +278,6 @@ _STEPS: dict[str, Callable[[Any, Any, Any], tuple[Any, Any]]] = {
 }
 
 
-def _steps(
-    program: Any, variable: Any, needs: Mapping[Any, frozenset[int]], k: int
-) -> tuple[tuple[str, Any], ...]:
-    """
-    What the model does to an argument, entry by entry, before anything else uses it: factors, and
-    one term, if it has factors that depend on other arguments.
-    """
-    steps: list[tuple[str, Any]] = []
-    shape, is_scaled, is_shifted = variable.aval.shape, False, False
-    while not is_shifted:
-        uses = [e for e in program.eqns if any(x is variable for x in e.invars)]
-        if len(uses) != 1 or any(x is variable for x in program.outvars):
-            break
-        (equation,) = uses
-        name, operands = equation.primitive.name, equation.invars
-        if name not in ("mul", "div", "add", "sub", "neg"):
-            break
-        is_first = operands[0] is variable
-        others = [x for x in operands if x is not variable]
-        if len(others) != len(operands) - 1 or equation.outvars[0].aval.shape != shape:
-            break  # its square, or an entry for each of several others
-        if any(k in _needed(needs, x) for x in others) or (name == "div" and not is_first):
-            break
-        steps.append((name if is_first else f"r{name}", others[0] if others else None))
-        is_shifted = name in ("add", "sub")
-        is_scaled |= name in ("mul", "div") and bool(_needed(needs, others[0]))
-        variable = equation.outvars[0]
-    return tuple(steps) if is_scaled else ()
-
-
-def _needs(program: Any) -> dict[Any, frozenset[int]]:
-    """The numbers of the arguments that each variable of a program depends on."""
-    needs: dict[Any, frozenset[int]] = {x: frozenset({k}) for k, x in enumerate(program.invars)}
-    for equation in program.eqns:
-        found = _union(needs, equation.invars)
-        needs |= dict.fromkeys(equation.outvars, found)
-    return needs
-
-
-def _needed(needs: Mapping[Any, frozenset[int]], variable: Any) -> frozenset[int]:
-    return frozenset() if isinstance(variable, Literal) else needs.get(variable, frozenset())
-
-
-def _union(needs: Mapping[Any, frozenset[int]], variables: Iterable[Any]) -> frozenset[int]:
-    return frozenset().union(*(_needed(needs, x) for x in variables))
-
-
-def _reached(
-    found: Mapping[str, _Site], name: str, names: tuple[str, ...], needs: Mapping[Any, Any]
-) -> set[str]:
-    """A site and all that its location and scale depend on, directly or not."""
-    reached, new = set(), {name}
-    while new:
-        reached |= new
-        sites = [found[x] for x in new if x in found]
-        new = {names[j] for site in sites for j in _union(needs, site.variables)} - reached
-    return reached
-
-
-def _ordered(
-    found: dict[str, _Site], names: tuple[str, ...], needs: Mapping[Any, Any]
-) -> dict[str, _Site]:
-    """Each site after those that it depends on."""
-    ordered: dict[str, _Site] = {}
-    while len(ordered) < len(found):
-        for name, site in found.items():
-            before = {names[j] for j in _union(needs, site.variables)} & found.keys()
-            if name not in ordered and before <= ordered.keys():
-                ordered[name] = site
-    return ordered
-
-
 def _missing(program: Any, known: Mapping[Any, Any], variables: Iterable[Any]) -> list[Any]:
     """The operations that are still to be done for some variables, in their order."""
     wanted = {x for x in variables if not isinstance(x, Literal) and x not in known}
@@ -454,40 +288,3 @@ def _missing(program: Any, known: Mapping[Any, Any], variables: Iterable[Any]) -
             inputs = (x for x in equation.invars if not isinstance(x, Literal))
             wanted.update(x for x in inputs if x not in known)
     return missing[::-1]
-
-
-def _location_and_scale(fn: Any) -> tuple[Array, Array] | None:
-    """
-    Of the unconstrained value of a site, if its distribution has them.
-
-    **Example:**
-
-    .. doctest::
-
-        >>> import numpyro.distributions as dist
-        >>> from numpyro_sgmcmc.target.centring import _location_and_scale
-        >>> _location_and_scale(dist.LogNormal(1.0, 2.0).expand([3]).to_event(1))
-        (1.0, 2.0)
-        >>> _location_and_scale(dist.Gamma(1.0, 2.0)) is None
-        True
-    """
-    while isinstance(fn, _WRAPPERS):
-        fn = fn.base_dist
-    if isinstance(fn, dist.MultivariateNormal | dist.MultivariateStudentT):
-        return fn.loc, jnp.sqrt(jnp.sum(fn.scale_tril**2, axis=-1))
-    if {"loc", "scale"} <= fn.arg_constraints.keys():
-        if fn.support is constraints.real or isinstance(fn, dist.LogNormal):
-            return fn.loc, fn.scale
-        return None
-    if not isinstance(fn, dist.TransformedDistribution):
-        return None
-    base = _location_and_scale(fn.base_dist)
-    if base is None:
-        return None
-    location, scale = base
-    for k, transform in enumerate(fn.transforms):
-        if isinstance(transform, transforms.AffineTransform):
-            location, scale = transform.loc + transform.scale * location, transform.scale * scale
-        elif not isinstance(transform, transforms.ExpTransform) or k + 1 < len(fn.transforms):
-            return None
-    return location, scale

@@ -21,9 +21,9 @@ from numpyro_sgmcmc.target.centring import (
     Written,
     as_written,
     centred,
-    hierarchy_of,
 )
 from numpyro_sgmcmc.target.handlers import Indices, Plate
+from numpyro_sgmcmc.target.hierarchy import hierarchy_of
 from numpyro_sgmcmc.target.metric import Metric
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
 

@@ -24,15 +24,14 @@ from numpyro_sgmcmc.data.strata import Group
 from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
 from numpyro_sgmcmc.target.centring import (
     Centring,
-    Hierarchy,
     Written,
     as_written,
     centred,
-    hierarchy_of,
     in_coordinates,
 )
 from numpyro_sgmcmc.target.control_variate import Anchor, ControlVariate
 from numpyro_sgmcmc.target.handlers import BatchRows, Plate
+from numpyro_sgmcmc.target.hierarchy import Hierarchy, hierarchy_of
 from numpyro_sgmcmc.target.linear_algebra import in_order
 from numpyro_sgmcmc.target.metric import IdentityMetric, Metric
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
