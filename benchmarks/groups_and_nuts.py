@@ -97,14 +97,20 @@ def verbagg(y, batch):
         numpyro.sample("y", dist.Bernoulli(logits=logits).to_event(1), obs=y[g])
 
 
-def chem97(score, x, authority, members, observed, batch):
-    """Pupils in schools in authorities: a school is latent, an authority a parameter."""
+def of_authorities(x):
+    """What pupils in schools in authorities have in common."""
     mu = numpyro.sample("mu", dist.Normal(0, 10))
     b = numpyro.sample("b", dist.Normal(0, 5).expand([x.shape[1]]).to_event(1))
     between = numpyro.sample("between", dist.HalfNormal(2))
     within = numpyro.sample("within", dist.HalfNormal(2))
     sd = numpyro.sample("sd", dist.HalfNormal(5))
     lea = numpyro.sample("lea", dist.Normal(0, between).expand([131]).to_event(1))
+    return mu, b, within, sd, lea
+
+
+def chem97(score, x, authority, members, observed, batch):
+    """Pupils in schools in authorities: a school is latent, an authority a parameter."""
+    mu, b, within, sd, lea = of_authorities(x)
     with numpyro.plate("schools", len(members), subsample_size=batch) as g:
         a = numpyro.sample("a", dist.Normal(lea[authority[g]], within))
         with numpyro.plate("pupils", members.shape[1]):
@@ -115,12 +121,7 @@ def chem97(score, x, authority, members, observed, batch):
 
 def chem97_by_row(score, x, authority, school):
     """The same, each pupil once and not in a padded table."""
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    b = numpyro.sample("b", dist.Normal(0, 5).expand([x.shape[1]]).to_event(1))
-    between = numpyro.sample("between", dist.HalfNormal(2))
-    within = numpyro.sample("within", dist.HalfNormal(2))
-    sd = numpyro.sample("sd", dist.HalfNormal(5))
-    lea = numpyro.sample("lea", dist.Normal(0, between).expand([131]).to_event(1))
+    mu, b, within, sd, lea = of_authorities(x)
     with numpyro.plate("schools", len(authority)):
         a = numpyro.sample("a", dist.Normal(lea[authority], within))
     with numpyro.plate("pupils", len(score)):

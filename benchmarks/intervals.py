@@ -140,6 +140,18 @@ CASES = {
 }
 
 
+def two_chains(model, warmup, samples):
+    return MCMC(
+        CCAdL(model, progress_bar=False),
+        num_warmup=warmup,
+        num_samples=samples,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
+        jit_model_args=True,
+    )
+
+
 def sandwich(seed, replications=1_000):
     """Standard deviations by the clusters of the second case, by three ways."""
     import statsmodels.api as sm
@@ -187,14 +199,7 @@ def flights(folder, picture):
     codes |= {name: found[name].astype(np.int32) for name in ("carrier", "origin")}
     codes = {name: jnp.asarray(x, jnp.int32) for name, x in codes.items()}
     late = jnp.asarray(found["arr_delay"] > 15, jnp.float32)
-    mcmc = MCMC(
-        CCAdL(delays, progress_bar=False),
-        num_warmup=100,
-        num_samples=1_000,
-        num_chains=2,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
+    mcmc = two_chains(delays, 100, 1_000)
     mcmc.run(random.key(0), codes, late)
     hours, names = np.unique(found["dep_hour"]), found["carriers"]
     day = 31 * found["month"].astype(int) + found["day"]
@@ -268,15 +273,7 @@ def parameters(mcmc, count):
 
 def line_of(name, simulations, seed):
     model, simulated = CASES[name]
-    mcmc = MCMC(
-        CCAdL(model, progress_bar=False),
-        num_warmup=50,
-        num_samples=500,
-        num_chains=2,
-        chain_method="vectorized",
-        progress_bar=False,
-        jit_model_args=True,
-    )
+    mcmc = two_chains(model, 50, 500)
     rng = np.random.default_rng(seed)
     hits, ratios, rejected, start = [], [], 0, time.perf_counter()
     for k in range(simulations):

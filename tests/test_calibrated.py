@@ -306,14 +306,14 @@ BAD = {
         {"clusters": CLUSTER[:-1]},
         r"shape \(1999,\), but the plate has 2,000 rows",
     ),
-    "one cluster": ({"clusters": np.zeros(ROWS, int)}, "a single one, np.int64\\(0\\)"),
+    "one cluster": ({"clusters": np.zeros(ROWS, int)}, "a single one, 0: nothing"),
     "few clusters": ({"clusters": CLUSTER % 3}, "3 clusters for 3 parameters"),
     "weights of zero": (
         {"weights": WEIGHTS * (CLUSTER > 0)},
-        "must be positive: that of row 0 is 0",
+        "20 are not, the first that of row 0",
     ),
-    "negative weights": ({"weights": -WEIGHTS}, "as are 1,999 others not"),
-    "no number": ({"weights": np.full(ROWS, np.nan)}, "that of row 0 is nan"),
+    "negative weights": ({"weights": -WEIGHTS}, "2,000 are not"),
+    "no number": ({"weights": np.full(ROWS, np.nan)}, "row 0, nan"),
     "an unknown plate": ({"clusters": {"row": CLUSTER}}, r"is for plates \['row'\]"),
     "a small population": ({"population": 100}, "is 100, but the data have 2,000"),
 }

@@ -134,12 +134,12 @@ class Sandwich(NamedTuple):
 
     def test(self) -> tuple[float, int, float]:
         """
-        White's test that :math:`I = J`, in the direction of each parameter or, where clusters are
-        few, of their sum. With :math:`t_{gj} = v_j^\\top \\nabla \\ell_g`,
+        White's test that :math:`I = J - J_0`, in the direction of each parameter or, where clusters
+        are few, of their sum. With :math:`t_{gj} = v_j^\\top \\nabla \\ell_g`,
         :math:`T_j = \\sum_g t_{gj}^2`, :math:`B_j = \\sum_g b_{gj}`, and
         :math:`m_{gj} = t_{gj}^2 / T_j - b_{gj} / B_j` less what scores say of it,
 
-        .. math:: r^\\top \\Big( \\sum_g m_g m_g^\\top \\Big)^{-1} r, \\qquad
+        .. math:: r^\\top \\Big( \\frac{G}{G - d - 1} \\sum_g m_g m_g^\\top \\Big)^{-1} r, \\qquad
             r_j = \\log \\frac{T_j}{B_j} ,
 
         in logarithms, since the error of :math:`T_j` is in proportion to it.

@@ -48,7 +48,7 @@ class Calibrated(NamedTuple):
       ``ratio_error``, its standard error.
     - **statistic**, **degrees**, **p_value** - of the test that rows vary as the model says.
     - **clusters** - their number, of which each counts as one independent observation.
-    - **of_rows** - whether they are rows.
+    - **of_rows** - whether rows are not in clusters.
     """
 
     mcmc: MCMC
@@ -283,7 +283,7 @@ def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], 
         number = len(names)
         if number < 2:
             raise ValueError(
-                f"`clusters` has a single one, {names[0]!r}: nothing is known of how clusters vary."
+                f"`clusters` has a single one, {names[0]}: nothing is known of how clusters vary."
             )
     for plate in plates:
         if plate.name not in found:
@@ -306,8 +306,8 @@ def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
         if bad.any():
             k = int(np.argmax(bad))
             raise ValueError(
-                f"`weights` must be positive: that of row {k} is {x[k]}, as are"
-                f" {int(bad.sum()) - 1:,} others not. Leave rows of weight zero out of the data."
+                f"`weights` must be positive numbers: {int(bad.sum()):,} are not, the first that of"
+                f" row {k}, {x[k]}. Leave rows of weight zero out of the data."
             )
         found[name] = x / x.mean()
     return found
