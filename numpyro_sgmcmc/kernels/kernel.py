@@ -17,7 +17,6 @@ from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
 from numpyro_sgmcmc.kernels.collected import constrained
 from numpyro_sgmcmc.kernels.context import Context
-from numpyro_sgmcmc.kernels.identity import check_state
 from numpyro_sgmcmc.kernels.initial import initialised
 from numpyro_sgmcmc.kernels.monitor import Monitor
 from numpyro_sgmcmc.kernels.record import identity_of, record_of
@@ -321,8 +320,7 @@ class SGMCMCKernel(MCMCKernel):
         return constrained(self, args, kwargs)
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
-        check_state(state, self.context.data)
-        return self.monitor.text(state, self._seconds_of_a_sample)
+        return self.monitor.text(state, self._seconds_of_a_sample, self.context.data)
 
     @property
     def _seconds_of_a_sample(self) -> float:

@@ -9,11 +9,14 @@ import warnings
 
 import numpy as np
 
+from numpyro_sgmcmc.kernels.identity import check_state
 from numpyro_sgmcmc.kernels.state import SGMCMCState
 from numpyro_sgmcmc.stein import SteinReport, advice, stein_report
 
-#: Formatting values that live on the device waits for them: not more often than this.
+#: Looking at values that live on the device waits for them: not more often than this.
 _SECONDS_BETWEEN_TEXTS = 0.5
+#: After such a pause the run may be another one, on other data.
+_SECONDS_BETWEEN_RUNS = 0.02
 
 #: Under a progress bar a run is first judged at this sample, and then whenever it has doubled.
 _FEWEST_CALLS = 64
@@ -52,17 +55,22 @@ class Monitor:
         if not self._has_warned:
             self._warns_of(stein_report(state.monitor.stein))
 
-    def text(self, state: SGMCMCState, seconds: float = 0.0) -> str:
+    def text(self, state: SGMCMCState, seconds: float = 0.0, data: str | None = None) -> str:
         """
         What a progress bar is to say, of one chain or as the mean of several.
 
         :param float seconds: those that the tuning expects of a sample of one chain, if known.
+        :param data: tells the data of the run from others, or None if they are not known.
+        :raises ValueError: if the state has the anchor of other data.
         """
         self._calls += 1
         self._texts += 1
         now, each = time.monotonic(), seconds * np.size(state.step_size)
-        self._taken += min(max(now - self._before, 0.0), max(1.0, _LONGEST_WAIT * each))
+        waited = max(now - self._before, 0.0)
+        self._taken += min(waited, max(1.0, _LONGEST_WAIT * each))
         self._before = now
+        if waited > _SECONDS_BETWEEN_RUNS or not self._text:
+            check_state(state, data)
         due = self._calls >= _FEWEST_CALLS and self._calls.bit_count() == 1  # 64, 128, ...
         if due or now - self._written > _SECONDS_BETWEEN_TEXTS:
             monitored = state.monitor
