@@ -53,6 +53,19 @@ def slopes(x, y, batch):
             numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[g].T)
 
 
+def slopes_by_unit(x, y, batch):
+    """The same, for NUTS: effects in units of their scale, which it finds easier."""
+    mu = numpyro.sample("mu", dist.Normal(0, 2).expand([3]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1).expand([3]).to_event(1))
+    corr = numpyro.sample("corr", dist.LKJCholesky(3, 2.0))
+    with numpyro.plate("groups", len(y)):
+        unit = numpyro.sample("unit", dist.Normal(0, 1).expand([3]).to_event(1))
+        b = numpyro.deterministic("b", mu + unit @ (tau[:, None] * corr).T)
+        logits = jnp.einsum("gmk,gk->mg", x, b)
+        with numpyro.plate("members", y.shape[1]):
+            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y.T)
+
+
 def counts(x, y, batch):
     """Counts whose rate has a factor of the group."""
     b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
@@ -168,7 +181,7 @@ def simulated(name, rng):
         x = rng.standard_normal((1_000, 12, 3)).astype(np.float32)
         x[..., 0] = 1
         y = rng.random((1_000, 12)) < 1 / (1 + np.exp(-np.einsum("gmk,gk->gm", x, b)))
-        return slopes, slopes, (x, y.astype(np.float32)), 100
+        return slopes, slopes_by_unit, (x, y.astype(np.float32)), 100
     if name == "counts":
         x = rng.standard_normal((2_000, 4)).astype(np.float32)
         y = rng.poisson(rng.gamma(2.0, 0.5, (2_000, 1)) * np.exp(0.5 + 0.3 * x))

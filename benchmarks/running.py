@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 import time
 import warnings
 
+from blocks import fori_collect_in_blocks
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from measure import interleaved, ratio, table
 import numpy as np
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
+import numpyro.infer.mcmc
 from step_cost import FRICTION, bound, collected, started
 from workloads import Workload, logistic, logistic_potential, workloads
 
@@ -69,12 +71,16 @@ def finished(mcmc: MCMC, key: int, data: tuple) -> None:
 
 def bar(rounds: int) -> str:
     """
-    A sample under a progress bar against one in NumPyro's own loop without, and what that is for
-    an effective sample of the worst parameter.
+    A sample under a progress bar against one in NumPyro's own loop without, what that is for an
+    effective sample of the worst parameter, and a sample under a bar whose calls are blocks of
+    samples, a change to NumPyro (``python benchmarks/blocks.py``).
     """
-    rows = []
-    for workload in workloads():
-        tried = {f"SGHMC, {k}": sghmc(workload, k) for k in (1, 10, 100)}
+    rows, one_by_one = [], numpyro.infer.mcmc.fori_collect
+    for workload in [of_the_readme(), *workloads()]:
+        chains = 4 if "README" in workload.name else 1
+        tried = {}
+        if chains == 1:
+            tried = {f"SGHMC, {k}": sghmc(workload, k) for k in (1, 10, 100)}
         if workload.steps >= 1_000:  # the pilot of the network takes minutes
             tuning = CCAdL(bound(workload), progress_bar=False).tune(random.key(0), *workload.data)
             tried |= {
@@ -84,25 +90,45 @@ def bar(rounds: int) -> str:
         for name, make in tried.items():
             kernel, _ = started(make, workload)
             count = kernel.steps_per_sample
-            samples = max(20, 500 if "tuned" in name else workload.steps // count)
+            samples = max(20, 1_000 if "tuned" in name else workload.steps // count)
             several = workload._replace(steps=samples)
-            mcmc = MCMC(kernel, num_warmup=0, num_samples=samples)
+            mcmc = MCMC(
+                kernel, num_warmup=0, num_samples=samples,
+                num_chains=chains, chain_method="vectorized",
+            )  # fmt: skip
             finished(mcmc, 0, workload.data)
             mcmc.post_warmup_state = mcmc.last_state
+
+            def under(loop: Callable, mcmc=mcmc, workload=workload) -> None:
+                numpyro.infer.mcmc.fori_collect = loop
+                finished(mcmc, 1, workload.data)
+
             programs = {
-                "off": collected(make, several),
-                "on": partial(finished, mcmc, 1, workload.data),
+                "off": collected(make, several, chains),
+                "on": partial(under, one_by_one),
+                "blocks": partial(under, fori_collect_in_blocks()),
             }
             seconds = interleaved(programs, rounds)
+            numpyro.infer.mcmc.fori_collect = one_by_one
             off, on = (np.median(seconds[which]) for which in ("off", "on"))
             found = [f"{1e6 * off / samples:.0f}", f"{1e6 * on / samples:.0f}"]
-            found += [ratio(seconds["on"], seconds["off"]), "", ""]
+            found += [ratio(seconds[which], seconds["off"]) for which in ("on", "blocks")]
+            found += ["", ""]
             if "tuned" in name:
                 size = least_size(mcmc)
                 found[-2:] = [f"{size / off:,.0f}", f"{size / on:,.0f}"]
+            jax.clear_caches()  # thousands of programs exhaust the memory maps of a process
             rows.append([workload.name, name, count, *found])
     header = ["", "kernel", "steps_per_sample", "us a sample, bar off", "on", "ratio"]
-    return table([*header, "ESS a second, bar off", "on"], rows)
+    return table([*header, "of blocks", "ESS a second, bar off", "on"], rows)
+
+
+def of_the_readme() -> Workload:
+    """The example of the README, with its four vectorized chains."""
+    x = random.normal(random.key(1), (100_000, 5))
+    y = (x[:, 0] + random.logistic(random.key(2), (100_000,)) > 0).astype(int)
+    name = "README's example, 4 chains"
+    return Workload(name, logistic, logistic_potential, (x, y), 500, 1e-3, 4_000)
 
 
 def least_size(mcmc: MCMC) -> float:

@@ -69,9 +69,10 @@ def bound(workload: Workload) -> Callable:
     return partial(workload.model, batch_size=workload.batch_size)
 
 
-def started(make: Callable, workload: Workload):
-    kernel = make(bound(workload))
-    state = kernel.init(random.key(0), 0, None, model_args=workload.data, model_kwargs={})
+def started(make: Callable, workload: Workload, chains: int = 1):
+    kernel, key = make(bound(workload)), random.key(0)
+    keys = key if chains == 1 else random.split(key, chains)
+    state = kernel.init(keys, 0, None, model_args=workload.data, model_kwargs={})
     return kernel, state
 
 
@@ -103,12 +104,16 @@ def by_hand(method: str, workload: Workload, z: dict[str, Array], key: Array, da
     return lax.scan(step, carry, jnp.arange(workload.steps))[1]
 
 
-def collected(make: Callable, workload: Workload) -> Callable:
-    """A program of the kernel's steps in the loop of ``MCMC`` without a progress bar."""
-    kernel, state = started(make, workload)
+def collected(make: Callable, workload: Workload, chains: int = 1) -> Callable:
+    """
+    A program of the kernel's steps in the loop of ``MCMC`` without a progress bar, of one chain or
+    of several vectorized ones.
+    """
+    kernel, state = started(make, workload, chains)
 
     def steps(state, data):
         constrain = kernel.postprocess_fn(data, {})
+        constrain = constrain if chains == 1 else jax.vmap(constrain)
 
         def kept(states):
             state, others = states[0], kernel.default_fields[1:]
