@@ -209,6 +209,17 @@ def langevin(name, precision, noise, h, friction, estimate=0.0):
     return split(name, Step(precision, noise, h), lambda step: step.linear(c * one, root))
 
 
+def controls(noise, h, friction):
+    """The maps around the O of BAOAB: functions of the noise, found by iteration."""
+    v, vectors = np.linalg.eigh(noise)
+    u, kappa = h**2 * v, np.full_like(v, np.exp(-friction * h))
+    for _ in range(100):
+        delta = u / (4 - h**2) * (1 + 3 * kappa) / (1 + kappa)
+        before, after = (1 + 4 * u / (4 - h**2) - delta) ** -0.5, (1 - delta) ** 0.5
+        kappa = np.exp(-friction * h) * before * after
+    return tuple(vectors * scale @ vectors.T for scale in (before, after))
+
+
 def adaptive(name, precision, noise, h, friction, xi, control):
     """SGNHT and CCAdL at a fixed thermostat, one for each coordinate."""
     one = np.eye(len(precision))
@@ -220,12 +231,14 @@ def adaptive(name, precision, noise, h, friction, xi, control):
         return split("aboba", step, lambda step: step.look().nogin(friction, control, xi[0]))
     c = np.diag(np.exp(-xi * h))
     root = np.diag(friction / xi * (1 - np.exp(-2 * xi * h)))
-    damped = expm(-(h**2) / 4 * control)
+    before = after = expm(-(h**2) / 4 * control)
+    splitting = {"badodab": "baoab", "symmetric": "baoab"}.get(name, name)
+    if splitting == "baoab":
+        before, after = controls(control, h, friction)
 
     def middle(step):
-        return step.linear(damped).look().linear(c, root).look().linear(damped)
+        return step.linear(before).look().linear(c, root).look().linear(after)
 
-    splitting = {"badodab": "baoab", "symmetric": "baoab"}.get(name, name)
     return split(splitting, step, middle)
 
 

@@ -288,17 +288,27 @@ def test_negative_control():
 
 
 @pytest.mark.parametrize("h", [0.05, 0.2, 0.5, 0.7, 1.0])
-def test_where_noise_is_small_enough_for_a_symmetric_integrator(h):
-    """By algebra, with the friction that the tuning takes; with ten times the noise it is not."""
+def test_a_symmetric_integrator_takes_noise_out(h):
+    """
+    By algebra, with the friction that the tuning takes: all that a tuned step has, whatever its
+    direction, in the metric of the posterior, and nearly all in another.
+    """
 
-    def variance(noise):
+    def variance(noise, curvature=1.0, control=1.0):
         noise = noise / h**2 * ONE
-        _, friction = CCAdL(lambda: None).suggest(NoiseLevel(noise[0, 0], noise[0, 0], 1.0, 0.0))
-        return exact_laws.thermostatted("symmetric", ONE, noise, h, friction, noise)[0, 0]
+        level = NoiseLevel(noise[0, 0], noise[0, 0], curvature, 0.0)
+        _, friction = CCAdL(lambda: None).suggest(level)
+        law = exact_laws.thermostatted(
+            "symmetric", curvature * ONE, noise, h, friction, control * noise
+        )
+        return law[0, 0] * curvature
 
-    assert variance(ccadl._QUIET) == pytest.approx(1, abs=0.0055)
-    if h >= 0.5:
-        assert variance(10 * ccadl._QUIET) < 0.96
+    for noise in (0.01, 0.1, 0.5, ccadl._MOST_NOISE):
+        assert variance(noise) == pytest.approx(1, abs=1e-9)
+        for curvature in (0.7, 1.3):
+            assert variance(noise, curvature) == pytest.approx(1, abs=0.1 * noise**0.5 * h)
+    # without the estimate nothing is right but what the thermostat, here of one number, sees
+    assert abs(variance(1.0, control=0.5) - 1) > 0.01 * h
 
 
 @pytest.mark.nightly
@@ -319,7 +329,7 @@ def test_symmetric_integrators_need_the_estimate():
 
     z, error, _ = measure(partial(Blind, **method.keywords), law, 0.5)
     assert error < 0.01 and abs(z) > 10
-    z, error, _ = measure(method, thermostatted("symmetric", 1.0), 0.5)
+    z, error, _ = measure(method, thermostatted("nogin", 0.5), 0.5)
     assert error < 0.01 and abs(z) > Z
 
 
@@ -403,7 +413,6 @@ def test_published_references():
     assert thermostatted("euler")(*one) == pytest.approx(0.82908, abs=1e-5)
     assert thermostatted("badodab")(*one) == pytest.approx(0.99432, abs=1e-5)
     assert thermostatted("euler", 1.0)(*one) == pytest.approx(0.82908, abs=1e-5)
-    assert thermostatted("symmetric", 1.0)(*one) == pytest.approx(0.99763, abs=1e-5)
     for name, (_, law, expected) in HALVES.items():
         if expected is not None:
             relative = np.diag(law(*HETEROGENEOUS, 0.2)) * np.diag(HETEROGENEOUS[0])
@@ -427,7 +436,7 @@ HALVES = {
     "CCAdL symmetric": (
         partial(CCAdL, integrator="symmetric", **sure, **heavy),
         thermostatted("symmetric", 1.0),
-        [1.000, 0.997],
+        None,
     ),
     "CCAdL nogin": (partial(CCAdL, **sure, **heavy), thermostatted("nogin", 1.0), [1.0, 1.0]),
 }  # fmt: skip
@@ -639,7 +648,8 @@ ORDERS = {
         for name in ("baoab", "aboba", "obabo")
     },
     "SGNHT badodab": (partial(SGNHT, **heavy), (0.3, 0.6), 2),
-    "CCAdL symmetric": (partial(CCAdL, integrator="symmetric", **sure, **heavy), (0.3, 0.6), 2),
+    # of 0.3 the error is not seen
+    "CCAdL symmetric": (partial(CCAdL, integrator="symmetric", **sure, **heavy), (0.4, 0.8), 2),
     "CCAdL nogin": (
         partial(CCAdL, friction=FRICTION, thermal_mass=math.inf, **sure),
         (0.3, 0.6),

@@ -512,10 +512,12 @@ def test_law_with_a_control_variate(order):
 
 
 @pytest.mark.nightly
-def test_where_the_gradient_is_taken():
+@pytest.mark.parametrize("order", [2, 1])
+def test_where_the_gradient_is_taken(order):
     """
     Many coefficients and the scale of what they leave: half a drift further, where NOGIN takes the
-    gradient, the coefficients are wider, and the scale is pushed by all of them together.
+    gradient, the coefficients are wider, and the scale is pushed by all of them together. With and
+    without noise.
     """
     rows, size = 400, 60
     rng = np.random.default_rng(0)
@@ -544,7 +546,7 @@ def test_where_the_gradient_is_taken():
     covariance[:size, :size], covariance[size, size] = np.linalg.inv(precision), 1 / (2 * rows)
     center = np.append(np.linalg.solve(x.T @ x, x.T @ y), mean)
     metric = from_covariance(covariance, center, jnp.float32)
-    anchor = target.anchor(target.unravel(metric.center), 2)
+    anchor = target.anchor(target.unravel(metric.center), order)
     tuning = Tuning(0.5, 0.7, metric, metric, anchor, steps_per_sample=6)
     off, error = {}, {}
     for integrator in ("symmetric", "nogin"):
@@ -572,11 +574,14 @@ def test_no_hessian_of_too_many_parameters(monkeypatch):
 def test_the_integrator_suits_the_noise(tuning):
     quiet, noisy = (
         tuning._replace(noise=tuning.noise._replace(largest=level / tuning.step_size**2))
-        for level in (0.04, 0.06)
+        for level in (1.0, 1.1)
     )
     assert CCAdL(logistic).integrator(quiet) == "symmetric"
-    funnel = quiet._replace(noise=quiet.noise._replace(nonlinearity=0.4))
-    for found in (noisy, funnel, tuning._replace(noise=None)):
+    funnel, another_metric = (
+        quiet._replace(noise=quiet.noise._replace(**change))
+        for change in ({"nonlinearity": 0.4}, {"curvature": 1.2})
+    )
+    for found in (noisy, funnel, another_metric, tuning._replace(noise=None)):
         assert CCAdL(logistic).integrator(found) == "nogin"
     assert CCAdL(logistic, temperature=2.0).integrator(noisy) == "symmetric"
     assert CCAdL(logistic, covariance="matrix_free").integrator(quiet) == "nogin"

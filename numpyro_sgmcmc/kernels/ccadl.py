@@ -17,6 +17,7 @@ from numpyro_sgmcmc.kernels.integrators import (
     covariance_controlled,
     drift,
     euler_kick,
+    noise_controls,
     ornstein_uhlenbeck,
     thermostat,
 )
@@ -38,11 +39,15 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 #: Integrators that other methods do not have.
 _OWN = ("euler", "symmetric", "nogin")
 
-#: Noise for which NOGIN is not needed: :math:`h^2 v`, of which a tenth is the error of a variance;
-#: and the nonlinearity up to which. From the neck of a funnel (0.5) a step that was undone leads
-#: back with the momentum reversed only where the gradient is taken between two half drifts: with it
-#: at the end chains stood still there.
-_QUIET, _NO_FUNNEL = 0.05, 0.3
+#: The noise, :math:`h^2 v`, that a symmetric integrator can take out of the momentum: what a tuned
+#: step has at most, but for rounding.
+_MOST_NOISE = 1.001
+#: Ten times the error of a variance that is accepted where a metric leaves curvature.
+_ACCEPTED = 0.1
+#: And the nonlinearity. From the neck of a funnel (0.5) a step that was undone leads back with the
+#: momentum reversed only where the gradient is taken between two half drifts: with it at the end
+#: chains stood still there.
+_NO_FUNNEL = 0.3
 
 
 def _splitting_of(integrator: str) -> Splitting | None:
@@ -75,6 +80,27 @@ class CCAdL(MomentumKernel):
     position and on the direction, is dissipated by a friction of its own; a thermostat :math:`\\xi`
     takes up what is left.
 
+    With ``integrator="symmetric"`` a step is, written from one drift to the next,
+
+    .. math::
+
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p &\\leftarrow a(\\hat V) \\, p \\\\
+        \\xi &\\leftarrow \\xi + \\frac{h}{2 \\mu} \\left( \\frac{p^\\top p}{d} - T \\right) \\\\
+        p &\\leftarrow e^{-\\xi h} p
+            + \\sqrt{2 A T h \\, \\phi(\\xi h)} \\, R, \\qquad R \\sim N(0, I) \\\\
+        \\xi &\\leftarrow \\xi + \\frac{h}{2 \\mu} \\left( \\frac{p^\\top p}{d} - T \\right) \\\\
+        p &\\leftarrow b(\\hat V) \\, p \\\\
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p &\\leftarrow p - h \\nabla \\tilde U(\\theta) ,
+
+    with :math:`a` and :math:`b` of
+    :func:`~numpyro_sgmcmc.kernels.integrators.noise_controls` and :math:`\\phi` of
+    :func:`~numpyro_sgmcmc.kernels.integrators.phi`. With :math:`\\hat V = V`
+    it is exact for a Gaussian posterior in its metric, whatever the noise and its direction; where
+    the curvature :math:`\\lambda` is not 1 a variance is off by a part of about
+    :math:`h^2 v (\\lambda - 1) / 10`. The gradient is taken where the draws are.
+
     With ``integrator="nogin"`` a step is
 
     .. math::
@@ -89,18 +115,15 @@ class CCAdL(MomentumKernel):
 
     with one gradient, the same :math:`R \\sim N(0, T \\tanh(A h / 2) I)` twice, and
     :math:`D = \\tanh(\\xi h / 2) I + \\tfrac{h^2}{4 T} \\hat V`. With :math:`\\hat V = V` it
-    is exact for a Gaussian posterior, whatever the noise and its direction, up to
-    :math:`h^2 \\lambda < 4`; for others the error is of second order in :math:`h`.
+    is exact for a Gaussian posterior in any metric, whatever the noise and its direction, up to
+    :math:`h^2 \\lambda < 4`. For others its gradient is taken half a drift from the draws, where
+    they are wider by :math:`h^2 / 4`, so that :math:`d` effects together move their common scale
+    by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation.
 
-    ``"symmetric"`` is BACDODCAB, written from one drift to the next: the control C,
-    :math:`p \\leftarrow \\exp(-\\tfrac{h^2}{4 T} \\hat V) p`, on either side of the thermostat D
-    and the exact Ornstein-Uhlenbeck map O. It is exact for a Gaussian posterior without noise,
-    and with a little of it up to a part of about :math:`h^2 v / 10` of a variance. For others it
-    has an advantage: its gradient is taken where the draws are, and not half a drift further, where
-    they are wider by :math:`h^2 / 4`, and where :math:`d` effects together move their common scale
-    by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation. ``"auto"``, the default, is
-    ``"symmetric"`` where the tuning has found that :math:`h^2 v \\le 0.05` in all directions and
-    nothing like a funnel, and else ``"nogin"``.
+    For posteriors that are not Gaussian the error of both is of second order in :math:`h`.
+    ``"auto"``, the default, is ``"symmetric"`` for a tuned step, up to :math:`h^2 v = T` in all
+    directions, or :math:`T / (10 (\\lambda - 1))` if that is less, and ``"nogin"`` beyond, where
+    something looks like a funnel, and where nothing is tuned.
 
     ``"euler"`` is the step of the paper,
 
@@ -134,8 +157,9 @@ class CCAdL(MomentumKernel):
         schedule; None is tuned.
     :param float friction: :math:`A`, the strength of the added noise and the initial
         thermostat :math:`\\xi_0`, per unit of time; None is tuned.
-    :param str integrator: ``"auto"``; ``"nogin"``; ``"symmetric"``, or another of the splittings in
-        :mod:`numpyro_sgmcmc.kernels.splittings`, with C D O D C in its middle; or ``"euler"``.
+    :param str integrator: ``"auto"``; ``"symmetric"``; ``"nogin"``; another of the splittings in
+        :mod:`numpyro_sgmcmc.kernels.splittings`, with the same middle but for
+        :math:`a = b = \\exp(-\\tfrac{h^2}{4 T} \\hat V)`; or ``"euler"``.
     :param float thermal_mass: :math:`\\mu`; larger is slower to adapt and fluctuates less. The
         paper has 1 in this convention (its :math:`\\mu = d`). None is 10, and more for fewer
         than 100 parameters, :math:`1000 / d`; ``math.inf`` is a constant friction.
@@ -203,8 +227,10 @@ class CCAdL(MomentumKernel):
             return self.given.integrator
         if level is None or (noise is not None and noise.covariance == "matrix_free"):
             return "nogin"
-        is_quiet = tuning.step_size**2 * level.largest <= _QUIET * self.given.temperature
-        return "symmetric" if is_quiet and level.nonlinearity < _NO_FUNNEL else "nogin"
+        noise_of_a_kick = tuning.step_size**2 * level.largest / self.given.temperature
+        most = min(_MOST_NOISE, _ACCEPTED / max(level.curvature - 1, _ACCEPTED / 2))
+        is_funnel = level.nonlinearity >= _NO_FUNNEL
+        return "nogin" if is_funnel or noise_of_a_kick > most else "symmetric"
 
     def gradient_at_end(self, integrator: str) -> bool:
         splitting = _splitting_of(integrator)
@@ -238,6 +264,8 @@ class CCAdL(MomentumKernel):
         p, xi, average, count = state.dynamics
         temperature, diffusion = given.temperature, state.fixed.friction * given.temperature
         apply = noise.representation.apply
+        integrator = state.fixed.layout.integrator
+        splitting = _splitting_of(integrator)
 
         def adapted(xi: Array, energy: Array, step_size: Array) -> Array:
             """The map D."""
@@ -245,19 +273,22 @@ class CCAdL(MomentumKernel):
             mass = given.thermal_mass or 10 * max(1.0, 100 / p.shape[0])
             return thermostat(xi, energy, step_size, temperature, mass)
 
-        def control(covariance: Any, p: Array) -> Array:
-            """The map C."""
-            return apply(covariance, lambda v: jnp.exp(-(h**2) * v / (4 * temperature)), p)
+        def controls(v: Array) -> tuple[Array, Array]:
+            """Of the maps C on either side of the middle, for eigenvalues of the covariance."""
+            if splitting is SPLITTINGS["baoab"]:
+                return noise_controls(v / temperature, h, state.fixed.friction)
+            half = jnp.exp(-(h**2) * v / (4 * temperature))
+            return half, half
 
         def middle(p: Array, evaluation: Evaluation | None) -> tuple[Array, Array]:
             """C D(h/2) O D(h/2) C."""
             covariance = average if evaluation is None else noise.current(average, evaluation)
             normal = random.normal(rng_key, p.shape, p.dtype)
-            p = control(covariance, p)
+            p = apply(covariance, lambda v: controls(v)[0], p)
             half = adapted(xi, jnp.mean(p**2), h / 2)
             p = ornstein_uhlenbeck(p, half, diffusion, h, normal)
             whole = adapted(half, jnp.mean(p**2), h / 2)
-            return control(covariance, p), whole
+            return apply(covariance, lambda v: controls(v)[1], p), whole
 
         def nogin(p: Array, evaluation: Evaluation | None) -> tuple[Array, Array]:
             """D, and the O of NOGIN."""
@@ -280,8 +311,7 @@ class CCAdL(MomentumKernel):
             normal = random.normal(noise_key, p.shape, p.dtype)
             return covariance_controlled(p, inverse, scale * normal), here
 
-        integrator = state.fixed.layout.integrator
-        if (splitting := _splitting_of(integrator)) is not None:
+        if splitting is not None:
             inner = nogin if integrator == "nogin" else middle
             position, p, xi, evaluation = splitting.step(state.z, p, gradient, h, inner)
         else:
