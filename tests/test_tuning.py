@@ -558,6 +558,37 @@ def test_where_the_gradient_is_taken(order):
     assert off["nogin"] > 8 * error["nogin"]  # the negative control
 
 
+def test_a_wall_that_the_tuning_has_not_seen():
+    """
+    Steps that are too long there are undone and lead on with a new momentum, in the warm-up too:
+    one that has grown without end leaves a thermostat that holds the chain fast.
+    """
+
+    def model(y):
+        prior = dist.ImproperUniform(dist.constraints.real, (), ())
+        x = numpyro.sample("x", prior)
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.factor("y", y[i] * x)
+        numpyro.factor("wall", -0.5 * x**2 - 5e3 * jnp.maximum(-2.5 - x, 0.0) ** 2)
+
+    grid = np.linspace(-4, 6, 100_001)
+    p = np.exp(-0.5 * grid**2 - 5e3 * np.maximum(-2.5 - grid, 0) ** 2)
+    p /= p.sum()
+    mean, sd = p @ grid, np.sqrt(p @ (grid - p @ grid) ** 2)
+    tuning = Tuning(0.5, 0.7, IdentityMetric(), steps_per_sample=4)
+    kernel = CCAdL(model, tuning=tuning, integrator="symmetric")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the steps undone
+        mcmc = run(kernel, jnp.zeros(100), num_warmup=100, num_samples=4_000, chains=4)
+    draws = np.asarray(mcmc.get_samples(True)["x"], float)
+    undone = np.asarray(mcmc.last_state.monitor.nonfinite_steps)
+    assert np.all(undone > 10) and np.all(undone < 400)
+    size = effective_sample_size(draws)
+    assert size > 2_000
+    assert abs(draws.mean() - mean) < 3.5 * sd / size**0.5
+    assert abs(draws.std() / sd - 1) < 3.5 / (2 * size) ** 0.5
+
+
 def test_no_hessian_of_too_many_parameters(monkeypatch):
     monkeypatch.setattr(phases, "DENSE_BY_DEFAULT", 3)
     target, noise = Model(logistic, X, Y).target, NoiseLevel(1.0, 100.0, 1.0, 0.1)

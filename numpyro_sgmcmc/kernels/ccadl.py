@@ -44,9 +44,7 @@ _OWN = ("euler", "symmetric", "nogin")
 _MOST_NOISE = 1.001
 #: Ten times the error of a variance that is accepted where a metric leaves curvature.
 _ACCEPTED = 0.1
-#: And the nonlinearity. From the neck of a funnel (0.5) a step that was undone leads back with the
-#: momentum reversed only where the gradient is taken between two half drifts: with it at the end
-#: chains stood still there.
+#: And the nonlinearity: in a funnel the curvature is nowhere that of the metric.
 _NO_FUNNEL = 0.3
 
 
