@@ -239,7 +239,8 @@ def moments(draws):
     size = np.asarray(effective_sample_size(flat)).reshape(-1)
     spread = np.abs(flat - mean) ** 2
     error = np.sqrt(np.maximum(spread.var((0, 1)), 1e-30) / effective_sample_size(spread))
-    return mean, sd, sd / np.sqrt(size), error / (2 * np.maximum(sd, 1e-15)), size.min()
+    # some entries of a factor of correlations are always the same
+    return mean, sd, sd / np.sqrt(size), error / (2 * np.maximum(sd, 1e-15)), np.nanmin(size)
 
 
 def compared(ours, theirs):

@@ -44,8 +44,6 @@ _OWN = ("euler", "symmetric", "nogin")
 _MOST_NOISE = 1.001
 #: Ten times the error of a variance that is accepted where a metric leaves curvature.
 _ACCEPTED = 0.1
-#: And the nonlinearity: in a funnel the curvature is nowhere that of the metric.
-_NO_FUNNEL = 0.3
 
 
 def _splitting_of(integrator: str) -> Splitting | None:
@@ -119,9 +117,10 @@ class CCAdL(MomentumKernel):
     by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation.
 
     For posteriors that are not Gaussian the error of both is of second order in :math:`h`.
+    And from the neck of a funnel, where both are too long, it leads out, and NOGIN does not.
     ``"auto"``, the default, is ``"symmetric"`` for a tuned step, up to :math:`h^2 v = T` in all
-    directions, or :math:`T / (10 (\\lambda - 1))` if that is less, and ``"nogin"`` beyond, where
-    something looks like a funnel, and where nothing is tuned.
+    directions, or :math:`T / (10 (\\lambda - 1))` if that is less, and ``"nogin"`` beyond and where
+    nothing is tuned.
 
     ``"euler"`` is the step of the paper,
 
@@ -227,8 +226,7 @@ class CCAdL(MomentumKernel):
             return "nogin"
         noise_of_a_kick = tuning.step_size**2 * level.largest / self.given.temperature
         most = min(_MOST_NOISE, _ACCEPTED / max(level.curvature - 1, _ACCEPTED / 2))
-        is_funnel = level.nonlinearity >= _NO_FUNNEL
-        return "nogin" if is_funnel or noise_of_a_kick > most else "symmetric"
+        return "symmetric" if noise_of_a_kick <= most else "nogin"
 
     def gradient_at_end(self, integrator: str) -> bool:
         splitting = _splitting_of(integrator)
