@@ -638,12 +638,13 @@ def test_no_hessian_of_too_many_parameters(monkeypatch):
 
 def test_the_integrator_suits_the_noise(tuning):
     quiet, noisy = (
-        tuning._replace(noise=tuning.noise._replace(largest=level / tuning.step_size**2))
+        tuning._replace(noise=tuning.noise._replace(mean=0.0, largest=level / tuning.step_size**2))
         for level in (1.0, 1.1)
     )
     assert CCAdL(logistic).integrator(quiet) == "symmetric"
     another_metric = quiet._replace(noise=quiet.noise._replace(curvature=1.2))
-    for found in (noisy, another_metric, tuning._replace(noise=None)):
+    everywhere = quiet._replace(noise=quiet.noise._replace(mean=0.4 / tuning.step_size**2))
+    for found in (noisy, another_metric, everywhere, tuning._replace(noise=None)):
         assert CCAdL(logistic).integrator(found) == "nogin"
     assert CCAdL(logistic, temperature=2.0).integrator(noisy) == "symmetric"
     assert CCAdL(logistic, covariance="matrix_free").integrator(quiet) == "nogin"

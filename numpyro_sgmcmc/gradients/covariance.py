@@ -14,7 +14,7 @@ needs nothing but products :math:`V p`; for the diagonal they are exact.
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import Array, lax
@@ -74,9 +74,13 @@ class Covariance:
             known by its products only.
         """
 
+    def on(self, covariance: Any, vector: Array) -> "OnVector":
+        """:math:`V` for its functions of one vector :math:`p`, an object of arrays."""
+        return _lanczos(self, covariance, vector)
+
     def apply(self, covariance: Any, function: Function, vector: Array) -> Array:
         """:math:`f(V) p`, shape ``(d,)``."""
-        return _lanczos(self, covariance, vector).apply(function)
+        return self.on(covariance, vector).apply(function)
 
     def largest(self, covariance: Any, vector: Array) -> Array:
         """The largest eigenvalue that is met in applying a function to ``vector``."""
@@ -99,8 +103,8 @@ class Diagonal(Covariance):
     def trace(self, covariance: Array, probe: Array) -> Array:
         return jnp.sum(covariance)
 
-    def apply(self, covariance: Array, function: Function, vector: Array) -> Array:
-        return function(covariance) * vector
+    def on(self, covariance: Array, vector: Array) -> "OnVector":
+        return _Entries(covariance, vector)
 
     def largest(self, covariance: Array, vector: Array) -> Array:
         return jnp.max(covariance)
@@ -219,6 +223,23 @@ class MatrixFree(Covariance):
 def column_sums(matrix: Array) -> Array:
     """The sum over the first axis, by a product: XLA's reduction takes several times as long."""
     return jnp.matmul(jnp.ones(matrix.shape[0], matrix.dtype), matrix, precision="highest")
+
+
+class OnVector(Protocol):
+    """A covariance :math:`V` and a vector :math:`p`."""
+
+    def apply(self, function: Function) -> Array:
+        """:math:`f(V) p`, shape ``(d,)``."""
+
+
+class _Entries(NamedTuple):
+    """The variances, and the vector, both of shape (d,)."""
+
+    variances: Array
+    vector: Array
+
+    def apply(self, function: Function) -> Array:
+        return function(self.variances) * self.vector
 
 
 class _Lanczos(NamedTuple):
