@@ -53,7 +53,6 @@ PARTS = {
     "kills": "benchmarks/long_runs.py --only kills",
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",
-    "alternatives": "benchmarks/alternatives.py --seconds 8",
     "numpyro_examples": "benchmarks/numpyro_examples.py",
     "suite": "benchmarks/suite.py --data {data} --cache {cache}",
     "groups": "benchmarks/groups.py flat",

@@ -558,71 +558,6 @@ def test_where_the_gradient_is_taken(order):
     assert off["nogin"] > 8 * error["nogin"]  # the negative control
 
 
-def test_a_wall_that_the_tuning_has_not_seen():
-    """
-    Steps that are too long there are undone and lead on with a new momentum, in the warm-up too:
-    one that has grown without end leaves a thermostat that holds the chain fast.
-    """
-
-    def model(y):
-        prior = dist.ImproperUniform(dist.constraints.real, (), ())
-        x = numpyro.sample("x", prior)
-        with numpyro.plate("rows", len(y), subsample_size=10) as i:
-            numpyro.factor("y", y[i] * x)
-        numpyro.factor("wall", -0.5 * x**2 - 5e3 * jnp.maximum(-2.5 - x, 0.0) ** 2)
-
-    grid = np.linspace(-4, 6, 100_001)
-    p = np.exp(-0.5 * grid**2 - 5e3 * np.maximum(-2.5 - grid, 0) ** 2)
-    p /= p.sum()
-    mean, sd = p @ grid, np.sqrt(p @ (grid - p @ grid) ** 2)
-    tuning = Tuning(0.5, 0.7, IdentityMetric(), steps_per_sample=4)
-    kernel = CCAdL(model, tuning=tuning, integrator="symmetric")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the steps undone
-        mcmc = run(kernel, jnp.zeros(100), num_warmup=100, num_samples=4_000, chains=4)
-    draws = np.asarray(mcmc.get_samples(True)["x"], float)
-    undone = np.asarray(mcmc.last_state.monitor.nonfinite_steps)
-    assert np.all(undone > 10) and np.all(undone < 400)
-    size = effective_sample_size(draws)
-    assert size > 2_000
-    assert abs(draws.mean() - mean) < 3.5 * sd / size**0.5
-    assert abs(draws.std() / sd - 1) < 3.5 / (2 * size) ** 0.5
-
-
-@pytest.mark.slow
-def test_a_neck_that_the_tuning_has_not_seen():
-    """Chains that begin where every step is too long come out of it; those of NOGIN do not."""
-    size = 20
-
-    def model(y):
-        prior = dist.ImproperUniform(dist.constraints.real_vector, (), (size + 1,))
-        v = numpyro.sample("v", prior)
-        with numpyro.plate("rows", len(y), subsample_size=10) as i:
-            numpyro.factor("y", y[i] * jnp.sum(v))
-        curvature = 1 + 400 * jax.nn.sigmoid(-8 * (v[0] + 1.5))
-        log_det = size / 2 * jnp.log(curvature)
-        numpyro.factor("neck", log_det - 0.5 * (v[0] ** 2 + curvature * jnp.sum(v[1:] ** 2)))
-
-    def undone(integrator):
-        tuning = Tuning(0.5, 0.7, IdentityMetric(), steps_per_sample=4)
-        kernel = CCAdL(model, tuning=tuning, integrator=integrator)
-        rng = np.random.default_rng(0)
-        start = {"v": jnp.asarray(rng.uniform(-2, 2, (8, size + 1)), jnp.float32)}
-        start["v"] = start["v"].at[:, 0].set(-1.7)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the steps undone
-            mcmc = MCMC(
-                kernel, num_warmup=100, num_samples=2_000, num_chains=8,
-                chain_method="vectorized", progress_bar=False,
-            )  # fmt: skip
-            mcmc.run(random.key(0), jnp.zeros(100), init_params=start)
-        assert np.all(np.isfinite(mcmc.get_samples()["v"]))
-        return np.asarray(mcmc.last_state.monitor.nonfinite_steps) / (2_100 * 4)
-
-    assert np.all(undone("symmetric") < 0.2)
-    assert np.any(undone("nogin") > 0.9)  # the negative control
-
-
 def test_no_hessian_of_too_many_parameters(monkeypatch):
     monkeypatch.setattr(phases, "DENSE_BY_DEFAULT", 3)
     target, noise = Model(logistic, X, Y).target, NoiseLevel(1.0, 100.0, 1.0, 0.1)
@@ -644,7 +579,11 @@ def test_the_integrator_suits_the_noise(tuning):
     assert CCAdL(logistic).integrator(quiet) == "symmetric"
     another_metric = quiet._replace(noise=quiet.noise._replace(curvature=1.2))
     everywhere = quiet._replace(noise=quiet.noise._replace(mean=0.4 / tuning.step_size**2))
-    for found in (noisy, another_metric, everywhere, tuning._replace(noise=None)):
+    bent = quiet._replace(noise=quiet.noise._replace(nonlinearity=0.2))
+    hardly_any = bent._replace(noise=bent.noise._replace(largest=0.0))
+    assert CCAdL(logistic).integrator(hardly_any) == "symmetric"
+    funnel = hardly_any._replace(noise=hardly_any.noise._replace(nonlinearity=0.4))
+    for found in (noisy, another_metric, everywhere, bent, funnel, tuning._replace(noise=None)):
         assert CCAdL(logistic).integrator(found) == "nogin"
     assert CCAdL(logistic, temperature=2.0).integrator(noisy) == "symmetric"
     assert CCAdL(logistic, covariance="matrix_free").integrator(quiet) == "nogin"

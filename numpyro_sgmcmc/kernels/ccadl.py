@@ -47,6 +47,10 @@ _OWN = ("euler", "symmetric", "nogin")
 _MOST_NOISE, _MOST_IN_THE_MEAN = 1.001, 0.3
 #: Ten times the error of a variance that is accepted where a metric leaves curvature.
 _ACCEPTED = 0.1
+#: And the nonlinearity, with noise and with hardly any. From the neck of a funnel a step that was
+#: undone leads back with the momentum reversed only where the gradient is taken between two half
+#: drifts: with it at the end chains stood still there, with nu = 0.22, h^2 v = 0.09 and with 0.5.
+_NO_FUNNEL, _NO_FUNNEL_IF_QUIET, _QUIET = 0.15, 0.3, 0.05
 
 
 def _splitting_of(integrator: str) -> Splitting | None:
@@ -120,10 +124,9 @@ class CCAdL(MomentumKernel):
     by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation.
 
     For posteriors that are not Gaussian the error of both is of second order in :math:`h`.
-    And from the neck of a funnel, where both are too long, it leads out, and NOGIN does not.
     ``"auto"``, the default, is ``"symmetric"`` for a tuned step, up to :math:`h^2 v = T` in all
     directions, or :math:`T / (10 (\\lambda - 1))` if that is less, and :math:`0.3 \\, T` in their
-    mean, and ``"nogin"`` beyond and where nothing is tuned.
+    mean, and ``"nogin"`` beyond, where something looks like a funnel, and where nothing is tuned.
 
     ``"euler"`` is the step of the paper,
 
@@ -230,7 +233,8 @@ class CCAdL(MomentumKernel):
         unit = tuning.step_size**2 / self.given.temperature
         most = min(_MOST_NOISE, _ACCEPTED / max(level.curvature - 1, _ACCEPTED / 2))
         is_quiet = unit * level.largest <= most and unit * level.mean <= _MOST_IN_THE_MEAN
-        return "symmetric" if is_quiet else "nogin"
+        bent = _NO_FUNNEL_IF_QUIET if unit * level.largest <= _QUIET else _NO_FUNNEL
+        return "symmetric" if is_quiet and level.nonlinearity < bent else "nogin"
 
     def gradient_at_end(self, integrator: str) -> bool:
         splitting = _splitting_of(integrator)

@@ -38,9 +38,6 @@ _ROOM = 2**16
 #: steps is 1 for each in the mean, and beyond this in one of 1e8 steps at most, for any number of
 #: parameters. The sooner a step that is too long is undone the shorter a chain stays where it is.
 _HEAT, _ENERGY = 2.0, 40.0
-#: In the warm-up it may be so many times the squared distance to the centre in standard deviations,
-#: a kick of (h lambda)^2 for a curvature of 2 / h.
-_EXPLAINED = 4.0
 
 
 def start(
@@ -209,12 +206,11 @@ def one_step(
     finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
     finite = finite & is_valid
     if method.given.step_size is None:
-        finite = finite & _is_likely(state, new, fixed.warmup_steps, method.given.temperature)
+        finite = finite & ((i < fixed.warmup_steps) | _is_likely(new, method.given.temperature))
     if callable(method.given.step_size):
         finite = finite & (step_size > 0)
     moved = (new.z, new.dynamics, evaluation.potential)
-    refreshed = _with_fresh_momentum(state.dynamics, noise_key, method.given.temperature)
-    stayed = (state.z, refreshed, monitor.minibatch_potential)
+    stayed = (state.z, _turned(state.dynamics), monitor.minibatch_potential)
     z, dynamics, minibatch_potential = jax.tree.map(
         lambda after, before: jnp.where(finite, after, before), moved, stayed
     )
@@ -248,24 +244,17 @@ def one_step(
     )
 
 
-def _is_likely(
-    before: SGMCMCState, after: SGMCMCState, warmup_steps: Array, temperature: float
-) -> Array | bool:
+def _is_likely(state: SGMCMCState, temperature: float) -> Array | bool:
     """
     Whether a momentum is one that occurs. A step that is too long for a place far out, where the
-    curvature is greater than anywhere that the tuning has looked, leads further and further away.
-
-    In the warm-up a chain may come from far away: with a momentum that it had, or that the distance
-    to the centre explains.
+    curvature is greater than anywhere that the tuning has looked, leads further and further away;
+    undone, with the momentum reversed, it leads back.
     """
-    had, has = (getattr(state.dynamics, "momentum", None) for state in (before, after))
-    if had is None or has is None:
+    momentum = getattr(state.dynamics, "momentum", None)
+    if momentum is None:
         return True
-    most = temperature * (_HEAT * has.shape[0] + _ENERGY)
-    distance = jnp.maximum(jnp.sum(before.z**2), jnp.sum(after.z**2))
-    explained = jnp.maximum(jnp.sum(had**2), _EXPLAINED * distance)
-    is_warming_up = before.i < warmup_steps
-    return jnp.sum(has**2) < jnp.where(is_warming_up, jnp.maximum(most, explained), most)
+    most = temperature * (_HEAT * momentum.shape[0] + _ENERGY)
+    return jnp.sum(momentum**2) < most
 
 
 def _has_its_data(target: Target, fixed: Fixed) -> Array | bool:
@@ -287,15 +276,8 @@ def _step_size(method: "SGMCMCKernel", i: Array, fixed: Fixed) -> Array:
     return jnp.asarray(given(i) if callable(given) else fixed.step_size)
 
 
-def _with_fresh_momentum(dynamics: Any, rng_key: Array, temperature: float) -> Any:
-    """
-    With a new momentum: a step that is undone would else lead to the same place. Reversed it would
-    lead back only where the gradient is taken between two half drifts.
-
-    :param rng_key: that of the noise of the step, which is undone with it.
-    """
-    momentum = getattr(dynamics, "momentum", None)
-    if momentum is None:
+def _turned(dynamics: Any) -> Any:
+    """With the momentum reversed: else a step that is undone would lead to the same place."""
+    if "momentum" not in getattr(dynamics, "_fields", ()):
         return dynamics
-    fresh = temperature**0.5 * random.normal(rng_key, momentum.shape, momentum.dtype)
-    return dynamics._replace(momentum=fresh)
+    return dynamics._replace(momentum=-dynamics.momentum)
