@@ -93,6 +93,11 @@ def smoothed(log_ratios: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
+def affordable(y: Array) -> int:
+    """Draws of the samplers that are told a number of them."""
+    return 1_000 if len(y) < 50_000 else 300 if len(y) < 500_000 else 100
+
+
 def ours(x: Array, y: Array, seconds: float) -> Run:
     kernel = partial(CCAdL, logistic, progress_bar=False)
     total, drawing, w = timed(kernel, (x, y), 200, 2_000, chains=4)
@@ -100,8 +105,7 @@ def ours(x: Array, y: Array, seconds: float) -> Run:
 
 
 def nuts(x: Array, y: Array, seconds: float) -> Run:
-    draws = 1_000 if len(y) < 50_000 else 300 if len(y) < 500_000 else 100
-    total, drawing, w = timed(lambda: NUTS(full_data(logistic)), (x, y), 300, draws)
+    total, drawing, w = timed(lambda: NUTS(full_data(logistic)), (x, y), 300, affordable(y))
     return Run(total - drawing, drawing, w)
 
 
@@ -154,13 +158,16 @@ def pathfinder(x: Array, y: Array, seconds: float) -> Run:
 
 
 def in_time(
-    step: Callable, state: object, args: tuple, seconds: float, block: int
-) -> tuple[float, np.ndarray]:
+    step: Callable, state: object, args: tuple, start: float, seconds: float, block: int
+) -> Run:
     """
-    Blocks of steps until the time is up: seconds of the draws, and draws by chain.
+    Blocks of steps until the time is up.
 
     :param step: from data, state and key to the state and a position for each chain.
+    :param start: when the method began, whose tuning has given the state.
     """
+    jax.block_until_ready(state)
+    tuned = elapsed(start)
 
     @jax.jit
     def several(args, state, key):
@@ -176,8 +183,8 @@ def in_time(
     draws = np.concatenate(found)
     draws = draws[:, None] if draws.ndim == 2 else draws
     # what the first call took beyond its steps
-    in_time.compiling = compiling - drawing / len(found)
-    return drawing, np.swapaxes(draws, 0, 1)
+    compiling -= drawing / len(found)
+    return Run(tuned + compiling, drawing, np.swapaxes(draws, 0, 1))
 
 
 def chees(x: Array, y: Array, seconds: float) -> Run:
@@ -199,10 +206,7 @@ def chees(x: Array, y: Array, seconds: float) -> Run:
         state, _ = jax.vmap(one)(random.split(key, chains), state)
         return state, state.position
 
-    jax.block_until_ready(state)
-    before = elapsed(start)
-    drawing, draws = in_time(step, state, (x, y), seconds, 20)
-    return Run(before + in_time.compiling, drawing, draws)
+    return in_time(step, state, (x, y), start, seconds, 20)
 
 
 def mclmc(x: Array, y: Array, seconds: float, adjusted: bool = False) -> Run:
@@ -245,10 +249,7 @@ def mclmc(x: Array, y: Array, seconds: float, adjusted: bool = False) -> Run:
             )  # fmt: skip
             return state, state.position
 
-    jax.block_until_ready(state)
-    before = elapsed(start)
-    drawing, draws = in_time(step, state, (x, y), seconds, 100)
-    return Run(before + in_time.compiling, drawing, draws)
+    return in_time(step, state, (x, y), start, seconds, 100)
 
 
 def nutpie(x: Array, y: Array, seconds: float) -> Run:
@@ -272,9 +273,8 @@ def nutpie(x: Array, y: Array, seconds: float) -> Run:
         size, make_density, make_expanded, [np.dtype("float64")], [(size,)], ["w"],
         make_initial_point_fn=lambda seed: np.zeros(size),
     )  # fmt: skip
-    draws = 1_000 if len(y) < 50_000 else 300 if len(y) < 500_000 else 100
     options = {"chains": 1, "cores": 1, "progress_bar": False, "seed": 0}
-    found = sample(model, tune=300, draws=draws, save_warmup=True, **options)
+    found = sample(model, tune=300, draws=affordable(y), save_warmup=True, **options)
     total = elapsed(start)
     w = found.posterior["w"].values
     taken = [
@@ -300,9 +300,8 @@ METHODS = {
 def reference(x: Array, y: Array, is_skewed: bool) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation: importance sampling, or a long run of NUTS if it is skewed."""
     if is_skewed:
-        return Run(
-            0.0, 0.0, timed(lambda: NUTS(full_data(logistic)), (x, y), 1_000, 40_000)[2]
-        ).moments()
+        draws = timed(lambda: NUTS(full_data(logistic)), (x, y), 1_000, 40_000)[2]
+        return Run(0.0, 0.0, draws).moments()
     w = np.zeros(x.shape[1])
     step = jax.jit(
         lambda x, y, w: [f(partial(log_density, x, y))(w) for f in (jax.grad, jax.hessian)]

@@ -94,8 +94,8 @@ def true_and_drawn(kernel, model, **options):
         return columns, mcmc.last_state.monitor.nonfinite_steps
 
     values, undone = run(random.split(random.key(3), SIMULATIONS), parameters, data)
-    # chains begin where the posterior of other data is
-    assert np.all(undone <= 3) and np.mean(undone > 0) < 0.02
+    # of 1e5 steps and more, by a kernel that was tuned to other data: too few to move a rank
+    assert np.sum(undone) < 10
     values = np.asarray(values, float)
     assert np.all(np.abs(autocorrelation(values[:, 1:])) < LARGEST_AUTOCORRELATION)
     return values

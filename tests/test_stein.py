@@ -233,9 +233,23 @@ def test_a_wrong_run_with_a_long_warmup_says_so(monkeypatch):
         mcmc.run(random.key(1), random.normal(random.key(0), (100, 3)))
 
 
-def test_a_run_that_takes_longer_than_expected(monkeypatch):
-    """The bar says so, after half a minute and not before."""
+def test_the_device_is_asked_seldom(monkeypatch):
+    """Whose data a state has is looked at when a run may have begun, and not at each sample."""
+    state = run_of_a_mean().last_state
+    looked, clock = [], [0.0]
+    monkeypatch.setattr("numpyro_sgmcmc.kernels.monitor.check_state", lambda *a: looked.append(a))
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monitor = Monitor()
+    for k in range(50):
+        clock[0] = 1e-3 * k
+        monitor.text(state, data="a")
+    assert looked == [(state, "a")]
+    clock[0] += 0.1
+    monitor.text(state, data="b")
+    assert looked == [(state, "a"), (state, "b")]
 
+
+def run_of_a_mean():
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 10))
         with numpyro.plate("rows", len(y), subsample_size=10) as i:
@@ -243,6 +257,12 @@ def test_a_run_that_takes_longer_than_expected(monkeypatch):
 
     mcmc = MCMC(CCAdL(model, 0.01, 1.0), num_warmup=1, num_samples=10, progress_bar=False)
     mcmc.run(random.key(0), jnp.ones(100))
+    return mcmc
+
+
+def test_a_run_that_takes_longer_than_expected(monkeypatch):
+    """The bar says so, after half a minute and not before."""
+    mcmc = run_of_a_mean()
     monitor, clock = Monitor(), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     texts = []

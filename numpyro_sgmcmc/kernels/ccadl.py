@@ -45,7 +45,7 @@ _OWN = ("euler", "symmetric", "nogin")
 #: direction what a tuned step has at most, but for rounding; and in their mean. With 0.65 in the
 #: mean and 400 parameters each pilot halved the step, and none with NOGIN.
 _MOST_NOISE, _MOST_IN_THE_MEAN = 1.001, 0.3
-#: Ten times the error of a variance that is accepted where a metric leaves curvature.
+#: And the noise times the curvature that a metric leaves: a third of it is the error of a variance.
 _ACCEPTED = 0.1
 #: And the nonlinearity, with noise and with hardly any. From the neck of a funnel a step that was
 #: undone leads back with the momentum reversed only where the gradient is taken between two half
@@ -101,8 +101,8 @@ class CCAdL(MomentumKernel):
     :func:`~numpyro_sgmcmc.kernels.integrators.noise_controls` and :math:`\\phi` of
     :func:`~numpyro_sgmcmc.kernels.integrators.phi`. With :math:`\\hat V = V`
     it is exact for a Gaussian posterior in its metric, whatever the noise and its direction; where
-    the curvature :math:`\\lambda` is not 1 a variance is off by a part of about
-    :math:`h^2 v (\\lambda - 1) / 10`. The gradient is taken where the draws are.
+    the curvature :math:`\\lambda` is not 1 a variance is off by a part of at most about
+    :math:`h^3 v (\\lambda - 1) / (3 T)`. The gradient is taken where the draws are.
 
     With ``integrator="nogin"`` a step is
 
