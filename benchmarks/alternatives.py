@@ -10,7 +10,8 @@ and 10,000 effective samples of the worst parameter, everything included, and th
 ``CCAdL(model)`` with nothing set; NUTS on all rows; NumPyro's Laplace approximation and BlackJAX's
 Pathfinder of four paths, both with importance sampling smoothed by PSIS; on all rows too BlackJAX's
 ChEES with 16 chains, MCLMC (unadjusted) and adjusted MCLMC, each with its own tuning, and nutpie.
-What is not installed is left out. ``rare`` is a skewed posterior: 1,000 rows, five positives.
+What is not installed, or has not ended after three minutes, has no figures. ``rare`` is a skewed
+posterior: 1,000 rows, five positives.
 
 In brackets, where chance does not explain it, the worst error of a mean, in standard deviations, or
 of a standard deviation, a part of it; the right ones are those of 10,000 draws around the mode with
@@ -22,9 +23,10 @@ divided by the rate. The effective size of weighted draws is :math:`1 / \\sum w^
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import TimeoutError, get_context
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -44,6 +46,8 @@ from numpyro_sgmcmc import CCAdL, full_data
 CASES = ("rare", "10000x20", "100000x20", "1000000x20", "10000x100", "100000x100", "1000000x100")
 #: Of 500 draws, for the right moments.
 _BLOCKS = 20
+#: Seconds after which a method is given up.
+_LONGEST = 180.0
 
 
 class Run(NamedTuple):
@@ -297,7 +301,9 @@ METHODS = {
 }
 
 
-def reference(x: Array, y: Array, is_skewed: bool) -> tuple[np.ndarray, np.ndarray]:
+def reference(
+    x: Array, y: Array, is_skewed: bool, blocks: int = _BLOCKS
+) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation: importance sampling, or a long run of NUTS if it is skewed."""
     if is_skewed:
         draws = timed(lambda: NUTS(full_data(logistic)), (x, y), 1_000, 40_000)[2]
@@ -328,12 +334,11 @@ def reference(x: Array, y: Array, is_skewed: bool) -> tuple[np.ndarray, np.ndarr
         return moved, lax.map(ratio, moved)
 
     parts = [
-        jax.tree.map(np.asarray, drawn(x, y, at_center, random.key(100 + k)))
-        for k in range(_BLOCKS)
+        jax.tree.map(np.asarray, drawn(x, y, at_center, random.key(100 + k))) for k in range(blocks)
     ]
     moved, ratios = (np.concatenate(z).astype(np.float64) for z in zip(*parts, strict=True))
     run = Run(0.0, 0.0, moved, smoothed(ratios))
-    assert run.size() > 250 * _BLOCKS
+    assert run.size() > 250 * blocks
     mean, sd = run.moments()
     return mean + w, sd
 
@@ -359,15 +364,32 @@ class Result(NamedTuple):
         return shown if self.excess < 0 else f"{shown} ({worst:.2f})"
 
 
+def rows_of(case: str) -> tuple[Array, Array]:
+    return rare() if case == "rare" else data(*map(int, case.split("x")))
+
+
+def reference_of(case: str) -> tuple[np.ndarray, np.ndarray]:
+    return reference(*rows_of(case), case == "rare")
+
+
+def run_of(case: str, name: str, seconds: float) -> Run:
+    warnings.filterwarnings("ignore")
+    return METHODS[name](*jax.block_until_ready(rows_of(case)), seconds)
+
+
+def apart(function: Callable) -> Any:
+    """What a function gives in a process of its own."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply_async(function).get(_LONGEST)
+
+
 def results_of(case: str, names: list[str], seconds: float) -> Iterator[tuple[str, Result | None]]:
-    """Of each method that is installed."""
-    x, y = rare() if case == "rare" else data(*map(int, case.split("x")))
-    mean, sd = reference(x, y, case == "rare")
+    """Of each method that is installed, and that ends; each in a process of its own."""
+    mean, sd = apart(partial(reference_of, case))
     for name in names:
-        jax.clear_caches()
         try:
-            run = METHODS[name](x, y, seconds)
-        except ImportError:
+            run = apart(partial(run_of, case, name, seconds))
+        except (ImportError, TimeoutError):
             yield name, None
             continue
         rate, (found, spread) = run.size() / run.drawing, run.moments()
@@ -400,7 +422,7 @@ def main() -> None:
     cells: dict[str, list[str]] = {name: [name] for name in options.methods}
     for case in options.cases:
         for name, result in results_of(case, options.methods, options.seconds):
-            cells[name].append("not installed" if result is None else str(result))
+            cells[name].append("none" if result is None else str(result))
             print(
                 f"{title(case)}: {name}: {cells[name][-1]};"
                 + ("" if result is None else

@@ -60,6 +60,7 @@ PARTS = {
     "group_draws": "benchmarks/groups.py errors",
     "groups_and_nuts": "benchmarks/groups_and_nuts.py --data {data}",
     "insteval": "benchmarks/insteval.py --data {data}",
+    "growing": "benchmarks/growing.py --draws 2000 --picture docs/growing_rows.png",
     "coverage": "benchmarks/intervals.py",
     "calibrated_sandwich": "benchmarks/intervals.py sandwich",
     "calibrated_cost": "benchmarks/intervals.py cost",

@@ -6,6 +6,7 @@
 from importlib.metadata import version as _version
 
 from numpyro_sgmcmc.data.groups import group_rows as group_rows
+from numpyro_sgmcmc.data.growing import GrowingRows as GrowingRows
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk as RowsOnDisk
 from numpyro_sgmcmc.data.sharding import spread_rows as spread_rows
 from numpyro_sgmcmc.data.sources import UnreadableRows as UnreadableRows
@@ -14,6 +15,7 @@ from numpyro_sgmcmc.diagnostics import calibrated as calibrated
 from numpyro_sgmcmc.diagnostics import compare as compare
 from numpyro_sgmcmc.diagnostics import configurational_temperature as configurational_temperature
 from numpyro_sgmcmc.diagnostics import gradient_noise as gradient_noise
+from numpyro_sgmcmc.diagnostics import growth as growth
 from numpyro_sgmcmc.diagnostics import kernel_stein_discrepancy as kernel_stein_discrepancy
 from numpyro_sgmcmc.diagnostics import kinetic_temperature as kinetic_temperature
 from numpyro_sgmcmc.diagnostics import moments as moments

@@ -23,7 +23,7 @@ at least ``size`` cells, repeated on the positions that fall outside ("cycle wal
 from collections.abc import Callable
 from functools import partial
 from math import isqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
@@ -45,7 +45,7 @@ def _mix(x: Array, a: Array, b: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def _below(x: Array, bound: int) -> Array:
+def _below(x: Array, bound: Any) -> Array:
     """Maps 32 random bits to ``[0, bound)`` for ``bound <= 2**16``: floor(x bound / 2**32)."""
     high, low = x >> 16, x & 0xFFFF
     return (high * bound + ((low * bound) >> 16)) >> 16
@@ -76,7 +76,11 @@ def permute(key: Array, positions: Array, size: int) -> Array:
     """
     if size <= _SHUFFLE_BELOW:
         return random.permutation(key, jnp.arange(size, dtype=jnp.int32))[positions]
-    sides = _rectangle(size)
+    return _permuted(key, positions, size, _rectangle(size))
+
+
+def _permuted(key: Array, positions: Array, size: Any, sides: tuple[Any, Any]) -> Array:
+    """:func:`permute` by the network on a rectangle with these sides."""
     rounds = random.bits(key, (_ROUNDS, 2), jnp.uint32)
 
     def walk(x: Array) -> Array:
@@ -126,7 +130,19 @@ def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> 
     return permute(random.fold_in(key, step), jnp.arange(batch_size), size)
 
 
-def with_replacement(key: Array, step: Array, size: int, batch_size: int) -> Array:
+def without_replacement_so_far(key: Array, step: Array, size: Array, batch_size: int) -> Array:
+    """
+    :func:`without_replacement` of as many rows as there are so far, a number that a program does
+    not know when it is compiled; at least 100, and as many as are drawn.
+    """
+    count = size.astype(jnp.uint32)
+    # the last row of the rectangle may be beyond the end, and no more
+    width = jnp.ceil(jnp.sqrt(count.astype(jnp.float32))).astype(jnp.uint32)
+    sides = (count + width - 1) // width, width
+    return _permuted(random.fold_in(key, step), jnp.arange(batch_size), count, sides)
+
+
+def with_replacement(key: Array, step: Array, size: Any, batch_size: int) -> Array:
     """
     ``batch_size`` rows, each uniform on ``[0, size)`` and independent of the others.
 
@@ -275,6 +291,7 @@ class Scheme(NamedTuple):
     - **by_importance** - whether rows are drawn with probabilities that a tuning finds
       (:mod:`~numpyro_sgmcmc.data.importance`); before it has, and where a minibatch has all rows,
       they are drawn as ``draw`` says.
+    - **draw_so_far** - the same as ``draw`` for a number of rows that is an array, or None.
     """
 
     draw: Callable[[Array, Array, int, int], Array]
@@ -282,8 +299,9 @@ class Scheme(NamedTuple):
     distinct: bool = True
     blocks: bool = False
     by_importance: bool = False
+    draw_so_far: Callable[[Array, Array, Array, int], Array] | None = None
 
-    def factor(self, size: int, batch_size: int) -> float:
+    def factor(self, size: Any, batch_size: int) -> Any:
         """
         The variance of a mean over a minibatch, relative to rows drawn with replacement:
         :math:`1 - n / N` where rows or blocks of rows are drawn without replacement, else 1, and
@@ -296,8 +314,8 @@ class Scheme(NamedTuple):
 
 #: The schemes by the word that selects them.
 SCHEMES: dict[str, Scheme] = {
-    "without_replacement": Scheme(without_replacement),
-    "with_replacement": Scheme(with_replacement, distinct=False),
+    "without_replacement": Scheme(without_replacement, draw_so_far=without_replacement_so_far),
+    "with_replacement": Scheme(with_replacement, distinct=False, draw_so_far=with_replacement),
     "epochs": Scheme(epochs, independent=False),
     "symmetric_sweeps": Scheme(symmetric_sweeps, independent=False),
     "blocks": Scheme(blocks, blocks=True),

@@ -13,6 +13,8 @@ from numpyro_sgmcmc.diagnostics.discrepancy import Discrepancy as Discrepancy
 from numpyro_sgmcmc.diagnostics.discrepancy import (
     kernel_stein_discrepancy as kernel_stein_discrepancy,
 )
+from numpyro_sgmcmc.diagnostics.growth import Growth as Growth
+from numpyro_sgmcmc.diagnostics.growth import growth as growth
 from numpyro_sgmcmc.diagnostics.halving import step_halving as step_halving
 from numpyro_sgmcmc.diagnostics.noise_spectrum import gradient_noise as gradient_noise
 from numpyro_sgmcmc.diagnostics.stein_matrix import stein_matrix as stein_matrix

@@ -260,7 +260,7 @@ def product_gradient(
             terms = forward(potential.direction(vector))
             for name, term in terms.items():
                 count = term.shape[0]
-                factor = factors[name] * count / (count - 1) if factors[name] > 0 else 0.0
+                factor = factors[name] * count / (count - 1) if _has_noise(factors[name]) else 0.0
                 terms[name] = factor * (term - term.mean())
             return potential.pullback(*backward(terms))
 
@@ -334,7 +334,12 @@ def _within(groups: Sequence[Group]) -> np.ndarray:
 
 
 def _noisy(rows: Rows, factors: Mapping[str, float]) -> list[str]:
-    return [name for name in rows if factors[name] > 0]
+    return [name for name in rows if _has_noise(factors[name])]
+
+
+def _has_noise(factor: Any) -> bool:
+    # the number of rows that keep coming is not known where a program is traced
+    return isinstance(factor, Array) or factor > 0
 
 
 def _signs(rng_key: Array, count: int) -> Array:

@@ -253,7 +253,7 @@ def gradient_oracle(
     if noise is None:
         gradient = minibatch_gradient(potential, rows, own)
     else:
-        factors: Mapping[str, float] = dict(noise.factors)
+        factors: Mapping[str, Any] = dict(noise.factors) | target.factors_so_far
         if noise.covariance == "matrix_free":
             others = target.rows(random.fold_in(own, 1))
             gradient = product_gradient(potential, rows, own, factors, others)

@@ -44,6 +44,9 @@ def _warn_of_dropped_sites(view: MinibatchModel) -> None:
 
 def _check_data(kernel: "SGMCMCKernel", target: Target) -> None:
     tuning, context = kernel.tuning, kernel.context
+    if target.known is not None:
+        context.data = None  # other ones each time
+        return
     if tuning is None or tuning.anchor is None:
         return
     if (data := data_of(target)) is None:

@@ -10,9 +10,11 @@ import warnings
 
 import jax
 
+from numpyro_sgmcmc.data.growing import growing_in, known_of, with_room, without_room
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards, found_shards
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.settings import Settings
+from numpyro_sgmcmc.target.argument_checks import checked_arrays
 from numpyro_sgmcmc.target.local_latents import Marginal
 from numpyro_sgmcmc.target.model import MinibatchModel, read_model
 from numpyro_sgmcmc.target.row_checks import check_rows
@@ -35,6 +37,7 @@ class Context:
     - **tuning** - the latest tuning.
     - **data**, **known** - tell the data of the latest run, and those that chains were started on,
       from others.
+    - **grows** - whether the rows of the latest data keep coming.
     - **lock** - held while chains are started.
     - **densities** - log densities by site at fixed values, which tell the model from others.
     """
@@ -49,7 +52,16 @@ class Context:
         self.densities: dict[str, float] = {}
         self.data: str | None = None
         self.known: set[str | None] = set()
+        self.grows = False
         self.lock = RLock()
+
+    def without_room(self, model: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """
+        The arguments as checked arrays, of rows that keep coming those that there are: what is read
+        of a model, and found before the chains start.
+        """
+        self.grows = known_of((args, kwargs)) is not None
+        return checked_arrays(model, *without_room((args, kwargs)))
 
     def read(self, kernel: "SGMCMCKernel", args: tuple, kwargs: dict) -> MinibatchModel:
         """
@@ -108,8 +120,12 @@ class Context:
             raise RuntimeError(f"Call `{self.kernel}.init` first.")
         # another `MCMC` may have given this kernel other data since
         model = self._models.get(_shapes((args, kwargs)), self.model)
+        known = known_of((args, kwargs))
+        if known is not None:
+            room = growing_in((args, kwargs))[0].values.shape[0]
+            model, (args, kwargs) = model.with_room(room), with_room((args, kwargs))
         scheme = SCHEMES[given.subsampling]
-        return Target(model, args, kwargs, scheme, programs=self.programs)
+        return Target(model, args, kwargs, scheme, known=known, programs=self.programs)
 
     def target(self, given: Settings, args: tuple = (), kwargs: dict | None = None) -> Target:
         """The model with these data, on each of the devices that they are spread over."""

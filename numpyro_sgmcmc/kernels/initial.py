@@ -13,11 +13,13 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 from numpyro.util import is_prng_key
 
+from numpyro_sgmcmc.data.growing import known_of
 from numpyro_sgmcmc.data.sharding import found_shards
 from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed
+from numpyro_sgmcmc.kernels.growth import check_growth
 from numpyro_sgmcmc.kernels.self_tuning import fixed_for, tuning_for
 from numpyro_sgmcmc.kernels.settings import check_schedule
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState
+from numpyro_sgmcmc.kernels.state import Fixed, KnownRows, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import start
 from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.initial_values import (
@@ -52,6 +54,8 @@ def initialised(
     :raises ValueError: if the method, the model, the data and the chains do not go together.
     """
     given, context = method.given, method.context
+    growing = args, kwargs
+    args, kwargs = context.without_room(method.given.model, args, kwargs)
     # chains that are traced all at once are not to trace the tuning too
     traced = isinstance(rng_key, jax.core.Tracer)
     if (shards := found_shards(given.mesh, args, kwargs)) is not None:
@@ -67,6 +71,10 @@ def initialised(
         _check_schedule(given.step_size, num_warmup * method.steps_per_sample)
         fixed = fixed_for(method, target, tuning, method.steps_per_sample, num_warmup)
     context.known |= {tuning.data}
+    if (known := known_of(growing)) is not None:
+        check_growth(context.kernel, target.tuned(tuning), given, *growing)
+        nothing = jnp.zeros(target.view.dimension, target.view.dtype)
+        fixed = fixed._replace(known=KnownRows(*known, known.rows, nothing))
     method.check(target, num_warmup, fixed)
     state = initial_state(method, args, kwargs, rng_key, fixed, tuning, init_params)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):

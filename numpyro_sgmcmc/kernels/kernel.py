@@ -12,6 +12,7 @@ import jax
 from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 
+from numpyro_sgmcmc.data.growing import known_of
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
@@ -24,7 +25,7 @@ from numpyro_sgmcmc.kernels.self_tuning import found_tuning, known_data
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
 from numpyro_sgmcmc.kernels.transition import sample, sample_on_devices
 from numpyro_sgmcmc.target import host
-from numpyro_sgmcmc.target.argument_checks import as_arrays, checked_arrays
+from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.handlers import Model, full_data
 from numpyro_sgmcmc.target.linear_algebra import run_in_order
 from numpyro_sgmcmc.target.local_latents import Marginal
@@ -231,8 +232,15 @@ class SGMCMCKernel(MCMCKernel):
         :param kwargs: keyword arguments of the model.
         :param int samples: number of samples, warm-up included, over which step size schedules are
             compared.
+        :raises ValueError: if rows keep coming, for which there is no such record.
         """
-        args, kwargs = checked_arrays(self.given.model, args, kwargs)
+        if known_of((args, kwargs)) is not None:
+            raise ValueError(
+                "A `LongRun` is of one set of rows, and a `GrowingRows` of more and more: use"
+                " `MCMC`, and `to_arviz` of each run; or give the `LongRun` what there is,"
+                " `*rows.arrays`."
+            )
+        args, kwargs = self.context.without_room(self.given.model, args, kwargs)
         self.context.read(self, args, kwargs)
         target = self.context.target(self.given, args, kwargs)
         return identity_of(self, target, samples * self.steps_per_sample)
@@ -267,7 +275,7 @@ class SGMCMCKernel(MCMCKernel):
             >>> print(str(tuning).splitlines()[0])
             step size 1, friction 0.7, 4 steps per sample, dense metric
         """
-        args, kwargs = checked_arrays(self.given.model, args, kwargs)
+        args, kwargs = self.context.without_room(self.given.model, args, kwargs)
         self.context.read(self, args, kwargs)
         target = self.context.target(self.given, args, kwargs)
         self.context.check_rows(target)
@@ -300,10 +308,9 @@ class SGMCMCKernel(MCMCKernel):
         model_args: tuple,
         model_kwargs: dict,
     ) -> SGMCMCState:
-        args, kwargs = checked_arrays(self.given.model, model_args, model_kwargs)
         # a kernel in two threads has one context
         with self.context.lock:
-            return initialised(self, args, kwargs, rng_key, num_warmup, init_params)
+            return initialised(self, model_args, model_kwargs, rng_key, num_warmup, init_params)
 
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))

@@ -199,9 +199,13 @@ def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: s
     if metric is None and given.rates_are_given:
         metric = IdentityMetric()
     friction = getattr(given, "friction", None)
-    strata = None if given.strata == "auto" and not given.can_stratify else given.strata
+    grows = method.context.grows
+    # strata and coordinates of a hierarchy are those of the rows that there are
+    has_none = grows or not given.can_stratify
+    strata = None if given.strata == "auto" and has_none else given.strata
     # a given metric is one of the coordinates as written
-    reparametrise = given.reparametrise and (metric is None or isinstance(metric, str))
+    is_found = metric is None or isinstance(metric, str)
+    reparametrise = given.reparametrise and is_found and not grows
     choices = Choices(
         given.first_step_size,
         friction,

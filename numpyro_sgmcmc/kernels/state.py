@@ -44,6 +44,23 @@ class Layout:
     rule: str = "step"
 
 
+class KnownRows(NamedTuple):
+    """
+    Which rows the chains know, where they keep coming.
+
+    - **rows**, **version** - as of :class:`~numpyro_sgmcmc.data.growing.Known`.
+    - **before** - how many there were before the latest change.
+    - **shift** - how far it has moved the mode, in the coordinates and as a part of what chance
+      explains, :math:`(N' / N - 1)^{-1/2} L'^{-1} (m' - m)`, shape (d,): standard normal numbers if
+      new rows have the law of the old ones and that is the model's. NaN where it is not known.
+    """
+
+    rows: Array
+    version: Array
+    before: Array
+    shift: Array
+
+
 class Fixed(NamedTuple):
     """
     What was decided before the chains started: the same for every step and every chain.
@@ -59,6 +76,7 @@ class Fixed(NamedTuple):
     - **centring** - the coordinates of hierarchies, those of the metric and the anchor.
     - **constants** - what the method has decided for this model.
     - **layout** - facts that are part of the program.
+    - **known** - which rows the chains know, where they keep coming; or None.
     """
 
     step_size: Array
@@ -72,6 +90,7 @@ class Fixed(NamedTuple):
     centring: dict[str, Coordinates]
     constants: Any
     layout: Layout
+    known: KnownRows | None = None
 
     @property
     def rule(self) -> str:

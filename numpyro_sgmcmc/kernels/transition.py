@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
 from numpyro_sgmcmc.kernels.chains import axes_of, check_traced, layout_on, placed
+from numpyro_sgmcmc.kernels.growth import with_rows_so_far
 from numpyro_sgmcmc.kernels.identity import digest_of
 from numpyro_sgmcmc.kernels.state import Fixed, Monitored, SGMCMCState
 from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
@@ -80,7 +81,7 @@ def start(
 def sample(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
     """One sample of one chain or, along a leading axis, of several."""
     several = jnp.ndim(state.i) > 0
-    state = _with_counter_in_range(state)
+    state = with_rows_so_far(target, _with_counter_in_range(state))
     if (passes := method.given.refresh_every) is not None:
         state = _with_anchor_moved(state, passes, target)
     axes = axes_of(state)
@@ -259,6 +260,9 @@ def _is_likely(state: SGMCMCState, temperature: float) -> Array | bool:
 
 def _has_its_data(target: Target, fixed: Fixed) -> Array | bool:
     """Whether the data are those of the anchor, if that can be known."""
+    if fixed.known is not None and target.known is not None:
+        # of fewer rows than the state has seen there is no anchor
+        return fixed.known.rows == target.known.rows
     if fixed.anchor is None or (here := digest_of(target)) is None:
         return True
     return jnp.array_equal(fixed.data, here) | ~jnp.any(fixed.data)

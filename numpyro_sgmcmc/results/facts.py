@@ -45,6 +45,9 @@ def attributes(
     if hasattr(mcmc.last_state, "monitor"):
         found["dimension"] = sum(map(math.prod, latent_shapes(mcmc).values()))
         found["nonfinite_steps"] = int(np.sum(mcmc.last_state.monitor.nonfinite_steps))
+    known = getattr(getattr(mcmc.last_state, "fixed", None), "known", None)
+    if known is not None:
+        found["rows"] = int(np.ravel(known.rows)[0])
     if stein is not None:
         found |= {
             "configurational_temperature": stein.temperature,

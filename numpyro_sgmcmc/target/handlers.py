@@ -44,6 +44,8 @@ class Plate(NamedTuple):
     members: int = 1
     #: number of rows that a pass looks at, evenly spaced; all of them if None
     seen: int | None = None
+    #: whether only the first rows are there yet, and the size is the room for them
+    grows: bool = False
 
     @property
     def worth(self) -> float:

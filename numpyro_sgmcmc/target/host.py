@@ -18,6 +18,8 @@ from jax import Array
 import jax.numpy as jnp
 from numpyro.infer import MCMC
 
+from numpyro_sgmcmc.data.growing import without_room
+
 
 def asked_whether_it_is_initialised(kernel: Any) -> Any:
     """Decorates a kernel that keeps the model that its ``init`` has read in ``context.model``."""
@@ -33,7 +35,7 @@ def is_initialised(kernel: Any) -> bool:
 
 def arguments(mcmc: MCMC) -> tuple[tuple, dict]:
     """The arguments of the model in the latest run."""
-    return mcmc._args, mcmc._kwargs
+    return without_room((mcmc._args, mcmc._kwargs))
 
 
 def has_traced_arguments(mcmc: MCMC) -> bool:

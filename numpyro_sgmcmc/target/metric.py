@@ -47,6 +47,10 @@ class IdentityMetric(NamedTuple):
         """The diagonal of :math:`L L^\\top`, of the shape of any coordinates."""
         return jnp.ones_like(coordinates)
 
+    def narrowed(self, scale: Array, shift: Array) -> "IdentityMetric":
+        """:math:`c + \\Delta` and :math:`s L`, of a metric that has a centre."""
+        return self
+
 
 class DiagonalMetric(NamedTuple):
     """
@@ -74,6 +78,9 @@ class DiagonalMetric(NamedTuple):
 
     def variances(self, coordinates: Array) -> Array:
         return self.scale**2
+
+    def narrowed(self, scale: Array, shift: Array) -> "DiagonalMetric":
+        return DiagonalMetric(self.center + shift, scale * self.scale)
 
 
 class DenseMetric(NamedTuple):
@@ -104,6 +111,9 @@ class DenseMetric(NamedTuple):
 
     def variances(self, coordinates: Array) -> Array:
         return jnp.sum(self.factor**2, axis=1)
+
+    def narrowed(self, scale: Array, shift: Array) -> "DenseMetric":
+        return DenseMetric(self.center + shift, scale * self.factor, self.inverse / scale)
 
 
 class LowRankMetric(NamedTuple):
@@ -140,6 +150,9 @@ class LowRankMetric(NamedTuple):
 
     def variances(self, coordinates: Array) -> Array:
         return self.scale**2 * (1 + self.vectors**2 @ (self.roots**2 - 1))
+
+    def narrowed(self, scale: Array, shift: Array) -> "LowRankMetric":
+        return self._replace(center=self.center + shift, scale=scale * self.scale)
 
     def _stretched(self, x: Array, roots: Array) -> Array:
         return x + self.vectors @ ((roots - 1) * (self.vectors.T @ x))

@@ -101,6 +101,11 @@ class MinibatchModel(NamedTuple):
         )
         return self._replace(plates=tuple(plates), parts=parts)
 
+    def with_room(self, size: int) -> "MinibatchModel":
+        """The model with room for so many rows, of which only the first are there yet."""
+        plates = (plate._replace(size=size, grows=True) for plate in self.plates)
+        return self._replace(plates=tuple(plates))
+
     @property
     def dimension(self) -> int:
         """Number of unconstrained parameters."""

@@ -245,17 +245,19 @@ def full_data_hessian(
 
     :return: shape ``(d, d)``, in the order of :func:`ravel`.
     """
+    return over_all_data(lambda rows: hessian_of(potential, values, rows, rng_key), plates)
+
+
+def hessian_of(potential: Potential, values: Any, rows: Rows, rng_key: Array) -> Array:
+    """The Hessian of the potential of some rows, column by column, shape ``(d, d)``."""
     flat, unravel = ravel_pytree(values)
 
-    def of_rows(rows: Rows) -> Array:
-        def slope(x: Array) -> Array:
-            return ravel(jax.grad(potential)(unravel(x), rows, rng_key))
+    def slope(x: Array) -> Array:
+        return ravel(jax.grad(potential)(unravel(x), rows, rng_key))
 
-        _, product = jax.linearize(slope, flat)
-        columns = jnp.eye(flat.shape[0], dtype=flat.dtype)
-        return lax.map(product, columns, batch_size=_COLUMNS)
-
-    found = over_all_data(of_rows, plates)
+    _, product = jax.linearize(slope, flat)
+    columns = jnp.eye(flat.shape[0], dtype=flat.dtype)
+    found = lax.map(product, columns, batch_size=_COLUMNS)
     return (found + found.T) / 2
 
 

@@ -17,6 +17,7 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.growing import Known
 from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
@@ -30,6 +31,7 @@ from numpyro_sgmcmc.target.centring import (
     in_coordinates,
 )
 from numpyro_sgmcmc.target.control_variate import Anchor, ControlVariate
+from numpyro_sgmcmc.target.growing import SoFar, with_new_rows
 from numpyro_sgmcmc.target.handlers import BatchRows, Plate
 from numpyro_sgmcmc.target.hierarchy import Hierarchy, hierarchy_of
 from numpyro_sgmcmc.target.linear_algebra import in_order
@@ -60,6 +62,8 @@ class Target(NamedTuple):
     strata: Mapping[str, SamplingDesign] = {}
     #: the coordinates of hierarchies, by site
     centring: Centring = {}
+    #: how many rows there are so far, where they keep coming; or None
+    known: Known | None = None
     #: compiled programs by name, which serve other data of the same shapes too; or None
     programs: dict[Any, "Quick"] | None = None
 
@@ -158,10 +162,23 @@ class Target(NamedTuple):
     def expansion(self, effects: Values, order: int = 1) -> Anchor:
         """The same with integrals as they are in a step."""
         # groups of other devices, which have the same numbers, are to have other draws
-        potential, key = self.centred.potential(IdentityMetric()), self.own(random.key(0))
+        key = self.own(random.key(0))
+        potential: Any = self.centred.potential(IdentityMetric())
+        if self.known is not None:
+            potential = SoFar(potential, self.view.plates, jnp.zeros((), jnp.int32), self.known)
         data = potential, self.view.plates, effects, key
         hessian = full_data_hessian(*data) if order > 1 else None
         return Anchor(effects, *self.mean((*full_data_gradient(*data), hessian)))
+
+    def with_new_rows(self, anchor: Anchor, first: Array) -> Anchor:
+        """
+        An anchor that knows the rows before the first of these, with what those that have come
+        since add to it.
+        """
+        assert self.known is not None
+        fine = self._replace(view=self.view.with_rule("fine"))
+        potential = fine.centred.potential(IdentityMetric())
+        return with_new_rows(anchor, potential, self.view.plates[0], first, self.known)
 
     def rows(self, rng_key: Array, step: Any = 0) -> dict[str, BatchRows]:
         """The rows of a minibatch, drawn independently for each plate."""
@@ -171,6 +188,12 @@ class Target(NamedTuple):
             if (design := self.strata.get(plate.name)) is not None:
                 numbers = design.draw(key, step)
                 return DrawnRows(numbers, weights=design.weights_of(numbers))
+            if plate.grows:
+                assert self.known is not None and self.scheme.draw_so_far is not None
+                count, size = self.known.rows, plate.subsample_size
+                numbers = self.scheme.draw_so_far(key, step, count, size)
+                share = (count / plate.size).astype(self.view.dtype)
+                return DrawnRows(numbers, weights=jnp.full(numbers.shape, share))
             return self.scheme.draw(key, step, plate.size, plate.subsample_size)
 
         return {
@@ -187,6 +210,15 @@ class Target(NamedTuple):
             else self.scheme.factor(plate.size, plate.subsample_size)
             for plate in self.view.plates
         }
+
+    @property
+    def factors_so_far(self) -> dict[str, Array]:
+        """The same of plates whose rows keep coming."""
+        plates = [plate for plate in self.view.plates if plate.grows]
+        if self.known is None:
+            return {}
+        count = self.known.rows.astype(self.view.dtype)
+        return {p.name: jnp.asarray(self.scheme.factor(count, p.subsample_size)) for p in plates}
 
     @property
     def groups(self) -> dict[str, tuple[Group, ...]]:
@@ -223,12 +255,13 @@ class Target(NamedTuple):
             is made of, which tells targets that differ in their data alone from others.
         """
         leaves, tree = jax.tree.flatten(
-            (self.args, self.kwargs, dict(self.strata), dict(self.centring))
+            (self.args, self.kwargs, dict(self.strata), dict(self.centring), self.known)
         )
         is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
         data = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         others = tuple(None if isinstance(leaf, jax.Array) else leaf for leaf in leaves)
-        empty = self._replace(args=(), kwargs={}, strata={}, centring={}, programs=None)
+        nothing: dict[str, Any] = {"strata": {}, "centring": {}, "known": None, "programs": None}
+        empty = self._replace(args=(), kwargs={}, **nothing)
 
         def run(data: list[Array], *arguments: Any) -> Any:
             remaining = iter(data)
@@ -236,8 +269,10 @@ class Target(NamedTuple):
                 next(remaining) if data_here else leaf
                 for leaf, data_here in zip(others, is_data, strict=True)
             ]
-            args, kwargs, strata, centring = jax.tree.unflatten(tree, merged)
-            here = empty._replace(args=args, kwargs=kwargs, strata=strata, centring=centring)
+            args, kwargs, strata, centring, known = jax.tree.unflatten(tree, merged)
+            here = empty._replace(
+                args=args, kwargs=kwargs, strata=strata, centring=centring, known=known
+            )
             return in_order(partial(function, here))(*arguments)
 
         # what JAX's log of compilations says

@@ -1,0 +1,263 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rows that keep coming: arrays with room for more, and how many of their rows there are so far."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+import numpy as np
+
+#: Below this number of rows the order in which they are drawn would show.
+_FEWEST = 100
+
+#: More than this part of the rows again is room for those to come.
+_ROOM = 1.0
+
+
+class Known(NamedTuple):
+    """
+    Which rows are known: as many, of this version of them.
+
+    - **rows** - the number of rows :math:`N`, a scalar.
+    - **version** - how often rows have been removed: what was known of them before is of others.
+    """
+
+    rows: Array
+    version: Array
+
+
+class RowsSoFar(NamedTuple):
+    """
+    An array of which only the first rows are there yet, an argument of a model.
+
+    - **values** - the rows, and room for more of them that is filled with any of these, shape
+      (capacity, ...).
+    - **known** - how many there are.
+    """
+
+    values: Array
+    known: Known
+
+
+class GrowingRows:
+    """
+    Rows that keep coming, for a posterior that goes on instead of starting anew.
+
+    Unpacked they are the arguments of a model, ``mcmc.run(rng_key, *rows)``, which writes its plate
+    as for arrays, ``numpyro.plate("rows", y.shape[0], subsample_size=...)``. After
+    :meth:`append` or :meth:`remove` a run that goes on from ``mcmc.post_warmup_state`` is one of
+    the posterior of all rows that there are now, exactly: minibatches are drawn from all of them,
+    and the control variate is that of all of them, for which the new rows are read once. The
+    coordinates become narrower by :math:`\\sqrt{N / N'}` and move with the mode, and the chain
+    with them. The number of rows is a number in the compiled programs; nothing is compiled again
+    until the room is used up, which then doubles (with ``jit_model_args=True``, and a progress
+    bar: NumPyro compiles its loop without one again for each run).
+
+    :param arrays: arrays of NumPy or JAX with as many rows each, at least 100.
+    :raises ValueError: if they have not as many rows, too few, or entries that are not finite.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import CCAdL, GrowingRows
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", y.shape[0], subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> y = 3 + jax.random.normal(jax.random.key(0), (20_000,))
+        >>> rows = GrowingRows(y[:10_000])
+        >>> kernel = CCAdL(model, progress_bar=False)
+        >>> mcmc = MCMC(
+        ...     kernel, num_warmup=200, num_samples=2_000, progress_bar=False, jit_model_args=True
+        ... )
+        >>> mcmc.run(jax.random.key(1), *rows)
+        >>> before = mcmc.get_samples()["mu"].std()
+
+        >>> rows.append(y[10_000:])
+        >>> mcmc.post_warmup_state = mcmc.last_state
+        >>> mcmc.run(mcmc.last_state.rng_key, *rows)
+        >>> mu = mcmc.get_samples()["mu"]
+        >>> print(f"{(mu.mean() - y.mean()) * 20_000**0.5:.1f}, {before / mu.std():.1f}")
+        0.0, 1.4
+    """
+
+    def __init__(self, *arrays: Any) -> None:
+        if not arrays:
+            raise ValueError("`GrowingRows` needs arrays, those that the model takes.")
+        found = _checked(arrays, None)
+        self.count, self.version = len(found[0]), 0
+        if self.count < _FEWEST:
+            raise ValueError(
+                f"`GrowingRows` begins with {_FEWEST} rows at least; got {self.count}. Wait for"
+                " more of them, or sample these with NUTS."
+            )
+        self._arrays = tuple(_with_room(x, _capacity(self.count)) for x in found)
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows that there is room for."""
+        return self._arrays[0].shape[0]
+
+    def __iter__(self) -> Iterator[RowsSoFar]:
+        known = Known(*(jnp.asarray(np.int32(k)) for k in (self.count, self.version)))
+        return (RowsSoFar(values, known) for values in self._arrays)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The rows that there are, as arrays, for ``Predictive`` and other samplers."""
+        return tuple(values[: self.count] for values in self._arrays)
+
+    def append(self, *arrays: Any) -> None:
+        """
+        More rows, of each array as many.
+
+        :param arrays: in the order in which the holder was given its own.
+        :raises ValueError: if they are of another shape or type, or have entries that are not
+            finite; nothing is changed then.
+        """
+        found = _checked(arrays, self._arrays)
+        count = self.count + len(found[0])
+        held = self._arrays
+        if count > self.capacity:
+            held = tuple(_with_room(x, _capacity(count)) for x in self.arrays)
+        self._arrays = tuple(
+            _written(values, new, np.int32(self.count))
+            for values, new in zip(held, found, strict=True)
+        )
+        self.count = count
+
+    def remove(self, where: Any) -> None:
+        """
+        Takes rows away. What is known of all rows is then found again, by a pass over them.
+
+        :param where: which, truth values of shape ``(N,)``.
+        :raises ValueError: if it has another shape or type, or leaves too few rows.
+        """
+        where = np.asarray(where)
+        if where.dtype != bool or where.shape != (self.count,):
+            raise ValueError(
+                f"`remove` takes truth values for the {self.count:,} rows, shape ({self.count},);"
+                f" got {where.dtype} of shape {where.shape}."
+            )
+        left = np.flatnonzero(~where)
+        if len(left) < _FEWEST:
+            raise ValueError(f"{len(left)} rows would be left, of which there must be {_FEWEST}.")
+        if len(left) < self.count:
+            # in the room that there is, so that no program is compiled again
+            numbers = jnp.asarray(np.resize(left, self.capacity))
+            self._arrays = tuple(values[numbers] for values in self._arrays)
+            self.count, self.version = len(left), self.version + 1
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{x.dtype}{[self.count, *x.shape[1:]]}" for x in self._arrays)
+        return f"GrowingRows({shapes}, room for {self.capacity:,})"
+
+
+def _capacity(count: int) -> int:
+    # no round number, which another plate of the model may have
+    return int((1 + _ROOM) * count) | 1
+
+
+def _checked(arrays: tuple, held: tuple[Array, ...] | None) -> list[np.ndarray]:
+    """
+    :param held: the arrays to which they are to be added, if any.
+    :raises ValueError: if they cannot be rows, or do not go with those.
+    """
+    if held is not None and len(arrays) != len(held):
+        raise ValueError(f"There are {len(held)} arrays of rows; got {len(arrays)}.")
+    found = [np.asarray(x) for x in arrays]
+    for k, x in enumerate(found):
+        if x.dtype.kind not in "biuf" or not x.ndim:
+            raise ValueError(
+                f"Array {k} of the rows must be of numbers or truth values, and have rows; got"
+                f" {x.dtype} of shape {x.shape}."
+            )
+        if len(x) != len(found[0]):
+            raise ValueError(f"Array {k} has {len(x):,} rows, but array 0 has {len(found[0]):,}.")
+        if not np.all(np.isfinite(x)):
+            row = int(np.argwhere(~np.isfinite(x))[0][0])
+            raise ValueError(
+                f"Row {row:,} of array {k} has an entry that is not finite: leave such rows out, or"
+                " put any value there and mask the site with `numpyro.handlers.mask`."
+            )
+        if held is None:
+            continue
+        there = held[k]
+        if x.shape[1:] != there.shape[1:]:
+            raise ValueError(
+                f"Rows of array {k} have shape {x.shape[1:]}, but those before {there.shape[1:]}."
+            )
+        if jax.dtypes.canonicalize_dtype(x.dtype) != there.dtype:
+            raise ValueError(
+                f"Rows of array {k} are {x.dtype}, but those before {there.dtype}: convert them,"
+                f" `.astype({str(there.dtype)!r})`."
+            )
+    return found
+
+
+def _with_room(rows: Any, capacity: int) -> Array:
+    # any rows are as good in the room, but there must be some: a model may have no sense for zeros
+    numbers = np.resize(np.arange(len(rows)), capacity)
+    return jnp.asarray(rows)[numbers]
+
+
+@jax.jit
+def _written(values: Array, new: Array, first: Array) -> Array:
+    start: list[Any] = [first, *(0,) * (new.ndim - 1)]
+    return lax.dynamic_update_slice(values, new.astype(values.dtype), start)
+
+
+def known_of(arguments: Any) -> Known | None:
+    """
+    How many rows there are so far, of arguments of a model; None if none of them is growing.
+
+    :raises ValueError: if they are of several holders that have other numbers of rows.
+    """
+    found = growing_in(arguments)
+    if not found:
+        return None
+    sizes = {x.values.shape[0] for x in found}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"The model is given rows of several `GrowingRows`, with room for {sorted(sizes)}: put"
+            " arrays that grow together into one of them."
+        )
+    return found[0].known
+
+
+def growing_in(arguments: Any) -> list[RowsSoFar]:
+    """Those of the arguments of a model that are growing."""
+    return [x for x in jax.tree.leaves(arguments, is_leaf=_is_growing) if _is_growing(x)]
+
+
+def with_room(arguments: Any) -> Any:
+    """The arguments with arrays in the place of rows that keep coming, room and all."""
+    return replaced(lambda x: x.values, arguments)
+
+
+def without_room(arguments: Any) -> Any:
+    """The arguments with the rows that there are so far, as arrays."""
+    return replaced(lambda x: x.values[: int(x.known.rows)], arguments)
+
+
+def replaced(function: Callable[[RowsSoFar], Any], arguments: Any) -> Any:
+    """The arguments with something else in the place of rows that keep coming."""
+    return jax.tree.map(
+        lambda x: function(x) if _is_growing(x) else x, arguments, is_leaf=_is_growing
+    )
+
+
+def _is_growing(x: Any) -> bool:
+    return isinstance(x, RowsSoFar)

@@ -1,0 +1,153 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Whether a run has settled on the posterior of the rows that have come, and whether they agree."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import MCMC
+from scipy import stats
+
+from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
+
+#: Rows disagree if chance explains what is seen with less than this probability.
+_LEVEL = 1e-3
+
+#: Draws that have not settled differ from each other by more than so many standard errors.
+_ERRORS = 4.0
+
+
+class Growth(NamedTuple):
+    """
+    What a run says after rows have come.
+
+    - **rows** - how many there are.
+    - **new** - how many of them have come with the latest change; negative if rows were removed.
+    - **surprise** - the mean square of the shift of the mode over what chance explains: about 1 if
+      the new rows have the law of the old ones, and that is the model's; NaN if not known.
+    - **p_value** - how probable as large a surprise would be then.
+    - **drift** - the largest difference between the means of the first and the second half of the
+      draws since, over the parameters, in its standard errors.
+    - **stein** - the Stein matrix of the draws since, or None.
+    """
+
+    rows: int
+    new: int
+    surprise: float
+    p_value: float
+    drift: float
+    stein: SteinReport | None
+
+    @property
+    def problem(self) -> str | None:
+        """What speaks against the draws, or None."""
+        found = []
+        if self.p_value < _LEVEL:
+            found.append(
+                f"old and new rows disagree: {self.new:,} rows have moved the mode by"
+                f" {math.sqrt(self.surprise):.1f} times what chance explains (p ="
+                f" {self.p_value:.1g}). The posterior is that of all of them, as if they had one"
+                " law; a model whose parameters may change, or rows of the latest time alone, would"
+                " say more"
+            )
+        if self.drift > _ERRORS:
+            found.append(
+                "the draws have not settled: the means of their halves differ by"
+                f" {self.drift:.1f} standard errors; run again, from `mcmc.last_state`"
+            )
+        if self.stein is not None and (seen := self.stein.problem()) is not None:
+            found.append(seen)
+        return "; ".join(found) or None
+
+    def __str__(self) -> str:
+        change = f"{self.new:,} of them new" if self.new >= 0 else f"{-self.new:,} removed"
+        parts = [f"{self.rows:,} rows, {change}"]
+        if math.isfinite(self.surprise):
+            moved = math.sqrt(self.surprise)
+            parts.append(f"the mode moved by {moved:.1f} times what chance explains")
+        if self.stein is not None:
+            parts.append(self.stein.summary())
+        return "; ".join([*parts, self.problem or "settled"])
+
+
+def growth(mcmc: MCMC) -> Growth:
+    """
+    Whether a run has settled on the posterior of the rows of a
+    :class:`~numpyro_sgmcmc.GrowingRows`, and whether the new rows agree with the old ones.
+
+    For a model that is right the :math:`N' - N` new rows move the mode :math:`m` of the posterior
+    of :math:`N` by a draw of :math:`N(0, \\Sigma_N - \\Sigma_{N'})`, with :math:`\\Sigma_{N'} = L'
+    L'^\\top` about :math:`\\tfrac{N}{N'} \\Sigma_N`, so that
+
+    .. math:: \\frac{1}{d} \\Bigl(\\frac{N'}{N} - 1\\Bigr)^{-1} \\| L'^{-1} (m' - m) \\|^2
+
+    is :math:`\\chi^2_d / d`. Where the law of the rows drifts, or the model is not theirs, it is
+    larger.
+
+    :param mcmc: after ``run`` with a kernel of this package.
+    :raises ValueError: if the rows of the run do not keep coming.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import CCAdL, GrowingRows, growth
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", y.shape[0], subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> y = jax.random.normal(jax.random.key(0), (12_000,))
+        >>> rows = GrowingRows(y[:10_000])
+        >>> mcmc = MCMC(
+        ...     CCAdL(model, progress_bar=False), num_warmup=200, num_samples=1_000,
+        ...     progress_bar=False, jit_model_args=True,
+        ... )
+        >>> mcmc.run(jax.random.key(1), *rows)
+        >>> rows.append(y[10_000:] + 0.2)  # another law
+        >>> mcmc.post_warmup_state = mcmc.last_state
+        >>> mcmc.run(mcmc.last_state.rng_key, *rows)
+        >>> print(growth(mcmc).problem[:71])
+        old and new rows disagree: 2,000 rows have moved the mode by 7.8 times
+
+    **References:**
+
+    1. *Asymptotic Statistics*, Aad van der Vaart (1998), section 5.3.
+    """
+    known = getattr(getattr(mcmc.last_state, "fixed", None), "known", None)
+    if known is None:
+        raise ValueError(
+            "The rows of this run do not keep coming: `growth` is for a run of a kernel of this"
+            " package on a `GrowingRows`, `mcmc.run(rng_key, *rows)`."
+        )
+    # chains may each have their own copy
+    first = (lambda x: np.asarray(x).ravel()[0]) if np.ndim(known.rows) else np.asarray
+    rows, before = int(first(known.rows)), int(first(known.before))
+    shift = np.asarray(known.shift, np.float64).reshape(-1, np.shape(known.shift)[-1])[0]
+    surprise = float(np.mean(shift**2)) if rows > before else math.nan
+    size = len(shift)
+    p_value = float(stats.chi2.sf(size * surprise, size)) if math.isfinite(surprise) else math.nan
+    sums = mcmc.last_state.monitor.stein
+    report = stein_report(sums) if isinstance(sums, SteinSums) else None
+    values = mcmc.get_samples(group_by_chain=True)
+    drift = max((_drift(np.asarray(x)) for x in jax.tree.leaves(values)), default=math.nan)
+    return Growth(rows, rows - before, surprise, p_value, drift, report)
+
+
+def _drift(draws: np.ndarray) -> float:
+    """Between the halves of the draws, in standard errors, of the worst entry."""
+    if draws.dtype.kind != "f" or draws.shape[1] < 8:
+        return 0.0
+    flat = draws.reshape(*draws.shape[:2], -1).astype(np.float64)
+    half = flat.shape[1] // 2
+    parts = flat[:, :half], flat[:, half : 2 * half]
+    spread = [x.var(axis=(0, 1)) / np.maximum(effective_sample_size(x), 1.0) for x in parts]
+    away = np.abs(parts[0].mean(axis=(0, 1)) - parts[1].mean(axis=(0, 1)))
+    return float(np.max(away / np.sqrt(np.maximum(sum(spread), 1e-300))))

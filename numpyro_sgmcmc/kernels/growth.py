@@ -1,0 +1,218 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+A run that goes on when rows have been added, or removed: what is fixed of it, and its chains.
+
+With :math:`N` rows known and :math:`N'` there, before the first step of a sample
+
+- the **anchor** gets what the new rows add to its sums; where rows have been removed, by a pass;
+- the **mode** of the posterior is about :math:`m' = \\hat\\theta - L' L'^\\top \\nabla
+  U_{N'}(\\hat\\theta)`; if that is far from the anchor, in the mean over the coordinates by more
+  than half a standard deviation, the anchor moves there, by a pass;
+- the **metric** becomes narrower, :math:`L' = \\sqrt{N / N'} L`, and its centre moves along with
+  the mode, :math:`c' = c + m' - m`;
+- the **chains** stay where they are in its coordinates, :math:`\\theta' = c' + L' L^{-1}
+  (\\theta - c)`: a draw of the posterior as it was becomes one of the posterior as it is, as far as
+  both are Gaussian;
+- the **Stein matrix** is that of the draws since.
+
+Step size, friction and noise are those of the coordinates, and stay. While rows come evenly the
+anchor moves about four times until there are twice as many.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array, lax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_sgmcmc.data.growing import RowsSoFar, growing_in, replaced
+from numpyro_sgmcmc.kernels.chains import axes_of
+from numpyro_sgmcmc.kernels.state import Fixed, KnownRows, SGMCMCState
+from numpyro_sgmcmc.stein import SteinSums
+from numpyro_sgmcmc.target.control_variate import Anchor, order_of
+from numpyro_sgmcmc.target.metric import IdentityMetric, Metric
+from numpyro_sgmcmc.target.model import Values, unremarkable_values
+from numpyro_sgmcmc.target.potential import ravel
+from numpyro_sgmcmc.target.target import Target
+
+#: The mean square of the distance to the mode, in standard deviations, at which an anchor moves,
+#: and how often it moves at most at once.
+_FAR, _MOVES = 0.25, 3
+
+#: Log densities that differ by more than rounding are of a model that looks at other rows.
+_SAME = 1e-3
+
+
+def with_rows_so_far(target: Target, state: SGMCMCState) -> SGMCMCState:
+    """
+    The state, of one chain or of several, with all rows that there are.
+
+    :raises ValueError: if the run was begun with arrays, or with rows that keep coming, and the
+        target has the other.
+    """
+    known, now = state.fixed.known, target.known
+    if (known is None) != (now is None):
+        raise ValueError(
+            "A run goes on with what it was begun with: arrays, or a `GrowingRows`. Set"
+            " `mcmc.post_warmup_state = None` to begin another one."
+        )
+    if known is None or now is None:
+        return state
+    several = jnp.ndim(state.i) > 0
+    if several and axes_of(state).fixed.step_size == 0:
+        return jax.vmap(partial(with_rows_so_far, target))(state)
+    has_changed = (now.rows > known.rows) | (now.version != known.version)
+
+    def change(parts: tuple[Fixed, Values, SteinSums]) -> tuple[Fixed, Values, SteinSums]:
+        fixed, z, stein = parts
+        new = _changed(target, fixed)
+
+        def carried(z: Values) -> Values:
+            there = fixed.metric.coordinates(ravel(z))
+            return target.unravel(new.metric.values(there))
+
+        moved = (jax.vmap(carried) if several else carried)(z)
+        return new, moved, _anew(stein)
+
+    layout, nothing = state.fixed.layout, None
+    # of what a condition gives, all must be arrays
+    parts = state.fixed._replace(layout=nothing), state.z, state.monitor.stein  # type: ignore
+    fixed, z, stein = lax.cond(has_changed, change, lambda parts: parts, parts)
+    monitor = state.monitor._replace(stein=stein)
+    return state._replace(fixed=fixed._replace(layout=layout), z=z, monitor=monitor)
+
+
+def _changed(target: Target, fixed: Fixed) -> Fixed:
+    """What is fixed, with all rows that there are."""
+    known, now, anchor = fixed.known, target.known, fixed.anchor
+    assert known is not None and now is not None
+    dtype = target.view.dtype
+    growth = now.rows.astype(dtype) / known.rows.astype(dtype)
+    none = jnp.zeros(target.view.dimension, dtype)
+    metric, shift = fixed.metric.narrowed(growth**-0.5, none), jnp.full_like(none, jnp.nan)
+    if anchor is not None:
+        mode, anchor = _mode(fixed.metric, anchor), _anchor_of_all(target, metric, fixed)
+        moved = _mode(metric, anchor) - mode
+        metric = metric.narrowed(jnp.ones((), dtype), moved)
+        if not isinstance(metric, IdentityMetric):
+            # more rows, and none removed: else there is no such part
+            shift = metric.coordinates(metric.center + moved) / jnp.sqrt(growth - 1)
+            shift = jnp.where(now.version == known.version, shift, jnp.nan)
+    return fixed._replace(
+        metric=metric,
+        variances=metric.variances(none),
+        anchor=anchor,
+        known=KnownRows(now.rows, now.version, known.rows, shift),
+    )
+
+
+def _anchor_of_all(target: Target, metric: Metric, fixed: Fixed) -> Anchor:
+    """The anchor with all rows that there are, near their mode."""
+    known, now, anchor = fixed.known, target.known, fixed.anchor
+    assert known is not None and now is not None and anchor is not None
+    has_other_rows = now.version != known.version
+    # of other rows there are no sums to which any could be added
+    anchor = target.with_new_rows(anchor, jnp.where(has_other_rows, now.rows, known.rows))
+    can_move = not isinstance(metric, IdentityMetric)
+
+    def is_due(run: tuple[Array, Array, Anchor]) -> Array:
+        moves, is_of_others, anchor = run
+        far = jnp.mean(metric.pullback(ravel(anchor.gradient)) ** 2) > _FAR
+        return is_of_others | (far & (moves < _MOVES) & can_move)
+
+    def move(run: tuple[Array, Array, Anchor]) -> tuple[Array, Array, Anchor]:
+        moves, is_of_others, anchor = run
+        there = jnp.where(is_of_others, ravel(anchor.values), _mode(metric, anchor))
+        moved = target.anchor(target.unravel(there), order_of(anchor))
+        return moves + 1, jnp.zeros_like(is_of_others), moved
+
+    return lax.while_loop(is_due, move, (jnp.zeros((), jnp.int32), has_other_rows, anchor))[2]
+
+
+def _mode(metric: Metric, anchor: Anchor) -> Array:
+    """The mode, by a Newton step from the anchor."""
+    step = metric.direction(metric.pullback(ravel(anchor.gradient)))
+    return ravel(anchor.values) - step
+
+
+def _anew(sums: SteinSums) -> SteinSums:
+    """Sums of nothing yet, around the centre that there was."""
+    none = jax.tree.map(jnp.zeros_like, sums)
+    return none._replace(center=sums.center, length=jnp.ones_like(sums.length))
+
+
+def check_growth(
+    kernel: str, whole: Target, given: Any, args: tuple, kwargs: Mapping[str, Any]
+) -> None:
+    """
+    :param kernel: its name.
+    :param whole: the model with the rows that there are, as arrays.
+    :param given: what the kernel was given.
+    :param args: arguments of the model, with rows that keep coming.
+    :param kwargs: keyword arguments of the model.
+    :raises ValueError: if the rows of this model cannot keep coming, or if this run cannot go on
+        when they do.
+    """
+    begin = f"{kernel} cannot go on when rows are added"
+    if whole.scheme.draw_so_far is None or whole.scheme.by_importance:
+        raise ValueError(
+            f"{begin} with subsampling={given.subsampling!r}, which is of a fixed number of rows:"
+            " use 'without_replacement' or 'with_replacement'."
+        )
+    for name, plain in (("strata", "auto"), ("refresh_every", None), ("mesh", None)):
+        value = getattr(given, name)
+        if value is not None and (isinstance(value, dict) or value != plain):
+            raise ValueError(
+                f"{begin} with `{name}`, which is of the rows there are: leave it out."
+            )
+    if whole.strata or whole.centring:
+        raise ValueError(
+            f"{begin} with a `tuning` that has strata, or coordinates of a hierarchy: it was found"
+            " for arrays. Let the kernel tune itself on the `GrowingRows`."
+        )
+    growing = growing_in((args, kwargs))
+    size = growing[0].known.rows
+    names = [plate.name for plate in whole.view.plates]
+    if len(names) != 1 or whole.view.plates[0].size != size:
+        raise ValueError(
+            "A model of a `GrowingRows` needs one plate with a `subsample_size`, that of its rows,"
+            " `numpyro.plate('rows', y.shape[0], subsample_size=...)`; this one has"
+            f" {', '.join(f'{p.name!r} of size {p.size:,}' for p in whole.view.plates) or 'none'},"
+            f" and {int(size):,} rows."
+        )
+    capacity = growing[0].values.shape[0]
+    _check_rest(whole, capacity, *_with_other_room(args, kwargs))
+
+
+def _with_other_room(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
+    """The arguments with one row in all of the room, unlike the rows that there are."""
+
+    def filled(x: RowsSoFar) -> Array:
+        return x.values[np.minimum(np.arange(len(x.values)), int(x.known.rows) - 1)]
+
+    return replaced(filled, (args, dict(kwargs)))
+
+
+def _check_rest(whole: Target, capacity: int, args: tuple, kwargs: dict) -> None:
+    """
+    :raises ValueError: if what a row adds depends on the other rows, or on how many there are.
+    """
+    z = unremarkable_values(whole.view)
+    plate = whole.view.plates[0]
+    here = whole.view.log_densities(z, whole.args, whole.kwargs)
+    there = whole.view.with_room(capacity).log_densities(z, args, kwargs)
+    for name, value in here.items():
+        x, y = float(jnp.sum(value)), float(jnp.sum(there[name]))
+        options = (x, x * capacity / plate.size)
+        if not any(np.isclose(y, option, rtol=_SAME, atol=1e-6) for option in options):
+            raise ValueError(
+                f"What site '{name}' adds for the same rows depends on the other rows, or on how"
+                " many there are: with a `GrowingRows` the model sees the room for rows to come,"
+                " too. Compute means, scales and numbers of rows before, and pass them as"
+                " arguments; in the model read rows by the indices of the plate alone."
+            )

@@ -1,0 +1,388 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Rows that keep coming: a run that goes on is one of the posterior of all rows, and of nothing else.
+"""
+
+import itertools
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, init_to_uniform
+import pytest
+
+from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, GrowingRows, LongRun, growth, to_arviz
+from numpyro_sgmcmc.data.growing import known_of, with_room
+from numpyro_sgmcmc.data.subsampling import without_replacement_so_far
+from numpyro_sgmcmc.kernels import growth as going_on
+from numpyro_sgmcmc.target.model import read_model
+from numpyro_sgmcmc.target.target import Target
+
+BATCH = 100
+_RNG = np.random.default_rng(2)
+ALL = 40_000
+X = _RNG.standard_normal((ALL, 3)).astype(np.float32)
+Y = (X @ np.array([1.0, -1.0, 0.5]) + _RNG.standard_normal(ALL)).astype(np.float32)
+
+
+def linear(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", x.shape[0], subsample_size=BATCH) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+
+def exact(x, y):
+    """Mean and covariance of the posterior of ``linear``."""
+    x, y = (np.asarray(a, np.float64) for a in (x, y))
+    covariance = np.linalg.inv(x.T @ x + np.eye(3))
+    return covariance @ (x.T @ y), covariance
+
+
+def logistic(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+    with numpyro.plate("rows", x.shape[0], subsample_size=BATCH):
+        batch = numpyro.subsample(x, event_dim=1)
+        logits = batch @ w
+        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=numpyro.subsample(y, event_dim=0))
+
+
+def intercepts(y):
+    """Groups, whose own level is integrated out."""
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with numpyro.plate("groups", y.shape[0], subsample_size=BATCH) as g:
+        a = numpyro.sample("a", dist.Normal(mu, 1))
+        with numpyro.plate("members", y.shape[1], dim=-2):
+            numpyro.sample("y", dist.Normal(a, 1), obs=y[g].T)
+
+
+def run_of(kernel, samples=1_000, warmup=300, chains=1):
+    return MCMC(
+        kernel,
+        num_warmup=warmup,
+        num_samples=samples,
+        num_chains=chains,
+        chain_method="vectorized",
+        progress_bar=False,
+        jit_model_args=True,
+    )
+
+
+def go_on(mcmc, rows):
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(mcmc.last_state.rng_key, *rows)
+
+
+def away(mcmc, rows):
+    """Means and variances of the draws against the exact ones, in standard errors."""
+    mean, covariance = exact(*rows.arrays)
+    w = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
+    size = numpyro.diagnostics.effective_sample_size(w)
+    flat, sd = w.reshape(-1, 3), np.sqrt(np.diag(covariance))
+    of_means = (flat.mean(0) - mean) / sd * np.sqrt(size)
+    size = numpyro.diagnostics.effective_sample_size((w - mean) ** 2)
+    of_variances = (flat.var(0) / sd**2 - 1) / np.sqrt(2 / size)
+    return np.concatenate([of_means, of_variances])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_run_that_goes_on_has_the_law_of_all_rows(chains, monkeypatch):
+    ends = [2_000, 2_300, 3_900, 9_000, 20_000]  # within the room, and twice beyond it
+    rows = GrowingRows(X[: ends[0]], Y[: ends[0]])
+    mcmc = run_of(CCAdL(linear, progress_bar=False), 2_000 // chains, chains=chains)
+    mcmc.run(random.key(0), *rows)
+    assert np.all(np.abs(away(mcmc, rows)) < 4)
+    for start, end in itertools.pairwise(ends):
+        rows.append(X[start:end], Y[start:end])
+        go_on(mcmc, rows)
+        assert len(rows) == end
+        assert np.all(np.abs(away(mcmc, rows)) < 4), end
+        report = growth(mcmc)
+        assert (report.rows, report.new) == (end, end - start)
+        assert report.problem is None, str(report)
+    assert to_arviz(mcmc).attrs["rows"] == ends[-1]
+
+    # the other half of them away: that of the rows that are left
+    rows.remove(np.arange(len(rows)) % 2 == 0)
+    np.testing.assert_array_equal(rows.arrays[1], Y[1:20_000:2])
+    go_on(mcmc, rows)
+    assert np.all(np.abs(away(mcmc, rows)) < 4)
+    assert growth(mcmc).new == -10_000
+
+    # the test sees an anchor that does not know the rows that have come
+    rows.append(X[20_000:30_000], Y[20_000:30_000])
+    monkeypatch.setattr(Target, "with_new_rows", lambda target, anchor, first: anchor)
+    monkeypatch.setattr(going_on, "_FAR", np.inf)
+    other = run_of(CCAdL(linear, tuning=mcmc.sampler.tuning, progress_bar=False), 2_000)
+    other.sampler.context.__dict__.update(mcmc.sampler.context.__dict__, programs={})
+    other.post_warmup_state = mcmc.last_state
+    other.num_chains = mcmc.num_chains
+    other.run(random.key(3), *rows)
+    assert np.max(np.abs(away(other, rows))) > 8
+
+
+@pytest.mark.parametrize("count", [100, 101, 4_095, 4_096, 4_097, 1_000_003])
+def test_rows_so_far_are_drawn_alike(count):
+    draw = jax.jit(without_replacement_so_far, static_argnums=3)
+    found = [
+        np.asarray(draw(random.key(1), jnp.asarray(k), jnp.asarray(count), 50)) for k in range(400)
+    ]
+    assert all(len(set(rows)) == 50 for rows in found)
+    everything = np.concatenate(found)
+    assert everything.min() >= 0
+    assert everything.max() < count
+    # uniform over tenths of the rows: chi-squared with nine degrees of freedom
+    seen = np.bincount(everything * 10 // count, minlength=10)
+    sizes = np.diff([-(-k * count // 10) for k in range(11)]) / count
+    assert np.sum((seen - 20_000 * sizes) ** 2 / (20_000 * sizes)) < 27.9
+
+
+def grown_target(model, rows):
+    """The model with the rows of a holder, in their room."""
+    plain = rows.arrays
+    view = read_model(model, init_to_uniform, plain, {})
+    growing = tuple(rows)
+    known = known_of(growing)
+    return (
+        Target(view, plain, {}),
+        Target(view.with_room(rows.capacity), with_room(growing), {}, known=known),
+    )
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("model", [logistic, intercepts])
+def test_sums_of_old_rows_and_new_ones(model, order):
+    if model is logistic:
+        data = X[:5_000], (Y[:5_000] > 0).astype(np.float32)
+    else:
+        data = (Y[:15_000].reshape(5_000, 3),)
+    rows = GrowingRows(*(x[:1_300] for x in data))
+    rows.append(*(x[1_300:1_700] for x in data))  # in the room
+    plain, growing = grown_target(model, rows)
+    zeros = jnp.zeros(plain.view.dimension) + 0.3
+    effects = plain.unravel(zeros)
+
+    def close(found, expected, tolerance=2e-5):
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            scale = np.max(np.abs(y)) + 1e-6
+            np.testing.assert_allclose(x, y, atol=tolerance * scale)
+
+    expected = jax.jit(lambda: plain.anchor(effects, order))()
+    close(jax.jit(lambda: growing.anchor(effects, order))(), expected)
+    first_rows = tuple(jnp.asarray(x[:1_300]) for x in data)
+    first = Target(
+        read_model(model, init_to_uniform, first_rows, {}),
+        first_rows,
+        {},
+    )
+    before = jax.jit(lambda: first.anchor(effects, order))()
+    close(jax.jit(lambda: growing.with_new_rows(before, jnp.asarray(1_300)))(), expected)
+    # and a minibatch is, in the mean, all of them
+    potential = growing.potential(going_on.IdentityMetric())
+    slope = jax.jit(lambda key: jax.grad(potential)(effects, growing.rows(key), random.key(0)))
+    slopes = jax.vmap(slope)(random.split(random.key(0), 4_000))
+    fine = plain._replace(view=plain.view.with_rule("fine"))
+    whole = jax.grad(lambda z: fine.anchor(z).potential)(effects)
+    for name, values in slopes.items():
+        error = np.std(values, axis=0) / 4_000**0.5
+        assert np.all(np.abs(np.mean(values, axis=0) - whole[name]) < 4.5 * error + 1e-3)
+
+
+@pytest.mark.slow
+def test_groups_that_keep_coming():
+    y = (random.normal(random.key(0), (6_000, 1)) + random.normal(random.key(1), (6_000, 3))) + 2
+    rows = GrowingRows(np.asarray(y[:3_000]))
+    mcmc = run_of(CCAdL(intercepts, progress_bar=False), 2_000)
+    mcmc.run(random.key(2), *rows)
+    for start in (3_000, 4_500):
+        rows.append(np.asarray(y[start : start + 1_500]))
+        go_on(mcmc, rows)
+    means = np.asarray(rows.arrays[0], np.float64).mean(1)
+    variance = 1 / (len(means) / (1 + 1 / 3) + 0.01)
+    mu = np.asarray(mcmc.get_samples()["mu"], np.float64)
+    size = float(numpyro.diagnostics.effective_sample_size(mu[None]))
+    sd = variance**0.5
+    center = variance * means.sum() / (1 + 1 / 3)
+    assert abs(mu.mean() - center) < 4 * sd / size**0.5
+    assert abs(mu.var() / variance - 1) < 4 * (2 / size) ** 0.5
+
+
+def test_nothing_is_compiled_again_within_the_room():
+    compiled = []
+
+    def seen(event, duration, **facts):
+        # without a bar NumPyro compiles its own loop for each run
+        if "backend_compile" in event and "_fori_collect_loop" not in facts["fun_name"]:
+            compiled.append(facts["fun_name"])
+
+    rows = GrowingRows(X[:1_000], Y[:1_000])
+    kernel = CCAdL(linear, progress_bar=False)
+    mcmc = MCMC(kernel, num_warmup=20, num_samples=5, jit_model_args=True)
+    mcmc.run(random.key(0), *rows)
+    for k in range(2):
+        rows.append(X[1_000 + 100 * k :][:100], Y[1_000 + 100 * k :][:100])
+        go_on(mcmc, rows)
+    # JAX has no public way to take a listener away
+    jax.monitoring.register_event_duration_secs_listener(seen)
+    rows.append(X[1_200:1_300], Y[1_200:1_300])
+    go_on(mcmc, rows)
+    assert not compiled
+    # the test sees programs that are
+    rows.append(X[:5_000], Y[:5_000])
+    go_on(mcmc, rows)
+    assert compiled
+    assert int(mcmc.last_state.fixed.known.rows) == 6_300
+
+
+@pytest.mark.slow
+def test_rows_of_another_law_are_noticed():
+    def told(shift):
+        rows = GrowingRows(X[:4_000], Y[:4_000])
+        mcmc = run_of(CCAdL(linear, progress_bar=False), 500)
+        mcmc.run(random.key(0), *rows)
+        rows.append(X[4_000:5_000], Y[4_000:5_000] + shift * X[4_000:5_000, 0])
+        go_on(mcmc, rows)
+        return growth(mcmc)
+
+    assert told(0.0).problem is None
+    found = told(0.3)
+    assert "old and new rows disagree: 1,000 rows" in found.problem
+    assert found.p_value < 1e-6
+    assert "4,000" not in str(found)
+    assert str(found).startswith("5,000 rows, 1,000 of them new")
+
+
+def test_methods_without_a_control_variate_go_on_too():
+    rows = GrowingRows(X[:1_000], Y[:1_000])
+    for kernel in (SGLD(linear, 1e-5), SGHMC(linear, 1e-3, 5.0, metric=np.eye(3) / 1_000)):
+        mcmc = run_of(kernel, 20, 20)
+        mcmc.run(random.key(0), *rows)
+        rows.append(X[1_000:1_100], Y[1_000:1_100])
+        go_on(mcmc, rows)
+        known = mcmc.last_state.fixed.known
+        assert int(known.rows) == len(rows)
+        assert np.all(np.isnan(known.shift))
+        assert np.isnan(growth(mcmc).surprise)
+    # coordinates of a posterior of more rows are narrower
+    narrower = mcmc.last_state.fixed.metric.factor / np.sqrt(1e-3)
+    np.testing.assert_allclose(narrower, np.eye(3) * np.sqrt(1_100 / 1_200), rtol=1e-5)
+
+
+def test_a_state_that_knows_more_rows_than_there_are_does_not_move():
+    rows = GrowingRows(X[:1_000], Y[:1_000])
+    mcmc = run_of(CCAdL(linear, progress_bar=False), 50, 50)
+    mcmc.run(random.key(0), *rows)
+    longer = GrowingRows(X[:1_000], Y[:1_000])
+    longer.append(X[1_000:1_500], Y[1_000:1_500])
+    go_on(mcmc, longer)
+    before = np.asarray(mcmc.last_state.z["w"])
+    assert not np.any(mcmc.get_extra_fields()["diverging"])
+    go_on(mcmc, rows)
+    assert np.all(mcmc.get_extra_fields()["diverging"])
+    np.testing.assert_array_equal(mcmc.last_state.z["w"], before)
+
+
+BAD_ROWS = {
+    "another width": (
+        ((X[:10, :2], Y[:10]),),
+        r"array 0 have shape \(2,\), but those before \(3,\)",
+    ),
+    "another type": (((X[:10], np.arange(10)),), "array 1 are int64, but those before float32"),
+    "another length": (((X[:10], Y[:9]),), "Array 1 has 9 rows, but array 0 has 10"),
+    "not a number": (
+        ((X[:2], np.array([0.0, np.nan], np.float32)),),
+        "Row 1 of array 1 has an entry that is not finite",
+    ),
+    "one array": (((X[:10],),), "There are 2 arrays of rows; got 1"),
+    "words": (((X[:2], np.array(["a", "b"])),), "must be of numbers"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_rows_that_cannot_be_appended(case):
+    ((arrays,), told) = BAD_ROWS[case]
+    rows = GrowingRows(X[:1_000], Y[:1_000])
+    before = rows.arrays
+    with pytest.raises(ValueError, match=told):
+        rows.append(*arrays)
+    assert len(rows) == 1_000
+    for x, y in zip(before, rows.arrays, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_holders_that_cannot_be():
+    with pytest.raises(ValueError, match="begins with 100 rows at least; got 99"):
+        GrowingRows(X[:99])
+    with pytest.raises(ValueError, match="needs arrays"):
+        GrowingRows()
+    rows = GrowingRows(X[:1_000], Y[:1_000])
+    with pytest.raises(ValueError, match=r"truth values for the 1,000 rows"):
+        rows.remove([3, 4])
+    with pytest.raises(ValueError, match="50 rows would be left"):
+        rows.remove(np.arange(1_000) >= 50)
+    assert repr(rows) == "GrowingRows(float32[1000, 3], float32[1000], room for 2,001)"
+
+
+def centred(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", x.shape[0], subsample_size=BATCH) as i:
+        numpyro.sample("y", dist.Normal((x[i] - x.mean(0)) @ w, 1), obs=y[i])
+
+
+def by_number(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 100 / x.shape[0]).expand([3]).to_event(1))
+    with numpyro.plate("rows", x.shape[0], subsample_size=BATCH) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+
+def of_all(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+
+
+BAD_RUNS = {
+    "a mean of all rows": (centred, {}, "site 'y' adds for the same rows depends on the other"),
+    "a scale by their number": (by_number, {}, "site 'w' adds for the same rows depends"),
+    "a plate of all": (of_all, {}, "needs one plate with a `subsample_size`"),
+    "epochs": (linear, {"subsampling": "epochs"}, "subsampling='epochs', which is of a fixed"),
+    "refresh": (linear, {"refresh_every": 1}, "with `refresh_every`, which is of the rows"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:No plate of the model")
+@pytest.mark.parametrize("case", BAD_RUNS)
+def test_runs_that_cannot_go_on(case):
+    model, options, told = BAD_RUNS[case]
+    rows = GrowingRows(X[:1_000], Y[:1_000])
+    given = {"gradient": "control_variate"} if case == "refresh" else {}
+    kernel = SGHMC(model, 1e-3, 5.0, **options, **given)
+    with pytest.raises(ValueError, match=told):
+        run_of(kernel, 5, 5).run(random.key(0), *rows)
+
+
+def test_what_does_not_go_together():
+    rows = GrowingRows(X[:1_000], Y[:1_000])
+    mcmc = run_of(SGLD(linear, 1e-5), 5, 5)
+    mcmc.run(random.key(0), *rows)
+    mcmc.post_warmup_state = mcmc.last_state
+    with pytest.raises(ValueError, match="goes on with what it was begun with"):
+        mcmc.run(random.key(1), X[:1_000], Y[:1_000])
+    mcmc = run_of(SGLD(linear, 1e-5), 5, 5)
+    mcmc.run(random.key(0), X[:1_000], Y[:1_000])
+    with pytest.raises(ValueError, match="do not keep coming"):
+        growth(mcmc)
+    others = GrowingRows(Y[:2_000])
+    with pytest.raises(ValueError, match="rows of several `GrowingRows`"):
+        run_of(SGLD(linear, 1e-5), 5, 5).run(random.key(0), next(iter(rows)), *others)
+
+
+def test_a_long_run_says_that_it_is_of_one_set_of_rows(tmp_path):
+    run = LongRun(SGLD(linear, 1e-5), num_warmup=5, num_samples=5, store=tmp_path / "run.zarr")
+    with pytest.raises(ValueError, match="A `LongRun` is of one set of rows"):
+        run.run(random.key(0), *GrowingRows(X[:1_000], Y[:1_000]))
