@@ -354,7 +354,8 @@ class Result(NamedTuple):
     @property
     def excess(self) -> float:
         """The worst error beyond what chance explains: of a mean in sd, or of a part of an sd."""
-        chance = 4 / np.sqrt(self.run.size())
+        # the reference has an error of its own
+        chance = 4 * np.sqrt(1 / self.run.size() + 1 / (500 * _BLOCKS))
         away = max(1 - self.ratios[0], self.ratios[1] - 1)
         return max(self.mean - chance, away - chance / np.sqrt(2))
 

@@ -53,6 +53,7 @@ PARTS = {
     "kills": "benchmarks/long_runs.py --only kills",
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",
+    "alternatives": "benchmarks/alternatives.py --seconds 8 --cases rare 10000x20 100000x20",
     "numpyro_examples": "benchmarks/numpyro_examples.py",
     "suite": "benchmarks/suite.py --data {data} --cache {cache}",
     "groups": "benchmarks/groups.py flat",

@@ -257,6 +257,19 @@ def test_rows_of_another_law_are_noticed():
     assert str(found).startswith("5,000 rows, 1,000 of them new")
 
 
+def test_another_holder_is_not_taken_for_one_that_has_grown():
+    mcmc = run_of(CCAdL(linear, progress_bar=False), 100, 50)
+    mcmc.run(random.key(0), *GrowingRows(X[:1_000], Y[:1_000]))
+    other = GrowingRows(X[5_000:7_000], Y[5_000:7_000])
+    go_on(mcmc, other)
+    anchor, (mean, _) = mcmc.last_state.fixed.anchor, exact(*other.arrays)
+    x, y = (np.asarray(a, np.float64) for a in other.arrays)
+    w = np.asarray(anchor.values["w"], np.float64)
+    slope = x.T @ (x @ w - y) + w
+    np.testing.assert_allclose(anchor.gradient["w"], slope, atol=0.05)
+    assert np.all(np.abs(w - mean) < 3 / len(other) ** 0.5)
+
+
 def test_methods_without_a_control_variate_go_on_too():
     rows = GrowingRows(X[:1_000], Y[:1_000])
     for kernel in (SGLD(linear, 1e-5), SGHMC(linear, 1e-3, 5.0, metric=np.eye(3) / 1_000)):
@@ -299,6 +312,7 @@ BAD_ROWS = {
         "Row 1 of array 1 has an entry that is not finite",
     ),
     "one array": (((X[:10],),), "There are 2 arrays of rows; got 1"),
+    "long codes": (((np.array([2**40]),),), "whole numbers of which JAX would keep 32 bits"),
     "words": (((X[:2], np.array(["a", "b"])),), "must be of numbers"),
 }
 
@@ -306,7 +320,8 @@ BAD_ROWS = {
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_rows_that_cannot_be_appended(case):
     ((arrays,), told) = BAD_ROWS[case]
-    rows = GrowingRows(X[:1_000], Y[:1_000])
+    held = (X[:1_000], Y[:1_000]) if case != "long codes" else (np.arange(1_000),)
+    rows = GrowingRows(*held)
     before = rows.arrays
     with pytest.raises(ValueError, match=told):
         rows.append(*arrays)
@@ -377,6 +392,8 @@ def test_what_does_not_go_together():
     mcmc.run(random.key(0), X[:1_000], Y[:1_000])
     with pytest.raises(ValueError, match="do not keep coming"):
         growth(mcmc)
+    with pytest.raises(ValueError, match=r"1,000 rows, shape \(1000,\), and is not in the"):
+        run_of(SGLD(linear, 1e-5), 5, 5).run(random.key(0), next(iter(rows)), Y[:1_000])
     others = GrowingRows(Y[:2_000])
     with pytest.raises(ValueError, match="rows of several `GrowingRows`"):
         run_of(SGLD(linear, 1e-5), 5, 5).run(random.key(0), next(iter(rows)), *others)

@@ -4,7 +4,9 @@
 """Rows that keep coming: arrays with room for more, and how many of their rows there are so far."""
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import jax
 from jax import Array, lax
@@ -23,7 +25,7 @@ class Known(NamedTuple):
     Which rows are known: as many, of this version of them.
 
     - **rows** - the number of rows :math:`N`, a scalar.
-    - **version** - how often rows have been removed: what was known of them before is of others.
+    - **version** - tells the rows from others, also from those before some were removed.
     """
 
     rows: Array
@@ -94,7 +96,9 @@ class GrowingRows:
         if not arrays:
             raise ValueError("`GrowingRows` needs arrays, those that the model takes.")
         found = _checked(arrays, None)
-        self.count, self.version = len(found[0]), 0
+        self.count = len(found[0])
+        # of another holder no sum is known, unless it began with the same rows
+        self.version = reduce(lambda crc, x: crc32(x.tobytes(), crc), found, 0) >> 2
         if self.count < _FEWEST:
             raise ValueError(
                 f"`GrowingRows` begins with {_FEWEST} rows at least; got {self.count}. Wait for"
@@ -191,6 +195,12 @@ def _checked(arrays: tuple, held: tuple[Array, ...] | None) -> list[np.ndarray]:
             raise ValueError(
                 f"Row {row:,} of array {k} has an entry that is not finite: leave such rows out, or"
                 " put any value there and mask the site with `numpyro.handlers.mask`."
+            )
+        kept = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+        if x.dtype.kind in "iu" and not np.array_equal(kept, x):
+            raise ValueError(
+                f"Array {k} has whole numbers of which JAX would keep 32 bits: call"
+                " `numpyro.enable_x64()` before anything else, or store codes from 0."
             )
         if held is None:
             continue

@@ -76,10 +76,9 @@ class Growth(NamedTuple):
 
 def growth(mcmc: MCMC) -> Growth:
     """
-    Whether a run has settled on the posterior of the rows of a
-    :class:`~numpyro_sgmcmc.GrowingRows`, and whether the new rows agree with the old ones.
+    Whether a run has settled on rows that have come, and whether these agree with the old ones.
 
-    For a model that is right the :math:`N' - N` new rows move the mode :math:`m` of the posterior
+    The rows are those of a :class:`~numpyro_sgmcmc.GrowingRows`. For a model that is right the :math:`N' - N` new rows move the mode :math:`m` of the posterior
     of :math:`N` by a draw of :math:`N(0, \\Sigma_N - \\Sigma_{N'})`, with :math:`\\Sigma_{N'} = L'
     L'^\\top` about :math:`\\tfrac{N}{N'} \\Sigma_N`, so that
 

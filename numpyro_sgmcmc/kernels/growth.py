@@ -185,8 +185,20 @@ def check_growth(
             f" {', '.join(f'{p.name!r} of size {p.size:,}' for p in whole.view.plates) or 'none'},"
             f" and {int(size):,} rows."
         )
+    others = [x for x in jax.tree.leaves((args, kwargs), is_leaf=_has_rows) if _has_rows(x)]
+    fixed = [x for x in others if not isinstance(x, RowsSoFar) and x.shape[:1] == (int(size),)]
+    if fixed:
+        raise ValueError(
+            f"An argument of the model has {int(size):,} rows, shape {tuple(fixed[0].shape)}, and"
+            " is not in the `GrowingRows`: put all arrays that have a row for each row of the plate"
+            " into it. Rows on disk cannot be."
+        )
     capacity = growing[0].values.shape[0]
     _check_rest(whole, capacity, *_with_other_room(args, kwargs))
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, RowsSoFar) or bool(getattr(x, "shape", ()))
 
 
 def _with_other_room(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
