@@ -78,9 +78,10 @@ def growth(mcmc: MCMC) -> Growth:
     """
     Whether a run has settled on rows that have come, and whether these agree with the old ones.
 
-    The rows are those of a :class:`~numpyro_sgmcmc.GrowingRows`. For a model that is right the :math:`N' - N` new rows move the mode :math:`m` of the posterior
-    of :math:`N` by a draw of :math:`N(0, \\Sigma_N - \\Sigma_{N'})`, with :math:`\\Sigma_{N'} = L'
-    L'^\\top` about :math:`\\tfrac{N}{N'} \\Sigma_N`, so that
+    The rows are those of a :class:`~numpyro_sgmcmc.GrowingRows`. For a model that is right the
+    :math:`N' - N` new rows move the mode :math:`m` of the posterior of :math:`N` by a draw of
+    :math:`N(0, \\Sigma_N - \\Sigma_{N'})`, with :math:`\\Sigma_{N'} = L' L'^\\top` about
+    :math:`\\tfrac{N}{N'} \\Sigma_N`, so that
 
     .. math:: \\frac{1}{d} \\Bigl(\\frac{N'}{N} - 1\\Bigr)^{-1} \\| L'^{-1} (m' - m) \\|^2
 
