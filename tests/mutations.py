@@ -144,8 +144,16 @@ MUTATIONS = {
         "more = jax.tree.map(jnp.negative, slope)", "tests/test_tuning.py -k control_variate",
     ),
     "an anchor of coordinates in the place of effects": Mutation(
-        "target/target.py", "potential, key = self.centred.potential(IdentityMetric()),",
-        "potential, key = self.potential(IdentityMetric()),", "tests/test_centring.py -k bend",
+        "target/target.py", "potential: Any = self.centred.potential(IdentityMetric())",
+        "potential: Any = self.potential(IdentityMetric())", "tests/test_centring.py -k bend",
+    ),
+    "an anchor that is not told of the rows that have come": Mutation(
+        "target/growing.py", "jax.tree.map(jnp.add, total, change)", "total",
+        "tests/test_growing.py -k sums_of_old",
+    ),
+    "minibatches that stand for the room, too": Mutation(
+        "target/target.py", "share = (count / plate.size)", "share = (1.0 + 0 * count)",
+        "tests/test_growing.py -k sums_of_old",
     ),
     "coordinates whose mean moves with the location only": Mutation(
         "target/centring.py", "far = there.estimate - there.degree * self.location",

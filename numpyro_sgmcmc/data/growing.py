@@ -88,8 +88,8 @@ class GrowingRows:
         >>> mcmc.post_warmup_state = mcmc.last_state
         >>> mcmc.run(mcmc.last_state.rng_key, *rows)
         >>> mu = mcmc.get_samples()["mu"]
-        >>> print(f"{(mu.mean() - y.mean()) * 20_000**0.5:.1f}, {before / mu.std():.1f}")
-        0.0, 1.4
+        >>> print(abs(mu.mean() - y.mean()) * 20_000**0.5 < 0.1, f"{before / mu.std():.1f}")
+        True 1.4
     """
 
     def __init__(self, *arrays: Any) -> None:
