@@ -5,6 +5,7 @@
 Rows that keep coming: a run that goes on is one of the posterior of all rows, and of nothing else.
 """
 
+from dataclasses import replace
 from functools import cache
 import itertools
 
@@ -17,9 +18,12 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 import pytest
 
-from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, GrowingRows, LongRun, growth, to_arviz
+from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, GrowingRows, LongRun, NoiseEstimate, growth, to_arviz
 from numpyro_sgmcmc.data.growing import known_of, with_room
+from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.data.subsampling import without_replacement_so_far
+from numpyro_sgmcmc.gradients.estimators import product_gradient
+from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
 from numpyro_sgmcmc.kernels import growth as going_on
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
@@ -201,6 +205,37 @@ def test_sums_of_old_rows_and_new_ones(model):
         assert np.all(np.abs(np.mean(values, axis=0) - whole[name]) < 4.5 * error + 1e-3)
 
 
+@pytest.mark.parametrize("covariance, estimator", [
+    ("full", "sub_batches"), ("full", "per_example"), ("diagonal", "two_cotangents"),
+    ("matrix_free", None),
+])  # fmt: skip
+def test_the_noise_is_that_of_the_rows_that_there_are(covariance, estimator):
+    rows = GrowingRows(X[:500], Y[:500])
+    plain, growing = grown_target(linear, rows)
+    noise = NoiseEstimate(covariance, estimator).resolved(plain)
+    # as it was resolved when there were other rows
+    before = replace(noise, factors=(("rows", 0.5),))
+    numbers, weight = jnp.arange(7, 7 + BATCH), len(rows) / rows.capacity
+    drawn = DrawnRows(numbers, weights=jnp.full(BATCH, weight))
+
+    def seen(target, drawn, noise):
+        potential, rows = target.potential(going_on.IdentityMetric()), {"rows": drawn}
+        at = jnp.array([0.5, -0.5, 0.2])
+        if covariance == "matrix_free":
+            factors = dict(noise.factors) | target.factors_so_far
+            found = product_gradient(potential, rows, random.key(1), factors, rows)(at)
+            return found.gradient, found.noise(at)
+        found = gradient_oracle(target, potential, rows, random.key(1), noise)(at)
+        return found.gradient, found.noise
+
+    for x, y in zip(
+        jax.tree.leaves(jax.jit(lambda: seen(growing, drawn, before))()),
+        jax.tree.leaves(jax.jit(lambda: seen(plain, numbers, noise))()),
+        strict=True,
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.max(np.abs(y)))
+
+
 @pytest.mark.slow
 def test_groups_that_keep_coming():
     y = (random.normal(random.key(0), (6_000, 1)) + random.normal(random.key(1), (6_000, 3))) + 2
@@ -280,7 +315,10 @@ def test_another_holder_is_not_taken_for_one_that_has_grown():
 
 def test_methods_without_a_control_variate_go_on_too():
     rows = GrowingRows(X[:1_000], Y[:1_000])
-    for kernel in (SGLD(linear, 1e-5), SGHMC(linear, 1e-3, 5.0, metric=np.eye(3) / 1_000)):
+    for kernel in (
+        SGLD(linear, 1e-5, subsampling="with_replacement"),
+        SGHMC(linear, 1e-3, 5.0, metric=np.eye(3) / 1_000),
+    ):
         mcmc = run_of(kernel, 20, 20)
         mcmc.run(random.key(0), *rows)
         rows.append(X[1_000:1_100], Y[1_000:1_100])
@@ -348,7 +386,7 @@ def test_holders_that_cannot_be():
         rows.remove([3, 4])
     with pytest.raises(ValueError, match="50 rows would be left"):
         rows.remove(np.arange(1_000) >= 50)
-    assert repr(rows) == "GrowingRows(float32[1000, 3], float32[1000], room for 2,001)"
+    assert repr(rows) == "GrowingRows(float32[1000, 3], float32[1000], room for 2,000)"
 
 
 def centred(x, y):
@@ -402,7 +440,7 @@ def test_what_does_not_go_together():
         growth(mcmc)
     with pytest.raises(ValueError, match=r"1,000 rows, shape \(1000,\), and is not in the"):
         run_of(SGLD(linear, 1e-5), 5, 5).run(random.key(0), next(iter(rows)), Y[:1_000])
-    others = GrowingRows(Y[:2_000])
+    others = GrowingRows(-Y[:1_000])
     with pytest.raises(ValueError, match="rows of several `GrowingRows`"):
         run_of(SGLD(linear, 1e-5), 5, 5).run(random.key(0), next(iter(rows)), *others)
 

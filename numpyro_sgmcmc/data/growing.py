@@ -16,8 +16,8 @@ import numpy as np
 #: Below this number of rows the order in which they are drawn would show.
 _FEWEST = 100
 
-#: More than this part of the rows again is room for those to come.
-_ROOM = 1.0
+#: As many times the rows that there are is room for them and those to come.
+_ROOM = 2
 
 
 class Known(NamedTuple):
@@ -104,7 +104,7 @@ class GrowingRows:
                 f"`GrowingRows` begins with {_FEWEST} rows at least; got {self.count}. Wait for"
                 " more of them, or sample these with NUTS."
             )
-        self._arrays = tuple(_with_room(x, _capacity(self.count)) for x in found)
+        self._arrays = tuple(_with_room(x, _ROOM * self.count) for x in found)
 
     def __len__(self) -> int:
         return self.count
@@ -135,7 +135,7 @@ class GrowingRows:
         count = self.count + len(found[0])
         held = self._arrays
         if count > self.capacity:
-            held = tuple(_with_room(x, _capacity(count)) for x in self.arrays)
+            held = tuple(_with_room(x, _ROOM * count) for x in self.arrays)
         self._arrays = tuple(
             _written(values, new, np.int32(self.count))
             for values, new in zip(held, found, strict=True)
@@ -167,11 +167,6 @@ class GrowingRows:
     def __repr__(self) -> str:
         shapes = ", ".join(f"{x.dtype}{[self.count, *x.shape[1:]]}" for x in self._arrays)
         return f"GrowingRows({shapes}, room for {self.capacity:,})"
-
-
-def _capacity(count: int) -> int:
-    # no round number, which another plate of the model may have
-    return int((1 + _ROOM) * count) | 1
 
 
 def _checked(arrays: tuple, held: tuple[Array, ...] | None) -> list[np.ndarray]:
@@ -230,21 +225,9 @@ def _written(values: Array, new: Array, first: Array) -> Array:
 
 
 def known_of(arguments: Any) -> Known | None:
-    """
-    How many rows there are so far, of arguments of a model; None if none of them is growing.
-
-    :raises ValueError: if they are of several holders that have other numbers of rows.
-    """
+    """How many rows there are so far, of arguments of a model; None if none of them is growing."""
     found = growing_in(arguments)
-    if not found:
-        return None
-    sizes = {x.values.shape[0] for x in found}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"The model is given rows of several `GrowingRows`, with room for {sorted(sizes)}: put"
-            " arrays that grow together into one of them."
-        )
-    return found[0].known
+    return found[0].known if found else None
 
 
 def growing_in(arguments: Any) -> list[RowsSoFar]:
@@ -258,7 +241,16 @@ def with_room(arguments: Any) -> Any:
 
 
 def without_room(arguments: Any) -> Any:
-    """The arguments with the rows that there are so far, as arrays."""
+    """
+    The arguments with the rows that there are so far, as arrays.
+
+    :raises ValueError: if they are of several holders.
+    """
+    if len({tuple(int(k) for k in x.known) for x in growing_in(arguments)}) > 1:
+        raise ValueError(
+            "The model is given rows of several `GrowingRows`: put arrays that grow together into"
+            " one of them."
+        )
     return replaced(lambda x: x.values[: int(x.known.rows)], arguments)
 
 

@@ -128,8 +128,7 @@ def growth(mcmc: MCMC) -> Growth:
             " package on a `GrowingRows`, `mcmc.run(rng_key, *rows)`."
         )
     # chains may each have their own copy
-    first = (lambda x: np.asarray(x).ravel()[0]) if np.ndim(known.rows) else np.asarray
-    rows, before = int(first(known.rows)), int(first(known.before))
+    rows, before = (int(np.ravel(x)[0]) for x in (known.rows, known.before))
     shift = np.asarray(known.shift, np.float64).reshape(-1, np.shape(known.shift)[-1])[0]
     surprise = float(np.mean(shift**2)) if rows > before else math.nan
     size = len(shift)

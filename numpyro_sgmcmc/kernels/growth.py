@@ -17,8 +17,9 @@ With :math:`N` rows known and :math:`N'` there, before the first step of a sampl
   both are Gaussian;
 - the **Stein matrix** is that of the draws since.
 
-Step size, friction and noise are those of the coordinates, and stay. While rows come evenly the
-anchor moves about four times until there are twice as many.
+Step size, friction and, with a control variate, noise are those of the coordinates, and stay;
+without one the noise grows like :math:`N' / N`, which its running estimate follows. While rows come
+evenly the anchor moves about four times until there are twice as many.
 """
 
 from collections.abc import Mapping
