@@ -4,7 +4,7 @@
 """
 One of several processes that sample together, with a store for ever: what ``test_devices.py``
 starts as ``python one_process.py process processes port devices-of-each chains where-to-write
-[store]``.
+[store]``; with ``ROWS_ON_DISK`` in the environment their rows stay where they are.
 """
 
 import os
@@ -21,7 +21,7 @@ jax.distributed.initialize(f"localhost:{PORT}", PROCESSES, PROCESS, heartbeat_ti
 from known_posterior import X, Y, sample  # noqa: E402
 import numpy as np  # noqa: E402
 
-from numpyro_sgmcmc import LongRun, spread_rows  # noqa: E402
+from numpyro_sgmcmc import LongRun, RowsOnDisk, spread_rows  # noqa: E402
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of  # noqa: E402
 
 shape, names = (PROCESSES * DEVICES // CHAINS,), ("rows",)
@@ -32,7 +32,10 @@ mesh = jax.make_mesh(shape, names)
 holders = PROCESSES // CHAINS if PROCESSES >= CHAINS else 1
 part = len(X) // holders
 here = slice(PROCESS % holders * part, (PROCESS % holders + 1) * part)
-data = spread_rows(mesh, X[here], Y[here])
+rows = X[here], Y[here]
+if "ROWS_ON_DISK" in os.environ:
+    rows = tuple(map(RowsOnDisk, rows))
+data = spread_rows(mesh, *rows)
 draws, state = sample(mesh, data)
 parts = [np.asarray(shard.data) for shard in state.z["w"].addressable_shards]
 found = {"draws": draws, "last": np.stack(parts), "rows": data[0].shape}

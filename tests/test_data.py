@@ -22,7 +22,7 @@ import pytest
 
 from numpyro_sgmcmc import SGLD, CCAdL, LongRun, NoiseEstimate, RowsOnDisk, UnreadableRows, to_arviz
 from numpyro_sgmcmc.data import seen
-from numpyro_sgmcmc.data.rows_on_disk import read_ahead
+from numpyro_sgmcmc.data.rows_on_disk import Numbers, read_ahead
 
 COMPILE_QUICKLY = True
 
@@ -69,7 +69,18 @@ def in_memory(path, rows):
     return RowsOnDisk(rows)
 
 
-SOURCES = [npy, view_of_a_map, hdf5, zarr, arrow, in_memory]
+def shards(path, rows):
+    for k, part in enumerate((rows[:100], rows[100:101], rows[101:])):
+        np.save(path / f"shard-{k}.npy", part)
+    return RowsOnDisk(str(path / "shard-*.npy"))
+
+
+def shards_of_a_list(path, rows):
+    np.save(path / "first.npy", rows[:150])
+    return RowsOnDisk([path / "first.npy", rows[150:]])
+
+
+SOURCES = [npy, view_of_a_map, hdf5, zarr, arrow, in_memory, shards, shards_of_a_list]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda f: f.__name__)
@@ -190,7 +201,7 @@ take = RowsOnDisk.read
 def test_what_was_not_foreseen_is_read_too(tmp_path):
     x = npy(tmp_path, ROWS)
     first, second = jnp.array([3, 1]), jnp.array([[4, 299]])
-    read = jax.jit(lambda a, b: read_ahead([(x, a, b)])[0])
+    read = jax.jit(lambda a, b: read_ahead([(x, Numbers(a), Numbers(b))])[0])
     for numbers in (first, second.ravel(), first):
         assert np.array_equal(read(numbers, first), ROWS[numbers])
 

@@ -554,7 +554,7 @@ def test_runs_refused():
         run(args=(X, Y))
     with pytest.raises(ValueError, match=r"Not spread, though of 80 rows: args\.1; use"):
         run(args=(spread_rows(MESH, X), Y))
-    with pytest.raises(ValueError, match="stays on disk, where all devices would read the same"):
+    with pytest.raises(ValueError, match="All devices would read the same rows of RowsOnDisk"):
         run(args=(RowsOnDisk(X), spread_rows(MESH, Y)))
     with pytest.raises(ValueError, match="different numbers of rows: 40, 80"):
         kernel = SGLD(lambda x, y, groups: kernel_table.model(x, y), mesh=MESH, **some)
@@ -652,13 +652,18 @@ def start_processes(script, processes, *arguments):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("processes", "devices", "chains"), [(2, 1, 1), (4, 1, 1), (2, 4, 2)])
-def test_processes(processes, devices, chains, tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "devices", "chains", "on_disk"),
+    [(2, 1, 1, False), (4, 1, 1, False), (2, 4, 2, False), (2, 1, 1, True), (2, 2, 1, True)],
+)
+def test_processes(processes, devices, chains, on_disk, tmp_path, monkeypatch):
     """
     They draw what one process with as many devices draws, and the law is right; a long run draws
     the same in two parts. Of two that go on one is killed: within a minute the other ends, and
     says which it was.
     """
+    if on_disk:
+        monkeypatch.setenv("ROWS_ON_DISK", "1")
     where = str(tmp_path / "{}.npz")
     goes_on = [tmp_path / "run.zarr"] if (processes, chains) == (2, 1) else []
     started = start_processes("one_process.py", processes, devices, chains, where, *goes_on)

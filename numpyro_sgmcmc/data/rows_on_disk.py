@@ -15,9 +15,12 @@ reads these in the meantime.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
+from glob import glob, has_magic
 import hashlib
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +28,10 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.seen import Reader, Seen, are_as_seen, seen_of
-from numpyro_sgmcmc.data.sources import MOST_BYTES, UnreadableRows, opened
+from numpyro_sgmcmc.data.joined import Joined
+from numpyro_sgmcmc.data.row_numbers import as_integers
+from numpyro_sgmcmc.data.seen import Hashing, Reader, Seen, are_as_seen, seen_of
+from numpyro_sgmcmc.data.sources import MOST_BYTES, Source, UnreadableRows, opened
 
 #: Requests that are read ahead, of each source: one or two for each chain on its own device.
 _MOST_REQUESTS = 32
@@ -63,7 +68,9 @@ class RowsOnDisk(IndexedByRows):
         Zarr, a table of Arrow (``pyarrow``, columns of numbers; of a Parquet file convert it to
         the Arrow IPC format first, which can be read by rows); or any object with ``shape``,
         ``dtype`` and row indexing ``source[numbers]``. Shape :math:`(N, \\ldots)`, of numbers or
-        truth values; 64 bits become 32 unless JAX has them enabled.
+        truth values; 64 bits become 32 unless JAX has them enabled. Of a data set in shards a list
+        of these, or a pattern of ``.npy`` files, ``"flights/X-*.npy"``, taken in the order of their
+        names: they are one array, and row numbers go through all of them.
     :raises TypeError: if the source has no shape or data type.
     :raises ValueError: if its rows are not numbers.
     :raises UnreadableRows: if a file is missing, a folder, empty, cut off or not what its name
@@ -108,11 +115,12 @@ class RowsOnDisk(IndexedByRows):
     """
 
     def __init__(self, source: Any) -> None:
-        self._source = opened(source)
+        self._source = _opened(source)
         #: why the latest rows could not be read
         self.failure: UnreadableRows | None = None
         self._requests: OrderedDict[bytes, Future] = OrderedDict()
         self._seen: Seen | None = None
+        self._hashing: Hashing | None = None
         found = np.dtype(self._source.dtype)
         if found.kind not in "biuf" or not self._source.shape or not self._source.shape[0]:
             raise ValueError(
@@ -143,6 +151,11 @@ class RowsOnDisk(IndexedByRows):
         return self.shape[0]
 
     @property
+    def shard_lengths(self) -> tuple[int, ...]:
+        """The rows of each shard; of one file the rows of it."""
+        return self._source.lengths
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row on the device."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
@@ -165,6 +178,18 @@ class RowsOnDisk(IndexedByRows):
         found = hashlib.blake2b(f"{self.shape}{self.dtype}".encode())
         found.update(seen.hashes.tobytes())
         return found.hexdigest()
+
+    @contextmanager
+    def hashed(self) -> Iterator[None]:
+        """All rows are read within, and then need not be read again for the :attr:`digest`."""
+        if self._seen is None:
+            version = self._source.version()
+            self._hashing = Hashing(len(self), self.row_bytes, version)
+        try:
+            yield
+        finally:
+            if self._hashing is not None:
+                self._seen, self._hashing = self._hashing.seen, None
 
     def _are_as(self, seen: Seen) -> bool:
         """Whether the rows are those that were read before, as far as a part of them says it."""
@@ -192,7 +217,7 @@ class RowsOnDisk(IndexedByRows):
         return f"RowsOnDisk({self._source.name}, shape={self.shape}, dtype={self.dtype})"
 
     def rows(self, index: Any) -> Array:
-        rows = np.arange(len(self))[index] if isinstance(index, slice) else index
+        rows = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
         numbers = rows if isinstance(rows, jax.Array) else np.asarray(rows)
         if numbers.dtype.kind not in "iu":
             raise TypeError(
@@ -206,10 +231,48 @@ class RowsOnDisk(IndexedByRows):
                 " or `X[:2_000]`."
             )
         if isinstance(numbers, jax.Array):
-            shape = jax.ShapeDtypeStruct((*numbers.shape, *self.shape[1:]), self.dtype)
-            # one read for all that is mapped over
-            return jax.pure_callback(self.read, shape, numbers, vmap_method="expand_dims")
+            return self.drawn(DrawnRows(numbers))
         return jnp.asarray(self.read(numbers))
+
+    def drawn(self, rows: "DrawnRows", part: Array | None = None) -> Array:
+        """
+        Rows of a plate, in a program: a call back to Python, of one read for all that is mapped
+        over.
+
+        :param part: of rows that are spread over devices which of these it is.
+        """
+        numbers, high, _ = given = numbers_in(rows, part)
+        shape = jax.ShapeDtypeStruct((*numbers.shape, *self.shape[1:]), self.dtype)
+        if high is None and part is None:
+            return jax.pure_callback(self.read, shape, numbers, vmap_method="expand_dims")
+        return jax.pure_callback(self._read_places, shape, given, vmap_method="expand_dims")
+
+    def sampled(self, numbers: np.ndarray) -> Array:
+        """Some rows, in the memory of the device."""
+        return jnp.asarray(self.read(numbers))
+
+    def _read_places(self, rows: "Numbers") -> np.ndarray:
+        return self.reader.read(self.places(rows))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process holds all rows."""
+        return True
+
+    def on_each(self, parts: Any) -> IndexedByRows:
+        """What the program of one of so many devices sees."""
+        return self
+
+    @property
+    def reader(self) -> "RowsOnDisk":
+        """What holds the rows that this process reads."""
+        return self
+
+    def places(self, rows: "Numbers") -> np.ndarray:
+        """Numbers of rows, as a program knows them, as those that the :attr:`reader` reads."""
+        if rows.high is None:
+            return np.asarray(rows.low)
+        return as_integers(*np.broadcast_arrays(rows.high, rows.low))
 
     def __iter__(self) -> Iterator[Array]:
         raise TypeError(f"{self!r} is not read row by row: index it, `X[i]`.")
@@ -221,11 +284,14 @@ class RowsOnDisk(IndexedByRows):
         :raises UnreadableRows: if one of them cannot be read.
         """
         numbers = np.asarray(numbers)
+        flat = numbers.reshape(-1).astype(np.int64)
         try:
-            found = self._checked(numbers.reshape(-1).astype(np.int64))
+            found = self._checked(flat)
         except UnreadableRows as error:
             self.failure = error
             raise
+        if self._hashing is not None and np.all(np.diff(flat) == 1):
+            self._hashing.add(int(flat[0]), found)
         return found.reshape(*numbers.shape, *self.shape[1:])
 
     def _checked(self, flat: np.ndarray) -> np.ndarray:
@@ -326,7 +392,7 @@ class RowsOnDisk(IndexedByRows):
             self._requests.pop(numbers.tobytes(), None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_requests": OrderedDict()}
+        return self.__dict__ | {"_requests": OrderedDict(), "_hashing": None}
 
 
 class DrawnRows(NamedTuple):
@@ -337,17 +403,36 @@ class DrawnRows(NamedTuple):
     - **values** - of each :class:`RowsOnDisk` of the plate its values, shape (n, ...); nothing if
       they have not been read.
     - **weights** - how much more than an equal share each of them counts, shape (n,), or None.
+    - **high** - of plates of more than 2\\ :sup:`31` rows the upper 32 bits of the numbers, shape
+      (n,), or None (:mod:`~numpyro_sgmcmc.data.row_numbers`).
     """
 
     numbers: Array
     values: tuple[Array, ...] = ()
     weights: Array | None = None
+    high: Array | None = None
+
+
+class Numbers(NamedTuple):
+    """
+    - **low**, **high** - the numbers, or their halves.
+    - **part** - of rows that are spread over devices on which of these, or None.
+    """
+
+    low: Any
+    high: Any = None
+    part: Any = None
+
+
+def numbers_in(rows: DrawnRows, part: Array | None = None) -> Numbers:
+    """What a call back to Python is told of rows."""
+    return Numbers(rows.numbers, rows.high, part)
 
 
 class OfMinibatch(IndexedByRows):
     """What a model sees in the place of :class:`RowsOnDisk` when its minibatch has been read."""
 
-    def __init__(self, source: RowsOnDisk, numbers: Array, values: Array) -> None:
+    def __init__(self, source: Any, numbers: Array, values: Array) -> None:
         self._source, self._numbers, self._values = source, numbers, values
 
     def __getattr__(self, name: str) -> Any:
@@ -407,7 +492,7 @@ def replaced(arguments: Any, others: Sequence[Any]) -> Any:
 
 
 def read_ahead(
-    requests: Sequence[tuple[RowsOnDisk, Array, Array]],
+    requests: Sequence[tuple[RowsOnDisk, Numbers, Numbers]],
 ) -> tuple[Array, ...]:
     """
     Reads rows in one call back to Python, while a thread begins to read those that will be asked
@@ -419,20 +504,41 @@ def read_ahead(
     sources = [source for source, _, _ in requests]
 
     def read(now: list[Any], following: list[Any]) -> list[np.ndarray]:
-        wanted = [np.asarray(x) for x in now]
-        for source, numbers in zip(sources, wanted, strict=True):
-            source.request(numbers)
-        found = [source.take(numbers) for source, numbers in zip(sources, wanted, strict=True)]
-        for source, numbers in zip(sources, following, strict=True):
-            source.request(np.asarray(numbers))
+        wanted = [(x.reader, x.places(rows)) for x, rows in zip(sources, now, strict=True)]
+        for reader, numbers in wanted:
+            reader.request(numbers)
+        found = [reader.take(numbers) for reader, numbers in wanted]
+        for source, rows in zip(sources, following, strict=True):
+            source.reader.request(source.places(rows))
         return found
 
     shapes = [
-        jax.ShapeDtypeStruct((*numbers.shape, *source.shape[1:]), source.dtype)
+        jax.ShapeDtypeStruct((*numbers.low.shape, *source.shape[1:]), source.dtype)
         for source, numbers, _ in requests
     ]
     now, following = ([x[k] for x in requests] for k in (1, 2))
     return tuple(jax.pure_callback(read, shapes, now, following))
+
+
+def _opened(source: Any) -> Source:
+    """
+    What rows are read from: one source, or the shards of a pattern or a list.
+
+    :raises UnreadableRows: if there are none.
+    """
+    is_list = isinstance(source, list | tuple)
+    shards = source if is_list and not any(isinstance(x, float | int) for x in source) else None
+    if isinstance(source, str | Path) and has_magic(str(source)) and not Path(source).exists():
+        shards = sorted(glob(str(source), recursive=True))
+    if shards is None:
+        return opened(source)
+    if not shards:
+        raise UnreadableRows(
+            f"No file is named '{source}'."
+            if isinstance(source, str | Path)
+            else "The list of shards is empty."
+        )
+    return Joined([opened(shard) for shard in shards])
 
 
 def _is_on_disk(leaf: Any) -> bool:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 import hashlib
 import os
+from threading import Lock
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +65,48 @@ def version_of(status: os.stat_result) -> Version:
     return Version(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
+class Hashing:
+    """
+    The hashes of rows that are read for another reason, one stretch after the other or, from
+    several threads, several at once.
+
+    :param int rows: how many there are.
+    :param int row_bytes: bytes of a row.
+    :param version: of their file, found before.
+    """
+
+    def __init__(self, rows: int, row_bytes: int, version: Version | None) -> None:
+        self._rows, self._each = rows, _rows_of_stretch(row_bytes)
+        self._version, self._is_settled = version, _is_settled(version)
+        self._begun: dict[int, tuple[int, Any]] = {}
+        self._found: dict[int, bytes] = {}
+        self._lock = Lock()
+
+    def add(self, first: int, values: np.ndarray) -> None:
+        """Neighbouring rows, of which those that follow what is known already count."""
+        with self._lock:
+            for k in range(first // self._each, (first + len(values) - 1) // self._each + 1):
+                begin, end = k * self._each, min((k + 1) * self._each, self._rows)
+                following, found = self._begun.get(k, (begin, None))
+                last = min(first + len(values), end)
+                if k in self._found or not first <= following < last:
+                    continue
+                found = hashlib.blake2b(digest_size=16) if found is None else found
+                found.update(_bytes_of(values[following - first : last - first]))
+                self._begun[k] = last, found
+                if last == end:
+                    self._found[k] = self._begun.pop(k)[1].digest()
+
+    @property
+    def seen(self) -> Seen | None:
+        """What is kept of the rows; None if some were not read."""
+        count = -(-self._rows // self._each)
+        if len(self._found) < count:
+            return None
+        hashes = b"".join(self._found[k] for k in range(count))
+        return Seen(self._version, self._is_settled, _as_rows(hashes))
+
+
 def seen_of(read: Reader, rows: int, row_bytes: int, version: Version | None) -> Seen:
     """
     Reads all rows.
@@ -73,13 +116,11 @@ def seen_of(read: Reader, rows: int, row_bytes: int, version: Version | None) ->
     :param int row_bytes: bytes of a row.
     :param version: of the file, found before.
     """
-    # of what has no times there is nothing to wait for
-    since = 0 if version is None else max(version.modified, version.changed)
-    is_settled = time.time_ns() - since > _SETTLED
+    is_settled = _is_settled(version)
     each = _rows_of_stretch(row_bytes)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda k: _hash(read, k, each, rows), range(-(-rows // each))))
-    return Seen(version, is_settled, np.frombuffer(b"".join(found), np.uint8).reshape(-1, 16))
+    return Seen(version, is_settled, _as_rows(b"".join(found)))
 
 
 def are_as_seen(read: Reader, rows: int, row_bytes: int, seen: Seen) -> bool:
@@ -90,10 +131,24 @@ def are_as_seen(read: Reader, rows: int, row_bytes: int, seen: Seen) -> bool:
     return all(_hash(read, int(k), each, rows) == seen.hashes[k].tobytes() for k in some)
 
 
+def _is_settled(version: Version | None) -> bool:
+    # of what has no times there is nothing to wait for
+    since = 0 if version is None else max(version.modified, version.changed)
+    return time.time_ns() - since > _SETTLED
+
+
+def _as_rows(hashes: bytes) -> np.ndarray:
+    return np.frombuffer(hashes, np.uint8).reshape(-1, 16)
+
+
+def _bytes_of(values: np.ndarray) -> Any:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
 def _rows_of_stretch(row_bytes: int) -> int:
     return max(1, _STRETCH_BYTES // max(1, row_bytes))
 
 
 def _hash(read: Reader, stretch: int, each: int, rows: int) -> bytes:
     values = read(stretch * each, min(rows, (stretch + 1) * each))
-    return hashlib.blake2b(values.reshape(-1).view(np.uint8).data, digest_size=16).digest()
+    return hashlib.blake2b(_bytes_of(values), digest_size=16).digest()

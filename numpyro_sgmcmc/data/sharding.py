@@ -32,7 +32,8 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from numpyro_sgmcmc.data.rows_on_disk import on_disk
+from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, on_disk
+from numpyro_sgmcmc.data.spread_on_disk import SpreadRowsOnDisk
 
 ROWS, CHAINS = "rows", "chains"
 
@@ -72,9 +73,14 @@ class Shards:
         """The number of processes whose devices these are."""
         return len({device.process_index for device in self.mesh.devices.flat})
 
+    @property
+    def part(self) -> Array:
+        """In the program of a device, which of these it is."""
+        return lax.axis_index(ROWS)
+
     def own(self, rng_key: Array) -> Array:
         """A random key of its own for each device that holds other rows."""
-        return random.fold_in(rng_key, lax.axis_index(ROWS))
+        return random.fold_in(rng_key, self.part)
 
     def mean(self, vector: Array) -> Array:
         """The mean of a vector over the devices that hold other rows: one all-reduce."""
@@ -99,6 +105,11 @@ class Shards:
             for spread, here in zip(self.spread, is_data, strict=True)
             if here
         ]
+
+    def taken(self, array: Array, numbers: np.ndarray) -> Array:
+        """The rows with these numbers of each device."""
+        rows = PartitionSpec(ROWS)
+        return jax.jit(self.on_each(lambda x: x[numbers], rows, rows))(array)
 
     @property
     def of_chains(self) -> PartitionSpec:
@@ -144,8 +155,12 @@ def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
     process gives the rows that its own devices are to hold, as many as every other; all have to
     call this.
 
+    Of :class:`RowsOnDisk` each device reads a part of its own while it samples, and device memory
+    holds no more than the minibatches to come. In several processes each gives the shards that its
+    own devices are to read, such as ``RowsOnDisk(f"X-{jax.process_index()}-*.npy")``.
+
     :param mesh: devices with an axis ``rows``, and ``chains`` if chains are laid over devices too.
-    :param arrays: NumPy or JAX arrays.
+    :param arrays: NumPy or JAX arrays, or :class:`RowsOnDisk`.
     :return: the array, or a tuple of them if there are several.
     :raises ValueError: if the rows cannot be divided among the devices, or the mesh has no rows.
 
@@ -167,7 +182,12 @@ def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
     several = Shards(checked, ()).processes > 1
     _check_rows(checked, [np.shape(array) for array in arrays], several)
     put = jax.make_array_from_process_local_data if several else _device_put
-    placed = tuple(put(sharding, array) for array in arrays)
+    placed = tuple(
+        SpreadRowsOnDisk(array, checked, ROWS)
+        if isinstance(array, RowsOnDisk)
+        else put(sharding, array)
+        for array in arrays
+    )
     return placed[0] if len(placed) == 1 else placed
 
 
@@ -194,7 +214,8 @@ def _check_rows(mesh: Mesh, shapes: list[tuple[int, ...]], several: bool) -> Non
         if shape[0] % parts:
             raise ValueError(
                 f"Array {k} has {shape[0]:,} rows, which cannot be divided among {where}: leave"
-                f" out {shape[0] % parts} of them, `X[:{shape[0] - shape[0] % parts}]`."
+                f" out {shape[0] % parts} of them, `X[:{shape[0] - shape[0] % parts}]` (of a file"
+                " `RowsOnDisk(np.load(path, mmap_mode='r')[:...])`)."
             )
 
 
@@ -218,15 +239,17 @@ def found_shards(mesh: Mesh | None, args: tuple, kwargs: dict) -> Shards | None:
     :raises ValueError: if they are spread over another mesh, or over none.
     """
     meshes = [_mesh_of(leaf) for leaf in jax.tree.leaves((args, kwargs))]
+    sources = on_disk((args, kwargs))
     found = [one for one in meshes if one is not None]
+    found += [source.mesh for source in sources if isinstance(source, SpreadRowsOnDisk)]
     if mesh is None and not found:
         return None
-    if sources := on_disk((args, kwargs)):
-        raise ValueError(
-            f"{sources[0]!r} stays on disk, where all devices would read the same rows: spread"
-            " arrays over the devices, `spread_rows(mesh, X)`, or read from disk on one device,"
-            " without a mesh."
-        )
+    for source in sources:
+        if not isinstance(source, SpreadRowsOnDisk):
+            raise ValueError(
+                f"All devices would read the same rows of {source!r}: spread it over them too,"
+                " `X = spread_rows(mesh, X)`, or read from disk on one device, without a mesh."
+            )
     if not found:
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
         raise ValueError(

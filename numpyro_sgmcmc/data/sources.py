@@ -47,6 +47,11 @@ class Source(ABC):
     #: whether the rows can change without a trace, since they are an array of this process
     is_in_memory = False
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The rows of each shard."""
+        return (self.shape[0],)
+
     def version(self) -> Version | None:
         """What is another one when the rows have changed, or None where nothing tells."""
         return None

@@ -29,6 +29,9 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data import row_numbers
+from numpyro_sgmcmc.data.row_numbers import Pair, mix
+
 #: With six rounds pairs of rows are visibly dependent up to size 100, with eight up to 20.
 _ROUNDS = 8
 #: Fewer sub-batches make a noisier estimate of the noise, more make the gradient dearer.
@@ -36,13 +39,6 @@ _FEWEST_SUB_BATCHES = 10
 
 #: So up to this size a plain shuffle is used; above 64 it would cost more than the network.
 _SHUFFLE_BELOW = 32
-
-
-def _mix(x: Array, a: Array, b: Array) -> Array:
-    """A keyed 32-bit integer hash: two multiplications, each followed by a shift."""
-    x = (x ^ a) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 15)) * (b | 1)
-    return x ^ (x >> 16)
 
 
 def _below(x: Array, bound: Any) -> Array:
@@ -86,7 +82,7 @@ def _permuted(key: Array, positions: Array, size: Any, sides: tuple[Any, Any]) -
     def walk(x: Array) -> Array:
         (a, b), left, right = sides, x // sides[1], x % sides[1]
         for first, second in rounds:
-            left = left + _below(_mix(right, first, second), a)
+            left = left + _below(mix(right, first, second), a)
             left = jnp.where(left >= a, left - a, left)
             left, right, a, b = right, left, b, a
         return left * b + right
@@ -248,6 +244,10 @@ def blocks(key: Array, step: Array, size: int, batch_size: int) -> Array:
     return jnp.where(rows >= size, rows - size, rows).astype(jnp.int32)
 
 
+def _far_blocks(key: Array, step: Array, size: int, batch_size: int) -> Pair:
+    return row_numbers.blocks(key, step, size, batch_size, sub_batches(batch_size))
+
+
 def sub_batches(batch_size: int) -> int:
     """
     The number of sub-batches of a minibatch: the smallest divisor of ``batch_size`` that is
@@ -292,6 +292,7 @@ class Scheme(NamedTuple):
       (:mod:`~numpyro_sgmcmc.data.importance`); before it has, and where a minibatch has all rows,
       they are drawn as ``draw`` says.
     - **draw_so_far** - the same as ``draw`` for a number of rows that is an array, or None.
+    - **draw_far** - the same for more rows than 2\\ :sup:`31`, or None.
     """
 
     draw: Callable[[Array, Array, int, int], Array]
@@ -300,6 +301,7 @@ class Scheme(NamedTuple):
     blocks: bool = False
     by_importance: bool = False
     draw_so_far: Callable[[Array, Array, Array, int], Array] | None = None
+    draw_far: Callable[[Array, Array, int, int], Pair] | None = None
 
     def factor(self, size: Any, batch_size: int) -> Any:
         """
@@ -314,10 +316,19 @@ class Scheme(NamedTuple):
 
 #: The schemes by the word that selects them.
 SCHEMES: dict[str, Scheme] = {
-    "without_replacement": Scheme(without_replacement, draw_so_far=without_replacement_so_far),
-    "with_replacement": Scheme(with_replacement, distinct=False, draw_so_far=with_replacement),
+    "without_replacement": Scheme(
+        without_replacement,
+        draw_so_far=without_replacement_so_far,
+        draw_far=row_numbers.without_replacement,
+    ),
+    "with_replacement": Scheme(
+        with_replacement,
+        distinct=False,
+        draw_so_far=with_replacement,
+        draw_far=row_numbers.with_replacement,
+    ),
     "epochs": Scheme(epochs, independent=False),
     "symmetric_sweeps": Scheme(symmetric_sweeps, independent=False),
-    "blocks": Scheme(blocks, blocks=True),
+    "blocks": Scheme(blocks, blocks=True, draw_far=_far_blocks),
     "importance": Scheme(without_replacement, by_importance=True),
 }

@@ -18,8 +18,7 @@ from numpyro_sgmcmc.target.handlers import Plate, numbers_of
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.potential import (
     Rows,
-    full_data_gradient,
-    full_data_hessian,
+    full_data_expansion,
     over_all_data,
     ravel,
 )
@@ -298,8 +297,8 @@ def _curvature(target: Target, center: Array, weights: Mapping[str, Array]) -> l
         return potential(target.unravel(x), nothing, random.key(0))
 
     data: Any = with_weights, target.view.plates, target.unravel(center), random.key(0)
-    value, slope = full_data_gradient(*data)
-    return [value, ravel(slope), full_data_hessian(*data), jax.hessian(without_rows)(center)]
+    value, slope, hessian = full_data_expansion(*data)
+    return [value, ravel(slope), hessian, jax.hessian(without_rows)(center)]
 
 
 def _of_clusters(number: int) -> Any:

@@ -11,6 +11,7 @@ import warnings
 import jax
 
 from numpyro_sgmcmc.data.growing import growing_in, known_of, with_room, without_room
+from numpyro_sgmcmc.data.row_numbers import MOST_ROWS, is_far
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards, found_shards
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.settings import Settings
@@ -82,6 +83,7 @@ class Context:
                 " there: minibatches of one pass over the data are anti-correlated. Use"
                 " subsampling='without_replacement'."
             )
+        self._check_number_of_rows(given, model)
         if SCHEMES[given.subsampling].by_importance:
             _check_importance(given, name, self.shards)
         if not model.plates and not independent:
@@ -109,6 +111,20 @@ class Context:
         if self.shards is not None:
             check_spread(self.whole(given, args, kwargs), self.shards)
         return model
+
+    def _check_number_of_rows(self, given: Settings, model: MinibatchModel) -> None:
+        """
+        :raises ValueError: if there are more rows than this way of drawing them has numbers for.
+        """
+        parts = 1 if self.shards is None else self.shards.parts
+        for plate in model.plates:
+            if is_far(plate.size // parts) and SCHEMES[given.subsampling].draw_far is None:
+                words = [name for name, scheme in SCHEMES.items() if scheme.draw_far is not None]
+                raise ValueError(
+                    f"Plate '{plate.name}' has {plate.size // parts:,} rows on a device, and"
+                    f" subsampling='{given.subsampling}' has numbers for {MOST_ROWS:,}: use one of"
+                    f" {', '.join(words)}, or more devices."
+                )
 
     def whole(self, given: Settings, args: tuple, kwargs: dict) -> Target:
         """

@@ -6,16 +6,19 @@ Effect handlers that choose the rows of the plates that have a ``subsample_size`
 first ones, or those of a minibatch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 import operator
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
+import numpy as np
 from numpyro import distributions as dist
 from numpyro.primitives import Messenger
 
+from numpyro_sgmcmc.data.row_numbers import Pair, as_integers, as_pair, is_far, of_32_bits
 from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 
 Model = Callable[..., Any]
@@ -44,6 +47,8 @@ class Plate(NamedTuple):
     members: int = 1
     #: number of rows that a pass looks at, evenly spaced; all of them if None
     seen: int | None = None
+    #: of how many rows these are a sample, or None
+    of: int | None = None
     #: whether only the first rows are there yet, and the size is the room for them
     grows: bool = False
 
@@ -136,7 +141,7 @@ class given_rows(_choose_rows):
     """
 
     def __init__(
-        self, fn: Model, plates: tuple[Plate, ...], indices: Indices, parts: int = 1
+        self, fn: Model, plates: tuple[Plate, ...], indices: Indices, parts: int | Fraction = 1
     ) -> None:
         self.sizes = {plate.name: plate.size for plate in plates}
         self.indices = {name: numbers_of(rows) for name, rows in indices.items()}
@@ -166,8 +171,49 @@ class given_rows(_choose_rows):
                 " `mcmc.warmup` again, or use a new `MCMC` object, for data of another length; two"
                 " plates of the model need two names."
             )
-        self.missing[plate.name] = here * self.parts / plate.size
+        self.missing[plate.name] = float(here * self.parts / plate.size)
         return self.indices[plate.name]
+
+
+def far_rows(numbers: Pair) -> DrawnRows:
+    """Rows of a plate of more than 2\\ :sup:`31`."""
+    high, low = of_32_bits(numbers)
+    return DrawnRows(low, high=high)
+
+
+def rows_of(numbers: np.ndarray, size: int) -> BatchRows:
+    """
+    Rows with these numbers, of NumPy.
+
+    :param int size: the rows of the plate.
+    """
+    if not is_far(size):
+        return jnp.asarray(numbers, jnp.int32)
+    high, low = as_pair(np.asarray(numbers, np.int64))
+    return DrawnRows(low, high=high)
+
+
+def rows_among(plates: Iterable[Plate], found: Indices, most: int | None = None) -> Indices:
+    """The first of some rows of each plate, of which the numbers of some are those of NumPy."""
+    sizes = {plate.name: plate.size for plate in plates}
+    return {
+        name: jax.tree.map(lambda x: x[:most], rows)
+        if isinstance(rows, DrawnRows)
+        else rows_of(np.asarray(rows)[:most], sizes[name])
+        for name, rows in found.items()
+    }
+
+
+def integers_of(rows: Any) -> np.ndarray:
+    """The numbers of rows whose values are known, as integers of NumPy."""
+    if isinstance(rows, DrawnRows) and rows.high is not None:
+        return as_integers(rows.high, rows.numbers)
+    return np.asarray(numbers_of(rows))
+
+
+def drawn_rows(rows: BatchRows) -> DrawnRows:
+    """Rows of a minibatch, with what is known of them."""
+    return rows if isinstance(rows, DrawnRows) else DrawnRows(rows)
 
 
 def numbers_of(rows: BatchRows) -> Array:

@@ -18,6 +18,7 @@ cannot hold; :class:`MinibatchModel` then evaluates it.
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from fractions import Fraction
 import math
 from typing import Any, NamedTuple
 import warnings
@@ -31,13 +32,22 @@ from numpyro.distributions.distribution import validation_enabled
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy, unconstrain_fn
 
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows, OfMinibatch, Watched, on_disk, replaced
+from numpyro_sgmcmc.data.row_numbers import is_far
+from numpyro_sgmcmc.data.rows_on_disk import (
+    DrawnRows,
+    OfMinibatch,
+    ShapeOf,
+    Watched,
+    on_disk,
+    replaced,
+)
 from numpyro_sgmcmc.target.argument_checks import check_data
 from numpyro_sgmcmc.target.handlers import (
     Indices,
     Model,
     Plate,
     count_of,
+    drawn_rows,
     first_rows_of,
     given_rows,
     log_density,
@@ -46,7 +56,7 @@ from numpyro_sgmcmc.target.handlers import (
 from numpyro_sgmcmc.target.inner_rules import needs_draws
 from numpyro_sgmcmc.target.local_latents import LocalPlate, Marginal
 from numpyro_sgmcmc.target.local_latents_checks import without_local_latents
-from numpyro_sgmcmc.target.model_checks import check_hidden, check_lengths, check_sites
+from numpyro_sgmcmc.target.model_checks import check_far, check_hidden, check_lengths, check_sites
 from numpyro_sgmcmc.target.model_exceptions import explained, one_at_a_time
 
 #: Unconstrained values of the latent sites, by name.
@@ -90,8 +100,9 @@ class MinibatchModel(NamedTuple):
     captured: str = ""
     #: tells numbers that it has from elsewhere, in this process
     numbers: str = ""
-    #: the number of devices that the rows are spread over, of which the model sees one's part
-    parts: int = 1
+    #: of how many parts of all rows the model sees one: the number of devices that they are spread
+    #: over, or all rows divided by those of a sample
+    parts: int | Fraction = 1
 
     def on_each(self, parts: int) -> "MinibatchModel":
         """The model on one of so many devices, with its part of the rows and of the minibatch."""
@@ -105,6 +116,19 @@ class MinibatchModel(NamedTuple):
         """The model with room for so many rows, of which only the first are there yet."""
         plates = (plate._replace(size=size, grows=True) for plate in self.plates)
         return self._replace(plates=tuple(plates))
+
+    def sampled(self, rows: int, on_disk: tuple[str | None, ...]) -> "MinibatchModel":
+        """
+        The model of so many rows of its plate, which stand for all.
+
+        :param on_disk: as in the attribute, of those arguments that are still on disk.
+        """
+        (plate,) = self.plates
+        sample = plate._replace(
+            size=rows, of=plate.size, subsample_size=min(plate.subsample_size, rows)
+        )
+        parts = self.parts * Fraction(plate.size, rows)
+        return self._replace(plates=(sample,), parts=parts, on_disk=on_disk)
 
     @property
     def dimension(self) -> int:
@@ -179,12 +203,19 @@ class MinibatchModel(NamedTuple):
             for name, x in indices.items()
             if isinstance(x, DrawnRows) and x.values
         }
-        seen = [
-            OfMinibatch(source, numbers_of(indices[plate]), next(values[plate]))
-            if plate in values
-            else source
-            for source, plate in zip(sources, self.on_disk, strict=True)
-        ]
+        far = {plate.name for plate in self.plates if is_far(plate.size)}
+        seen: list[Any] = []
+        for whole, plate in zip(sources, self.on_disk, strict=True):
+            source: Any = whole.on_each(self.parts)
+            if plate in values:
+                source = OfMinibatch(source, numbers_of(indices[plate]), next(values[plate]))
+            elif plate in far:
+                # what the model indexes by has half of each number
+                rows = drawn_rows(indices[plate])
+                if rows.high is None:
+                    rows = rows._replace(high=jnp.zeros_like(rows.numbers))
+                source = OfMinibatch(source, rows.numbers, source.drawn(rows))
+            seen.append(source)
         return replaced(arguments, seen)
 
     def prepared(
@@ -373,6 +404,13 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
 
     plate_of = tuple(_plate_of(source, taken) for source in watched)
     check_lengths(plates, plate_of, on_disk((args, kwargs)))
+
+    def densities(rows: Indices) -> dict[str, Array]:
+        empty = [ShapeOf(source) for source in on_disk((args, kwargs))]
+        seen = given(rows, *replaced((args, kwargs), empty))
+        return {k: log_density(site) for k, site in seen.items() if site["type"] == "sample"}
+
+    check_far(plates, [source.indices for source in watched], taken, densities)
     dependent, captured = check_sites(model, sites, plates, given, args, kwargs)
     with jax.ensure_compile_time_eval():
         unconstrained = {

@@ -16,13 +16,14 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.row_numbers import counted_from, is_far
 from numpyro_sgmcmc.target.centring import (
     Centring,
     Written,
     as_written,
     centred,
 )
-from numpyro_sgmcmc.target.handlers import Indices, Plate
+from numpyro_sgmcmc.target.handlers import BatchRows, Indices, Plate, far_rows
 from numpyro_sgmcmc.target.hierarchy import hierarchy_of
 from numpyro_sgmcmc.target.metric import Metric
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
@@ -199,10 +200,13 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
         )
 
         def weighted(k: Array, parts: Any = parts, weight: float = weight) -> Any:
-            rows = {}
+            rows: dict[str, BatchRows] = {}
             for plate, (start, chunks, length, apart) in zip(plates, parts, strict=True):
                 k, chunk = k // chunks, k % chunks
-                rows[plate.name] = start + chunk * apart + jnp.arange(length)
+                if is_far(plate.size):
+                    rows[plate.name] = far_rows(counted_from(chunk, apart, start, length))
+                else:
+                    rows[plate.name] = start + chunk * apart + jnp.arange(length)
             return jax.tree.map(lambda x: weight * x, function(rows))
 
         def added(total: Any, k: Array, weighted: Any = weighted) -> Any:
@@ -235,17 +239,21 @@ def full_data_gradient(
     return over_all_data(lambda rows: jax.value_and_grad(potential)(values, rows, rng_key), plates)
 
 
-def full_data_hessian(
+def full_data_expansion(
     potential: Potential, plates: Sequence[Plate], values: Any, rng_key: Array
-) -> Array:
+) -> tuple[Array, Any, Array]:
     """
-    The Hessian of the potential of all data, column by column, by one pass over the data in chunks.
+    The same and the Hessian, column by column, in one pass. Parameters are those of
+    :func:`full_data_gradient`.
 
-    Parameters are those of :func:`full_data_gradient`.
-
-    :return: shape ``(d, d)``, in the order of :func:`ravel`.
+    :return: a scalar, a tree like ``values``, and shape ``(d, d)``, in the order of :func:`ravel`.
     """
-    return over_all_data(lambda rows: hessian_of(potential, values, rows, rng_key), plates)
+
+    def of_chunk(rows: Rows) -> tuple[Array, Any, Array]:
+        value, slope = jax.value_and_grad(potential)(values, rows, rng_key)
+        return value, slope, hessian_of(potential, values, rows, rng_key)
+
+    return over_all_data(of_chunk, plates)
 
 
 def hessian_of(potential: Potential, values: Any, rows: Rows, rng_key: Array) -> Array:

@@ -10,8 +10,15 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows, RowsOnDisk, on_disk, read_ahead
-from numpyro_sgmcmc.target.handlers import numbers_of, weights_of
+from numpyro_sgmcmc.data.row_numbers import is_far
+from numpyro_sgmcmc.data.rows_on_disk import (
+    DrawnRows,
+    RowsOnDisk,
+    numbers_in,
+    on_disk,
+    read_ahead,
+)
+from numpyro_sgmcmc.target.handlers import drawn_rows, weights_of
 from numpyro_sgmcmc.target.potential import Rows
 from numpyro_sgmcmc.target.target import Target
 
@@ -37,15 +44,14 @@ def nothing_prefetched(target: Target) -> Prefetched | None:
     if not sources:
         return None
     sizes = {plate.name: plate.subsample_size for plate in target.view.plates}
+    far = {plate.name for plate in target.view.plates if is_far(plate.size)}
     each = sum(sizes[name] * x.row_bytes for name, found in sources.items() for x in found)
     steps = max(1, min(_MOST_STEPS, _MOST_BYTES // max(each, 1)))
-    rows = {
-        name: DrawnRows(
-            jnp.zeros((steps, sizes[name]), jnp.int32),
-            tuple(jnp.zeros((steps, sizes[name], *x.shape[1:]), x.dtype) for x in found),
-        )
-        for name, found in sources.items()
-    }
+    rows = {}
+    for name, found in sources.items():
+        zero = jnp.zeros((steps, sizes[name]), jnp.int32)
+        values = tuple(jnp.zeros((*zero.shape, *x.shape[1:]), x.dtype) for x in found)
+        rows[name] = DrawnRows(zero, values, high=zero if name in far else None)
     return Prefetched(jnp.full((), -1, jnp.int32), rows)
 
 
@@ -61,24 +67,25 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
     sources = _by_plate(target)
     steps = next(iter(block.rows.values())).numbers.shape[-2]
 
-    def numbers(rows_key: Array, start: Array) -> dict[str, Array]:
-        def at(k: Array) -> dict[str, Array]:
+    def numbers(rows_key: Array, start: Array) -> dict[str, DrawnRows]:
+        def at(k: Array) -> dict[str, DrawnRows]:
             rows = target.rows(rows_key, start + k)
-            return {name: numbers_of(rows[name]) for name in sources}
+            return {name: drawn_rows(rows[name])._replace(weights=None) for name in sources}
 
         return jax.vmap(at)(jnp.arange(steps))
 
     def filled(rows_key: Array, start: Array, chains: bool) -> Prefetched:
         drawn = jax.vmap(numbers) if chains else numbers
         now, following = drawn(rows_key, start), drawn(rows_key, start + steps)
+        part = None if target.shards is None else target.shards.part
         requests = [
-            (source, now[name], following[name])
+            (source, numbers_in(now[name], part), numbers_in(following[name], part))
             for name, found in sources.items()
             for source in found
         ]
         values = iter(read_ahead(requests))
         rows = {
-            name: DrawnRows(now[name], tuple(next(values) for _ in found))
+            name: now[name]._replace(values=tuple(next(values) for _ in found))
             for name, found in sources.items()
         }
         return Prefetched(start, rows)

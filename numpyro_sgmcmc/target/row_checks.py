@@ -11,22 +11,31 @@ of the minibatch are exchanged for others. All of this is seen here in one pass 
 without gradients, and refused with the row and the likely cause (:mod:`.row_errors`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 import math
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array, random
+from jax import Array, lax, random
 from jax.experimental.multihost_utils import process_allgather
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from numpyro_sgmcmc.data.rows_on_disk import failure_of
+from numpyro_sgmcmc.data.row_numbers import counted_from, is_far
+from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
-from numpyro_sgmcmc.target.handlers import log_density
+from numpyro_sgmcmc.target.handlers import (
+    count_of,
+    far_rows,
+    integers_of,
+    log_density,
+    rows_among,
+    rows_of,
+)
 from numpyro_sgmcmc.target.local_latents import with_observed
 from numpyro_sgmcmc.target.model import Values, unremarkable_values
 from numpyro_sgmcmc.target.row_errors import (
@@ -34,6 +43,7 @@ from numpyro_sgmcmc.target.row_errors import (
     check_supports,
     dependent_on_others,
     not_finite,
+    of_a_process,
     outside_support,
 )
 from numpyro_sgmcmc.target.target import Target
@@ -42,6 +52,9 @@ from numpyro_sgmcmc.target.watched_indices import IndexedArray, watched
 #: So many rows are looked at together, and so few where a row may depend on others; all of them in
 #: such few where these are no more, to compile one program instead of two.
 _CHUNK, _FEW, _QUICKLY_SEEN = 16_384, 16, 1_024
+
+#: Of many rows so many chunks are looked at in one program, which says whether something is wrong.
+_CHUNKS = 64
 
 #: A term that changes by more than this part of its size, and of that of others, is not rounded;
 #: where so many of the terms do, it is no accident of a few rows.
@@ -72,7 +85,7 @@ class BadRows(NamedTuple):
 
     number: int
     first: int
-    among: dict[str, Array]
+    among: dict[str, Any]
 
 
 def check_rows(
@@ -94,7 +107,12 @@ def check_rows(
     if not target.view.plates:
         return look.densities
     check_supports(whole)
-    outside, beyond, is_finite = look.over_all_rows(values)
+    with ExitStack() as stack:
+        for source in on_disk((target.args, target.kwargs)):
+            stack.enter_context(source.hashed())
+        outside, beyond, is_finite = look.over_all_rows(values)
+    if not whole.is_here and (bad := [*outside.values(), *beyond.values()]):
+        raise of_a_process(bad[0])
     for (site, plate), rows in outside.items():
         raise outside_support(whole, site, plate, rows)
     for k, rows in beyond.items():
@@ -151,9 +169,39 @@ def _beyond(indices: Array, length: int, rows: dict[str, Array]) -> Array:
     """
     wrong = (indices < -length) | (indices >= length) | (indices < 0) & (indices >= 0).any()
     for numbers in rows.values():
-        if len(numbers) == len(indices):
-            return wrong.reshape(len(numbers), -1).any(1)
-    return jnp.full(len(next(iter(rows.values()))), wrong.any())
+        if count_of(numbers) == len(indices):
+            return wrong.reshape(count_of(numbers), -1).any(1)
+    return jnp.full(count_of(next(iter(rows.values()))), wrong.any())
+
+
+def _looks_wrong(
+    length: int, target: Target, z: Values, rng_key: Array, chunks: Array
+) -> tuple[Array, Array]:
+    """
+    Whether something is outside or beyond in chunks of the rows of the only plate, and whether
+    something is not finite; on any device.
+
+    :param int length: rows of a chunk.
+    :param chunks: numbers of chunks.
+    """
+    (plate,) = target.view.plates
+
+    def of_chunk(found: tuple[Array, Array], k: Array) -> tuple[Any, None]:
+        far = is_far(plate.size)
+        rows = (
+            far_rows(counted_from(k, length, 0, length)) if far else k * length + jnp.arange(length)
+        )
+        seen = seen_of(target, z, {plate.name: rows}, rng_key)
+        wrong = [jnp.any(x) for x in (*seen.outside.values(), *seen.beyond)]
+        infinite = [jnp.any(~jnp.isfinite(seen.terms[place])) for place in seen.outside]
+        both = (jnp.any(jnp.asarray(x)) for x in (wrong, infinite))
+        return jax.tree.map(jnp.logical_or, found, tuple(both)), None
+
+    nothing = jnp.zeros((), bool)
+    found, _ = lax.scan(of_chunk, (nothing, nothing), chunks)
+    if target.shards is None:
+        return found
+    return jax.tree.map(lambda x: lax.pmax(x.astype(jnp.int32), ROWS) > 0, found)
 
 
 class _Look:
@@ -163,6 +211,7 @@ class _Look:
         self.target, self.plates = target, target.view.plates
         self.sizes = {plate.name: plate.size * target.parts for plate in self.plates}
         self.program = compiled("rows", seen_of, target, outputs=PartitionSpec(ROWS))
+        self.compiled = compiled
         is_small = math.prod(plate.size for plate in self.plates) <= _QUICKLY_SEEN
         self.many, seen = self._working(_FEW if is_small else _CHUNK)
         self.densities = {name: float(x.sum()) for name, x in seen.densities.items()}
@@ -184,34 +233,70 @@ class _Look:
 
     def at(self, z: Values, rows: dict[str, Array], key: int = 0) -> Seen:
         """What is seen of the rows, by all devices one after the other."""
+        seen = self.run(self.program, z, rows, random.key(key))
+        leaves, tree = jax.tree.flatten(seen)
+        here = [x if x.is_fully_addressable else process_allgather(x, tiled=True) for x in leaves]
+        return jax.tree.unflatten(tree, [np.asarray(x) for x in here])
+
+    def run(self, program: Callable, *arguments: Any) -> Any:
+        """
+        :raises UnreadableRows: if that is why a program has failed.
+        """
         try:
-            seen = self.program(z, rows, random.key(key))
+            return jax.block_until_ready(program(*arguments))
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             # which of the two depends on whether the program has run before
             if unreadable := failure_of((self.target.args, self.target.kwargs), error):
                 raise unreadable from None
             raise
-        leaves, tree = jax.tree.flatten(seen)
-        here = [x if x.is_fully_addressable else process_allgather(x, tiled=True) for x in leaves]
-        return jax.tree.unflatten(tree, [np.asarray(x) for x in here])
 
-    def chunks(self) -> Iterator[tuple[dict[str, Array], dict[str, np.ndarray]]]:
+    def suspicious(self, z: Values) -> tuple[int, list[range], bool]:
+        """
+        Of many rows of one plate: how many of the first have been looked at, in which of them
+        something is wrong, and whether all are finite.
+        """
+        if len(self.plates) != 1:
+            return 0, [], True
+        (plate,), (length,) = self.plates, self.many.values()
+        groups = plate.size // length // _CHUNKS
+        if groups < 2:
+            return 0, [], True
+        look = self.compiled("many rows", partial(_looks_wrong, length), self.target, length)
+        wrong, is_finite = [], True
+        for k in range(groups):
+            chunks = jnp.arange(k * _CHUNKS, (k + 1) * _CHUNKS)
+            is_wrong, is_infinite = map(bool, self.run(look, z, random.key(0), chunks))
+            wrong += [range(k * _CHUNKS * length, (k + 1) * _CHUNKS * length)] if is_wrong else []
+            is_finite &= not is_infinite
+        return groups * _CHUNKS * length, wrong, is_finite
+
+    def chunks(
+        self, first: int = 0, some: Sequence[range] = ()
+    ) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
         """
         Rows of each plate, and which of them were in none before; all pairs of the chunks of
         several plates if a site is in more than one of them.
+
+        :param int first: from which row of the only plate, if it is not the first one.
+        :param some: stretches before it.
         """
         each = [
-            [(min(k, plate.size - length), k) for k in range(0, plate.size, length)]
+            [
+                (min(k, plate.size - length), k)
+                for stretch in (*some, range(first, plate.size))
+                for k in range(stretch.start, stretch.stop, length)
+            ]
             for plate, length in zip(self.plates, self.many.values(), strict=True)
         ]
         if not self.are_nested:
             # what has been seen starts beyond the end
             most = max(map(len, each))
             each = [x + [(x[-1][0], x[-1][0] + _CHUNK)] * (most - len(x)) for x in each]
+        sizes = {plate.name: plate.size for plate in self.plates}
         for chosen in product(*each) if self.are_nested else zip(*each, strict=True):
             rows, new = {}, {}
             for (name, length), (start, first_new) in zip(self.many.items(), chosen, strict=True):
-                rows[name] = jnp.asarray(start + np.arange(length), jnp.int32)
+                rows[name] = rows_of(start + np.arange(length), sizes[name])
                 here = start + np.arange(length) >= first_new
                 new[name] = np.tile(here, self.target.parts)
             yield rows, new
@@ -220,7 +305,7 @@ class _Look:
         """Rows of a plate on all devices by their numbers among all rows."""
         size = next(p.size for p in self.plates if p.name == plate)
         parts = range(self.target.parts)
-        return np.concatenate([np.asarray(rows[plate]) + part * size for part in parts])
+        return np.concatenate([integers_of(rows[plate]) + part * size for part in parts])
 
     def over_all_rows(self, z: Values) -> tuple[dict[Place, BadRows], dict[int, BadRows], bool]:
         """
@@ -229,8 +314,8 @@ class _Look:
         """
         outside: dict[Place, BadRows] = {}
         beyond: dict[int, BadRows] = {}
-        is_finite = True
-        for rows, new in self.chunks():
+        done, wrong, is_finite = self.suspicious(z)
+        for rows, new in self.chunks(done, wrong):
             seen = self.at(z, rows)
             for place, wrong in seen.outside.items():
                 self._count(outside, place, wrong & new[place[1]], place[1], rows)
@@ -324,7 +409,7 @@ def _used_beyond(target: Target, z: Values, k: int, bad: BadRows) -> IndexedArra
     The ``k``-th index of the model in rows where it is beyond an array's ends, or None if another
     value there makes no difference.
     """
-    rows = {name: jnp.asarray(numbers[:_FEW]) for name, numbers in bad.among.items()}
+    rows = rows_among(target.view.plates, bad.among, _FEW)
     function = partial(_of_sites, target, z, random.key(0))
     (terms, *_), indexed = watched(function, rows)
     (others, *_), _ = watched(function, rows, elsewhere=True)

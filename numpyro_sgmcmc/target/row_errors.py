@@ -14,7 +14,7 @@ from numpyro.distributions.distribution import validation_enabled
 from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.target.argument_checks import named_arrays
-from numpyro_sgmcmc.target.handlers import Indices, log_density, without_wrappers
+from numpyro_sgmcmc.target.handlers import Indices, log_density, rows_among, without_wrappers
 from numpyro_sgmcmc.target.local_latents import with_observed
 from numpyro_sgmcmc.target.model import unremarkable_values
 from numpyro_sgmcmc.target.target import Target
@@ -75,7 +75,7 @@ def _of_all(target: Target, plate: str) -> str:
 
 def outside_support(target: Target, name: str, plate: str, bad: Any) -> ValueError:
     """Observations outside of the support of their site."""
-    site = _sites(target, {k: jnp.asarray(rows) for k, rows in bad.among.items()})[name]
+    site = _sites(target, rows_among(target.view.plates, bad.among))[name]
     value = np.asarray(site["value"])
     inside = np.asarray(site["fn"].support(site["value"]))
     event = value.ndim - inside.ndim
@@ -88,6 +88,16 @@ def outside_support(target: Target, name: str, plate: str, bad: Any) -> ValueErr
         f"Observations of site '{name}' ({_named(site['fn'])}) are outside of its support in"
         f" {bad.number:,} of {_of_all(target, plate)}, the first in row {bad.first}: {found}."
         f" {cause}{_REMEDY}"
+    )
+
+
+def of_a_process(bad: Any) -> ValueError:
+    """Rows that no model can mean, of which this process may not hold the first."""
+    return ValueError(
+        f"The model cannot mean {bad.number:,} of the rows: observations outside of the support of"
+        " their site, or codes beyond the end of what they index. The first is row"
+        f" {bad.first:,} in the order of the devices. A run of the process that holds it, without a"
+        f" mesh, says what is wrong with it. {_REMEDY}"
     )
 
 

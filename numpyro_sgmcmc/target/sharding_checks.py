@@ -3,11 +3,14 @@
 
 """Models that a device, which sees its own rows only, would get wrong, refused."""
 
+from fractions import Fraction
+
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.data.sharding import ROWS, Shards
 from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
@@ -15,6 +18,9 @@ from numpyro_sgmcmc.target.target import Target
 #: Rounding errors are smaller, relative to the largest term, and what a model makes of a part of
 #: its rows that it should not, such as their mean, is larger.
 _SAME = 1e-4
+
+#: So many of the rows of a process are looked at among more of them.
+_FEW = 64
 
 
 def check_spread(whole: Target, shards: Shards) -> None:
@@ -25,6 +31,7 @@ def check_spread(whole: Target, shards: Shards) -> None:
     view, parts = whole.view, shards.parts
     leaves = jax.tree.leaves((whole.args, whole.kwargs))
     sizes = {leaf.shape[0] for leaf, here in zip(leaves, shards.spread, strict=True) if here}
+    sizes |= {len(source) for source in on_disk((whole.args, whole.kwargs))}
     if len(sizes) > 1:
         raise ValueError(
             "The arrays that are spread over devices have different numbers of rows:"
@@ -53,7 +60,8 @@ def check_spread(whole: Target, shards: Shards) -> None:
                 f" divided among {parts} devices: use {near}."
             )
     try:
-        alike = _are_alike(whole, whole._replace(view=view.on_each(parts), shards=shards))
+        each = whole._replace(view=view.on_each(parts), shards=shards)
+        alike = _are_alike(whole, each) if whole.is_here else _first_are_alike(whole)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"The model cannot be evaluated on the rows of one of {parts} devices: {error}."
@@ -87,17 +95,56 @@ def _not_spread(whole: Target, shards: Shards, size: int) -> str:
     return f" Not spread, though of {size:,} rows: {', '.join(names)}; use `spread_rows` for all."
 
 
+def _some_values(target: Target) -> Values:
+    latents = target.view.latents
+    keys = random.split(random.key(0), len(latents))
+    return {
+        name: random.uniform(key, latent.shape, latent.dtype, -1, 1)
+        for key, (name, latent) in zip(keys, latents.items(), strict=True)
+    }
+
+
+def _first_are_alike(whole: Target) -> bool:
+    """
+    Whether the first rows that this process holds contribute the same among as many others as
+    there are of them and among none; no process holds all.
+
+    :raises ValueError: if other arrays are in the memory of devices.
+    """
+    sources, view = on_disk((whole.args, whole.kwargs)), whole.view
+    for leaf in jax.tree.leaves((whole.args, whole.kwargs)):
+        if isinstance(leaf, Array) and not leaf.is_fully_addressable:
+            raise ValueError(
+                "In several processes rows are either all on disk or all in the memory of devices,"
+                " but one of the arrays is in memory: wrap it, `RowsOnDisk(array)`, and spread that"
+            )
+    few = min(_FEW, *(len(source.reader) // 2 for source in sources))
+    if few == 0:
+        return True
+
+    def among(count: int) -> tuple[Array, dict[str, Array]]:
+        (size,) = {plate.size for plate in view.plates}
+        plates = tuple(plate._replace(size=count) for plate in view.plates)
+        here = view._replace(plates=plates, on_disk=(), parts=Fraction(size, count))
+        read = [jnp.asarray(source.reader.read(np.arange(count))) for source in sources]
+        args, kwargs = replaced((whole.args, whole.kwargs), read)
+        rows = {plate.name: jnp.arange(few) for plate in plates}
+        data = rows, random.key(0), args, kwargs
+        return jax.jit(here.potential_and_row_terms)(_some_values(whole), *data)
+
+    (energy, terms), (others_energy, others) = among(2 * few), among(few)
+    size = jnp.abs(energy) + sum(jnp.sum(jnp.abs(term)) for term in terms.values())
+    off = [jnp.abs(energy - others_energy)]
+    off += [few * jnp.nanmax(jnp.abs(terms[name] - others[name])) for name in terms]
+    return not np.any(np.asarray(jnp.stack(off)) > _SAME * np.asarray(size))
+
+
 def _are_alike(whole: Target, each: Target) -> bool:
     """
     Whether the first rows of every device contribute the same on that device as among all, at
     some values, and the prior is the same.
     """
-    latents = whole.view.latents
-    keys = random.split(random.key(0), len(latents))
-    z = {
-        name: random.uniform(key, latent.shape, latent.dtype, -1, 1)
-        for key, (name, latent) in zip(keys, latents.items(), strict=True)
-    }
+    z = _some_values(whole)
     shards = each.shards
     assert shards is not None
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.growing import Known
 from numpyro_sgmcmc.data.importance import SamplingDesign
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
+from numpyro_sgmcmc.data.row_numbers import is_far
+from numpyro_sgmcmc.data.rows_on_disk import DrawnRows, on_disk
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
 from numpyro_sgmcmc.data.strata import Group
 from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
@@ -32,7 +33,7 @@ from numpyro_sgmcmc.target.centring import (
 )
 from numpyro_sgmcmc.target.control_variate import Anchor, ControlVariate
 from numpyro_sgmcmc.target.growing import SoFar, with_new_rows
-from numpyro_sgmcmc.target.handlers import BatchRows, Plate
+from numpyro_sgmcmc.target.handlers import BatchRows, Plate, far_rows
 from numpyro_sgmcmc.target.hierarchy import Hierarchy, hierarchy_of
 from numpyro_sgmcmc.target.linear_algebra import in_order
 from numpyro_sgmcmc.target.metric import IdentityMetric, Metric
@@ -40,8 +41,8 @@ from numpyro_sgmcmc.target.model import MinibatchModel, Values
 from numpyro_sgmcmc.target.potential import (
     ModelPotential,
     Potential,
+    full_data_expansion,
     full_data_gradient,
-    full_data_hessian,
     ravel,
 )
 
@@ -71,6 +72,11 @@ class Target(NamedTuple):
     def parts(self) -> int:
         """The number of devices that the rows are spread over."""
         return 1 if self.shards is None else self.shards.parts
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process can read all rows that are on disk."""
+        return all(source.is_whole for source in on_disk((self.args, self.kwargs)))
 
     def mean(self, tree: Any) -> Any:
         """The mean over the devices that hold other rows; arrays stay as they are without."""
@@ -167,8 +173,10 @@ class Target(NamedTuple):
         if self.known is not None:
             potential = SoFar(potential, self.view.plates, jnp.zeros((), jnp.int32), self.known)
         data = potential, self.view.plates, effects, key
-        hessian = full_data_hessian(*data) if order > 1 else None
-        return Anchor(effects, *self.mean((*full_data_gradient(*data), hessian)))
+        if order > 1:
+            return Anchor(effects, *self.mean(full_data_expansion(*data)))
+        value, slope = self.mean(full_data_gradient(*data))
+        return Anchor(effects, value, slope)
 
     def with_new_rows(self, anchor: Anchor, first: Array) -> Anchor:
         """
@@ -194,6 +202,9 @@ class Target(NamedTuple):
                 numbers = self.scheme.draw_so_far(key, step, count, size)
                 share = (count / plate.size).astype(self.view.dtype)
                 return DrawnRows(numbers, weights=jnp.full(numbers.shape, share))
+            if is_far(plate.size):
+                assert self.scheme.draw_far is not None
+                return far_rows(self.scheme.draw_far(key, step, plate.size, plate.subsample_size))
             return self.scheme.draw(key, step, plate.size, plate.subsample_size)
 
         return {

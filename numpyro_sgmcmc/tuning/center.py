@@ -174,7 +174,8 @@ def _rows(
     drawn, found = in_epochs.rows(rng_key, k), {}
     for plate in target.view.plates:
         rows, n = drawn[plate.name], plate.subsample_size
-        weight = part * jnp.minimum(1.0, count * n / plate.size)
+        # of a sample each row counts once, too
+        weight = part * jnp.minimum(1.0, count * n / float(plate.of or plate.size))
         given = rows if isinstance(rows, DrawnRows) else DrawnRows(rows)
         weights = jnp.full(numbers_of(rows).shape, weight, target.view.dtype)
         found[plate.name] = given._replace(weights=weights)

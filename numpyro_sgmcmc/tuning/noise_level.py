@@ -193,7 +193,7 @@ def _measured(
     usual = jnp.mean((last - first)[:_LINES] ** 2)
     nonlinearity = jnp.sqrt(jnp.max(bent) / usual)
     # of fewer rows, each of which counts more often
-    seen = math.prod(rows_in(p) / p.size for p in sketch.view.plates)
+    seen = math.prod(rows_in(p) / (p.of or p.size) for p in sketch.view.plates)
     rounding = jnp.sqrt(seen * jnp.max(rounded) / 6)
     anchors = (None, anchor) if controlled else (None,)
     variances = _variances(target, rng_key, draws, metric, anchors)

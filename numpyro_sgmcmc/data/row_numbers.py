@@ -1,0 +1,207 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Numbers of rows beyond 2\\ :sup:`31`, which JAX does not have without ``jax_enable_x64``.
+
+They are pairs of 32 bits, ``high`` and ``low``, of :math:`2^{32} \\cdot \\text{high} +
+\\text{low}`; what a program computes with is ``uint32``, and what it hands on ``int32`` of the same
+bits, as other numbers of rows are.
+"""
+
+from math import isqrt
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+
+#: Plates of more rows have numbers in pairs.
+MOST_ROWS = 2**31 - 1
+
+_ROUNDS = 8
+
+
+def is_far(size: int) -> bool:
+    """Whether the rows of a plate of this size have numbers in pairs."""
+    return size > MOST_ROWS
+
+
+class Pair(NamedTuple):
+    """Numbers of 64 bits: the halves, arrays of one shape."""
+
+    high: Array
+    low: Array
+
+
+def product(x: Array, y: Array) -> Pair:
+    """Of two numbers of 32 bits, by the halves of each."""
+    x, y = jnp.asarray(x, jnp.uint32), jnp.asarray(y, jnp.uint32)
+    x_high, x_low, y_high, y_low = x >> 16, x & 0xFFFF, y >> 16, y & 0xFFFF
+    low = x_low * y_low
+    first = x_high * y_low + (low >> 16)
+    second = x_low * y_high + (first & 0xFFFF)
+    return Pair(x_high * y_high + (first >> 16) + (second >> 16), x * y)
+
+
+def total(x: Pair, y: Array | Pair) -> Pair:
+    """Of two numbers, modulo 2\\ :sup:`64`."""
+    other = y if isinstance(y, Pair) else Pair(jnp.uint32(0), jnp.asarray(y, jnp.uint32))
+    low = x.low + other.low
+    return Pair(x.high + other.high + (low < x.low).astype(jnp.uint32), low)
+
+
+def at_least(x: Pair, bound: int) -> Array:
+    """Whether numbers are as large as a bound."""
+    high, low = map(jnp.uint32, divmod(bound, 2**32))
+    return (x.high > high) | ((x.high == high) & (x.low >= low))
+
+
+def minus(x: Pair, number: int) -> Pair:
+    """Less a number that is no larger."""
+    high, low = map(jnp.uint32, divmod(number, 2**32))
+    return Pair(x.high - high - (x.low < low).astype(jnp.uint32), x.low - low)
+
+
+def counted_from(chunk: Array, apart: int, first: int, length: int) -> Pair:
+    """Rows ``first + chunk * apart + (0, ..., length - 1)``, of a chunk that a program knows."""
+    start = total(product(chunk, jnp.uint32(apart)), _pair_of(first))
+    return total(Pair(*(x[None] for x in start)), jnp.arange(length, dtype=jnp.uint32))
+
+
+def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> Pair:
+    """
+    ``batch_size`` distinct rows of ``size``, independently at each step: a Feistel network on a
+    rectangle with sides of about :math:`\\sqrt N`, whose two halves are the rows and columns
+    :math:`(l, r)` of it, and the row :math:`l b + r`.
+
+    :param key: random key of the chain and the plate.
+    :param step: number of the step, an integer scalar.
+    :param int size: number of rows :math:`N`, at most 2\\ :sup:`62`.
+    :param int batch_size: number of rows drawn.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax
+        >>> from numpyro_sgmcmc.data.row_numbers import as_integers, without_replacement
+        >>> rows = as_integers(*without_replacement(jax.random.key(0), 7, 10**11, 1_000))
+        >>> len(set(rows.tolist())), bool(4.8e10 < rows.mean() < 5.2e10)
+        (1000, True)
+    """
+    return _permuted(random.fold_in(key, step), jnp.arange(batch_size, dtype=jnp.uint32), size)
+
+
+def with_replacement(key: Array, step: Array, size: int, batch_size: int) -> Pair:
+    """The same, each row uniform and independent of the others."""
+    return _uniform(random.fold_in(key, step), (batch_size,), size)
+
+
+def blocks(key: Array, step: Array, size: int, batch_size: int, count: int) -> Pair:
+    """
+    Stretches of neighbouring rows, as :func:`~numpyro_sgmcmc.data.subsampling.blocks` draws them.
+
+    :param int count: the number of stretches.
+    """
+    length = batch_size // count
+    first_key, stretches_key = random.split(random.fold_in(key, step))
+    first = _uniform(first_key, (), size)
+    stretches = _permuted(stretches_key, jnp.arange(count, dtype=jnp.uint32), size // length)
+    # a number of rows is at most 2**62, and of one stretch few
+    within = product(stretches.low, jnp.uint32(length))
+    within = within._replace(high=within.high + stretches.high * jnp.uint32(length))
+    starts = total(within, Pair(*(x[None] for x in first)))
+    starts = Pair(*(x[:, None] for x in starts))
+    rows = total(starts, jnp.arange(length, dtype=jnp.uint32))
+    is_beyond, back = at_least(rows, size), minus(rows, size)
+    return Pair(*(jnp.where(is_beyond, b, x).ravel() for b, x in zip(back, rows, strict=True)))
+
+
+def of_32_bits(rows: Pair) -> Pair:
+    """As ``int32`` of the same bits."""
+    return Pair(*(lax.bitcast_convert_type(x, jnp.int32) for x in rows))
+
+
+def as_integers(high: Any, low: Any) -> np.ndarray:
+    """The numbers as 64-bit integers of NumPy."""
+    halves = [np.asarray(x).astype(np.uint32).astype(np.int64) for x in (high, low)]
+    return (halves[0] << 32) | halves[1]
+
+
+def as_pair(numbers: np.ndarray) -> Pair:
+    """64-bit integers of NumPy as halves of 32 bits."""
+    halves = (numbers >> 32, numbers & 0xFFFFFFFF)
+    return Pair(*(jnp.asarray(x.astype(np.uint32).view(np.int32)) for x in halves))
+
+
+def _pair_of(number: int) -> Pair:
+    return Pair(*map(jnp.uint32, divmod(number, 2**32)))
+
+
+def _sides(size: int) -> tuple[int, int]:
+    """Of a rectangle of at least so many cells, and less than a column more."""
+    width = isqrt(size - 1) + 1
+    return -(-size // width), width
+
+
+def _is_outside(left: Array, right: Array, size: int, width: int) -> Array:
+    row, column = map(jnp.uint32, divmod(size, width))
+    return (left > row) | ((left == row) & (right >= column))
+
+
+def mix(x: Array, a: Array, b: Array) -> Array:
+    """A keyed 32-bit integer hash: two multiplications, each followed by a shift."""
+    x = (x ^ a) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 15)) * (b | 1)
+    return x ^ (x >> 16)
+
+
+def _permuted(key: Array, positions: Array, size: int) -> Pair:
+    """Images of some positions under the permutation of all rows that belongs to the key."""
+    height, width = _sides(size)
+    rounds = random.bits(key, (_ROUNDS, 2), jnp.uint32)
+
+    def walk(place: tuple[Array, Array]) -> tuple[Array, Array]:
+        (left, right), (a, b) = place, map(jnp.uint32, (height, width))
+        for first, second in rounds:
+            left = left + product(mix(right, first, second), a).high
+            left = jnp.where(left >= a, left - a, left)
+            left, right, a, b = right, left, b, a
+        return left, right
+
+    def again(place: tuple[Array, Array]) -> tuple[Array, Array]:
+        outside = _is_outside(*place, size, width)
+        moved = walk(place)
+        return jnp.where(outside, moved[0], place[0]), jnp.where(outside, moved[1], place[1])
+
+    begin = positions // jnp.uint32(width), positions % jnp.uint32(width)
+    left, right = lax.while_loop(
+        lambda place: jnp.any(_is_outside(*place, size, width)), again, walk(begin)
+    )
+    rows = total(product(left, jnp.uint32(width)), right)
+    return lax.optimization_barrier(rows)
+
+
+def _uniform(key: Array, shape: tuple[int, ...], size: int) -> Pair:
+    """Independent rows, by rejection of places outside of a rectangle."""
+    height, width = _sides(size)
+
+    def drawn(key: Array) -> tuple[Array, Array]:
+        keys = random.split(key)
+        left = random.randint(keys[0], shape, 0, height, jnp.int32)
+        right = random.randint(keys[1], shape, 0, width, jnp.int32)
+        return left.astype(jnp.uint32), right.astype(jnp.uint32)
+
+    def again(tried: tuple[Array, tuple[Array, Array]]) -> tuple[Array, tuple[Array, Array]]:
+        (count, place), outside = tried, _is_outside(*tried[1], size, width)
+        new = drawn(random.fold_in(key, count))
+        return count + 1, jax.tree.map(lambda n, x: jnp.where(outside, n, x), new, place)
+
+    _, (left, right) = lax.while_loop(
+        lambda tried: jnp.any(_is_outside(*tried[1], size, width)),
+        again,
+        (jnp.uint32(1), drawn(random.fold_in(key, 0))),
+    )
+    return total(product(left, jnp.uint32(width)), right)

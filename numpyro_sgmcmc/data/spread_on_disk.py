@@ -1,0 +1,170 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rows on disk of which every device of a mesh reads a part of its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+import hashlib
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.experimental.multihost_utils import process_allgather
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from numpyro_sgmcmc.data.rows_on_disk import (
+    DrawnRows,
+    IndexedByRows,
+    Numbers,
+    RowsOnDisk,
+    UnreadableRows,
+)
+from numpyro_sgmcmc.data.seen import Seen
+
+
+@jax.tree_util.register_static
+class SpreadRowsOnDisk(RowsOnDisk):
+    """
+    What :func:`~numpyro_sgmcmc.spread_rows` makes of :class:`~numpyro_sgmcmc.RowsOnDisk`.
+
+    :param held: the rows of this process, of which each of its devices reads an equal part.
+    :param mesh: the devices.
+    :param axis: the name of the axis of the mesh over which rows are spread.
+    """
+
+    def __init__(self, held: RowsOnDisk, mesh: Mesh, axis: str) -> None:
+        devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
+        devices = devices.reshape(len(devices), -1)
+        here = [part for part, row in enumerate(devices) if _is_here(row)]
+        self._held, self.mesh, self.axis = held, mesh, axis
+        self.parts, self.each = len(devices), len(held) // len(here)
+        self._places = {part: k * self.each for k, part in enumerate(here)}
+        self._digests: dict[str, str] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.each * self.parts, *self._held.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._held.dtype
+
+    @property
+    def shard_lengths(self) -> tuple[int, ...]:
+        # each process has its own, which it has compared
+        return (len(self),)
+
+    @property
+    def first_part(self) -> int:
+        """The first of the parts that this process holds."""
+        return min(self._places)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process holds all rows."""
+        return len(self._places) == self.parts
+
+    @property
+    def failure(self) -> UnreadableRows | None:  # type: ignore[override]
+        return self._held.failure
+
+    @property
+    def digest(self) -> str:
+        """The same in all processes, which have to ask for it together."""
+        own = self._held.digest
+        if own not in self._digests:
+            found = np.frombuffer(bytes.fromhex(own), np.uint8)
+            if not self.is_whole:
+                # also while a program is traced, as the rows were known before it
+                with jax.ensure_compile_time_eval():
+                    found = np.asarray(process_allgather(found))
+            parts = f"{self.parts}".encode()
+            self._digests = {own: hashlib.blake2b(parts + found.tobytes()).hexdigest()}
+        return self._digests[own]
+
+    @property
+    def seen(self) -> Seen | None:
+        return self._held.seen
+
+    @contextmanager
+    def hashed(self) -> Iterator[None]:
+        with self._held.hashed():
+            yield
+
+    def remember(self, seen: Seen | None) -> None:
+        self._held.remember(seen)
+
+    @property
+    def reader(self) -> RowsOnDisk:
+        return self._held
+
+    def places(self, rows: Numbers) -> np.ndarray:
+        numbers = super().places(rows)
+        if rows.part is None:
+            return numbers
+        # of all that is mapped over it is the same
+        return numbers.astype(np.int64) + self._places[int(np.ravel(rows.part)[0])]
+
+    def read(self, numbers: Any) -> np.ndarray:
+        """
+        Outside of the program of a device, numbers are those among the rows that this process
+        holds; the same as among all of them if it holds all.
+        """
+        return self._held.read(numbers)
+
+    def sampled(self, numbers: np.ndarray) -> Array:
+        """Some rows of each device, in its memory."""
+        each = [self._held.read(numbers + first) for first in self._places.values()]
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        return jax.make_array_from_process_local_data(sharding, np.concatenate(each))
+
+    def on_each(self, parts: Any) -> IndexedByRows:
+        return OnDevice(self) if parts == self.parts else self
+
+    def __repr__(self) -> str:
+        return f"{self._held!r}, spread over {self.parts} devices"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{self!r} cannot be pickled: devices are those of a process. Pickle the `RowsOnDisk`,"
+            " and spread it again."
+        )
+
+
+class OnDevice(IndexedByRows):
+    """What the program of a device sees of rows that are spread: its own."""
+
+    def __init__(self, source: SpreadRowsOnDisk) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return self._source.each
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self), *self._source.shape[1:]
+
+    @property
+    def size(self) -> int:
+        return self._source.size // self._source.parts
+
+    def rows(self, index: Any) -> Array:
+        rows = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
+        return self.drawn(DrawnRows(jnp.asarray(rows)))
+
+    def drawn(self, rows: DrawnRows) -> Array:
+        try:
+            part = lax.axis_index(self._source.axis)
+        except NameError:  # outside of the program of a device, where shapes are asked for
+            part = jnp.asarray(self._source.first_part)
+        return self._source.drawn(rows, part)
+
+
+def _is_here(devices: np.ndarray) -> bool:
+    return any(device.process_index == jax.process_index() for device in devices)
