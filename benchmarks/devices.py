@@ -109,11 +109,15 @@ def messages(task: dict) -> dict:
     return programs
 
 
-def run(what: str, rounds: int, processes: int = 1, threads: int = 1, **task) -> dict:
-    """Seconds of the programs of processes that are started together."""
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
+        return listener.getsockname()[1]
+
+
+def run(what: str, rounds: int, processes: int = 1, threads: int = 1, **task) -> dict:
+    """Seconds of the programs of processes that are started together."""
+    port = free_port()
     shared = {"what": what, "rounds": rounds, "processes": processes, "port": port, "devices": 1}
     shared |= task | {"threads": threads}
     started = []

@@ -37,7 +37,7 @@ KEPT = 11
 #: Rows of larger models are not as long as their parameters are many: images, text.
 LONGEST_ROW = 1_000
 #: Passes over all data of a tuning, and steps for an effective sample with a control variate.
-TUNING_PASSES, STEPS_FOR_ONE = 60, 8
+TUNING_PASSES, STEPS_FOR_ONE = 3, 8
 
 
 class Rates(NamedTuple):

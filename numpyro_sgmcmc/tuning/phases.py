@@ -81,6 +81,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
+from numpyro_sgmcmc.data.row_numbers import is_far
 from numpyro_sgmcmc.target.control_variate import (
     GRADIENTS,
     Anchor,
@@ -106,7 +107,8 @@ from numpyro_sgmcmc.tuning.noise_level import (
     prepare_noise,
 )
 from numpyro_sgmcmc.tuning.pilot import Pilot, run_pilot, site_of
-from numpyro_sgmcmc.tuning.rare_rows import error_of, find_rare_rows
+from numpyro_sgmcmc.tuning.rare_rows import TOLERABLE, error_of, find_rare_rows
+from numpyro_sgmcmc.tuning.sample import near_the_mode, point_at, sample_of, share_of
 from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.variational import find_center
 
@@ -156,6 +158,7 @@ def find_tuning(
     suggest: Suggestion | None,
     pilot: Callable[[Tuning], Pilot],
     report: Callable[[str], None] = lambda phase: None,
+    from_sample: bool = True,
 ) -> Tuning:
     """
     All phases, one after the other.
@@ -167,6 +170,7 @@ def find_tuning(
         given.
     :param pilot: from a tuning, without a report, to its pilot.
     :param report: is told the name of each phase when it begins.
+    :param bool from_sample: whether a sample of the rows may do for what needs no more.
     """
     keys = (random.fold_in(rng_key, k) for k in range(5))
     center_key, metric_key, noise_key, pilot_key, rare_key = keys
@@ -177,22 +181,44 @@ def find_tuning(
         target = non_centred(target)
     target = target._replace(view=target.view.with_rule("few"))
     controls = choices.gradient != "minibatch" and bool(target.view.plates)
-    _prepare(target, choices, controls)
-    gaussian = find(target, center_key, choices.init_strategy)
+    shaped = _shape_of(choices.metric, target.view.dimension)
+    sample = None
+    if from_sample and find is search_center and shaped is find_metric:
+        sample = sample_of(target) if choices.strata in (None, "auto") else None
+    for plate in target.view.plates:
+        if sample is None and is_far(plate.size):
+            raise ValueError(
+                f"Plate '{plate.name}' has {plate.size:,} rows, more than can be looked at again"
+                " and again: they are tuned from a sample, which takes one subsampled plate, at"
+                f" most {NEWTON} parameters, a model in which a row says the same whatever other"
+                " rows there are, and no `metric` or `strata` of your own. Or give `step_size` and"
+                " `gradient='minibatch'`."
+            )
+    # what is looked at, and how many of its rows there are to a row
+    seen, share = (target, 1.0) if sample is None else (sample, share_of(sample))
+    _prepare(seen, choices, controls)
+    gaussian = find(seen, center_key, choices.init_strategy)
+    gaussian = gaussian._replace(part=share * gaussian.part)
     multimodal = gaussian.multimodal
-    target, gaussian = find_centring(target, gaussian)
-    passes["centre"] = gaussian.passes
-    if (shaped := _shape_of(choices.metric, target.view.dimension)) is not None:
+    seen, gaussian = find_centring(seen, gaussian)
+    passes["centre"] = share * gaussian.passes
+    if shaped is not None:
         report("metric")
-        gaussian = shaped(target, metric_key, gaussian)
-        passes["metric"] = gaussian.passes
+        gaussian = shaped(seen, metric_key, gaussian)
+        passes["metric"] = share * gaussian.passes
         if isinstance(gaussian.metric, DenseMetric):
             # of all rows, and not of a part of them
-            target, gaussian = find_centring(target, gaussian)
+            seen, gaussian = find_centring(seen, gaussian)
+    target = target._replace(centring=seen.centring)
+    if sample is not None:
+        first = point_at(target, gaussian)
+        gaussian = first.at_the_mode
+        passes["all rows"] = 1.0
     metric = _chosen(choices.metric, gaussian.metric)
     report("noise")
-    measured = measure_noise(target, noise_key, gaussian, metric, controls)
-    plain, controlled, anchor, rounding, passes["noise"] = measured
+    measured = measure_noise(seen, noise_key, gaussian, metric, controls)
+    plain, controlled, anchor, rounding, cost = measured
+    passes["noise"] = share * cost
     noise = plain
     if controlled is not None:
         if choices.gradient != "auto" or controlled.mean < plain.mean / 2:
@@ -200,11 +226,21 @@ def find_tuning(
         else:
             anchor = None
     steps_with = partial(_steps, choices, suggest, metric, gaussian.metric)
-    if anchor is not None and _may_be_expanded(target, choices, steps_with, noise):
-        further, level, cost = _expanded(target, noise_key, gaussian, metric, anchor, noise)
-        passes["noise"] += cost
+    if anchor is not None and _may_be_expanded(seen, choices, steps_with, noise):
+        further, level, cost = _expanded(seen, noise_key, gaussian, metric, anchor, noise)
+        passes["noise"] += share * cost
         if choices.gradient != "auto" or steps_with(noise) > _DEARER * steps_with(level):
             anchor, noise = further, level
+    if sample is not None:
+        point, cost = near_the_mode(target, first, order_of(anchor))
+        passes["all rows"] += cost
+        if point is None:
+            again = target, rng_key, choices, suggest, pilot, report
+            found = find_tuning(*again, from_sample=False)
+            spent = sum(passes.values())
+            return found._replace(passes={"sample": spent} | found.passes)
+        gaussian, anchor = point.at_the_mode, None if anchor is None else point.anchor
+        metric = _chosen(choices.metric, gaussian.metric)
     rule, integrals, cost = rule_of_steps(target, rare_key, gaussian, anchor is not None)
     target = target._replace(view=target.view.with_rule(rule))
     passes["noise"] += cost
@@ -235,8 +271,13 @@ def find_tuning(
             error_of, nonlinearity=noise.nonlinearity, step_size=longest, friction=friction
         )
         order, strata = order_of(anchor), choices.strata
-        rare = find_rare_rows(target, rare_key, gaussian, metric, order, strata, error)
-        passes["rare rows"] = rare.passes
+        at = rare_key, gaussian, metric, order
+        if sample is not None:
+            rare = find_rare_rows(seen, *at, None, error)
+            passes["rare rows"] = share * rare.passes
+        if sample is None or (strata is not None and error(rare.fourth_cumulant) > TOLERABLE):
+            rare = find_rare_rows(target, *at, strata, error)
+            passes["rare rows"] = passes.get("rare rows", 0.0) + rare.passes
         tuning = tuning._replace(strata=rare.strata, fourth_cumulant=rare.fourth_cumulant)
     if tuning.strata:
         target = target._replace(strata=tuning.strata)

@@ -57,7 +57,7 @@ _MOST_ROWS = 1_000
 
 #: Standard deviations that are wrong by more than this part are worth strata, and a warning if
 #: there cannot be any.
-_TOLERABLE, MUCH_ERROR = 0.02, 0.05
+TOLERABLE, MUCH_ERROR = 0.02, 0.05
 
 
 class Importance(NamedTuple):
@@ -102,7 +102,7 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
         potential, others = _potential(target, draws.center, order), target.rows(rows_key)
 
         def of_rows(plate: Plate, rows: Array) -> Array:
-            share = rows.shape[0] / (plate.size * target.parts)
+            share = rows.shape[0] / float(plate.size * target.view.parts)
 
             def terms(point: Array) -> Array:
                 values, batch = target.unravel(point), {**others, plate.name: rows}
@@ -219,7 +219,7 @@ def _fourth_cumulant_of(
                 return potential.with_row_terms(values, batch, model_key)[1][plate.name][0]
 
             slope = jax.grad(term)(target.unravel(point))
-            return metric.pullback(ravel(slope)) / (plate.size * target.parts)
+            return metric.pullback(ravel(slope)) / float(plate.size * target.view.parts)
 
         def of_rows(point: Array) -> Array:
             return jax.vmap(gradient, (None, 0))(point, rows)
@@ -270,7 +270,7 @@ def find_rare_rows(
     Looks for rows that few minibatches have, and for strata of which minibatches have enough; or
     for probabilities, where rows are drawn by importance.
 
-    :param target: the model with its data.
+    :param target: the model with its data, or with a sample of them.
     :param rng_key: a random key.
     :param gaussian: an approximation of the posterior.
     :param metric: the metric of the sampler.
@@ -282,27 +282,30 @@ def find_rare_rows(
     """
     key, others = random.split(rng_key)
     importance, passes = find_importance(target, key, gaussian, order)
+    # of a sample a row stands for so many
+    each = float(target.view.parts)
 
     def cumulant(strata: Mapping[str, SamplingDesign]) -> float:
         weights = {
             plate.name: strata[plate.name].row_weights
             if plate.name in strata
-            else np.full(plate.size, plate.size / plate.subsample_size)
+            else np.full(plate.size, each * plate.size / plate.subsample_size)
             for plate in target.view.plates
         }
         bound = max(
-            float(np.max(weights[name] * r) ** 2 * np.sum(weights[name] * r**2))
+            each * float(np.max(weights[name] * r) ** 2 * np.sum(weights[name] * r**2))
             for name, r in importance.items()
         )
-        if error(bound) < _TOLERABLE:
+        if error(bound) < TOLERABLE:
             return bound
-        return fourth_cumulant(target, others, gaussian, metric, order, importance, weights)
+        looked_at = target, others, gaussian, metric, order
+        return each * fourth_cumulant(*looked_at, importance, weights)
 
     chosen: dict[str, SamplingDesign] = {**given_strata(strata, target, importance)}
     if target.scheme.by_importance:
         chosen = _by_importance(target, importance)
     largest = cumulant(chosen)
-    if isinstance(strata, str) and error(largest) > _TOLERABLE:
+    if isinstance(strata, str) and error(largest) > TOLERABLE:
         chosen = _by_importance(target, importance)
         largest = cumulant(chosen)
     return RareRows(chosen, largest, passes)
