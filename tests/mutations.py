@@ -127,8 +127,8 @@ MUTATIONS = {
         "jnp.where(turn < batches, turn, turn - batches)", "tests/test_subsampling.py -k sweep",
     ),
     "double scale of a minibatch": Mutation(
-        "target/handlers.py", "self.missing[plate.name] = here * self.parts / plate.size",
-        "self.missing[plate.name] = 2 * here * self.parts / plate.size",
+        "target/handlers.py", "self.missing[plate.name] = float(here * self.parts / plate.size)",
+        "self.missing[plate.name] = float(2 * here * self.parts / plate.size)",
         f"{ALGEBRA} -k sample_is_a_step",
     ),
     "the same normals at every step": Mutation(
