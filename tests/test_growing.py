@@ -236,7 +236,7 @@ def test_the_noise_is_that_of_the_rows_that_there_are(covariance, estimator):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.max(np.abs(y)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_groups_that_keep_coming():
     y = (random.normal(random.key(0), (6_000, 1)) + random.normal(random.key(1), (6_000, 3))) + 2
     rows = GrowingRows(np.asarray(y[:3_000]))

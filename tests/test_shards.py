@@ -153,7 +153,7 @@ def tuned(args, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [False, True])
+@pytest.mark.parametrize("devices", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_rows_are_read_three_times(devices, small_samples, read):
     """
     To be checked, and for the gradient at two points or, of so small a sample, at three; the law is

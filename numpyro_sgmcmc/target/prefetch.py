@@ -32,10 +32,13 @@ class Prefetched(NamedTuple):
 
     - **start** - the first of these steps; negative if nothing has been read.
     - **rows** - by plate, the numbers of the rows, shape (K, n), and their values, (K, n, ...).
+    - **part** - of rows that are spread over devices the part that they are of: a state that comes
+      back from elsewhere, of a :class:`~numpyro_sgmcmc.LongRun` for one, has those of one device.
     """
 
     start: Array
     rows: dict[str, DrawnRows]
+    part: Array
 
 
 def nothing_prefetched(target: Target) -> Prefetched | None:
@@ -52,7 +55,7 @@ def nothing_prefetched(target: Target) -> Prefetched | None:
         zero = jnp.zeros((steps, sizes[name]), jnp.int32)
         values = tuple(jnp.zeros((*zero.shape, *x.shape[1:]), x.dtype) for x in found)
         rows[name] = DrawnRows(zero, values, high=zero if name in far else None)
-    return Prefetched(jnp.full((), -1, jnp.int32), rows)
+    return Prefetched(jnp.full((), -1, jnp.int32), rows, jnp.zeros((), jnp.int32))
 
 
 def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target) -> Prefetched:
@@ -67,6 +70,9 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
     sources = _by_plate(target)
     steps = next(iter(block.rows.values())).numbers.shape[-2]
 
+    def part_here() -> Array | None:
+        return None if target.shards is None else target.shards.part
+
     def numbers(rows_key: Array, start: Array) -> dict[str, DrawnRows]:
         def at(k: Array) -> dict[str, DrawnRows]:
             rows = target.rows(rows_key, start + k)
@@ -77,7 +83,7 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
     def filled(rows_key: Array, start: Array, chains: bool) -> Prefetched:
         drawn = jax.vmap(numbers) if chains else numbers
         now, following = drawn(rows_key, start), drawn(rows_key, start + steps)
-        part = None if target.shards is None else target.shards.part
+        part = part_here()
         requests = [
             (source, numbers_in(now[name], part), numbers_in(following[name], part))
             for name, found in sources.items()
@@ -88,12 +94,14 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
             name: now[name]._replace(values=tuple(next(values) for _ in found))
             for name, found in sources.items()
         }
-        return Prefetched(start, rows)
+        nowhere = jnp.zeros_like(start)
+        return Prefetched(start, rows, nowhere if part is None else nowhere + part)
 
     def kept_or_filled(block: Prefetched, rows_key: Array, i: Array, chains: bool) -> Prefetched:
         def is_needed(passed: tuple[Prefetched, Array]) -> Array:
-            start = passed[0].start
-            return jnp.any((start < 0) | (i < start) | (i >= start + steps))
+            start, part = passed[0].start, part_here()
+            is_of_another = False if part is None else passed[0].part != part
+            return jnp.any((start < 0) | (i < start) | (i >= start + steps) | is_of_another)
 
         def read(passed: tuple[Prefetched, Array]) -> tuple[Prefetched, Array]:
             # without the count, XLA would read before the loop, whether or not there is need to
