@@ -131,6 +131,14 @@ MUTATIONS = {
         "self.missing[plate.name] = float(2 * here * self.parts / plate.size)",
         f"{ALGEBRA} -k sample_is_a_step",
     ),
+    "rows read ahead of another device": Mutation(
+        "target/prefetch.py", "is_of_another = False if part is None else passed[0].part != part",
+        "is_of_another = False", "tests/test_shards.py -k read_ahead",
+    ),
+    "a sample that is not like all rows": Mutation(
+        "tuning/sample.py", "NEAR, _MOST_PASSES = 0.5, 4", "NEAR, _MOST_PASSES = 8.0, 4",
+        "tests/test_shards.py -k is_found_out",
+    ),
     "the same normals at every step": Mutation(
         "kernels/transition.py", "(random.fold_in(key, i) for key in keys)",
         "(random.fold_in(key, 0) for key in keys)", f"{ALGEBRA} -k sample_is_a_step",

@@ -134,6 +134,21 @@ def test_draws_are_those_in_memory(chains, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, found[0], other)
 
 
+def test_rows_read_ahead_are_of_a_device():
+    """A state that was elsewhere has those of the first one, which the others are not to take."""
+    x, y = spread_rows(MESH, RowsOnDisk(np.asarray(X)), RowsOnDisk(np.asarray(Y)))
+    kernel = SGLD(kernel_table.model, step_size=1e-4, mesh=MESH, init_strategy=CENTRE)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=20, jit_model_args=True, progress_bar=False)
+    mcmc.run(random.key(0), x, y)
+    state, found = mcmc.last_state, []
+    back = jax.tree.map(lambda leaf: jax.numpy.asarray(np.asarray(leaf)), state.prefetched)
+    for prefetched in (state.prefetched, back):
+        mcmc.post_warmup_state = state._replace(prefetched=prefetched)
+        mcmc.run(state.rng_key, x, y)
+        found.append(mcmc.get_samples())
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
 def test_a_device_sees_its_own_rows():
     x = spread_rows(MESH, RowsOnDisk(np.arange(80.0)))
     assert x.shape == (80,) and x.on_each(4).shape == (20,) and len(x.on_each(4)) == 20

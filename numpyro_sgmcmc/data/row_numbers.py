@@ -9,6 +9,7 @@ They are pairs of 32 bits, ``high`` and ``low``, of :math:`2^{32} \\cdot \\text{
 bits, as other numbers of rows are.
 """
 
+from collections.abc import Callable
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 #: Plates of more rows have numbers in pairs.
 MOST_ROWS = 2**31 - 1
 
+#: With six rounds pairs of rows are visibly dependent up to size 100, with eight up to 20.
 _ROUNDS = 8
 
 
@@ -151,34 +153,50 @@ def _is_outside(left: Array, right: Array, size: int, width: int) -> Array:
     return (left > row) | ((left == row) & (right >= column))
 
 
-def mix(x: Array, a: Array, b: Array) -> Array:
+def _mix(x: Array, a: Array, b: Array) -> Array:
     """A keyed 32-bit integer hash: two multiplications, each followed by a shift."""
     x = (x ^ a) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 15)) * (b | 1)
     return x ^ (x >> 16)
 
 
-def _permuted(key: Array, positions: Array, size: int) -> Pair:
-    """Images of some positions under the permutation of all rows that belongs to the key."""
-    height, width = _sides(size)
+def network(
+    key: Array, sides: tuple[Any, Any], below: Callable[[Array, Any], Array]
+) -> Callable[[Array, Array], tuple[Array, Array]]:
+    """
+    A keyed permutation of the cells :math:`(l, r)` of an :math:`a \\times b` rectangle: rounds
+    :math:`l \\leftarrow l + F_k(r) \\bmod a`, with the halves exchanged between them.
+
+    :param sides: :math:`a` and :math:`b`.
+    :param below: :math:`\\lfloor x a / 2^{32} \\rfloor` of 32 random bits :math:`x` and a side.
+    """
     rounds = random.bits(key, (_ROUNDS, 2), jnp.uint32)
 
-    def walk(place: tuple[Array, Array]) -> tuple[Array, Array]:
-        (left, right), (a, b) = place, map(jnp.uint32, (height, width))
+    def walk(left: Array, right: Array) -> tuple[Array, Array]:
+        a, b = sides
         for first, second in rounds:
-            left = left + product(mix(right, first, second), a).high
+            left = left + below(_mix(right, first, second), a)
             left = jnp.where(left >= a, left - a, left)
             left, right, a, b = right, left, b, a
         return left, right
 
+    return walk
+
+
+def _permuted(key: Array, positions: Array, size: int) -> Pair:
+    """Images of some positions under the permutation of all rows that belongs to the key."""
+    height, width = _sides(size)
+    sides = jnp.uint32(height), jnp.uint32(width)
+    walk = network(key, sides, lambda x, bound: product(x, bound).high)
+
     def again(place: tuple[Array, Array]) -> tuple[Array, Array]:
         outside = _is_outside(*place, size, width)
-        moved = walk(place)
+        moved = walk(*place)
         return jnp.where(outside, moved[0], place[0]), jnp.where(outside, moved[1], place[1])
 
     begin = positions // jnp.uint32(width), positions % jnp.uint32(width)
     left, right = lax.while_loop(
-        lambda place: jnp.any(_is_outside(*place, size, width)), again, walk(begin)
+        lambda place: jnp.any(_is_outside(*place, size, width)), again, walk(*begin)
     )
     rows = total(product(left, jnp.uint32(width)), right)
     return lax.optimization_barrier(rows)

@@ -72,7 +72,7 @@ class RowsOnDisk(IndexedByRows):
         of these, or a pattern of ``.npy`` files, ``"flights/X-*.npy"``, taken in the order of their
         names: they are one array, and row numbers go through all of them.
     :raises TypeError: if the source has no shape or data type.
-    :raises ValueError: if its rows are not numbers.
+    :raises ValueError: if its rows are not numbers, or shards differ in columns or data type.
     :raises UnreadableRows: if a file is missing, a folder, empty, cut off or not what its name
         says; on reading, if the source has changed or ends early, or if a row has entries that
         are NaN or infinite; it says which.

@@ -30,10 +30,8 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.data import row_numbers
-from numpyro_sgmcmc.data.row_numbers import Pair, mix
+from numpyro_sgmcmc.data.row_numbers import Pair, network
 
-#: With six rounds pairs of rows are visibly dependent up to size 100, with eight up to 20.
-_ROUNDS = 8
 #: Fewer sub-batches make a noisier estimate of the noise, more make the gradient dearer.
 _FEWEST_SUB_BATCHES = 10
 
@@ -77,15 +75,11 @@ def permute(key: Array, positions: Array, size: int) -> Array:
 
 def _permuted(key: Array, positions: Array, size: Any, sides: tuple[Any, Any]) -> Array:
     """:func:`permute` by the network on a rectangle with these sides."""
-    rounds = random.bits(key, (_ROUNDS, 2), jnp.uint32)
+    of_cells = network(key, sides, _below)
 
     def walk(x: Array) -> Array:
-        (a, b), left, right = sides, x // sides[1], x % sides[1]
-        for first, second in rounds:
-            left = left + _below(mix(right, first, second), a)
-            left = jnp.where(left >= a, left - a, left)
-            left, right, a, b = right, left, b, a
-        return left * b + right
+        left, right = of_cells(x // sides[1], x % sides[1])
+        return left * sides[1] + right
 
     # Also where no position is outside: the loop keeps XLA from writing the rounds out anew for
     # every use of the rows, which takes it minutes.

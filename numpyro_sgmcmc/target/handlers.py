@@ -18,7 +18,14 @@ import numpy as np
 from numpyro import distributions as dist
 from numpyro.primitives import Messenger
 
-from numpyro_sgmcmc.data.row_numbers import Pair, as_integers, as_pair, is_far, of_32_bits
+from numpyro_sgmcmc.data.row_numbers import (
+    Pair,
+    as_integers,
+    as_pair,
+    counted_from,
+    is_far,
+    of_32_bits,
+)
 from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 
 Model = Callable[..., Any]
@@ -179,6 +186,17 @@ def far_rows(numbers: Pair) -> DrawnRows:
     """Rows of a plate of more than 2\\ :sup:`31`."""
     high, low = of_32_bits(numbers)
     return DrawnRows(low, high=high)
+
+
+def counted_rows(size: int, chunk: Array, apart: int, first: int, length: int) -> BatchRows:
+    """
+    Rows ``first + chunk * apart + (0, ..., length - 1)`` of a plate.
+
+    :param int size: the rows of the plate.
+    """
+    if is_far(size):
+        return far_rows(counted_from(chunk, apart, first, length))
+    return first + chunk * apart + jnp.arange(length)
 
 
 def rows_of(numbers: np.ndarray, size: int) -> BatchRows:

@@ -16,14 +16,13 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.data.row_numbers import counted_from, is_far
 from numpyro_sgmcmc.target.centring import (
     Centring,
     Written,
     as_written,
     centred,
 )
-from numpyro_sgmcmc.target.handlers import BatchRows, Indices, Plate, far_rows
+from numpyro_sgmcmc.target.handlers import BatchRows, Indices, Plate, counted_rows
 from numpyro_sgmcmc.target.hierarchy import hierarchy_of
 from numpyro_sgmcmc.target.metric import Metric
 from numpyro_sgmcmc.target.model import MinibatchModel, Values
@@ -203,10 +202,7 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
             rows: dict[str, BatchRows] = {}
             for plate, (start, chunks, length, apart) in zip(plates, parts, strict=True):
                 k, chunk = k // chunks, k % chunks
-                if is_far(plate.size):
-                    rows[plate.name] = far_rows(counted_from(chunk, apart, start, length))
-                else:
-                    rows[plate.name] = start + chunk * apart + jnp.arange(length)
+                rows[plate.name] = counted_rows(plate.size, chunk, apart, start, length)
             return jax.tree.map(lambda x: weight * x, function(rows))
 
         def added(total: Any, k: Array, weighted: Any = weighted) -> Any:

@@ -25,12 +25,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from numpyro_sgmcmc.data.row_numbers import counted_from, is_far
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
 from numpyro_sgmcmc.target.handlers import (
     count_of,
-    far_rows,
+    counted_rows,
     integers_of,
     log_density,
     rows_among,
@@ -187,10 +186,7 @@ def _looks_wrong(
     (plate,) = target.view.plates
 
     def of_chunk(found: tuple[Array, Array], k: Array) -> tuple[Any, None]:
-        far = is_far(plate.size)
-        rows = (
-            far_rows(counted_from(k, length, 0, length)) if far else k * length + jnp.arange(length)
-        )
+        rows = counted_rows(plate.size, k, length, 0, length)
         seen = seen_of(target, z, {plate.name: rows}, rng_key)
         wrong = [jnp.any(x) for x in (*seen.outside.values(), *seen.beyond)]
         infinite = [jnp.any(~jnp.isfinite(seen.terms[place])) for place in seen.outside]
@@ -314,8 +310,8 @@ class _Look:
         """
         outside: dict[Place, BadRows] = {}
         beyond: dict[int, BadRows] = {}
-        done, wrong, is_finite = self.suspicious(z)
-        for rows, new in self.chunks(done, wrong):
+        done, stretches, is_finite = self.suspicious(z)
+        for rows, new in self.chunks(done, stretches):
             seen = self.at(z, rows)
             for place, wrong in seen.outside.items():
                 self._count(outside, place, wrong & new[place[1]], place[1], rows)

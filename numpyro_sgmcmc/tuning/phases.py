@@ -37,6 +37,10 @@ Tuning is done once, before the chains start, and is the same for all of them:
    Chains that do not agree (:func:`~numpyro_sgmcmc.tuning.mixing.r_hats`) are run up to 32 times
    as long.
 
+Of more than a million rows on disk, or over devices, steps 1 to 3 look at a sample, and all rows
+are read twice, for the gradient at its centre and for the anchor near their mode
+(:mod:`~numpyro_sgmcmc.tuning.sample`).
+
 **Example:** phases 1 to 4, one by one.
 
 .. doctest::
@@ -87,6 +91,7 @@ from numpyro_sgmcmc.target.control_variate import (
     Anchor,
     order_of,
 )
+from numpyro_sgmcmc.target.handlers import Plate
 from numpyro_sgmcmc.target.metric import (
     DenseMetric,
     DiagonalMetric,
@@ -187,13 +192,7 @@ def find_tuning(
         sample = sample_of(target) if choices.strata in (None, "auto") else None
     for plate in target.view.plates:
         if sample is None and is_far(plate.size):
-            raise ValueError(
-                f"Plate '{plate.name}' has {plate.size:,} rows, more than can be looked at again"
-                " and again: they are tuned from a sample, which takes one subsampled plate, at"
-                f" most {NEWTON} parameters, a model in which a row says the same whatever other"
-                " rows there are, and no `metric` or `strata` of your own. Or give `step_size` and"
-                " `gradient='minibatch'`."
-            )
+            raise ValueError(_cannot_be_tuned(plate, from_sample))
     # what is looked at, and how many of its rows there are to a row
     seen, share = (target, 1.0) if sample is None else (sample, share_of(sample))
     _prepare(seen, choices, controls)
@@ -290,6 +289,22 @@ def find_tuning(
         return tuning
     report("pilot")
     return run_pilot(target, pilot_key, tuning, pilot(tuning))
+
+
+def _cannot_be_tuned(plate: Plate, from_sample: bool) -> str:
+    """What is said of more rows than can be looked at again and again."""
+    cause = (
+        "they are tuned from a sample, which takes one subsampled plate, at most"
+        f" {NEWTON} parameters, a model in which a row says the same whatever other rows there"
+        " are, and no `metric` or `strata` of your own"
+        if from_sample
+        else "the sample that they were to be tuned from is not like all of them, since few rows"
+        " say something of a parameter. Leave it out, or give it a prior that says more"
+    )
+    return (
+        f"Plate '{plate.name}' has {plate.size:,} rows, more than can be looked at again and"
+        f" again: {cause}. Or give `step_size` and `gradient='minibatch'`."
+    )
 
 
 def _prepare(target: Target, choices: Choices, controls: bool) -> None:
