@@ -22,7 +22,8 @@ import pytest
 
 from numpyro_sgmcmc import SGLD, CCAdL, LongRun, NoiseEstimate, RowsOnDisk, UnreadableRows, to_arviz
 from numpyro_sgmcmc.data import seen
-from numpyro_sgmcmc.data.rows_on_disk import Numbers, read_ahead
+from numpyro_sgmcmc.data.drawn_rows import Numbers
+from numpyro_sgmcmc.data.rows_on_disk import read_ahead
 
 COMPILE_QUICKLY = True
 

@@ -19,8 +19,8 @@ from numpyro.infer import MCMC, init_to_uniform
 import pytest
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, GrowingRows, LongRun, NoiseEstimate, growth, to_arviz
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.growing import known_of, with_room
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.data.subsampling import without_replacement_so_far
 from numpyro_sgmcmc.gradients.estimators import product_gradient
 from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle

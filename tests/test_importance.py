@@ -19,8 +19,8 @@ from scipy.stats import chi2
 from test_strata import SMALL, W, X, Y, in_a_second_dimension, regression, row_gradient, target_of
 
 from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk, gradient_noise
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.importance import Probabilities, probabilities_of
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.gradients.covariance import Full
 from numpyro_sgmcmc.gradients.estimators import minibatch_gradient, sub_batch_gradient
 from numpyro_sgmcmc.target.metric import IdentityMetric

@@ -35,7 +35,7 @@ from numpyro_sgmcmc import (
     local_draws,
     to_arviz,
 )
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
 from numpyro_sgmcmc.results.draws_on_disk import on_disk

@@ -20,7 +20,7 @@ from numpyro.infer import MCMC, init_to_uniform
 import pytest
 
 from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.strata import Allocation, Strata, by_importance, by_labels
 from numpyro_sgmcmc.gradients.covariance import Full
 from numpyro_sgmcmc.gradients.estimators import minibatch_gradient, sub_batch_gradient

@@ -15,13 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from numpyro_sgmcmc.data.rows_on_disk import (
-    DrawnRows,
-    IndexedByRows,
-    Numbers,
-    RowsOnDisk,
-    UnreadableRows,
-)
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows, Numbers
+from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
 from numpyro_sgmcmc.data.seen import Seen
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.target.handlers import Plate, numbers_of
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.potential import (

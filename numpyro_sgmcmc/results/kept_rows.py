@@ -13,7 +13,8 @@ import numpy as np
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import log_likelihood
 
-from numpyro_sgmcmc.data.rows_on_disk import ShapeOf, on_disk, replaced
+from numpyro_sgmcmc.data.drawn_rows import ShapeOf
+from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.target.handlers import Plate, given_rows
 from numpyro_sgmcmc.target.model import NOT_SEEDED
 

@@ -10,8 +10,8 @@ import jax
 from jax import Array, lax
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.growing import Known
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.handlers import Plate
 from numpyro_sgmcmc.target.potential import Potential, Rows, hessian_of

@@ -18,6 +18,7 @@ import numpy as np
 from numpyro import distributions as dist
 from numpyro.primitives import Messenger
 
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.row_numbers import (
     Pair,
     as_integers,
@@ -26,7 +27,6 @@ from numpyro_sgmcmc.data.row_numbers import (
     is_far,
     of_32_bits,
 )
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
 
 Model = Callable[..., Any]
 #: The rows of a minibatch of one plate: their numbers, or what else is known of them, too.

@@ -32,15 +32,9 @@ from numpyro.distributions.distribution import validation_enabled
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy, unconstrain_fn
 
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows, OfMinibatch, ShapeOf, Watched
 from numpyro_sgmcmc.data.row_numbers import is_far
-from numpyro_sgmcmc.data.rows_on_disk import (
-    DrawnRows,
-    OfMinibatch,
-    ShapeOf,
-    Watched,
-    on_disk,
-    replaced,
-)
+from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.target.argument_checks import check_data
 from numpyro_sgmcmc.target.handlers import (
     Indices,
@@ -56,8 +50,9 @@ from numpyro_sgmcmc.target.handlers import (
 from numpyro_sgmcmc.target.inner_rules import needs_draws
 from numpyro_sgmcmc.target.local_latents import LocalPlate, Marginal
 from numpyro_sgmcmc.target.local_latents_checks import without_local_latents
-from numpyro_sgmcmc.target.model_checks import check_far, check_hidden, check_lengths, check_sites
+from numpyro_sgmcmc.target.model_checks import check_hidden, check_sites
 from numpyro_sgmcmc.target.model_exceptions import explained, one_at_a_time
+from numpyro_sgmcmc.target.on_disk_checks import check_far, check_lengths
 
 #: Unconstrained values of the latent sites, by name.
 Values = dict[str, Array]

@@ -18,7 +18,6 @@ import jax
 from jax import Array, random
 from jax.extend.core import Literal
 import jax.numpy as jnp
-import numpy as np
 import numpyro.distributions as dist
 from numpyro.distributions import biject_to
 from numpyro.handlers import block, seed, trace
@@ -26,7 +25,6 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.data.fingerprint import fingerprints_of_captured
-from numpyro_sgmcmc.data.row_numbers import MOST_ROWS, is_far
 from numpyro_sgmcmc.target.argument_checks import named_arrays
 from numpyro_sgmcmc.target.handlers import first_rows_of, without_wrappers
 
@@ -34,67 +32,6 @@ from numpyro_sgmcmc.target.handlers import first_rows_of, without_wrappers
 _SAME_INDEX = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")
 
 _INDEX = "`with numpyro.plate(...) as i: ... X[i]` or `numpyro.subsample(X, event_dim=...)`"
-
-
-def check_lengths(
-    plates: Iterable[Any], plate_of: Iterable[str | None], sources: Iterable[Any]
-) -> None:
-    """
-    :raises ValueError: if what is on disk has more or fewer rows than the plate that indexes it, or
-        shards of other lengths than another array of as many shards.
-    """
-    sizes = {plate.name: plate.size for plate in plates}
-    sharded: dict[tuple[str, int], Any] = {}
-    for plate, source in zip(plate_of, sources, strict=True):
-        if plate is not None and len(source) != sizes[plate]:
-            raise ValueError(
-                f"The indices of plate '{plate}', of size {sizes[plate]:,}, are used on {source!r},"
-                f" which has {len(source):,} rows: make the two lengths equal."
-            )
-        if plate is None:
-            continue
-        other = sharded.setdefault((plate, len(source.shard_lengths)), source)
-        for k, pair in enumerate(zip(source.shard_lengths, other.shard_lengths, strict=True)):
-            if pair[0] != pair[1]:
-                raise ValueError(
-                    f"Shard {k} of {source!r} has {pair[0]:,} rows, but that of {other!r} has"
-                    f" {pair[1]:,}: rows of the same number would not belong together. Is one of"
-                    " the files cut off, or of another day?"
-                )
-
-
-def check_far(
-    plates: Iterable[Any],
-    indices: Iterable[list[Any]],
-    taken: Mapping[str, Array],
-    densities: Callable[[dict[str, Array]], Any],
-) -> None:
-    """
-    :param indices: by what each argument on disk is indexed.
-    :param taken: the indices of each plate.
-    :param densities: what the model says of rows whose values are all 0, by their numbers.
-    :raises ValueError: if a model uses row numbers that have more than 32 bits otherwise than to
-        index what is on disk.
-    """
-    far, found = [plate for plate in plates if is_far(plate.size)], list(indices)
-    if not far or not found:
-        return
-    own = list(taken.values())
-    others = [i for some in found for i in some if not any(i is rows for rows in own)]
-    first = {p.name: np.arange(p.subsample_size) for p in plates}
-    # of which no remainder is the same
-    later = {name: (7_919 * rows + 104_729) % MOST_ROWS for name, rows in first.items()}
-    first, later = (jax.tree.map(jnp.asarray, rows) for rows in (first, later))
-    same = jax.tree.map(
-        lambda x, y: np.array_equal(x, y, equal_nan=True), densities(first), densities(later)
-    )
-    if others or not jax.tree.all(same):
-        plate = far[0]
-        raise ValueError(
-            f"Plate '{plate.name}' has {plate.size:,} rows, more than 32 bits can number, and the"
-            " model does something else with its indices than to index what is on disk by them,"
-            " `X[i]`. Put what depends on the number of a row, its group for instance, on disk too."
-        )
 
 
 def check_sites(

@@ -10,14 +10,9 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows, numbers_in
 from numpyro_sgmcmc.data.row_numbers import is_far
-from numpyro_sgmcmc.data.rows_on_disk import (
-    DrawnRows,
-    RowsOnDisk,
-    numbers_in,
-    on_disk,
-    read_ahead,
-)
+from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, on_disk, read_ahead
 from numpyro_sgmcmc.target.handlers import drawn_rows, weights_of
 from numpyro_sgmcmc.target.potential import Rows
 from numpyro_sgmcmc.target.target import Target

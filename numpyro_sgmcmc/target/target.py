@@ -17,10 +17,11 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.growing import Known
 from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.data.row_numbers import is_far
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows, on_disk
+from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
 from numpyro_sgmcmc.data.strata import Group
 from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import init_to_uniform
 
-from numpyro_sgmcmc.data.rows_on_disk import DrawnRows
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.target.centring import centred_by
 from numpyro_sgmcmc.target.handlers import numbers_of
