@@ -271,7 +271,7 @@ def test_weights_that_move_the_mode_far(constrained):
         calibrated(constrained, weights=np.where(np.arange(1_000) == 0, 1e20, 1e-20))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_in_two_plates(constrained):
     """Clusters go across them, as if all rows were in one."""
     x, y = arguments(constrained)[0]

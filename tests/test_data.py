@@ -576,9 +576,9 @@ def noise_of_blocks(x, batch_size, precision):
     return (size * precision) ** 2 * np.mean(variances)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:After .* samples. The draws do not have the law")
-@pytest.mark.parametrize("kernel", [pytest.param("SGLD", marks=pytest.mark.nightly), "CCAdL"])
+@pytest.mark.parametrize("kernel", ["SGLD", "CCAdL"])
 def test_exact_law_of_blocks(kernel, tmp_path):
     """
     Rows of which neighbours are alike: noise twice that of single rows. SGLD is too wide by the

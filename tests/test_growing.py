@@ -17,10 +17,22 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 import pytest
+import xarray as xr
 
-from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, GrowingRows, LongRun, NoiseEstimate, growth, to_arviz
+from numpyro_sgmcmc import (
+    SGHMC,
+    SGLD,
+    CCAdL,
+    GrowingRows,
+    LongRun,
+    NoiseEstimate,
+    RowsOnDisk,
+    growth,
+    to_arviz,
+)
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
-from numpyro_sgmcmc.data.growing import known_of, with_room
+from numpyro_sgmcmc.data.growing import known_of, with_room, without_room
+from numpyro_sgmcmc.data.rows_on_disk import UnreadableRows
 from numpyro_sgmcmc.data.subsampling import without_replacement_so_far
 from numpyro_sgmcmc.gradients.estimators import product_gradient
 from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
@@ -28,6 +40,7 @@ from numpyro_sgmcmc.kernels import growth as going_on
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
 
+COMPILE_QUICKLY = True
 BATCH = 100
 _RNG = np.random.default_rng(2)
 ALL = 40_000
@@ -102,7 +115,7 @@ def away(mcmc, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("chains", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_run_that_goes_on_has_the_law_of_all_rows(chains, monkeypatch):
     ends = [2_000, 2_300, 3_900, 9_000, 20_000]  # within the room, and twice beyond it
     rows = GrowingRows(X[: ends[0]], Y[: ends[0]])
@@ -166,7 +179,7 @@ def grown_target(model, rows):
     )
 
 
-@pytest.mark.parametrize("model", [logistic, intercepts])
+@pytest.mark.parametrize("model", [logistic, pytest.param(intercepts, marks=pytest.mark.nightly)])
 def test_sums_of_old_rows_and_new_ones(model):
     order = 2  # of the first order are parts of it
     if model is logistic:
@@ -255,6 +268,7 @@ def test_groups_that_keep_coming():
     assert abs(mu.var() / variance - 1) < 4 * (2 / size) ** 0.5
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_again_within_the_room():
     compiled = []
 
@@ -282,7 +296,7 @@ def test_nothing_is_compiled_again_within_the_room():
     assert int(mcmc.last_state.fixed.known.rows) == 6_300
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_of_another_law_are_noticed():
     def told(shift):
         rows = GrowingRows(X[:4_000], Y[:4_000])
@@ -445,7 +459,153 @@ def test_what_does_not_go_together():
         run_of(SGLD(linear, 1e-5), 5, 5).run(random.key(0), next(iter(rows)), *others)
 
 
-def test_a_long_run_says_that_it_is_of_one_set_of_rows(tmp_path):
-    run = LongRun(SGLD(linear, 1e-5), num_warmup=5, num_samples=5, store=tmp_path / "run.zarr")
-    with pytest.raises(ValueError, match="A `LongRun` is of one set of rows"):
-        run.run(random.key(0), *GrowingRows(X[:1_000], Y[:1_000]))
+def written(folder, *ends):
+    """Files of the rows up to each of these, and how many there are."""
+    start = len(list(folder.glob("y-*.npy")))
+    for k, (first, end) in enumerate(itertools.pairwise(ends), start):
+        np.save(folder / f"x-{k}.npy", X[first:end])
+        np.save(folder / f"y-{k}.npy", Y[first:end])
+    return folder
+
+
+@pytest.mark.parametrize("chains", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_rows_on_disk_that_keep_coming_are_as_in_memory(chains, tmp_path):
+    written(tmp_path, 0, 600, 1_000)
+    on_disk = GrowingRows(*(RowsOnDisk(str(tmp_path / f"{name}-*.npy")) for name in "xy"))
+    in_memory = GrowingRows(X[:1_000], Y[:1_000])
+    runs = [
+        run_of(CCAdL(linear, tuning=tuned(), progress_bar=False), 30, 20, chains) for _ in range(2)
+    ]
+
+    def same(first=False):
+        for mcmc, rows in zip(runs, (in_memory, on_disk), strict=True):
+            if first:
+                mcmc.run(random.key(0), *rows)
+            else:
+                go_on(mcmc, rows)
+        expected, found = (mcmc.get_samples()["w"] for mcmc in runs)
+        np.testing.assert_allclose(found, expected, rtol=2e-5)
+        assert int(np.ravel(runs[1].last_state.fixed.known.rows)[0]) == len(in_memory)
+
+    same(first=True)
+    assert on_disk.refresh() == 0
+    written(tmp_path, 1_000, 1_300, 1_400)
+    assert on_disk.refresh() == 400
+    in_memory.append(X[1_000:1_400], Y[1_000:1_400])
+    same()
+    if chains == 1:
+        return
+    where = np.arange(1_400) % 7 == 3
+    for rows in (in_memory, on_disk):
+        rows.remove(where)
+    same()
+    others = tmp_path / "others"
+    others.mkdir()
+    written(others, 1_400, 3_000)
+    in_memory.append(X[1_400:3_000], Y[1_400:3_000])  # beyond the room
+    on_disk.append(*(RowsOnDisk(others / f"{name}-0.npy") for name in "xy"))
+    same()
+    for x, y in zip(on_disk.arrays, in_memory.arrays, strict=True):
+        np.testing.assert_array_equal(x[:], y)
+
+
+def test_an_array_of_zarr_that_is_appended_to(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    array = zarr.create_array(tmp_path / "y.zarr", shape=(500,), chunks=(100,), dtype="f4")
+    array[:] = Y[:500]
+    rows = GrowingRows(RowsOnDisk(zarr.open_array(tmp_path / "y.zarr", mode="r")))
+    array.append(Y[500:700])  # by another process, as far as the holder knows
+    before = next(iter(rows))
+    assert rows.refresh() == 200
+    np.testing.assert_array_equal(rows.arrays[0][:], Y[:700])
+    # what was unpacked before is what it was
+    np.testing.assert_array_equal(without_room(((before,), {}))[0][0][:], Y[:500])
+    array.resize((400,))
+    with pytest.raises(ValueError, match="with 400 rows now: rows that are known must stay"):
+        rows.refresh()
+
+
+def test_rows_on_disk_that_cannot_come(tmp_path):
+    folder = written(tmp_path, 0, 500, 700)
+    rows = GrowingRows(*(RowsOnDisk(str(folder / f"{name}-*.npy")) for name in "xy"))
+
+    def refused(told, action, error=ValueError):
+        with pytest.raises(error, match=told):
+            action()
+        assert len(rows) == 700
+        np.testing.assert_array_equal(rows.arrays[1][:], Y[:700])
+
+    np.save(folder / "x-2.npy", X[700:900])
+    refused("200 rows have come to array 0, and 0 to another one: wait", rows.refresh)
+    np.save(folder / "y-2.npy", np.full(200, np.nan, np.float32))
+    refused("Row 0 of .*y-2.npy.* has nan", rows.refresh, UnreadableRows)
+    np.save(folder / "y-0a.npy", Y[:50])
+    np.save(folder / "x-0a.npy", X[:50])
+    refused(r"x-1.npy' with 200 rows was there is .*x-0a.npy' with 50 rows now", rows.refresh)
+    refused("Rows of array 1 are in memory, but those before on disk", lambda: rows.append(
+        RowsOnDisk(folder / "x-2.npy"), Y[:200]
+    ))  # fmt: skip
+    with pytest.raises(ValueError, match="Array 0 of the rows is in memory, to which nothing"):
+        GrowingRows(X[:200], Y[:200]).refresh()
+    with pytest.raises(ValueError, match="are on disk, but those before in memory: append arrays"):
+        GrowingRows(X[:200]).append(RowsOnDisk(folder / "x-2.npy"))
+
+
+def long_run(path, samples, **options):
+    return LongRun(
+        CCAdL(linear, progress_bar=False, tuning=None), num_warmup=50, num_samples=samples,
+        store=path, progress_bar=False, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["memory", pytest.param("disk", marks=pytest.mark.nightly)])
+def test_a_store_goes_on_when_rows_have_come(place, tmp_path):
+    folder, ends = tmp_path, (1_000, 1_500, 2_600)
+
+    def rows_up_to(end):
+        if place == "memory":
+            return GrowingRows(X[:end], Y[:end])
+        return GrowingRows(*(RowsOnDisk(str(folder / f"{name}-*.npy")) for name in "xy"))
+
+    # in one process a holder that grows, and in others a new one each time
+    grows = None
+    for k, (start, end) in enumerate(itertools.pairwise((0, *ends)), 1):
+        if place == "disk":
+            written(folder, start, end)
+        if grows is None:
+            grows = rows_up_to(end)
+            one = long_run(folder / "one.zarr", 30)
+        elif place == "disk":
+            grows.refresh()
+        else:
+            grows.append(X[start:end], Y[start:end])
+        one.num_samples = 30 * k
+        one.run(random.key(1), *grows)
+        other = long_run(folder / "other.zarr", 30 * k)
+        other.run(random.key(1), *rows_up_to(end))
+        # up to rounding: the room is another one
+        np.testing.assert_allclose(other.get_samples()["w"], one.get_samples()["w"], rtol=1e-5)
+        assert other.first_draw == one.first_draw == 30 * (k - 1)
+        assert int(other.last_state.fixed.known.rows) == end
+        assert growth(other).rows == end
+    store = xr.open_zarr(folder / "other.zarr", group="sample_stats", consolidated=False)
+    np.testing.assert_array_equal(store["rows"], np.repeat(ends, 30))
+    # moments are of the draws that know all rows
+    mean = one.moments["w"].sel(statistic="mean")
+    np.testing.assert_allclose(mean, one.get_samples()["w"][60:].mean(0), rtol=1e-4)
+    # what has been drawn stays, without rows to come
+    again = long_run(folder / "one.zarr", 90)
+    again.run(random.key(1), *rows_up_to(ends[-1]))
+    assert again.first_draw == 60
+
+    def refused(told, *rows):
+        with pytest.raises(ValueError, match=told):
+            long_run(folder / "one.zarr", 120).run(random.key(1), *rows)
+        assert long_run(folder / "one.zarr", 90).stopped is None
+
+    refused("knows 2,600 rows, and there are 2,000", *GrowingRows(X[:2_000], Y[:2_000]))
+    others = Y[:2_700].copy()
+    others[2_000] += 1
+    refused("Of the 2,600 rows that the store .* some are others", *GrowingRows(X[:2_700], others))
+    refused("was begun with a `GrowingRows`, and this run is one of arrays", X[:2_600], Y[:2_600])

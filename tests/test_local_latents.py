@@ -493,7 +493,7 @@ def test_the_logarithm_of_a_mean_of_few_draws():
     assert float(plain.mean()) < -0.005
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_draws_of_normal_effects_are_exact():
     """For a normal law of effects and rows with any draws: value, gradient, second derivatives."""
     model, marginal = slopes(5)
@@ -734,7 +734,7 @@ def small_parts(monkeypatch):
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_draws_on_disk(few, small_parts, tmp_path):
     """Those in memory, bit for bit, whatever there is room for."""
     groups = np.arange(50)  # not a multiple of those of a part, as eleven draws are not
@@ -1073,8 +1073,8 @@ def ragged_marginal(y):
     numpyro.sample("y", dist.MultivariateNormal(mu * jnp.ones(len(y)), cov), obs=y)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("buckets", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.nightly
+@pytest.mark.parametrize("buckets", [1, 2])
 def test_the_marginal_of_tables(buckets):
     """However many there are, of all groups it is the same."""
     tables = jax.tree.map(jnp.asarray, group_rows(OF_GROUP, buckets=buckets))

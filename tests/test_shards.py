@@ -118,7 +118,7 @@ def on_devices(args, kernel, **options):
     return mcmc.get_samples()
 
 
-@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("chains", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_draws_are_those_in_memory(chains, tmp_path):
     """Of more steps than are read at once, of shards whose ends are not those of the devices."""
     np.save(tmp_path / "x-0.npy", X[:30])

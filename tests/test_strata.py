@@ -90,7 +90,10 @@ ALLOCATIONS = [
 @pytest.mark.parametrize(
     "model", [regression, pytest.param(in_a_second_dimension, marks=pytest.mark.nightly)]
 )
-@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@pytest.mark.parametrize(
+    "allocation",
+    [ALLOCATIONS[0], *(pytest.param(x, marks=pytest.mark.nightly) for x in ALLOCATIONS[1:])],
+)
 def test_over_all_minibatches(model, allocation):
     """The mean of the gradient, its covariance, and the mean of its estimate: no chance in it."""
     strata = Strata(jnp.asarray(RNG.permutation(SMALL), jnp.int32), allocation)

@@ -151,7 +151,7 @@ def test_nothing_but_the_model(kernel, nuts):
         assert effective_sample_size(x).min() > 0.3 * 4 * 1_500
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_steps_per_sample(tuning):
     def of(**options):
         kernel = CCAdL(logistic, tuning=tuning, **options)
@@ -647,10 +647,10 @@ def test_the_anchor_moves_on_request(chain_method, tuning):
     np.testing.assert_allclose(one.gradient["w"], slope["w"], rtol=1e-3, atol=0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "guide",
-    [pytest.param(AutoDiagonalNormal, marks=pytest.mark.nightly), AutoMultivariateNormal],
+    [AutoDiagonalNormal, AutoMultivariateNormal],
 )
 def test_metric_of_a_fitted_guide(guide):
     guide = guide(full_data(logistic))
@@ -802,8 +802,8 @@ def test_rounding_errors_of_the_gradient():
     assert spacing / 48**0.5 <= found.rounding <= 1.001 * spacing / 6**0.5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("offset", [pytest.param(0.0, marks=pytest.mark.nightly), 2.0**22])
+@pytest.mark.nightly
+@pytest.mark.parametrize("offset", [0.0, 2.0**22])
 def test_warns_of_rounding(offset):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -1066,7 +1066,7 @@ def test_a_sampler_that_hardly_moves(monkeypatch):
         assert asked.tune(random.key(0), x, Y).steps_per_sample == tuning.steps_per_sample
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_parameter_of_which_nothing_is_known():
     """Nothing but the site that is improper is wrong with the posterior, and is named."""
 

@@ -13,6 +13,10 @@ from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.growing_on_disk import RowsSoFarOnDisk, looked_at_again, without_rows
+from numpyro_sgmcmc.data.row_numbers import MOST_ROWS
+from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
+
 #: Below this number of rows the order in which they are drawn would show.
 _FEWEST = 100
 
@@ -41,7 +45,7 @@ class RowsSoFar(NamedTuple):
     - **known** - how many there are.
     """
 
-    values: Array
+    values: Array | RowsSoFarOnDisk
     known: Known
 
 
@@ -59,8 +63,11 @@ class GrowingRows:
     until the room is used up, which then doubles (with ``jit_model_args=True``, and a progress
     bar: NumPyro compiles its loop without one again for each run).
 
-    :param arrays: arrays of NumPy or JAX with as many rows each, at least 100.
-    :raises ValueError: if they have not as many rows, too few, or entries that are not finite.
+    :param arrays: arrays of NumPy or JAX, or :class:`RowsOnDisk`, with as many rows each, at least
+        100. All rows on disk are read once.
+    :raises ValueError: if they have not as many rows, too few or too many, or entries that are not
+        finite.
+    :raises UnreadableRows: if rows on disk cannot be read, or are not finite.
 
     **Example:**
 
@@ -98,13 +105,15 @@ class GrowingRows:
         found = _checked(arrays, None)
         self.count = len(found[0])
         # of another holder no sum is known, unless it began with the same rows
-        self.version = reduce(lambda crc, x: crc32(x.tobytes(), crc), found, 0) >> 2
+        self.version = reduce(lambda crc, x: crc32(_content(x), crc), found, 0) >> 2
         if self.count < _FEWEST:
             raise ValueError(
                 f"`GrowingRows` begins with {_FEWEST} rows at least; got {self.count}. Wait for"
                 " more of them, or sample these with NUTS."
             )
-        self._arrays = tuple(_with_room(x, _ROOM * self.count) for x in found)
+        self._arrays = tuple(_with_room(x, _capacity_for(self.count)) for x in found)
+        #: rows on disk as they were when their sources were looked at
+        self._sources = [x if isinstance(x, RowsOnDisk) else None for x in found]
 
     def __len__(self) -> int:
         return self.count
@@ -119,28 +128,59 @@ class GrowingRows:
         return (RowsSoFar(values, known) for values in self._arrays)
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[Array | RowsOnDisk, ...]:
         """The rows that there are, as arrays, for ``Predictive`` and other samplers."""
-        return tuple(values[: self.count] for values in self._arrays)
+        return tuple(_first(values, self.count) for values in self._arrays)
 
     def append(self, *arrays: Any) -> None:
         """
         More rows, of each array as many.
 
-        :param arrays: in the order in which the holder was given its own.
+        :param arrays: in the order in which the holder was given its own; for rows on disk
+            :class:`RowsOnDisk` of the new ones, which are read once.
         :raises ValueError: if they are of another shape or type, or have entries that are not
             finite; nothing is changed then.
+        :raises UnreadableRows: likewise, of rows on disk.
         """
         found = _checked(arrays, self._arrays)
         count = self.count + len(found[0])
         held = self._arrays
         if count > self.capacity:
-            held = tuple(_with_room(x, _ROOM * count) for x in self.arrays)
+            held = tuple(_with_room(x, _capacity_for(count)) for x in self.arrays)
         self._arrays = tuple(
-            _written(values, new, np.int32(self.count))
-            for values, new in zip(held, found, strict=True)
+            _appended(values, new, self.count) for values, new in zip(held, found, strict=True)
         )
         self.count = count
+
+    def refresh(self) -> int:
+        """
+        Appends what has come to the sources on disk since: files of a pattern,
+        ``RowsOnDisk("X-*.npy")``, whose names come after those that are known, or rows of an array
+        of Zarr or HDF5.
+
+        :return: the number of new rows.
+        :raises ValueError: if an array is in memory, if one source has got more rows than another,
+            or if the rows that are known are no longer the first ones; nothing is changed then.
+        :raises UnreadableRows: if the new rows cannot be read, or are not finite.
+        """
+        in_memory = [k for k, x in enumerate(self._sources) if x is None]
+        if in_memory:
+            raise ValueError(
+                f"Array {in_memory[0]} of the rows is in memory, to which nothing comes by itself:"
+                " use `append`."
+            )
+        looked = [looked_at_again(x) for x in self._sources if x is not None]
+        lengths = [0 if new is None else len(new) for _, new in looked]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"{lengths[0]:,} rows have come to array 0, and"
+                f" {next(n for n in lengths if n != lengths[0]):,} to another one: wait until the"
+                " files of all arrays are there."
+            )
+        if lengths[0]:
+            self.append(*(new for _, new in looked))
+            self._sources = [now for now, _ in looked]
+        return lengths[0]
 
     def remove(self, where: Any) -> None:
         """
@@ -160,8 +200,7 @@ class GrowingRows:
             raise ValueError(f"{len(left)} rows would be left, of which there must be {_FEWEST}.")
         if len(left) < self.count:
             # in the room that there is, so that no program is compiled again
-            numbers = jnp.asarray(np.resize(left, self.capacity))
-            self._arrays = tuple(values[numbers] for values in self._arrays)
+            self._arrays = tuple(_left(values, self.count, left) for values in self._arrays)
             self.count, self.version = len(left), self.version + 1
 
     def __repr__(self) -> str:
@@ -169,14 +208,15 @@ class GrowingRows:
         return f"GrowingRows({shapes}, room for {self.capacity:,})"
 
 
-def _checked(arrays: tuple, held: tuple[Array, ...] | None) -> list[np.ndarray]:
+def _checked(arrays: tuple, held: tuple | None) -> list[Any]:
     """
     :param held: the arrays to which they are to be added, if any.
     :raises ValueError: if they cannot be rows, or do not go with those.
+    :raises UnreadableRows: if rows on disk cannot be read.
     """
     if held is not None and len(arrays) != len(held):
         raise ValueError(f"There are {len(held)} arrays of rows; got {len(arrays)}.")
-    found = [np.asarray(x) for x in arrays]
+    found = [x if isinstance(x, RowsOnDisk) else np.asarray(x) for x in arrays]
     for k, x in enumerate(found):
         if x.dtype.kind not in "biuf" or not x.ndim:
             raise ValueError(
@@ -185,37 +225,99 @@ def _checked(arrays: tuple, held: tuple[Array, ...] | None) -> list[np.ndarray]:
             )
         if len(x) != len(found[0]):
             raise ValueError(f"Array {k} has {len(x):,} rows, but array 0 has {len(found[0]):,}.")
-        if not np.all(np.isfinite(x)):
-            row = int(np.argwhere(~np.isfinite(x))[0][0])
-            raise ValueError(
-                f"Row {row:,} of array {k} has an entry that is not finite: leave such rows out, or"
-                " put any value there and mask the site with `numpyro.handlers.mask`."
-            )
-        kept = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
-        if x.dtype.kind in "iu" and not np.array_equal(kept, x):
-            raise ValueError(
-                f"Array {k} has whole numbers of which JAX would keep 32 bits: call"
-                " `numpyro.enable_x64()` before anything else, or store codes from 0."
-            )
-        if held is None:
-            continue
-        there = held[k]
-        if x.shape[1:] != there.shape[1:]:
-            raise ValueError(
-                f"Rows of array {k} have shape {x.shape[1:]}, but those before {there.shape[1:]}."
-            )
-        if jax.dtypes.canonicalize_dtype(x.dtype) != there.dtype:
-            raise ValueError(
-                f"Rows of array {k} are {x.dtype}, but those before {there.dtype}: convert them,"
-                f" `.astype({str(there.dtype)!r})`."
-            )
+        if held is not None:
+            _check_alike(k, x, held[k])
+    for k, x in enumerate(found):
+        _check_content(k, x)
     return found
 
 
-def _with_room(rows: Any, capacity: int) -> Array:
+def _check_alike(k: int, x: Any, there: Any) -> None:
+    """
+    :raises ValueError: if rows are not like those that there are.
+    """
+    if isinstance(x, RowsOnDisk) != isinstance(there, RowsOnDisk):
+        here, before = ("on disk", "in memory")[:: -1 if isinstance(there, RowsOnDisk) else 1]
+        raise ValueError(
+            f"Rows of array {k} are {here}, but those before {before}: append"
+            f" {'`RowsOnDisk(...)`' if before == 'on disk' else 'arrays'}."
+        )
+    if x.shape[1:] != there.shape[1:]:
+        raise ValueError(
+            f"Rows of array {k} have shape {x.shape[1:]}, but those before {there.shape[1:]}."
+        )
+    if jax.dtypes.canonicalize_dtype(x.dtype) != there.dtype:
+        raise ValueError(
+            f"Rows of array {k} are {x.dtype}, but those before {there.dtype}: convert them,"
+            f" `.astype({str(there.dtype)!r})`."
+        )
+
+
+def _check_content(k: int, x: Any) -> None:
+    """
+    :raises ValueError: if an entry is not finite, or has too many digits.
+    :raises UnreadableRows: likewise, of rows on disk.
+    """
+    if isinstance(x, RowsOnDisk):
+        _ = x.digest  # reads all of them, and looks at each
+        return
+    if not np.all(np.isfinite(x)):
+        row = int(np.argwhere(~np.isfinite(x))[0][0])
+        raise ValueError(
+            f"Row {row:,} of array {k} has an entry that is not finite: leave such rows out, or"
+            " put any value there and mask the site with `numpyro.handlers.mask`."
+        )
+    kept = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+    if x.dtype.kind in "iu" and not np.array_equal(kept, x):
+        raise ValueError(
+            f"Array {k} has whole numbers of which JAX would keep 32 bits: call"
+            " `numpyro.enable_x64()` before anything else, or store codes from 0."
+        )
+
+
+def _content(rows: Any) -> bytes:
+    return rows.digest.encode() if isinstance(rows, RowsOnDisk) else rows.tobytes()
+
+
+def _capacity_for(count: int) -> int:
+    """
+    :raises ValueError: if there are more rows than their numbers can count.
+    """
+    if count >= MOST_ROWS:
+        raise ValueError(
+            f"{count:,} rows are more than a `GrowingRows` has numbers for, {MOST_ROWS:,}: a run of"
+            " so many begins with all of them, as `RowsOnDisk`."
+        )
+    return min(_ROOM * count, MOST_ROWS)
+
+
+def _with_room(rows: Any, capacity: int) -> Any:
+    if isinstance(rows, RowsOnDisk):
+        return RowsSoFarOnDisk(rows, capacity)
     # any rows are as good in the room, but there must be some: a model may have no sense for zeros
     numbers = np.resize(np.arange(len(rows)), capacity)
     return jnp.asarray(rows)[numbers]
+
+
+def _appended(values: Any, new: Any, first: int) -> Any:
+    """With more rows, in the room that there is."""
+    if isinstance(values, RowsSoFarOnDisk):
+        values.append(new)
+        return values
+    return _written(values, new, np.int32(first))
+
+
+def _first(values: Any, count: int) -> Any:
+    """The first rows, without the room for others."""
+    return values.first(count) if isinstance(values, RowsSoFarOnDisk) else values[:count]
+
+
+def _left(values: Any, count: int, left: np.ndarray) -> Any:
+    """With those rows alone, in the room that there is."""
+    if isinstance(values, RowsSoFarOnDisk):
+        return RowsSoFarOnDisk(without_rows(values.first(count), left), len(values))
+    # in the room that there is, so that no program is compiled again
+    return values[jnp.asarray(np.resize(left, len(values)))]
 
 
 @jax.jit
@@ -251,7 +353,7 @@ def without_room(arguments: Any) -> Any:
             "The model is given rows of several `GrowingRows`: put arrays that grow together into"
             " one of them."
         )
-    return replaced(lambda x: x.values[: int(x.known.rows)], arguments)
+    return replaced(lambda x: _first(x.values, int(x.known.rows)), arguments)
 
 
 def replaced(function: Callable[[RowsSoFar], Any], arguments: Any) -> Any:

@@ -37,8 +37,8 @@ class Joined(Source):
         self.is_in_memory = any(shard.is_in_memory for shard in shards)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(shard.shape[0] for shard in self._shards)
+    def shards(self) -> tuple[Source, ...]:
+        return self._shards
 
     def version(self) -> Version | None:
         versions = [shard.version() for shard in self._shards]

@@ -102,6 +102,8 @@ class RowsOnDisk(IndexedByRows):
     """
 
     def __init__(self, source: Any) -> None:
+        #: what it was made of
+        self.given = source
         self._source = _opened(source)
         #: why the latest rows could not be read
         self.failure: UnreadableRows | None = None
@@ -136,6 +138,11 @@ class RowsOnDisk(IndexedByRows):
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    @property
+    def shards(self) -> tuple[Source, ...]:
+        """What it consists of; of one file that."""
+        return self._source.shards
 
     @property
     def shard_lengths(self) -> tuple[int, ...]:

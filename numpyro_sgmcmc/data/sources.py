@@ -46,11 +46,18 @@ class Source(ABC):
     dtype: np.dtype
     #: whether the rows can change without a trace, since they are an array of this process
     is_in_memory = False
+    #: whether there may be more of them by now
+    grows = False
+
+    @property
+    def shards(self) -> "tuple[Source, ...]":
+        """What it consists of, one after the other."""
+        return (self,)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The rows of each shard."""
-        return (self.shape[0],)
+        return tuple(shard.shape[0] for shard in self.shards)
 
     def version(self) -> Version | None:
         """What is another one when the rows have changed, or None where nothing tells."""
@@ -73,6 +80,8 @@ def opened(source: Any) -> Source:
     """
     :raises TypeError: if it has no rows.
     """
+    if isinstance(source, Source):
+        return source
     if isinstance(source, str | Path):
         if not str(source).endswith(".npy"):
             raise ValueError(
@@ -259,7 +268,10 @@ class _Indexed(Source):
                 )
             found[...] = np.take(self._held, numbers, axis=0)
             return
-        if tuple(self._held.shape) != self.shape or np.dtype(self._held.dtype) != self.dtype:
+        shape = tuple(self._held.shape)
+        if self.grows and shape[0] > self.shape[0]:
+            shape = self.shape[0], *shape[1:]
+        if shape != self.shape or np.dtype(self._held.dtype) != self.dtype:
             raise UnreadableRows(
                 f"{self.name} had shape {self.shape} and dtype {self.dtype} when it was opened and"
                 f" has {tuple(self._held.shape)} and {self._held.dtype} now. Put it back as it was,"

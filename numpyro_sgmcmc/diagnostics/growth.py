@@ -136,7 +136,10 @@ def growth(mcmc: MCMC) -> Growth:
     sums = mcmc.last_state.monitor.stein
     report = stein_report(sums) if isinstance(sums, SteinSums) else None
     values = mcmc.get_samples(group_by_chain=True)
-    drift = max((_drift(np.asarray(x)) for x in jax.tree.leaves(values)), default=math.nan)
+    first = getattr(mcmc, "first_draw", 0)  # a `LongRun` has those before, too
+    drift = max(
+        (_drift(np.asarray(x)[:, first:]) for x in jax.tree.leaves(values)), default=math.nan
+    )
     return Growth(rows, rows - before, surprise, p_value, drift, report)
 
 

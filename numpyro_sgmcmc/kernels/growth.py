@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.growing import RowsSoFar, growing_in, replaced
+from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 from numpyro_sgmcmc.kernels.chains import axes_of
 from numpyro_sgmcmc.kernels.state import Fixed, KnownRows, SGMCMCState
 from numpyro_sgmcmc.stein import SteinSums
@@ -84,8 +85,16 @@ def with_rows_so_far(target: Target, state: SGMCMCState) -> SGMCMCState:
     # of what a condition gives, all must be arrays
     parts = state.fixed._replace(layout=nothing), state.z, state.monitor.stein  # type: ignore
     fixed, z, stein = lax.cond(has_changed, change, lambda parts: parts, parts)
-    monitor = state.monitor._replace(stein=stein)
-    return state._replace(fixed=fixed._replace(layout=layout), z=z, monitor=monitor)
+    prefetched = state.prefetched
+    if prefetched is not None:  # rows of steps to come, drawn when there were others
+        start = jnp.where(has_changed, -1, prefetched.start)
+        prefetched = prefetched._replace(start=start)
+    return state._replace(
+        fixed=fixed._replace(layout=layout),
+        z=z,
+        monitor=state.monitor._replace(stein=stein),
+        prefetched=prefetched,
+    )
 
 
 def _changed(target: Target, fixed: Fixed) -> Fixed:
@@ -192,7 +201,7 @@ def check_growth(
         raise ValueError(
             f"An argument of the model has {int(size):,} rows, shape {tuple(fixed[0].shape)}, and"
             " is not in the `GrowingRows`: put all arrays that have a row for each row of the plate"
-            " into it. Rows on disk cannot be."
+            " into it."
         )
     capacity = growing[0].values.shape[0]
     _check_rest(whole, capacity, *_with_other_room(args, kwargs))
@@ -205,7 +214,9 @@ def _has_rows(x: Any) -> bool:
 def _with_other_room(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
     """The arguments with one row in all of the room, unlike the rows that there are."""
 
-    def filled(x: RowsSoFar) -> Array:
+    def filled(x: RowsSoFar) -> Any:
+        if isinstance(x.values, RowsOnDisk):
+            return x.values  # of which a model sees no more than it asks for
         return x.values[np.minimum(np.arange(len(x.values)), int(x.known.rows) - 1)]
 
     return replaced(filled, (args, dict(kwargs)))

@@ -12,7 +12,6 @@ import jax
 from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_sgmcmc.data.growing import known_of
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
@@ -232,14 +231,7 @@ class SGMCMCKernel(MCMCKernel):
         :param kwargs: keyword arguments of the model.
         :param int samples: number of samples, warm-up included, over which step size schedules are
             compared.
-        :raises ValueError: if rows keep coming, for which there is no such record.
         """
-        if known_of((args, kwargs)) is not None:
-            raise ValueError(
-                "A `LongRun` is of one set of rows, and a `GrowingRows` of more and more: use"
-                " `MCMC`, and `to_arviz` of each run; or give the `LongRun` what there is,"
-                " `*rows.arrays`."
-            )
         args, kwargs = self.context.without_room(self.given.model, args, kwargs)
         self.context.read(self, args, kwargs)
         target = self.context.target(self.given, args, kwargs)

@@ -25,6 +25,7 @@ import numpy as np
 from numpyro_sgmcmc.data.seen import Seen
 from numpyro_sgmcmc.long_runs.effective_size import Monitored
 from numpyro_sgmcmc.long_runs.files import flush_folder, write_atomically
+from numpyro_sgmcmc.long_runs.growing import RowsOfRun
 from numpyro_sgmcmc.long_runs.moments import Moments
 from numpyro_sgmcmc.long_runs.records import as_words, from_words, kinds_in
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -55,7 +56,7 @@ class Key(NamedTuple):
 
 
 #: What a checkpoint has, besides numbers, words and arrays.
-_KINDS = kinds_in(Key, Moments, Monitored, Seen, Tuning)
+_KINDS = kinds_in(Key, Moments, Monitored, RowsOfRun, Seen, Tuning)
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import xarray as xr
 
 from numpyro_sgmcmc.long_runs.folder import RunFolder
+from numpyro_sgmcmc.long_runs.growing import RowsOfRun
 from numpyro_sgmcmc.long_runs.program import Fields
 from numpyro_sgmcmc.results.facts import variable_name
 
@@ -47,6 +48,7 @@ class Draws:
         #: draws that are not in the store yet
         self._waiting: list[Fields] = []
         self._path: Path | None = None
+        self._rows: RowsOfRun | None = None
         self._stored = 0
         #: draws of each chain
         self.count = 0
@@ -87,15 +89,22 @@ class Draws:
         leaves = [jnp.asarray(x, dtype) for x, dtype in zip(values, dtypes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
 
-    def begin_store(self, folder: RunFolder, dims: dict[str, list[str]], num_draws: int) -> None:
+    def begin_store(
+        self,
+        folder: RunFolder,
+        dims: dict[str, list[str]],
+        num_draws: int,
+        rows: RowsOfRun | None = None,
+    ) -> None:
         """
         From here on draws go to the store.
 
         :param dims: names of the dimensions of sites; others are numbered.
+        :param rows: those that these draws know, where rows keep coming.
         """
         from numpyro_sgmcmc.long_runs.store import variable
 
-        self._path = folder.path
+        self._path, self._rows = folder.path, rows
         if folder.checkpoint is not None or not folder.writes:
             return
         groups: dict[str, dict[str, dict]] = {"posterior": {}, "sample_stats": {}}
@@ -112,6 +121,8 @@ class Draws:
             constants[group] |= {
                 d: ([d], np.arange(n)) for d, n in zip(names, x.shape, strict=True)
             }
+        if rows is not None:
+            groups["sample_stats"]["rows"] = variable((), np.int64, ["draw"], num_draws)
         for group in [name for name in groups if not groups[name]]:
             del groups[group], constants[group]
         for group, arrays in groups.items():
@@ -129,6 +140,8 @@ class Draws:
             draws = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *self._waiting)
             values = dict(self._paths(draws))
             numbers = np.arange(self._stored, self.count)
+            if self._rows is not None:
+                values["sample_stats/rows"] = np.full(len(numbers), self._rows.rows)
             for group in {path.split("/")[0] for path in values}:
                 values[f"{group}/draw"] = numbers
             folder.store.append(self._stored, values)

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from numpyro.util import is_prng_key
 import xarray as xr
 
+from numpyro_sgmcmc.data.growing import without_room
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.long_runs import identity
 from numpyro_sgmcmc.long_runs.draws import Draws
 from numpyro_sgmcmc.long_runs.folder import RunFolder
+from numpyro_sgmcmc.long_runs.growing import RowsOfRun, check_rows, rows_of_run
 from numpyro_sgmcmc.long_runs.moments import Moments, no_moments, summary_of
 from numpyro_sgmcmc.long_runs.processes import watched
 from numpyro_sgmcmc.long_runs.program import Program, joined, separated
@@ -53,6 +55,9 @@ class LongRun(HostedRun):
       again, at once). Everything that was drawn is then there.
     - *Whether it is the same run.* A checkpoint of another key, kernel, model, data or number of
       chains is refused, and so is one that is damaged; the error says what differs.
+    - *Rows that keep coming.* Of a :class:`~numpyro_sgmcmc.GrowingRows` a store goes on, with a
+      larger ``num_samples``, when more rows are there. ``rows`` among its ``sample_stats`` says how
+      many each draw knows, and :attr:`first_draw` which draws are of all of them.
 
     :param MCMCKernel sampler: a kernel of this package, or any other.
     :param int num_warmup: number of samples of the warm-up, which are not stored.
@@ -146,6 +151,7 @@ class LongRun(HostedRun):
         self._rank = rank
         self._moments: tuple[Moments, dict[str, list[str]]] | None = None
         self._stopped: str | None = None
+        self._rows: RowsOfRun | None = None
 
     @property
     def num_samples(self) -> int:
@@ -168,10 +174,19 @@ class LongRun(HostedRun):
         return self._stopped
 
     @property
+    def first_draw(self) -> int:
+        """
+        The first draw of each chain that is of the posterior of all rows: 0, unless rows have come
+        to a :class:`~numpyro_sgmcmc.GrowingRows` since the run was begun.
+        """
+        return 0 if self._rows is None else self._rows.first
+
+    @property
     def moments(self) -> xr.Dataset:
         """
-        Moments of all draws of all sites, also of those whose draws are not kept, in double
-        precision; see :func:`numpyro_sgmcmc.long_runs.moments.summary_of`.
+        Moments of all draws (of those since rows have come) of all sites, also of those whose draws
+        are not kept, in double precision; see
+        :func:`numpyro_sgmcmc.long_runs.moments.summary_of`.
         """
         if self._moments is None:
             raise ValueError("There are no draws yet: call `run` first.")
@@ -214,11 +229,20 @@ class LongRun(HostedRun):
         with RunFolder(path, self._resume) as folder, watched(folder.hidden):
             found = folder.checkpoint
             about: dict[str, Any] = {}
-            if found is not None:
-                for rows, seen in zip(on_disk(arguments), found["rows"], strict=False):
-                    rows.remember(seen)  # so that they need not all be read again
+            begun = arguments
+            if found is None:
+                self._rows = rows_of_run(arguments)
+            else:
+                known = found["known"] = found.get("known")  # which older versions do not write
+                check_rows(path, arguments, known, found["rows"])
+                if known is None:
+                    for rows, seen in zip(on_disk(arguments), found["rows"], strict=False):
+                        rows.remember(seen)  # so that they need not all be read again
+                else:
+                    begun, arguments = known.as_begun(arguments), known.as_known(arguments)
+                    self._rows = known.gone_on(arguments, found["draws"])
             if path is not None:
-                same = arguments, rng_key, init_params, extra_fields
+                same = begun, rng_key, init_params, extra_fields
                 samples = upper if found is None else found["about"][COMPARED]
                 about = self._identity(samples, *same)
                 if found is not None and folder.writes:
@@ -228,7 +252,7 @@ class LongRun(HostedRun):
             if found is not None:
                 if found["tuning"] is not None:
                     self.sampler.tuning = found["tuning"]
-            states = self._started(keys, init_params, arguments, found)
+            states = self._started(keys, init_params, begun, found)
             program = Program(
                 self.sampler, self.postprocess_fn, names, *arguments,
                 method=self.chain_method, num_chains=self.num_chains, thinning=self.thinning,
@@ -236,9 +260,9 @@ class LongRun(HostedRun):
             )  # fmt: skip
             draws = self._draws = Draws(program.shapes, names[0], removed, self.num_chains)
             sites = draws.sites_of(program.shapes)
-            dims = _dims_of(self.sampler, program.shapes[names[0]], arguments)
+            dims = _dims_of(self.sampler, program.shapes[names[0]], without_room(arguments))
             if path is not None:
-                draws.begin_store(folder, dims, (upper - lower) // self.thinning)
+                draws.begin_store(folder, dims, (upper - lower) // self.thinning, self._rows)
             shapes = {name: x.shape for name, x in sites.items()}
             progress = Progress(
                 done=0,
@@ -248,11 +272,14 @@ class LongRun(HostedRun):
                 seconds=0.0,
             )
             if found is not None:
-                progress = Progress(**found["progress"], states=states)
+                progress = progress._replace(**found["progress"])
                 draws.cut(folder, found["draws"])
+                if self._rows != found["known"]:  # moments are of the posterior of these rows
+                    none = no_moments(shapes, self.num_chains, self._rank)
+                    progress = progress._replace(moments=none, monitored=None)
             run = Running(
                 self, self._limits, folder, about, program, draws, progress,
-                total=upper, skipped=skipped, dims=dims, begin=begin,
+                total=upper, skipped=skipped, dims=dims, begin=begin, rows=self._rows,
             )  # fmt: skip
             try:
                 self._stopped = run.advance()

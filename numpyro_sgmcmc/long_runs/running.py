@@ -19,6 +19,7 @@ from numpyro_sgmcmc.long_runs.draws import Draws
 from numpyro_sgmcmc.long_runs.effective_size import Monitored, least_size, places
 from numpyro_sgmcmc.long_runs.effective_size import with_draws as monitored_with
 from numpyro_sgmcmc.long_runs.folder import RunFolder
+from numpyro_sgmcmc.long_runs.growing import RowsOfRun
 from numpyro_sgmcmc.long_runs.interrupts import first_interrupt_waits
 from numpyro_sgmcmc.long_runs.moments import Moments, summary_of
 from numpyro_sgmcmc.long_runs.moments import with_draws as moments_with
@@ -87,7 +88,9 @@ class Running:
         skipped: int,
         dims: dict[str, list[str]],
         begin: float,
+        rows: RowsOfRun | None,
     ) -> None:
+        self.rows = rows
         self.mcmc, self.limits, self.folder = mcmc, limits, folder
         self.about, self.program = about, program
         self.draws, self.progress, self.dims = draws, progress, dims
@@ -242,6 +245,7 @@ class Running:
                 state=joined(progress.states),
                 tuning=getattr(self.mcmc.sampler, "tuning", None),
                 rows=[rows.seen for rows in on_disk(arguments(self.mcmc))],
+                known=self.rows,
                 progress={k: v for k, v in progress._asdict().items() if k != "states"},
             )
 

@@ -1,0 +1,155 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rows on disk that keep coming: new files, or a longer array."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from numpyro_sgmcmc.data.drawn_rows import Numbers
+from numpyro_sgmcmc.data.joined import Joined
+from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
+from numpyro_sgmcmc.data.sources import Source
+
+
+class SomeRows(Source):
+    """
+    :param source: what has them.
+    :param rows: their numbers, shape (n,), or a stretch of them.
+    """
+
+    def __init__(self, source: Source, rows: np.ndarray | range) -> None:
+        self._source, self._rows = source, rows
+        self.shape = len(rows), *source.shape[1:]
+        self.dtype, self.is_in_memory = source.dtype, source.is_in_memory
+        self.name = f"{len(rows):,} rows of {source.name}"
+
+    @property
+    def is_replaced(self) -> bool:
+        return self._source.is_replaced
+
+    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+        rows = self._rows
+        there = numbers + rows.start if isinstance(rows, range) else rows[numbers]
+        self._source.read_into(found, there)
+
+
+@jax.tree_util.register_static
+class RowsSoFarOnDisk(RowsOnDisk):
+    """
+    Rows on disk, and room for more: beyond the last row come the first ones again.
+
+    :param rows: those that there are.
+    :param int capacity: how many there is room for.
+    """
+
+    def __init__(self, rows: RowsOnDisk, capacity: int) -> None:
+        self._held, self._capacity = rows, capacity
+        #: the first rows, of which a run was begun with no more
+        self._firsts = {len(rows): rows}
+        _let_grow(rows)
+
+    def append(self, rows: RowsOnDisk) -> None:
+        """More rows; of those that there are nothing changes."""
+        self._held = RowsOnDisk([*self._held.shards, *rows.shards])
+        self._firsts[len(self._held)] = self._held
+        _let_grow(rows)
+
+    def first(self, count: int) -> RowsOnDisk:
+        """The first of the rows, always the same object for as many."""
+        if count not in self._firsts:
+            self._firsts[count] = _between(self._held, 0, count)
+        return self._firsts[count]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._capacity, *self._held.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._held.dtype
+
+    @property
+    def failure(self) -> UnreadableRows | None:  # type: ignore[override]
+        return self._held.failure
+
+    @property
+    def reader(self) -> RowsOnDisk:
+        return self._held
+
+    def places(self, rows: Numbers) -> np.ndarray:
+        return super().places(rows) % len(self._held)
+
+    def read(self, numbers: Any) -> np.ndarray:
+        return self._held.read(np.asarray(numbers) % len(self._held))
+
+    def __repr__(self) -> str:
+        return f"{self._held!r}, with room for {self._capacity:,}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def looked_at_again(before: RowsOnDisk) -> tuple[RowsOnDisk, RowsOnDisk | None]:
+    """
+    What a source has now, and what of it has come since, or None.
+
+    :param before: what it had.
+    :raises ValueError: if the rows that were known are no longer its first ones.
+    """
+    given: Any = before.given
+    # an array of Zarr knows the shape that it had when it was opened
+    given = type(given).open(given.store_path) if hasattr(given, "store_path") else given
+    now = RowsOnDisk(given)
+    _check_order(before, now)
+    return now, _between(now, len(before), len(now)) if len(now) > len(before) else None
+
+
+def without_rows(rows: RowsOnDisk, left: np.ndarray) -> RowsOnDisk:
+    """
+    :param left: the numbers of the rows that stay, which are kept in memory.
+    """
+    shards = rows.shards
+    return RowsOnDisk(SomeRows(shards[0] if len(shards) == 1 else Joined(shards), left))
+
+
+def _let_grow(rows: RowsOnDisk) -> None:
+    for shard in rows.shards:
+        shard.grows = True
+
+
+def _between(rows: RowsOnDisk, first: int, end: int) -> RowsOnDisk:
+    """A stretch of the rows, of whole shards where it can be."""
+    found: list[Source] = []
+    begin = 0
+    for shard in rows.shards:
+        stop = begin + shard.shape[0]
+        low, high = max(first, begin), min(end, stop)
+        if low < high:
+            part = SomeRows(shard, range(low - begin, high - begin))
+            found.append(shard if (low, high) == (begin, stop) else part)
+        begin = stop
+    return RowsOnDisk(found[0] if len(found) == 1 else found)
+
+
+def _check_order(before: RowsOnDisk, now: RowsOnDisk) -> None:
+    """
+    :raises ValueError: if the rows that were known are no longer the first ones.
+    """
+    for k, old in enumerate(before.shards):
+        new = now.shards[k] if k < len(now.shards) else None
+        is_file = hasattr(old, "path")
+        is_same = new is not None and getattr(new, "path", None) == getattr(old, "path", None)
+        if is_same and new is not None:
+            longer = new.shape[0] - old.shape[0]
+            is_last = k == len(before.shards) - 1
+            is_same = longer == 0 or (longer > 0 and is_last and not is_file)
+        if not is_same:
+            found = "nothing" if new is None else f"{new.name} with {new.shape[0]:,} rows"
+            raise ValueError(
+                f"Where {old.name} with {old.shape[0]:,} rows was there is {found} now: rows that"
+                " are known must stay as they are, and those that come must follow them: files"
+                " whose names come later, or rows appended to an array of Zarr or HDF5."
+            )
