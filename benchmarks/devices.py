@@ -14,6 +14,7 @@ and a message would take a tick of the scheduler, 4 ms. Processes talk over the 
 """
 
 import argparse
+from itertools import product
 import json
 import os
 import socket
@@ -86,16 +87,18 @@ def messages(task: dict) -> dict:
 
     import jax
     from jax import lax
+    import jax.numpy as jnp
     from jax.sharding import PartitionSpec
     import numpy as np
 
     mesh = jax.make_mesh((task["processes"],), ("rows",))
     programs = {}
-    for size, count in MESSAGES:
+    for (size, count), dtype in product(MESSAGES, (jnp.float32, jnp.bfloat16)):
 
-        def one(x, count=count):
+        def one(x, count=count, dtype=dtype):
             def sent(_, x):
-                return lax.psum(x, "rows") / task["processes"]
+                found = lax.psum(x.astype(dtype), "rows")
+                return found.astype(jnp.float32) / task["processes"]
 
             return lax.fori_loop(0, count, sent, x)
 
@@ -105,7 +108,8 @@ def messages(task: dict) -> dict:
                 one, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
             )
         )
-        programs[str(size)] = partial(program, np.ones(size, np.float32))
+        name = f"{size} {jnp.dtype(dtype).name}"
+        programs[name] = partial(program, np.ones(size, np.float32))
     return programs
 
 
@@ -184,10 +188,10 @@ def of_messages(rounds: int) -> str:
     found = run("message", rounds, 2)
     rows = []
     for size, count in MESSAGES:
-        seconds = np.median(found[str(size)]) / count
-        rate = f"{4 * size / seconds / 2**20:,.1f}"
-        rows.append([f"{size:,}", median(found[str(size)], count), rate])
-    return table(["numbers of 4 bytes", "us a message", "MiB a second"], rows)
+        whole, half = (found[f"{size} {name}"] for name in ("float32", "bfloat16"))
+        rate = f"{4 * size * count / np.median(whole) / 2**20:,.1f}"
+        rows.append([f"{size:,}", median(whole, count), rate, median(half, count)])
+    return table(["numbers", "us, of 4 bytes", "MiB a second", "us, as bfloat16"], rows)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from measure import table
 import numpy as np
 
 PARTS = ("computed", "kills")
-DRAWS, BATCH, PARAMETERS = 1_000, 2_000, 100
+DRAWS, BATCH, PARAMETERS, KILLS = 1_000, 2_000, 100, 10
 
 
 class Computed:
@@ -89,8 +89,8 @@ def child(task: dict) -> None:
     if task["what"] == "kills":
         x, y = (RowsOnDisk(f"{task['folder']}/{name}-{index}-*.npy") for name in "xy")
         run = LongRun(
-            CCAdL(logistic, mesh=mesh, progress_bar=False), num_warmup=100, num_samples=3_000,
-            jit_model_args=True, progress_bar=False, store=task["store"], chunk_size=100,
+            CCAdL(logistic, mesh=mesh, progress_bar=False), num_warmup=100, num_samples=6_000,
+            jit_model_args=True, progress_bar=False, store=task["store"], checkpoint_every=1.0,
         )  # fmt: skip
         print("begins", flush=True)
         run.run(random.key(0), *spread_rows(mesh, x, y))
@@ -122,10 +122,23 @@ def started(task: dict, processes: int) -> list[subprocess.Popen]:
         subprocess.Popen(
             [sys.executable, __file__,
              "--child", json.dumps(task | {"process": k, "processes": processes, "port": port})],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for k in range(processes)
     ]  # fmt: skip
+
+
+def finished(children: list[subprocess.Popen], killed: bool = False) -> list[str]:
+    """
+    What they printed.
+
+    :raises RuntimeError: if one has failed and nobody killed it.
+    """
+    told = [each.communicate() for each in children]
+    for each, (_, error) in zip(children, told, strict=True):
+        if each.returncode and not killed:
+            raise RuntimeError(error[-2_000:])
+    return [text for text, _ in told]
 
 
 def computed(options: argparse.Namespace) -> str:
@@ -135,9 +148,7 @@ def computed(options: argparse.Namespace) -> str:
     for number in options.rows:
         rows = int(float(number)) // options.processes * options.processes
         children = started({"what": "computed", "rows": rows}, options.processes)
-        found = json.loads(children[0].communicate()[0].splitlines()[-1])
-        for each in children[1:]:
-            each.communicate()
+        found = json.loads(finished(children)[0].splitlines()[-1])
         # the rows of a hash of consecutive numbers have their mean to far less than its error
         z = (np.asarray(found["draws"]) - 3) * np.sqrt(rows + 0.01)
         size = float(effective_sample_size(z[None]))
@@ -174,6 +185,14 @@ def written(folder: Path, gigabytes: float) -> int:
     return 4 * rows
 
 
+def sampled_since(store: Path, start: float) -> float:
+    """The time at which the tuning is over, and is in the checkpoint."""
+    checkpoint = store / ".long_run" / "checkpoint"
+    while not (checkpoint.exists() and checkpoint.stat().st_mtime > start):
+        time.sleep(0.1)
+    return time.time()
+
+
 def kills(options: argparse.Namespace) -> str:
     import zarr
 
@@ -186,24 +205,26 @@ def kills(options: argparse.Namespace) -> str:
             return started({"what": "kills", "folder": str(folder), "store": store}, 2)
 
         start = time.perf_counter()
-        for each in begun(str(folder / "whole.zarr")):
-            each.communicate()
+        finished(begun(str(folder / "whole.zarr")))
         alone = time.perf_counter() - start
-        while True:
-            children = begun(str(folder / "killed.zarr"))
-            if len(moments) < 10:
-                children[0].stdout.readline()
-                # between the first reading and the last draws
-                moments.append(rng.uniform(1, 0.6 * alone))
-                time.sleep(moments[-1])
-                if all(each.poll() is None for each in children):
+        done = False
+        while not done:
+            children, killed = begun(str(folder / "killed.zarr")), False
+            if len(moments) < KILLS:
+                start = time.time()
+                begun_at = start + rng.uniform(1, 60)  # while it starts
+                if len(moments) % 2:  # while it samples
+                    begun_at = sampled_since(folder / "killed.zarr", start) + rng.uniform(0, 15)
+                time.sleep(max(0.0, begun_at - time.time()))
+                moment = time.time() - start
+                killed = all(each.poll() is None for each in children)
+                if killed:
+                    moments.append(moment)
                     children[rng.randrange(2)].kill()
                     for each in children:
                         each.kill()
-            for each in children:
-                each.communicate()
-            if children[0].returncode == 0:
-                break
+            finished(children, killed)
+            done = not killed
         draws = [
             zarr.open(folder / f"{name}.zarr")["posterior/w"][:] for name in ("whole", "killed")
         ]

@@ -37,7 +37,9 @@ from numpyro_sgmcmc.data.subsampling import without_replacement_so_far
 from numpyro_sgmcmc.gradients.estimators import product_gradient
 from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
 from numpyro_sgmcmc.kernels import growth as going_on
+from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.model import read_model
+from numpyro_sgmcmc.target.potential import hessian_of
 from numpyro_sgmcmc.target.target import Target
 
 COMPILE_QUICKLY = True
@@ -180,13 +182,14 @@ def grown_target(model, rows):
 
 
 @pytest.mark.parametrize("model", [logistic, pytest.param(intercepts, marks=pytest.mark.nightly)])
-def test_sums_of_old_rows_and_new_ones(model):
+@pytest.mark.parametrize("half_life", [None, 700.0])
+def test_sums_of_old_rows_and_new_ones(model, half_life):
     order = 2  # of the first order are parts of it
     if model is logistic:
         data = X[:5_000], (Y[:5_000] > 0).astype(np.float32)
     else:
         data = (Y[:15_000].reshape(5_000, 3),)
-    rows = GrowingRows(*(x[:1_300] for x in data))
+    rows = GrowingRows(*(x[:1_300] for x in data), half_life=half_life)
     rows.append(*(x[1_300:1_700] for x in data))  # in the room
     plain, growing = grown_target(model, rows)
     zeros = jnp.zeros(plain.view.dimension) + 0.3
@@ -197,7 +200,18 @@ def test_sums_of_old_rows_and_new_ones(model):
             scale = np.max(np.abs(y)) + 1e-6
             np.testing.assert_allclose(x, y, atol=tolerance * scale)
 
-    expected = jax.jit(lambda: plain.anchor(effects, order))()
+    def summed(target, count):
+        """All rows at once, with what each of them counts."""
+        ages = count - 1 - np.arange(count)
+        counts = np.ones(count) if half_life is None else 0.5 ** (ages / half_life)
+        name = target.view.plates[0].name
+        drawn = {name: DrawnRows(jnp.arange(count), weights=jnp.asarray(counts, jnp.float32))}
+        centred = target._replace(view=target.view.with_rule("fine")).centred
+        potential = centred.potential(going_on.IdentityMetric())
+        value, slope = jax.value_and_grad(potential)(effects, drawn, random.key(0))
+        return Anchor(effects, value, slope, hessian_of(potential, effects, drawn, random.key(0)))
+
+    expected = jax.jit(lambda: summed(plain, 1_700))()
     close(jax.jit(lambda: growing.anchor(effects, order))(), expected)
     first_rows = tuple(jnp.asarray(x[:1_300]) for x in data)
     first = Target(
@@ -205,17 +219,16 @@ def test_sums_of_old_rows_and_new_ones(model):
         first_rows,
         {},
     )
-    before = jax.jit(lambda: first.anchor(effects, order))()
+    before = jax.jit(lambda: summed(first, 1_300))()
     close(jax.jit(lambda: growing.with_new_rows(before, jnp.asarray(1_300)))(), expected)
     # and a minibatch is, in the mean, all of them
     potential = growing.potential(going_on.IdentityMetric())
     slope = jax.jit(lambda key: jax.grad(potential)(effects, growing.rows(key), random.key(0)))
     slopes = jax.vmap(slope)(random.split(random.key(0), 4_000))
-    fine = plain._replace(view=plain.view.with_rule("fine"))
-    whole = jax.grad(lambda z: fine.anchor(z).potential)(effects)
     for name, values in slopes.items():
         error = np.std(values, axis=0) / 4_000**0.5
-        assert np.all(np.abs(np.mean(values, axis=0) - whole[name]) < 4.5 * error + 1e-3)
+        away = np.abs(np.mean(values, axis=0) - expected.gradient[name])
+        assert np.all(away < 4.5 * error + 1e-3)
 
 
 @pytest.mark.parametrize("covariance, estimator", [
@@ -247,6 +260,39 @@ def test_the_noise_is_that_of_the_rows_that_there_are(covariance, estimator):
         strict=True,
     ):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.max(np.abs(y)))
+
+
+@pytest.mark.nightly
+def test_rows_that_are_forgotten():
+    half_life, ends = 3_000.0, (4_000, 6_000, 11_000)
+
+    def exactly(end, half_life):
+        """Mean and standard deviations, each row with what it counts."""
+        x, y = X[:end].astype(np.float64), Y[:end].astype(np.float64)
+        counts = 0.5 ** ((end - 1 - np.arange(end)) / half_life)
+        covariance = np.linalg.inv((x * counts[:, None]).T @ x + np.eye(3))
+        return covariance @ (x.T @ (counts * y)), np.sqrt(np.diag(covariance))
+
+    rows = GrowingRows(X[: ends[0]], Y[: ends[0]], half_life=half_life)
+    mcmc = run_of(CCAdL(linear, progress_bar=False), 2_000)
+    mcmc.run(random.key(0), *rows)
+    for start, end in itertools.pairwise((ends[0], *ends)):
+        if end > start:
+            rows.append(X[start:end], Y[start:end])
+        go_on(mcmc, rows)
+        w = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
+        size = numpyro.diagnostics.effective_sample_size(w)
+        of_squares = numpyro.diagnostics.effective_sample_size((w - w.mean((0, 1))) ** 2)
+
+        def worst(half_life, end=end, w=w, size=size, of_squares=of_squares):
+            mean, sd = exactly(end, half_life)
+            means = (w.mean((0, 1)) - mean) / sd * np.sqrt(size)
+            variances = (w.var((0, 1)) / sd**2 - 1) / np.sqrt(2 / of_squares)
+            return np.max(np.abs([means, variances]))
+
+        assert worst(half_life) < 4
+        assert worst(1.5 * half_life) > 6
+        assert growth(mcmc).problem is None, str(growth(mcmc))
 
 
 @pytest.mark.nightly
@@ -401,6 +447,8 @@ def test_holders_that_cannot_be():
     with pytest.raises(ValueError, match="50 rows would be left"):
         rows.remove(np.arange(1_000) >= 50)
     assert repr(rows) == "GrowingRows(float32[1000, 3], float32[1000], room for 2,000)"
+    with pytest.raises(ValueError, match="`half_life` must be a positive number"):
+        GrowingRows(X[:1_000], half_life=0)
 
 
 def centred(x, y):

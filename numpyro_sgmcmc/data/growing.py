@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import reduce
+import math
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -30,10 +31,26 @@ class Known(NamedTuple):
 
     - **rows** - the number of rows :math:`N`, a scalar.
     - **version** - tells the rows from others, also from those before some were removed.
+    - **half_life** - the number of rows after which one counts half; None if none is forgotten.
     """
 
     rows: Array
     version: Array
+    half_life: Array | None = None
+
+    def weights(self, numbers: Array, dtype: Any) -> Array:
+        """What rows with these numbers count, :math:`2^{-(N - 1 - i) / H}`."""
+        if self.half_life is None:
+            return jnp.ones(jnp.shape(numbers), dtype)
+        age = (self.rows - 1 - numbers).astype(dtype)
+        return jnp.exp2(-age / self.half_life.astype(dtype))
+
+    def worth(self, dtype: Any) -> Array:
+        """What all rows count together, :math:`\\sum_i 2^{-(N - 1 - i) / H}`."""
+        if self.half_life is None:
+            return self.rows.astype(dtype)
+        rate = math.log(2) / self.half_life.astype(dtype)
+        return jnp.expm1(-rate * self.rows.astype(dtype)) / jnp.expm1(-rate)
 
 
 class RowsSoFar(NamedTuple):
@@ -65,6 +82,13 @@ class GrowingRows:
 
     :param arrays: arrays of NumPy or JAX, or :class:`RowsOnDisk`, with as many rows each, at least
         100. All rows on disk are read once.
+    :param float half_life: the number of rows after which a row counts half: the posterior is then
+
+        .. math:: p(\\theta) \\prod_{i=0}^{N-1} p(y_i \\mid \\theta)^{2^{-(N - 1 - i) / H}} ,
+
+        that of about :math:`1.44 H` rows, for parameters that drift. None forgets nothing. Rows
+        older than ten half-lives count next to nothing, but are drawn as all others: ``remove``
+        them now and then.
     :raises ValueError: if they have not as many rows, too few or too many, or entries that are not
         finite.
     :raises UnreadableRows: if rows on disk cannot be read, or are not finite.
@@ -99,9 +123,15 @@ class GrowingRows:
         True 1.4
     """
 
-    def __init__(self, *arrays: Any) -> None:
+    def __init__(self, *arrays: Any, half_life: float | None = None) -> None:
         if not arrays:
             raise ValueError("`GrowingRows` needs arrays, those that the model takes.")
+        if half_life is not None and not half_life > 0:
+            raise ValueError(
+                "`half_life` must be a positive number, that of rows after which one counts half,"
+                f" or None; got {half_life!r}."
+            )
+        self.half_life = half_life
         found = _checked(arrays, None)
         self.count = len(found[0])
         # of another holder no sum is known, unless it began with the same rows
@@ -124,7 +154,9 @@ class GrowingRows:
         return self._arrays[0].shape[0]
 
     def __iter__(self) -> Iterator[RowsSoFar]:
-        known = Known(*(jnp.asarray(np.int32(k)) for k in (self.count, self.version)))
+        rows, version = (jnp.asarray(np.int32(k)) for k in (self.count, self.version))
+        half_life = None if self.half_life is None else jnp.asarray(self.half_life, jnp.float32)
+        known = Known(rows, version, half_life)
         return (RowsSoFar(values, known) for values in self._arrays)
 
     @property
@@ -205,7 +237,8 @@ class GrowingRows:
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{x.dtype}{[self.count, *x.shape[1:]]}" for x in self._arrays)
-        return f"GrowingRows({shapes}, room for {self.capacity:,})"
+        half_life = "" if self.half_life is None else f", half_life={self.half_life:g}"
+        return f"GrowingRows({shapes}, room for {self.capacity:,}{half_life})"
 
 
 def _checked(arrays: tuple, held: tuple | None) -> list[Any]:
@@ -348,7 +381,7 @@ def without_room(arguments: Any) -> Any:
 
     :raises ValueError: if they are of several holders.
     """
-    if len({tuple(int(k) for k in x.known) for x in growing_in(arguments)}) > 1:
+    if len({tuple(map(float, jax.tree.leaves(x.known))) for x in growing_in(arguments)}) > 1:
         raise ValueError(
             "The model is given rows of several `GrowingRows`: put arrays that grow together into"
             " one of them."

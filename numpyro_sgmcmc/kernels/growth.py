@@ -17,6 +17,8 @@ With :math:`N` rows known and :math:`N'` there, before the first step of a sampl
   both are Gaussian;
 - the **Stein matrix** is that of the draws since.
 
+Where rows are forgotten :math:`N` and :math:`N'` are what all of them count together.
+
 Step size, friction and, with a control variate, noise are those of the coordinates, and stay;
 without one the noise grows like :math:`N' / N`, which its running estimate follows. While rows come
 evenly the anchor moves about four times until there are twice as many.
@@ -102,22 +104,23 @@ def _changed(target: Target, fixed: Fixed) -> Fixed:
     known, now, anchor = fixed.known, target.known, fixed.anchor
     assert known is not None and now is not None
     dtype = target.view.dtype
-    growth = now.rows.astype(dtype) / known.rows.astype(dtype)
+    worth = now.worth(dtype)
+    growth = worth / known.worth
     none = jnp.zeros(target.view.dimension, dtype)
     metric, shift = fixed.metric.narrowed(growth**-0.5, none), jnp.full_like(none, jnp.nan)
     if anchor is not None:
         mode, anchor = _mode(fixed.metric, anchor), _anchor_of_all(target, metric, fixed)
         moved = _mode(metric, anchor) - mode
         metric = metric.narrowed(jnp.ones((), dtype), moved)
-        if not isinstance(metric, IdentityMetric):
-            # more rows, and none removed: else there is no such part
+        if not isinstance(metric, IdentityMetric) and now.half_life is None:
+            # more rows, and none removed or forgotten: else there is no such part
             shift = metric.coordinates(metric.center + moved) / jnp.sqrt(growth - 1)
             shift = jnp.where(now.version == known.version, shift, jnp.nan)
     return fixed._replace(
         metric=metric,
         variances=metric.variances(none),
         anchor=anchor,
-        known=KnownRows(now.rows, now.version, known.rows, shift),
+        known=KnownRows(now.rows, now.version, known.rows, shift, worth),
     )
 
 

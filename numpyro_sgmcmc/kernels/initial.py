@@ -73,8 +73,11 @@ def initialised(
     context.known |= {tuning.data}
     if (known := known_of(growing)) is not None:
         check_growth(context.kernel, target.tuned(tuning), given, *growing)
-        nothing = jnp.zeros(target.view.dimension, target.view.dtype)
-        fixed = fixed._replace(known=KnownRows(*known, known.rows, nothing))
+        dtype = target.view.dtype
+        nothing, worth = jnp.zeros(target.view.dimension, dtype), known.rows.astype(dtype)
+        # the tuning forgets nothing: the first sample then begins with what each row counts
+        version = known.version if known.half_life is None else -1 - known.version
+        fixed = fixed._replace(known=KnownRows(known.rows, version, known.rows, nothing, worth))
     method.check(target, num_warmup, fixed)
     state = initial_state(method, args, kwargs, rng_key, fixed, tuning, init_params)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):

@@ -53,12 +53,14 @@ class KnownRows(NamedTuple):
     - **shift** - how far it has moved the mode, in the coordinates and as a part of what chance
       explains, :math:`(N' / N - 1)^{-1/2} L'^{-1} (m' - m)`, shape (d,): standard normal numbers if
       new rows have the law of the old ones and that is the model's. NaN where it is not known.
+    - **worth** - as how many rows those count together that the metric is of.
     """
 
     rows: Array
     version: Array
     before: Array
     shift: Array
+    worth: Array
 
 
 class Fixed(NamedTuple):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
-from numpyro_sgmcmc.data.growing import Known, known_of, replaced, without_room
+from numpyro_sgmcmc.data.growing import known_of, replaced, without_room
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.seen import Seen
 
@@ -59,8 +59,7 @@ def rows_of_run(arguments: Arguments) -> RowsOfRun | None:
     known = known_of(arguments)
     if known is None:
         return None
-    content = fingerprint_of(*without_room(arguments)) or ""
-    return RowsOfRun(int(known.rows), int(known.rows), int(known.version), content, 0)
+    return RowsOfRun(int(known.rows), int(known.rows), int(known.version), _content(arguments), 0)
 
 
 def check_rows(path: Any, arguments: Arguments, before: RowsOfRun | None, seen: list[Seen]) -> None:
@@ -86,16 +85,23 @@ def check_rows(path: Any, arguments: Arguments, before: RowsOfRun | None, seen: 
             " that a run knows must be there when it goes on, in their order. Put them back,"
             f" {remedy}: a store does not go on when rows were removed."
         )
-    first = without_room(_of_first_rows(arguments, before.rows, before.version))
-    for rows, one in zip(on_disk(first), seen, strict=False):
+    first = _of_first_rows(arguments, before.rows, before.version)
+    for rows, one in zip(on_disk(without_room(first)), seen, strict=False):
         rows.remember(one)  # so that they need not all be read again
-    if fingerprint_of(*first) != before.content:
+    if _content(first) != before.content:
         raise ValueError(
-            f"Of the {before.rows:,} rows that the store {path} knows some are others now, or in"
-            f" another order: put them back, {remedy}."
+            f"Of the {before.rows:,} rows that the store {path} knows some are others now, in"
+            f" another order, or forgotten after another `half_life`: put them back, {remedy}."
         )
 
 
+def _content(arguments: Arguments) -> str:
+    """Tells the rows that there are, and what they count, from others."""
+    known = known_of(arguments)
+    half_life = None if known is None or known.half_life is None else float(known.half_life)
+    return f"{fingerprint_of(*without_room(arguments))} {half_life}"
+
+
 def _of_first_rows(arguments: Arguments, rows: int, version: int) -> Arguments:
-    known = Known(*(jnp.asarray(np.int32(k)) for k in (rows, version)))
-    return replaced(lambda x: x._replace(known=known), arguments)
+    counts = {"rows": jnp.asarray(np.int32(rows)), "version": jnp.asarray(np.int32(version))}
+    return replaced(lambda x: x._replace(known=x.known._replace(**counts)), arguments)

@@ -22,8 +22,8 @@ _CHUNK, _FEWEST = 1_024, 64
 
 class SoFar(NamedTuple):
     """
-    A potential of the rows that there are, from the first of these on: of all others the weight is
-    zero.
+    A potential of the rows that there are, from the first of these on, with what each of them
+    counts: of all others the weight is zero.
     """
 
     base: Any
@@ -38,7 +38,8 @@ class SoFar(NamedTuple):
                 numbers: Any = rows[plate.name]
                 there = (numbers >= self.first) & (numbers < self.known.rows)
                 inside = jnp.minimum(numbers, plate.size - 1)
-                weights = there.astype(jnp.result_type(float))
+                counts = self.known.weights(inside, jnp.result_type(float))
+                weights = jnp.where(there, counts, 0)
                 weighted[plate.name] = DrawnRows(inside, weights=weights)
         return self.base(values, weighted, rng_key)
 
@@ -52,7 +53,8 @@ def with_new_rows(
     .. math:: \\nabla U_{N'}(\\hat\\theta) = \\nabla U_N(\\hat\\theta)
         - \\sum_{i = N}^{N' - 1} \\nabla \\log p(x_i \\mid \\hat\\theta),
 
-    and likewise potential and Hessian, at a cost in proportion to the new rows.
+    and likewise potential and Hessian, at a cost in proportion to the new rows. Where rows are
+    forgotten what the old ones say counts :math:`2^{-(N' - N) / H}` of what it did.
 
     :param potential: the minibatch potential, of any number of rows.
     :param plate: the plate of the rows.
@@ -81,5 +83,8 @@ def with_new_rows(
         return start + length, jax.tree.map(jnp.add, total, change)
 
     total = anchor.potential, anchor.gradient, anchor.hessian
+    if known.half_life is not None:
+        left = known.weights(first - 1, anchor.potential.dtype)
+        total = jax.tree.map(lambda x, p: p + left * (x - p), total, prior)
     _, total = lax.while_loop(lambda run: run[0] < known.rows, added, (first, total))
     return Anchor(anchor.values, *total)

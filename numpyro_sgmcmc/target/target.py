@@ -202,7 +202,8 @@ class Target(NamedTuple):
                 count, size = self.known.rows, plate.subsample_size
                 numbers = self.scheme.draw_so_far(key, step, count, size)
                 share = (count / plate.size).astype(self.view.dtype)
-                return DrawnRows(numbers, weights=jnp.full(numbers.shape, share))
+                weights = share * self.known.weights(numbers, self.view.dtype)
+                return DrawnRows(numbers, weights=weights)
             if is_far(plate.size):
                 assert self.scheme.draw_far is not None
                 return far_rows(self.scheme.draw_far(key, step, plate.size, plate.subsample_size))
