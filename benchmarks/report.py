@@ -71,6 +71,7 @@ PARTS = {
     "battery": "benchmarks/posterior_battery.py --data {data} --cache {cache}",
     "pictures": "benchmarks/pictures.py --folder docs",
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",
+    "certificates": "benchmarks/certificates.py",
     "strata": "benchmarks/strata.py",
     "noise_estimates": "benchmarks/noise_estimates.py",
     "anisotropic_noise": "benchmarks/anisotropic_noise.py --picture docs/anisotropic_noise.png",

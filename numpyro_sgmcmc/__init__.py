@@ -12,6 +12,7 @@ from numpyro_sgmcmc.data.sharding import spread_rows as spread_rows
 from numpyro_sgmcmc.data.sources import UnreadableRows as UnreadableRows
 from numpyro_sgmcmc.diagnostics import autocorrelation_time as autocorrelation_time
 from numpyro_sgmcmc.diagnostics import calibrated as calibrated
+from numpyro_sgmcmc.diagnostics import certify as certify
 from numpyro_sgmcmc.diagnostics import compare as compare
 from numpyro_sgmcmc.diagnostics import configurational_temperature as configurational_temperature
 from numpyro_sgmcmc.diagnostics import gradient_noise as gradient_noise

@@ -6,6 +6,8 @@
 from numpyro_sgmcmc.diagnostics.autocorrelation import autocorrelation_time as autocorrelation_time
 from numpyro_sgmcmc.diagnostics.calibrated import Calibrated as Calibrated
 from numpyro_sgmcmc.diagnostics.calibrated import calibrated as calibrated
+from numpyro_sgmcmc.diagnostics.certificate import Certificate as Certificate
+from numpyro_sgmcmc.diagnostics.certificate import certify as certify
 from numpyro_sgmcmc.diagnostics.comparison import Moments as Moments
 from numpyro_sgmcmc.diagnostics.comparison import compare as compare
 from numpyro_sgmcmc.diagnostics.comparison import moments as moments

@@ -160,6 +160,19 @@ def positions_of(target: Target, values: dict[str, Any]) -> np.ndarray:
     return np.asarray(target.compiled(run)({k: jnp.asarray(x) for k, x in values.items()}))
 
 
+def constrained(target: Target, positions: np.ndarray) -> dict[str, np.ndarray]:
+    """Latent and deterministic sites of unconstrained positions, shape (chains, draws, d)."""
+
+    def run(target: Target, positions: Array) -> dict[str, Array]:
+        def one(position: Array) -> dict[str, Array]:
+            return target.view.constrain(target.unravel(position), target.args, target.kwargs)
+
+        return jax.vmap(jax.vmap(one))(positions)
+
+    dtype = target.view.dtype
+    return jax.device_get(target.compiled(run)(jnp.asarray(positions, dtype)))
+
+
 def _full_scores(target: Target, every: np.ndarray) -> np.ndarray:
     def run(target: Target, every: Array) -> Array:
         def one(x: Array) -> Array:

@@ -6,16 +6,14 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 from jax import Array
-import jax.numpy as jnp
 import numpy as np
 from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 import pandas as pd
 
 from numpyro_sgmcmc.diagnostics._sandwich import RARE, Sandwich, sandwich_of
-from numpyro_sgmcmc.diagnostics._scores import RunModel, positions_of, target_of
+from numpyro_sgmcmc.diagnostics._scores import RunModel, constrained, positions_of, target_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.kept_rows import site_shapes
@@ -200,7 +198,7 @@ def calibrated(
     center = flat.mean(axis=0)
     sandwich = sandwich_of(target, center, labels, known, unseen)
     moved = sandwich.center + (flat - center) @ sandwich.stretch.T
-    values = _constrained(target, moved.reshape(positions.shape))
+    values = constrained(target, moved.reshape(positions.shape))
     values = {name: values.get(name, x) for name, x in draws.items()}
     settings = dict(getattr(mcmc.sampler, "settings", {})) | {"calibrated": "sandwich"}
     settings.setdefault("algorithm", type(mcmc.sampler).__name__)
@@ -347,19 +345,6 @@ def _unseen(population: int | None, number: int) -> float:
     if population < number:
         raise ValueError(f"`population` is {population:,}, but the data have {number:,} of it.")
     return 1 - number / population
-
-
-def _constrained(target: Target, positions: np.ndarray) -> dict[str, np.ndarray]:
-    """Latent and deterministic sites of unconstrained positions, shape (chains, draws, d)."""
-
-    def run(target: Target, positions: Array) -> dict[str, Array]:
-        def one(position: Array) -> dict[str, Array]:
-            return target.view.constrain(target.unravel(position), target.args, target.kwargs)
-
-        return jax.vmap(jax.vmap(one))(positions)
-
-    dtype = target.view.dtype
-    return jax.device_get(target.compiled(run)(jnp.asarray(positions, dtype)))
 
 
 def _table(mcmc: MCMC, view: MCMC, flat: np.ndarray, sandwich: Sandwich) -> pd.DataFrame:

@@ -1,0 +1,359 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""A certificate for a run: its means and widths against weighted draws that are independent."""
+
+from typing import Any, NamedTuple
+
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import MCMC
+import pandas as pd
+
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of
+from numpyro_sgmcmc.diagnostics._mixture import fitted
+from numpyro_sgmcmc.diagnostics._scores import RunModel, constrained, positions_of, target_of
+from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws
+from numpyro_sgmcmc.results.facts import variable_name
+from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.potential import over_all_data
+from numpyro_sgmcmc.target.target import Target
+
+#: Above these weights, smoothed or not, have a mean but hardly a variance, or say little.
+GOOD, USABLE = 0.5, 0.7
+
+#: Draws of the run that a mixture is fitted to at most, and the fewest.
+_FITTED, _FEWEST = 4_000, 100
+
+#: Points at which a chunk of rows is evaluated at once.
+_AT_ONCE = 16
+
+#: The run is off by so many standard errors.
+_ERRORS = 4.0
+
+
+class Certificate(NamedTuple):
+    """
+    What independent weighted draws say of a run.
+
+    - **k_hat** - the shape of the tail of the weights: below 0.5 their means and the standard
+      errors can be trusted, below 0.7 the means, above neither.
+    - **table** - for each entry of each variable the mean and the standard deviation of the
+      weighted draws, ``mean`` and ``sd``, with their standard errors ``mean_error`` and
+      ``sd_error``; and how far the run is off, ``shift`` of its mean in standard deviations and
+      ``ratio`` of its standard deviation, with ``shift_error`` and ``ratio_error``, to which both
+      contribute.
+    - **effective** - as how many independent draws the weighted ones count.
+    - **log_evidence**, **log_evidence_error** - the logarithm of the marginal likelihood
+      :math:`\\log \\int p(\\theta) p(y \\mid \\theta) d\\theta`, for comparing models.
+    - **draws** - the weighted draws by variable, shape (draws, ...).
+    - **weights** - shape (draws,), of sum 1.
+    """
+
+    k_hat: float
+    table: pd.DataFrame
+    effective: float
+    log_evidence: float
+    log_evidence_error: float
+    draws: dict[str, np.ndarray]
+    weights: np.ndarray
+
+    @property
+    def verdict(self) -> str:
+        """What the table says of the run, in words, and whether it can be trusted."""
+        if self.k_hat < USABLE and self.effective < _FEWEST:
+            return (
+                f"Nothing is certified: {len(self.weights):,} weighted draws count as"
+                f" {self.effective:.0f} independent ones (k-hat {self.k_hat:.2f}). Take more of"
+                " them, `num_draws=`, or a longer run, to which the mixture fits better."
+            )
+        if not self.k_hat < USABLE:
+            return (
+                f"Nothing is certified (k-hat {self.k_hat:.2f}, above {USABLE}): the mixture that"
+                " was fitted to the draws is too far from the posterior, which has too many"
+                " parameters for it or another shape, and the weights say little. The table is no"
+                " correction; look at `step_halving` and `stein_matrix`."
+            )
+        trust = f"k-hat {self.k_hat:.2f}, {self.effective:,.0f} effective draws"
+        # weights that hardly differ do no harm, whatever the shape of their tail
+        if self.k_hat > GOOD and self.effective < len(self.weights) / 2:
+            trust += ", standard errors somewhat too small"
+        table = self.table
+        far = (
+            (table["shift"].abs() > _ERRORS * table["shift_error"]),
+            ((table["ratio"] - 1).abs() > _ERRORS * table["ratio_error"]),
+        )
+        said = []
+        if far[0].any():
+            worst = table["shift"].where(far[0]).abs().idxmax()
+            one = table.loc[worst]
+            said.append(
+                f"the means of {far[0].sum()} of {len(table)} are off, the most that of '{worst}',"
+                f" by {one['shift']:+.3f} +- {one['shift_error']:.3f} standard deviations"
+            )
+        if far[1].any():
+            worst = (table["ratio"] - 1).where(far[1]).abs().idxmax()
+            one = table.loc[worst]
+            said.append(
+                f"{far[1].sum()} of {len(table)} are too wide or too narrow, the most that of"
+                f" '{worst}', by a factor of {one['ratio']:.3f} +- {one['ratio_error']:.3f}"
+            )
+        if said:
+            return f"The run is off ({trust}): {'; '.join(said)}. The table has the right values."
+        shift, ratio = table["shift_error"].max(), table["ratio_error"].max()
+        return (
+            f"The run is right as far as this can see ({trust}): means to {2 * shift:.2g} standard"
+            f" deviations, widths to a part of {2 * ratio:.2g}."
+        )
+
+    def __str__(self) -> str:
+        evidence = f"log evidence {self.log_evidence:.2f} +- {self.log_evidence_error:.2f}"
+        table = self.table.to_string(float_format="{:.4g}".format)
+        return f"{table}\n\n{evidence}\n{self.verdict}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        table = self.table.to_html(float_format="{:.4g}".format)
+        evidence = f"log evidence {self.log_evidence:.2f} +- {self.log_evidence_error:.2f}"
+        return f"{table}<p>{evidence}</p><p>{self.verdict}</p>"
+
+
+def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None) -> Certificate:
+    """
+    A certificate for a run: how far its means and standard deviations are off, with a number.
+
+    To the draws, standardised, a mixture :math:`q` of Student's t is fitted; from it independent
+    draws :math:`\\theta_i` are taken, and weighted by the posterior on all rows,
+
+    .. math:: w_i \\propto \\exp(-U(\\theta_i)) / q(\\theta_i),
+
+    with a tail that is smoothed by a generalised Pareto law, whose shape :math:`\\hat k` says
+    whether the weights can be trusted. Weighted means have no error of a step size, nor of a
+    minibatch; where :math:`q` is near the posterior they are right whatever the run has done,
+
+    .. math:: \\hat\\mu = \\sum_i w_i f_i, \\qquad
+        \\operatorname{se}^2 = \\sum_i w_i^2 (f_i - \\hat\\mu)^2,
+
+    and the mean of the weights is the evidence. It takes as many evaluations of the log density on
+    all rows as there are draws, without gradients, and is for up to about a hundred parameters. It
+    does not know of modes that no draw of the run has found.
+
+    :param mcmc: an ``MCMC`` object after its run, of any kernel, with 100 draws or more and more
+        than two for each parameter.
+    :param int num_draws: number of weighted draws.
+    :param rng_key: random key of these; None is ``jax.random.key(0)``.
+    :return: a :class:`Certificate`.
+    :raises ValueError: if there are too few draws, or if the draws are not those of a posterior on
+        these data.
+
+    **References:**
+
+    1. *Pareto Smoothed Importance Sampling*, Aki Vehtari, Daniel Simpson, Andrew Gelman,
+       Yuling Yao and Jonah Gabry (2024).
+    2. *Safe and Effective Importance Sampling*, Art Owen and Yi Zhou (2000), for the part of the
+       mixture that is wider.
+
+    **Example:** the evidence of a model for which it is known.
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import CCAdL, certify
+
+        >>> def model(y):
+        ...     p = numpyro.sample("p", dist.Beta(1, 1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Bernoulli(p), obs=y[i])
+
+        >>> y = (jnp.arange(1_000) < 200) * 1.0
+        >>> kernel = CCAdL(model, progress_bar=False)
+        >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=1_000, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), y)
+        >>> found = certify(mcmc)
+        >>> found.k_hat < 0.5
+        True
+        >>> exact = jax.scipy.special.betaln(201, 801)
+        >>> bool(abs(found.log_evidence - exact) < 4 * found.log_evidence_error)
+        True
+    """
+    args, kwargs = arguments_of(mcmc)
+    draws = mcmc.get_samples(group_by_chain=True)
+    target = _checked_target(mcmc, args, kwargs)
+    positions = positions_of(target, draws).astype(np.float64)
+    _check_number(positions)
+    chains, count, d = positions.shape
+    each = np.linspace(0, count - 1, min(count, -(-_FITTED // chains))).round().astype(int)
+    flat = positions.reshape(-1, d)
+    center, factor = flat.mean(axis=0), _factor_of(flat)
+    key = random.key(0) if rng_key is None else rng_key
+    rng = np.random.default_rng(np.asarray(random.key_data(random.fold_in(key, 0))))
+    standard = np.linalg.solve(factor, (positions[:, each].reshape(-1, d) - center).T).T
+    mixture = fitted(standard.reshape(chains, len(each), d), rng)
+    fresh = mixture.draw(rng, num_draws)
+    points = center + fresh @ factor.T
+    at_center, differences = _potentials(target, center, points)
+    log_ratios = -differences - mixture.log_density(fresh)
+    log_ratios = np.where(np.isfinite(log_ratios), log_ratios, -np.inf)
+    if not np.isfinite(log_ratios).any():
+        raise ValueError(
+            "The posterior is not finite at any of the points drawn near the draws of the run: they"
+            " are not draws of this posterior, or it has none."
+        )
+    log_weights, k_hat = _smoothed(log_ratios)
+    weights = np.exp(log_weights)
+    values = constrained(target, points[None])
+    evidence, error = _evidence(log_ratios, weights)
+    log_det = float(np.sum(np.log(np.diagonal(factor))))
+    rounding = abs(at_center) * float(np.finfo(target.view.dtype).eps)
+    return Certificate(
+        k_hat,
+        _table(mcmc, values, weights),
+        1 / float(np.sum(weights**2)),
+        evidence - at_center + log_det,
+        float(np.hypot(error, rounding)),
+        {name: x[0] for name, x in values.items()},
+        weights,
+    )
+
+
+def _checked_target(mcmc: MCMC, args: tuple, kwargs: dict) -> Target:
+    """
+    :raises ValueError: if the draws are not those of a posterior whose density can be computed.
+    """
+    temperature = getattr(mcmc.sampler, "settings", {}).get("temperature", 1.0)
+    if temperature != 1.0:
+        raise ValueError(
+            f"The run has temperature={temperature}: its draws are those of another law than the"
+            " posterior. Certify a run at temperature 1."
+        )
+    target = target_of(RunModel(mcmc.sampler.model, args, kwargs))
+    if drawn := target.view.drawn_plates:
+        raise ValueError(
+            f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, and the"
+            " density is random: groups with up to two numbers can be certified."
+        )
+    seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
+    data = fingerprint_of(target.args, target.kwargs)
+    if seen is not None and data is not None and data + target.view.captured != seen:
+        raise ValueError(
+            "The data are not those of the run: they have been changed in place since. Certify the"
+            " run with the data it had, or run again."
+        )
+    return target._replace(view=target.view.with_rule("fine"))
+
+
+def _check_number(positions: np.ndarray) -> None:
+    """
+    :raises ValueError: if there are fewer draws than a mixture needs.
+    """
+    chains, count, d = positions.shape
+    needed = max(_FEWEST, 2 * d)
+    if chains * count < needed:
+        raise ValueError(
+            f"The run has {chains * count:,} draws of {d:,} parameters: a certificate needs"
+            f" {needed:,}, and as many times that as there are. Run with a larger `num_samples`."
+        )
+
+
+def _factor_of(flat: np.ndarray) -> np.ndarray:
+    """
+    :raises ValueError: if a parameter never moves.
+    """
+    try:
+        return np.linalg.cholesky(np.atleast_2d(np.cov(flat.T)))
+    except np.linalg.LinAlgError as error:
+        raise ValueError(
+            "The covariance of the draws is singular: a parameter never moves, or two are the same."
+        ) from error
+
+
+def _potentials(target: Target, center: np.ndarray, points: np.ndarray) -> tuple[float, np.ndarray]:
+    """The potential of all rows at the centre, and what it is more at points, shape (n,)."""
+
+    def run(target: Target, center: Array, points: Array) -> tuple[Array, Array]:
+        potential: Any = target.potential(IdentityMetric())
+        key = target.own(random.key(0))
+
+        def at(x: Array) -> Array:
+            # chunk by chunk, so that the differences of large sums keep their digits
+            def more(rows: Any) -> Array:
+                here, there = (potential(target.unravel(y), rows, key) for y in (x, center))
+                return here - there
+
+            return target.mean(over_all_data(more, target.view.plates))
+
+        def whole(rows: Any) -> Array:
+            return potential(target.unravel(center), rows, key)
+
+        at_center = target.mean(over_all_data(whole, target.view.plates))
+        return at_center, lax.map(at, points, batch_size=_AT_ONCE)
+
+    dtype = target.view.dtype
+    arrays = jnp.asarray(center, dtype), jnp.asarray(points, dtype)
+    at_center, found = target.compiled(run)(*arrays)
+    return float(at_center), np.asarray(found, np.float64)
+
+
+def _smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, float]:
+    """Logarithms of weights of sum 1, and the shape of their tail."""
+    try:
+        from arviz_stats.base import array_stats
+
+        found, k_hat = array_stats.psislw(log_ratios)
+    except ImportError:
+        from arviz import psislw
+
+        found, k_hat = psislw(log_ratios)
+    found = np.asarray(found, np.float64)
+    return found - np.logaddexp.reduce(found), float(k_hat)
+
+
+def _evidence(log_ratios: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """The logarithm of the mean of the ratios, and its standard error."""
+    mean = float(np.logaddexp.reduce(log_ratios) - np.log(len(log_ratios)))
+    spread = len(weights) * weights - 1
+    return mean, float(np.sqrt(np.mean(spread**2) / len(weights)))
+
+
+def _table(mcmc: MCMC, values: dict[str, np.ndarray], weights: np.ndarray) -> pd.DataFrame:
+    posterior = draws_of(as_data(mcmc))
+    # in the order of the variables of the run
+    named = {variable_name(name): x for name, x in values.items()}
+    names = [name for name in posterior.data_vars if name in named]
+    run, labels = flat_draws(posterior[names])
+    columns = [named[name][0].reshape(len(weights), -1) for name in names]
+    fresh = np.concatenate(columns, axis=1).astype(np.float64)
+    mean = weights @ fresh
+    away = fresh - mean
+    variance = weights @ away**2
+    sd = np.sqrt(variance)
+    mean_error = np.sqrt(weights**2 @ away**2)
+    variance_error = np.sqrt(weights**2 @ (away**2 - variance) ** 2)
+    moves = sd > 0
+    sd_error = np.divide(variance_error, 2 * sd, where=moves, out=np.zeros_like(sd))
+    flat = run.reshape(-1, run.shape[-1])
+    own_mean, own_sd = flat.mean(axis=0), flat.std(axis=0)
+    own_mean_error = own_sd / np.sqrt(effective_sizes(run))
+    own_sd_error = own_sd / np.sqrt(2 * effective_sizes((run - own_mean) ** 2))
+    safe = np.where(moves, sd, np.nan)
+    ratio = own_sd / safe
+    relative = own_sd_error / np.where(own_sd > 0, own_sd, np.nan)
+    return pd.DataFrame(
+        {
+            "mean": mean,
+            "mean_error": mean_error,
+            "sd": sd,
+            "sd_error": sd_error,
+            "shift": (own_mean - mean) / safe,
+            "shift_error": np.hypot(own_mean_error, mean_error) / safe,
+            "ratio": ratio,
+            "ratio_error": ratio * np.hypot(relative, sd_error / safe),
+        },
+        index=labels,
+    )
