@@ -280,19 +280,15 @@ def _potentials(target: Target, center: np.ndarray, points: np.ndarray) -> tuple
         potential: Any = target.potential(IdentityMetric())
         key = target.own(random.key(0))
 
-        def at(x: Array) -> Array:
-            # chunk by chunk, so that the differences of large sums keep their digits
-            def more(rows: Any) -> Array:
-                here, there = (potential(target.unravel(y), rows, key) for y in (x, center))
-                return here - there
+        def of_chunk(rows: Any) -> tuple[Array, Array]:
+            def at(x: Array) -> Array:
+                return potential(target.unravel(x), rows, key)
 
-            return target.mean(over_all_data(more, target.view.plates))
+            # differences chunk by chunk: those of large sums would lose their digits
+            there = at(center)
+            return there, lax.map(at, points, batch_size=_AT_ONCE) - there
 
-        def whole(rows: Any) -> Array:
-            return potential(target.unravel(center), rows, key)
-
-        at_center = target.mean(over_all_data(whole, target.view.plates))
-        return at_center, lax.map(at, points, batch_size=_AT_ONCE)
+        return target.mean(over_all_data(of_chunk, target.view.plates))
 
     dtype = target.view.dtype
     arrays = jnp.asarray(center, dtype), jnp.asarray(points, dtype)
