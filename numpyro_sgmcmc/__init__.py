@@ -24,6 +24,7 @@ from numpyro_sgmcmc.diagnostics import stein_matrix as stein_matrix
 from numpyro_sgmcmc.diagnostics import step_halving as step_halving
 from numpyro_sgmcmc.diagnostics import summary as summary
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate as NoiseEstimate
+from numpyro_sgmcmc.kernels import AMAGOLD as AMAGOLD
 from numpyro_sgmcmc.kernels import PSGLD as PSGLD
 from numpyro_sgmcmc.kernels import SGFS as SGFS
 from numpyro_sgmcmc.kernels import SGHMC as SGHMC

@@ -159,6 +159,21 @@ MUTATIONS = {
         "target/growing.py", "jax.tree.map(jnp.add, total, change)", "total",
         "tests/test_growing.py -k sums_of_old",
     ),
+    "old rows that are not forgotten": Mutation(
+        "target/growing.py", "lambda x, p: p + left * (x - p)", "lambda x, p: x",
+        "tests/test_growing.py -k sums_of_old",
+    ),
+    "rows read ahead before others came": Mutation(
+        "kernels/growth.py", "jnp.where(has_changed, -1, prefetched.start)", "prefetched.start",
+        "tests/test_growing.py -k on_disk_that_keep",
+    ),
+    "the work of half of the momentum": Mutation(
+        "kernels/amagold.py", "@ (p + new)", "@ (p + p)", "tests/test_amagold.py -k reverse",
+    ),
+    "weights without the density of the mixture": Mutation(
+        "diagnostics/certificate.py", "-differences - mixture.log_density(fresh)", "-differences",
+        "tests/test_certificate.py -k too_wide",
+    ),
     "minibatches that stand for the room, too": Mutation(
         "target/target.py", "share = (count / plate.size)", "share = (1.0 + 0 * count)",
         "tests/test_growing.py -k sums_of_old",

@@ -639,6 +639,8 @@ def test_a_store_goes_on_when_rows_have_come(place, tmp_path):
         assert growth(other).rows == end
     store = xr.open_zarr(folder / "other.zarr", group="sample_stats", consolidated=False)
     np.testing.assert_array_equal(store["rows"], np.repeat(ends, 30))
+    for stats in (other.get_extra_fields(), to_arviz(other)["sample_stats"]):
+        np.testing.assert_array_equal(np.ravel(stats["rows"]), np.repeat(ends, 30))
     # moments are of the draws that know all rows
     mean = one.moments["w"].sel(statistic="mean")
     np.testing.assert_allclose(mean, one.get_samples()["w"][60:].mean(0), rtol=1e-4)

@@ -231,7 +231,6 @@ class GrowingRows:
         if len(left) < _FEWEST:
             raise ValueError(f"{len(left)} rows would be left, of which there must be {_FEWEST}.")
         if len(left) < self.count:
-            # in the room that there is, so that no program is compiled again
             self._arrays = tuple(_left(values, self.count, left) for values in self._arrays)
             self.count, self.version = len(left), self.version + 1
 

@@ -3,6 +3,7 @@
 
 """The sampling methods, one in each file."""
 
+from numpyro_sgmcmc.kernels.amagold import AMAGOLD as AMAGOLD
 from numpyro_sgmcmc.kernels.ccadl import CCAdL as CCAdL
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel as SGMCMCKernel
 from numpyro_sgmcmc.kernels.psgld import PSGLD as PSGLD

@@ -44,11 +44,13 @@ class Traits(NamedTuple):
       is that of the end of the step. It is that of the start for methods that take the gradient
       there, and for those that take it between two half drifts.
     - **corrects_noise** - whether it corrects for the noise of independent minibatches.
+    - **tested** - whether a sample is tested on all rows (:meth:`SGMCMCKernel.test`).
     """
 
     order: int = 1
     gradient_at_end: bool = False
     corrects_noise: bool = False
+    tested: bool = False
 
 
 @host.asked_whether_it_is_initialised
@@ -131,6 +133,20 @@ class SGMCMCKernel(MCMCKernel):
         :param rng_key: a single random key.
         :return: the state with new ``z`` and ``dynamics``, and the evaluation of the gradient.
         """
+
+    def test(
+        self, before: SGMCMCState, after: SGMCMCState, change: Array, rng_key: Array
+    ) -> SGMCMCState:
+        """
+        The state after a sample that is tested on all rows, of methods whose traits say so.
+
+        :param before: the state before its steps, with the position as ``z``.
+        :param after: the state after them, likewise.
+        :param change: of the potential of all rows, from one position to the other; infinite if a
+            step was undone.
+        :param rng_key: a single random key.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no test of a sample.")
 
     @property
     def traits(self) -> Traits:

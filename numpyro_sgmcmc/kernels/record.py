@@ -51,7 +51,9 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
         gradients = 1 if tuning is None else GRADIENTS_OF_A_STEP[order_of(tuning.anchor)]
         moves = 0 if given.refresh_every is None else 1 / given.refresh_every
         rows = kernel.steps_per_sample * target.minibatch_share
-        record["passes_per_sample"] = rows * (gradients + moves)
+        # two potentials of all rows are about as dear as one gradient
+        tests = 1 if kernel.traits.tested else 0
+        record["passes_per_sample"] = rows * (gradients + moves) + tests
         for plate in context.model.plates:
             record[f"batch_size_{plate.name}"] = plate.subsample_size
         if tuning is not None and (noise := kernel.noise(target, tuning)) is not None:

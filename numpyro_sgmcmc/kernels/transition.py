@@ -160,9 +160,12 @@ def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMC
     state = state._replace(
         z=position, monitor=monitor._replace(configurational_temperature=none), fixed=nothing
     )
+    before = state
     body = partial(one_step, method, target, potential, fixed, _has_its_data(target, fixed))
     steps = fixed.layout.steps_per_sample
     state = body(0, state) if steps == 1 else lax.fori_loop(0, steps, body, state)
+    if method.traits.tested:
+        state = _tested(method, target, fixed, before, state)
     stein, counted = state.monitor.stein, state.i > fixed.warmup_steps
     diverging = state.monitor.nonfinite_steps > monitor.nonfinite_steps
     stein = stein._replace(samples=stein.samples + counted)
@@ -172,6 +175,18 @@ def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMC
         monitor=state.monitor._replace(diverging=diverging, stein=stein),
         fixed=fixed,
     )
+
+
+def _tested(
+    method: "SGMCMCKernel", target: Target, fixed: Fixed, before: SGMCMCState, after: SGMCMCState
+) -> SGMCMCState:
+    """What the method makes of the steps of a sample, by the potential of all rows."""
+    change = target.change(fixed.metric, before.z, after.z)
+    is_whole = after.monitor.nonfinite_steps == before.monitor.nonfinite_steps
+    noise_key = random.split(after.rng_key, 3)[1]
+    # no step has this key
+    key = random.fold_in(random.fold_in(noise_key, after.i), 1)
+    return method.test(before, after, jnp.where(is_whole, change, jnp.inf), key)
 
 
 def one_step(
@@ -217,8 +232,9 @@ def one_step(
     )
     warmup = fixed.warmup_steps
     settled = (i >= warmup // 2) & (i < warmup)
-    # the noise of minibatches that are not independent is correlated with the position
-    judged = target.scheme.independent
+    # the noise of minibatches that are not independent is correlated with the position, and
+    # positions that are tested later have another law
+    judged = target.scheme.independent and not method.traits.tested
     stein, share = add_to_sums(
         center_sums(monitor.stein, state.z, jnp.where(settled, i - warmup // 2 + 1, 0)),
         new.z if method.gradient_at_end(fixed.layout.integrator) else state.z,

@@ -24,6 +24,9 @@ _NAMES = {
     "accept_prob": "acceptance_rate",
 }
 
+#: How many rows each draw knows.
+_ROWS = "sample_stats/rows"
+
 
 class Draws:
     """
@@ -31,10 +34,16 @@ class Draws:
     :param str sample: the field of the sample.
     :param removed: sites whose draws are not kept.
     :param int num_chains: number of chains.
+    :param rows: those that new draws know, where rows keep coming.
     """
 
     def __init__(
-        self, shapes: Fields, sample: str, removed: tuple[str, ...], num_chains: int
+        self,
+        shapes: Fields,
+        sample: str,
+        removed: tuple[str, ...],
+        num_chains: int,
+        rows: RowsOfRun | None = None,
     ) -> None:
         self._sample = sample
         self._removed = removed
@@ -48,7 +57,7 @@ class Draws:
         #: draws that are not in the store yet
         self._waiting: list[Fields] = []
         self._path: Path | None = None
-        self._rows: RowsOfRun | None = None
+        self._rows = rows
         self._stored = 0
         #: draws of each chain
         self.count = 0
@@ -69,7 +78,18 @@ class Draws:
         self._waiting.append(draws)
 
     def read(self) -> Fields:
-        """All draws."""
+        """All draws; of rows that keep coming, in ``rows``, how many each of them knows."""
+        found = self._read()
+        if self._rows is None:
+            return found
+        known = np.full(self.count, self._rows.rows)
+        if self._path is not None:
+            from numpyro_sgmcmc.long_runs.store import Store
+
+            known[: self._stored] = Store(self._path).read(_ROWS)[: self._stored]
+        return found | {"rows": jnp.asarray(np.tile(known, (self._num_chains, 1)))}
+
+    def _read(self) -> Fields:
         if self._path is None:
             if not self._waiting:
                 draws = jax.tree.map(self._empty, self._shapes)
@@ -89,22 +109,15 @@ class Draws:
         leaves = [jnp.asarray(x, dtype) for x, dtype in zip(values, dtypes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
 
-    def begin_store(
-        self,
-        folder: RunFolder,
-        dims: dict[str, list[str]],
-        num_draws: int,
-        rows: RowsOfRun | None = None,
-    ) -> None:
+    def begin_store(self, folder: RunFolder, dims: dict[str, list[str]], num_draws: int) -> None:
         """
         From here on draws go to the store.
 
         :param dims: names of the dimensions of sites; others are numbered.
-        :param rows: those that these draws know, where rows keep coming.
         """
         from numpyro_sgmcmc.long_runs.store import variable
 
-        self._path, self._rows = folder.path, rows
+        self._path = folder.path
         if folder.checkpoint is not None or not folder.writes:
             return
         groups: dict[str, dict[str, dict]] = {"posterior": {}, "sample_stats": {}}
@@ -121,8 +134,9 @@ class Draws:
             constants[group] |= {
                 d: ([d], np.arange(n)) for d, n in zip(names, x.shape, strict=True)
             }
-        if rows is not None:
-            groups["sample_stats"]["rows"] = variable((), np.int64, ["draw"], num_draws)
+        if self._rows is not None:
+            group, name = _ROWS.split("/")
+            groups[group][name] = variable((), np.int64, ["draw"], num_draws)
         for group in [name for name in groups if not groups[name]]:
             del groups[group], constants[group]
         for group, arrays in groups.items():
@@ -141,7 +155,7 @@ class Draws:
             values = dict(self._paths(draws))
             numbers = np.arange(self._stored, self.count)
             if self._rows is not None:
-                values["sample_stats/rows"] = np.full(len(numbers), self._rows.rows)
+                values[_ROWS] = np.full(len(numbers), self._rows.rows)
             for group in {path.split("/")[0] for path in values}:
                 values[f"{group}/draw"] = numbers
             folder.store.append(self._stored, values)

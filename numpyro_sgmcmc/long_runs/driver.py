@@ -56,8 +56,9 @@ class LongRun(HostedRun):
     - *Whether it is the same run.* A checkpoint of another key, kernel, model, data or number of
       chains is refused, and so is one that is damaged; the error says what differs.
     - *Rows that keep coming.* Of a :class:`~numpyro_sgmcmc.GrowingRows` a store goes on, with a
-      larger ``num_samples``, when more rows are there. ``rows`` among its ``sample_stats`` says how
-      many each draw knows, and :attr:`first_draw` which draws are of all of them.
+      larger ``num_samples``, when more rows are there. ``rows`` among its ``sample_stats``, also in
+      ``get_extra_fields()``, says how many each draw knows, and :attr:`first_draw` which draws
+      are of all of them.
 
     :param MCMCKernel sampler: a kernel of this package, or any other.
     :param int num_warmup: number of samples of the warm-up, which are not stored.
@@ -258,11 +259,12 @@ class LongRun(HostedRun):
                 method=self.chain_method, num_chains=self.num_chains, thinning=self.thinning,
                 states=states, num_draws=(upper - lower) // self.thinning,
             )  # fmt: skip
-            draws = self._draws = Draws(program.shapes, names[0], removed, self.num_chains)
+            draws = Draws(program.shapes, names[0], removed, self.num_chains, self._rows)
+            self._draws = draws
             sites = draws.sites_of(program.shapes)
             dims = _dims_of(self.sampler, program.shapes[names[0]], without_room(arguments))
             if path is not None:
-                draws.begin_store(folder, dims, (upper - lower) // self.thinning, self._rows)
+                draws.begin_store(folder, dims, (upper - lower) // self.thinning)
             shapes = {name: x.shape for name, x in sites.items()}
             progress = Progress(
                 done=0,

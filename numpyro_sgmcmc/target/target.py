@@ -44,6 +44,7 @@ from numpyro_sgmcmc.target.potential import (
     Potential,
     full_data_expansion,
     full_data_gradient,
+    over_all_data,
     ravel,
 )
 
@@ -178,6 +179,23 @@ class Target(NamedTuple):
             return Anchor(effects, *self.mean(full_data_expansion(*data)))
         value, slope = self.mean(full_data_gradient(*data))
         return Anchor(effects, value, slope)
+
+    def change(self, metric: Metric, before: Array, after: Array) -> Array:
+        """
+        How much larger the potential of all rows is at one position than at another: chunk by
+        chunk, as the difference of large sums would lose its digits.
+        """
+        fine = self._replace(view=self.view.with_rule("fine"))
+        plain, key = fine.potential(metric), self.own(random.key(0))
+        potential: Any = plain
+        if self.known is not None:
+            potential = SoFar(plain, self.view.plates, jnp.zeros((), jnp.int32), self.known)
+
+        def of_chunk(rows: Any) -> Array:
+            here, there = (potential(plain.values(x), rows, key) for x in (after, before))
+            return here - there
+
+        return self.mean(over_all_data(of_chunk, self.view.plates))
 
     def with_new_rows(self, anchor: Anchor, first: Array) -> Anchor:
         """
