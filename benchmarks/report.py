@@ -54,6 +54,9 @@ PARTS = {
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",
     "alternatives": "benchmarks/alternatives.py --seconds 8 --cases rare 10000x20 100000x20",
+    "alternatives_large": (
+        "benchmarks/alternatives.py --seconds 8 --cases 10000x100 1000000x20 100000x100"
+    ),
     "numpyro_examples": "benchmarks/numpyro_examples.py",
     "suite": "benchmarks/suite.py --data {data} --cache {cache}",
     "groups": "benchmarks/groups.py flat",
