@@ -108,6 +108,27 @@ def test_a_skewed_posterior(options):
     assert data.attrs["passes_per_sample"] > 1
 
 
+@pytest.mark.slow
+def test_paths_are_as_long_as_their_noise_allows():
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((2_000, 5)).astype(np.float32)
+    y = (x[:, 0] + rng.logistic(size=2_000) > 0).astype(np.float32)
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([5]).to_event(1))
+        with numpyro.plate("rows", x.shape[0], subsample_size=500) as i:
+            numpyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
+
+    steps = []
+    for gradient in ("minibatch", "control_variate"):
+        kernel = AMAGOLD(model, gradient=gradient, progress_bar=False)
+        mcmc = run_of(kernel, (x, y), 500)
+        accepted = float(mcmc.get_extra_fields()["accept_prob"].mean())
+        assert 0.3 < accepted < (0.9 if gradient == "minibatch" else 1.0)
+        steps.append(kernel.steps_per_sample)
+    assert steps[0] < steps[1]
+
+
 def test_a_path_and_its_reverse():
     """The work is what the probabilities of the two differ by, and of their momenta."""
     rng, h, friction, temperature = np.random.default_rng(0), 0.3, 1.4, 1.7

@@ -63,7 +63,9 @@ class AMAGOLD(MomentumKernel):
     :param float step_size: step size :math:`h`, in units of a posterior standard deviation; None
         is tuned. It cannot be a schedule.
     :param float friction: friction :math:`A`, per unit of time; None is tuned.
-    :param int steps_per_sample: :math:`T`; None is as many as a path needs to forget where it was.
+    :param int steps_per_sample: :math:`T`; None is as many as a path needs to forget where it was,
+        but no more than :math:`1 / (h^2 \\operatorname{tr} V)`, at which about six of ten are
+        accepted.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -108,6 +110,17 @@ class AMAGOLD(MomentumKernel):
     def traits(self) -> Traits:
         # of an error of this order nothing is left
         return Traits(order=2, tested=True)
+
+    @property
+    def steps_per_sample(self) -> int:
+        """Number of steps between two samples, given or tuned."""
+        steps, tuning, model = super().steps_per_sample, self.tuning, self.context.model
+        if self.given.steps_per_sample is not None or model is None:
+            return steps
+        if tuning is None or tuning.noise is None:
+            return steps
+        noise = tuning.step_size**2 * tuning.noise.mean * model.dimension
+        return max(1, min(steps, int(1 / max(noise, 1e-9))))
 
     @property
     def default_fields(self) -> tuple[str, ...]:
