@@ -161,7 +161,7 @@ def test_all_rows_give_the_gradient_of_all_data(model):
     np.testing.assert_allclose(here[1], there[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("order", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("model", [indexed, twice, with_effects])
 def test_a_pass_over_all_rows_moves_none(model, order):
     """The anchor of a control variate, and what its program sends between devices."""

@@ -188,6 +188,7 @@ def test_discrepancy_orders_step_sizes_that_effective_samples_order_in_reverse()
     assert max(rhats) < 1.02
 
 
+@pytest.mark.slow
 def test_scores_on_minibatches_are_unbiased():
     """Of a regression with an unknown scale: not linear, so that a control variate has noise."""
     x = np.random.default_rng(1).standard_normal((500, 2)).astype(np.float32)

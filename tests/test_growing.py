@@ -360,6 +360,7 @@ def test_rows_of_another_law_are_noticed():
     assert str(found).startswith("5,000 rows, 1,000 of them new")
 
 
+@pytest.mark.slow
 def test_another_holder_is_not_taken_for_one_that_has_grown():
     mcmc = run_of(CCAdL(linear, tuning=tuned(), progress_bar=False), 100, 50)
     mcmc.run(random.key(0), *GrowingRows(X[:1_000], Y[:1_000]))
@@ -392,6 +393,7 @@ def test_methods_without_a_control_variate_go_on_too():
     np.testing.assert_allclose(narrower, np.eye(3) * np.sqrt(1_100 / 1_200), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_state_that_knows_more_rows_than_there_are_does_not_move():
     rows = GrowingRows(X[:1_000], Y[:1_000])
     mcmc = run_of(CCAdL(linear, tuning=tuned(), progress_bar=False), 50, 50)

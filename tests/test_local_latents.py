@@ -201,7 +201,7 @@ CASES = {
 
 #: Not among the quick tests.
 SLOW = ("a mixture of intercepts",)
-NIGHTLY = ("three slopes", "standard effects, by hand")
+NIGHTLY = ("three slopes", "standard effects, by hand", "two slopes", "a positive site")
 
 
 def marked(case):
@@ -322,6 +322,7 @@ def test_few_nodes_where_they_are_enough():
     assert rule == "step" and error < 1e-3 and more > cost
 
 
+@pytest.mark.slow
 def test_a_group_of_many_rows_counts_for_several():
     def worth(rows, batches):
         def model(y):

@@ -201,6 +201,7 @@ def test_what_a_sample_does_not_know_is_found_out(small_samples, monkeypatch):
     check_law(draws, x, y)
 
 
+@pytest.mark.slow
 def test_a_sample_lies_where_it_should(small_samples):
     """Its anchor is near the mode, and its metric about right; without a step it would not be."""
     x, y = rows_of()

@@ -87,6 +87,7 @@ ALLOCATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [regression, pytest.param(in_a_second_dimension, marks=pytest.mark.nightly)]
 )

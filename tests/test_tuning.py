@@ -259,6 +259,7 @@ def test_other_data_of_the_same_sums(tuning):
         mcmc.run(random.key(0), X, Y)
 
 
+@pytest.mark.slow
 def test_chains_start_from_different_places(tuning):
     mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_warmup=1, num_samples=1, chains=50)
     first = mcmc.get_samples(True)["w"][:, 0]
@@ -402,7 +403,7 @@ def several_sites(X, y):
         numpyro.sample("y", dist.Bernoulli(logits=X[i] @ w + b), obs=y[i])
 
 
-@orders
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_control_variate_is_unbiased(order):
     """Over a partition of the data its mean is the potential of all data, with its gradient."""
     found = Model(logistic, X, Y)
@@ -991,6 +992,7 @@ def test_warns_of_a_funnel():
     assert tuning.problem is None and tuning.noise.nonlinearity < 0.1
 
 
+@pytest.mark.slow
 def test_warns_of_several_modes():
     def squared(y):
         mu = numpyro.sample("mu", dist.Normal(0, 2))
