@@ -301,7 +301,7 @@ def _smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, float]:
     try:
         from arviz_stats.base import array_stats
 
-        found, k_hat = array_stats.psislw(log_ratios)
+        found, k_hat = array_stats.psislw(-log_ratios)  # which takes those of one over the ratios
     except ImportError:
         from arviz import psislw
 
