@@ -27,7 +27,11 @@ from numpyro_sgmcmc import (
     LongRun,
     NoiseEstimate,
     RowsOnDisk,
+    calibrated,
+    certify,
     growth,
+    stein_matrix,
+    step_halving,
     to_arviz,
 )
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
@@ -293,6 +297,14 @@ def test_rows_that_are_forgotten():
         assert worst(half_life) < 4
         assert worst(1.5 * half_life) > 6
         assert growth(mcmc).problem is None, str(growth(mcmc))
+
+
+@pytest.mark.parametrize("judge", [certify, calibrated, stein_matrix, step_halving])
+def test_what_is_forgotten_is_not_judged_by_all_rows(judge):
+    mcmc = run_of(SGLD(linear, 1e-5), 200, 5)
+    mcmc.run(random.key(0), *GrowingRows(X[:1_000], Y[:1_000], half_life=300))
+    with pytest.raises(ValueError, match="counts half after 300 others"):
+        judge(mcmc)
 
 
 @pytest.mark.nightly
@@ -643,6 +655,8 @@ def test_a_store_goes_on_when_rows_have_come(place, tmp_path):
     np.testing.assert_array_equal(store["rows"], np.repeat(ends, 30))
     for stats in (other.get_extra_fields(), to_arviz(other)["sample_stats"]):
         np.testing.assert_array_equal(np.ravel(stats["rows"]), np.repeat(ends, 30))
+    with pytest.raises(ValueError, match="The first 60 draws of each chain know fewer rows"):
+        certify(other)
     # moments are of the draws that know all rows
     mean = one.moments["w"].sel(statistic="mean")
     np.testing.assert_allclose(mean, one.get_samples()["w"][60:].mean(0), rtol=1e-4)

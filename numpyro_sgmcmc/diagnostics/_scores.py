@@ -20,6 +20,7 @@ from numpyro_sgmcmc.results.facts import parameters, variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.handlers import full_data
+from numpyro_sgmcmc.target.host import half_life_of
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
@@ -46,6 +47,7 @@ class RunModel(NamedTuple):
         if self.model is None:
             for run in runs:
                 if isinstance(run, MCMC):
+                    check_rows_of(run)
                     return RunModel(run.sampler.model, *arguments_of(run))
         return self
 
@@ -107,6 +109,40 @@ def scores_of(
         labels,
         sites,
     )
+
+
+def check_rows_of(mcmc: MCMC) -> None:
+    """
+    :raises ValueError: if the draws are not those of the posterior of the rows that there are, each
+        of which counts as one.
+    """
+    if (half_life := half_life_of(mcmc)) is not None:
+        raise ValueError(
+            f"A row of this run counts half after {half_life:g} others: the posterior of its model,"
+            " in which every row counts as one, is another. `growth` judges such a run."
+        )
+    if first := getattr(mcmc, "first_draw", 0):
+        raise ValueError(
+            f"The first {first:,} draws of each chain know fewer rows than there are now: together"
+            " they have no posterior. Judge a run of `MCMC` on all rows."
+        )
+
+
+def checked_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
+    """
+    The model of a run, of whose posterior the draws are.
+
+    :param str asked: what is to be done with it, a verb.
+    :raises ValueError: if the draws are those of another law.
+    """
+    temperature = getattr(mcmc.sampler, "settings", {}).get("temperature", 1.0)
+    if temperature != 1.0:
+        raise ValueError(
+            f"The run has temperature={temperature}: its draws are those of another law than the"
+            f" posterior. {asked} a run at temperature 1."
+        )
+    check_rows_of(mcmc)
+    return target_of(RunModel(mcmc.sampler.model, args, kwargs))
 
 
 def target_of(run_model: RunModel) -> Target:

@@ -13,7 +13,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 
 from numpyro_sgmcmc.diagnostics._sandwich import RARE, Sandwich, sandwich_of
-from numpyro_sgmcmc.diagnostics._scores import RunModel, constrained, positions_of, target_of
+from numpyro_sgmcmc.diagnostics._scores import checked_target, constrained, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.kept_rows import site_shapes
@@ -223,13 +223,7 @@ def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: d
 
     :raises ValueError: if they have none.
     """
-    temperature = getattr(mcmc.sampler, "settings", {}).get("temperature", 1.0)
-    if temperature != 1.0:
-        raise ValueError(
-            f"The run has temperature={temperature}: its draws are those of another law than the"
-            " posterior. Calibrate a run at temperature 1."
-        )
-    target = target_of(RunModel(mcmc.sampler.model, args, kwargs))
+    target = checked_target(mcmc, args, kwargs, "Calibrate")
     names = {plate.name for plate in target.view.plates}
     if not names:
         raise ValueError(

@@ -13,7 +13,7 @@ import pandas as pd
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.diagnostics._mixture import fitted
-from numpyro_sgmcmc.diagnostics._scores import RunModel, constrained, positions_of, target_of
+from numpyro_sgmcmc.diagnostics._scores import checked_target, constrained, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
@@ -226,13 +226,7 @@ def _checked_target(mcmc: MCMC, args: tuple, kwargs: dict) -> Target:
     """
     :raises ValueError: if the draws are not those of a posterior whose density can be computed.
     """
-    temperature = getattr(mcmc.sampler, "settings", {}).get("temperature", 1.0)
-    if temperature != 1.0:
-        raise ValueError(
-            f"The run has temperature={temperature}: its draws are those of another law than the"
-            " posterior. Certify a run at temperature 1."
-        )
-    target = target_of(RunModel(mcmc.sampler.model, args, kwargs))
+    target = checked_target(mcmc, args, kwargs, "Certify")
     if drawn := target.view.drawn_plates:
         raise ValueError(
             f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, and the"

@@ -13,6 +13,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
+from numpyro_sgmcmc.diagnostics._scores import check_rows_of
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, effective_sizes, flat_draws
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.target.host import has_traced_arguments
@@ -133,6 +134,7 @@ def _run_again(run: Run, rng_key: Array | None) -> MCMC:
         progress_bar=run.progress_bar,
         jit_model_args=has_traced_arguments(run),
     )
+    check_rows_of(run)
     args, kwargs = arguments_of(run)
     again.run(random.key(1) if rng_key is None else rng_key, *args, **kwargs)
     return again
