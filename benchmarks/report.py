@@ -75,6 +75,8 @@ PARTS = {
     "pictures": "benchmarks/pictures.py --folder docs",
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",
     "certificates": "benchmarks/certificates.py",
+    "debiased": "benchmarks/debiased.py --picture docs/debiased.png",
+    "debiased_suite": "benchmarks/debiased.py --only suite --data {data} --cache {cache}",
     "strata": "benchmarks/strata.py",
     "noise_estimates": "benchmarks/noise_estimates.py",
     "anisotropic_noise": "benchmarks/anisotropic_noise.py --picture docs/anisotropic_noise.png",

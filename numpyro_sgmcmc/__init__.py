@@ -15,6 +15,7 @@ from numpyro_sgmcmc.diagnostics import calibrated as calibrated
 from numpyro_sgmcmc.diagnostics import certify as certify
 from numpyro_sgmcmc.diagnostics import compare as compare
 from numpyro_sgmcmc.diagnostics import configurational_temperature as configurational_temperature
+from numpyro_sgmcmc.diagnostics import debiased as debiased
 from numpyro_sgmcmc.diagnostics import gradient_noise as gradient_noise
 from numpyro_sgmcmc.diagnostics import growth as growth
 from numpyro_sgmcmc.diagnostics import kernel_stein_discrepancy as kernel_stein_discrepancy

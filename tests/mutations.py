@@ -174,6 +174,14 @@ MUTATIONS = {
         "diagnostics/certificate.py", "-differences - mixture.log_density(fresh)", "-differences",
         "tests/test_certificate.py -k too_wide",
     ),
+    "noise of minibatches that stays": Mutation(
+        "diagnostics/_coupled.py", "return kicked - h**2 / 2", "return kicked - 0 * h**2 / 2",
+        "tests/test_debiased.py -k taken_out",
+    ),
+    "a short path that is not the long one": Mutation(
+        "diagnostics/_coupled.py", "quarter(noise[0], noise[1])", "noise[0] + noise[1]",
+        "tests/test_debiased.py -k second_order",
+    ),
     "minibatches that stand for the room, too": Mutation(
         "target/target.py", "share = (count / plate.size)", "share = (1.0 + 0 * count)",
         "tests/test_growing.py -k sums_of_old",

@@ -11,6 +11,8 @@ from numpyro_sgmcmc.diagnostics.certificate import certify as certify
 from numpyro_sgmcmc.diagnostics.comparison import Moments as Moments
 from numpyro_sgmcmc.diagnostics.comparison import compare as compare
 from numpyro_sgmcmc.diagnostics.comparison import moments as moments
+from numpyro_sgmcmc.diagnostics.debiased import Debiased as Debiased
+from numpyro_sgmcmc.diagnostics.debiased import debiased as debiased
 from numpyro_sgmcmc.diagnostics.discrepancy import Discrepancy as Discrepancy
 from numpyro_sgmcmc.diagnostics.discrepancy import (
     kernel_stein_discrepancy as kernel_stein_discrepancy,

@@ -15,6 +15,7 @@ import numpy as np
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_uniform
 
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, group
 from numpyro_sgmcmc.results.facts import parameters, variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
@@ -143,6 +144,20 @@ def checked_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
         )
     check_rows_of(mcmc)
     return target_of(RunModel(mcmc.sampler.model, args, kwargs))
+
+
+def check_same_data(mcmc: MCMC, target: Target, asked: str) -> None:
+    """
+    :param str asked: as of :func:`checked_target`.
+    :raises ValueError: if the data have been changed in place since the run.
+    """
+    seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
+    data = fingerprint_of(target.args, target.kwargs)
+    if seen is not None and data is not None and data + target.view.captured != seen:
+        raise ValueError(
+            f"The data are not those of the run: they have been changed in place since. {asked} the"
+            " run with the data it had, or run again."
+        )
 
 
 def target_of(run_model: RunModel) -> Target:

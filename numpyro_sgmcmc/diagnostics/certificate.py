@@ -11,9 +11,13 @@ import numpy as np
 from numpyro.infer import MCMC
 import pandas as pd
 
-from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.diagnostics._mixture import fitted
-from numpyro_sgmcmc.diagnostics._scores import checked_target, constrained, positions_of
+from numpyro_sgmcmc.diagnostics._scores import (
+    check_same_data,
+    checked_target,
+    constrained,
+    positions_of,
+)
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
@@ -232,13 +236,7 @@ def _checked_target(mcmc: MCMC, args: tuple, kwargs: dict) -> Target:
             f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, and the"
             " density is random: groups with up to two numbers can be certified."
         )
-    seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
-    data = fingerprint_of(target.args, target.kwargs)
-    if seen is not None and data is not None and data + target.view.captured != seen:
-        raise ValueError(
-            "The data are not those of the run: they have been changed in place since. Certify the"
-            " run with the data it had, or run again."
-        )
+    check_same_data(mcmc, target, "Certify")
     return target._replace(view=target.view.with_rule("fine"))
 
 

@@ -3,10 +3,9 @@
 
 """The bias of expectations, from a second run with half the step size."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax import Array, random
 import numpy as np
 from numpyro.infer import MCMC
@@ -14,11 +13,17 @@ import pandas as pd
 import xarray as xr
 
 from numpyro_sgmcmc.diagnostics._scores import check_rows_of
-from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, effective_sizes, flat_draws
+from numpyro_sgmcmc.diagnostics.runs import (
+    Functions,
+    Run,
+    as_data,
+    draws_of,
+    effective_sizes,
+    flat_draws,
+    values_of,
+)
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.target.host import has_traced_arguments
-
-Functions = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 
 def step_halving(
@@ -94,7 +99,8 @@ def step_halving(
     factor = 2**order / (2**order - 1)
     draws = [draws_of(data, var_names) for data in (coarse, fine)]
     first, second = (
-        _moments(x, draws[0]) if functions is None else _means(x, functions) for x in draws
+        _moments(x, draws[0]) if functions is None else _with_errors(*values_of(functions, x))
+        for x in draws
     )
     bias = factor * (first.estimate - second.estimate)
     return pd.DataFrame(
@@ -160,21 +166,6 @@ def _moments(posterior: xr.Dataset, about: xr.Dataset) -> pd.DataFrame:
     squares = (values - center.mean(axis=(0, 1))) ** 2
     names = [f"mean of {x}" for x in labels] + [f"variance of {x}" for x in labels]
     return _with_errors(np.concatenate([values, squares], axis=-1), names)
-
-
-def _means(posterior: xr.Dataset, functions: Functions) -> pd.DataFrame:
-    draws = {str(k): x.transpose("chain", "draw", ...).values for k, x in posterior.items()}
-    found = jax.vmap(jax.vmap(lambda draw: dict(functions(draw))))(draws)
-    dataset = xr.Dataset(
-        {
-            name: (
-                ("chain", "draw", *(f"{name}_{k}" for k in range(np.ndim(x) - 2))),
-                np.asarray(x),
-            )
-            for name, x in found.items()
-        }
-    )
-    return _with_errors(*flat_draws(dataset))
 
 
 def _with_errors(values: np.ndarray, labels: list[str]) -> pd.DataFrame:

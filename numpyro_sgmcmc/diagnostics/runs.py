@@ -3,10 +3,12 @@
 
 """A run as every diagnostic takes it: an ``MCMC`` object or an ArviZ object, checked once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 import warnings
 
+import jax
+from jax import Array
 import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
@@ -16,6 +18,9 @@ from numpyro_sgmcmc.results.inference_data import to_arviz
 
 #: An ``MCMC`` object after its run, of any kernel, or an ArviZ object.
 Run = Any
+
+#: From the values of one draw, by name, to scalars or arrays, by name.
+Functions = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 
 def as_data(run: Run) -> Any:
@@ -101,6 +106,22 @@ def flat_draws(posterior: xr.Dataset) -> tuple[np.ndarray, list[str]]:
         columns.append(values.reshape(*values.shape[:2], -1))
         labels += labels_of(str(name), x)
     return np.concatenate(columns, axis=-1), labels
+
+
+def values_of(functions: Functions, posterior: xr.Dataset) -> tuple[np.ndarray, list[str]]:
+    """The same of functions of each draw."""
+    draws = {str(k): x.transpose("chain", "draw", ...).values for k, x in posterior.items()}
+    found = jax.vmap(jax.vmap(lambda draw: dict(functions(draw))))(draws)
+    dataset = xr.Dataset(
+        {
+            name: (
+                ("chain", "draw", *(f"{name}_{k}" for k in range(np.ndim(x) - 2))),
+                np.asarray(x),
+            )
+            for name, x in found.items()
+        }
+    )
+    return flat_draws(dataset)
 
 
 def labels_of(name: str, x: xr.DataArray) -> list[str]:

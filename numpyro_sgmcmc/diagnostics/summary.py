@@ -11,6 +11,7 @@ import pandas as pd
 import xarray as xr
 
 from numpyro_sgmcmc.diagnostics.calibrated import Calibrated
+from numpyro_sgmcmc.diagnostics.debiased import Debiased
 from numpyro_sgmcmc.diagnostics.runs import (
     Run,
     as_data,
@@ -62,6 +63,7 @@ def summary(
     *,
     var_names: list[str] | None = None,
     calibrated: Calibrated | None = None,
+    debiased: Debiased | None = None,
     **options: Any,
 ) -> Summary:
     """
@@ -85,6 +87,8 @@ def summary(
     :param var_names: names of variables; None for all.
     :param calibrated: what :func:`calibrated` has found of the run: its standard deviations are
         then a column, ``calibrated_sd``.
+    :param debiased: what :func:`debiased` has found of the run: the means and standard deviations
+        without the error of its step size are then columns, ``debiased_mean`` and ``debiased_sd``.
     :param options: other arguments of ``arviz.summary``, such as ``hdi_prob`` or ``ci_prob``.
     :return: a :class:`Summary`.
     :raises ValueError: if there are no draws, if they are not finite, with their numbers, or if
@@ -134,6 +138,8 @@ def summary(
     table = pd.concat([table, errors], axis=1)
     if calibrated is not None:
         table["calibrated_sd"] = calibrated.table["calibrated_sd"].reindex(table.index)
+    if debiased is not None:
+        table[["debiased_mean", "debiased_sd"]] = debiased.moments.reindex(table.index)
     chains, draws = posterior.sizes["chain"], posterior.sizes["draw"]
     facts = _facts(data, table, chains * draws)
     return Summary(table, facts, _verdict(data, table, stein, chains))

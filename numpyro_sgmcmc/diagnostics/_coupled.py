@@ -1,0 +1,387 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Chains at two step sizes, :math:`h` and :math:`h / 2`, that stay close to each other: with one
+Brownian path for both, and the minibatches of the two short steps together for the long one.
+
+The integrator splits the potential, in the coordinates of a metric, into that of a standard normal
+law, whose damped motion with noise it solves exactly, and the rest. With :math:`\\Phi_t` that
+solution over a time :math:`t` a step is
+
+.. math::
+
+    (\\theta, p) &\\leftarrow \\Phi_{h/2}(\\theta, p) \\\\
+    p &\\leftarrow p - h (\\tilde g(\\theta) - \\theta) - \\tfrac{h^2}{2} \\hat V(\\theta) p \\\\
+    (\\theta, p) &\\leftarrow \\Phi_{h/2}(\\theta, p),
+
+    \\Phi_t(\\theta, p) = M_t \\binom{\\theta}{p} + R_t, \\qquad
+        M_t = \\exp t \\begin{pmatrix} 0 & 1 \\\\ -1 & -A \\end{pmatrix}, \\qquad
+        R_t \\sim N(0, I - M_t M_t^\\top) .
+
+Of a posterior that is Gaussian it has no error at any step size, and of another one the error, and
+the distance of the two chains, is in proportion to how far that is from a Gaussian. The damping by
+the covariance :math:`\\hat V` of the noise, as the same minibatch shows it, takes out what the
+noise of :math:`\\tilde g` puts in, at every place as much as there is. Both are of the second order
+in :math:`h`, and the variance of the difference of the chains is of the fourth.
+
+**References:**
+
+1. *Unbiased Kinetic Langevin Monte Carlo with Inexact Gradients*, the coupling,
+   Neil K. Chada, Benedict Leimkuhler, Daniel Paulin and Peter A. Whalley (2023).
+2. *Covariance-Controlled Adaptive Langevin Thermostat for Large-Scale Bayesian Sampling*, the
+   damping, Xiaocheng Shang, Zhanxing Zhu, Benedict Leimkuhler and Amos J. Storkey (2015).
+"""
+
+from collections.abc import Callable
+from functools import partial
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+from scipy.linalg import expm
+
+from numpyro_sgmcmc.gradients.covariance import Covariance
+from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient, sub_batch_gradient
+from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, Anchor, order_of
+from numpyro_sgmcmc.target.metric import Metric
+from numpyro_sgmcmc.target.potential import full_data_gradient
+from numpyro_sgmcmc.target.target import Target
+
+#: Chains, whose means tell the standard error.
+CHAINS = 64
+
+#: Friction, per unit of time: that with which means are known soonest.
+_FRICTION = 0.7
+
+#: Gradients are on all rows of up to so many.
+_FEW_ROWS = 2_000
+
+#: Draws made by one call of a program.
+_AT_ONCE = 16
+
+#: Draws of the pilot that are left out, and those that are looked at.
+_FORGOTTEN, _LOOKED_AT = 16, 32
+
+#: The difference of two chains may have so much of the variance of one, and of its standard
+#: deviation in the mean: the rest, of higher order, is then a tenth of that or less.
+_SHARE, _DIFFERENCE = 0.05, 0.05
+
+#: Step sizes from 1 to 1/64 of a posterior standard deviation, as powers of one half.
+_FIRST, _LAST = 0, 6
+
+
+class Levels(NamedTuple):
+    """
+    What coupled chains leave, in the coordinates of the metric.
+
+    - **coarse** - at step size :math:`h`, shape (chains, draws, d).
+    - **fine** - at :math:`h / 2`, beside the first of these draws.
+    - **step_size** - :math:`h`, in units of a posterior standard deviation.
+    - **gradients** - how many gradients of minibatches, or of all rows, all of this took.
+    - **on_all_rows** - whether they are of all rows.
+    """
+
+    coarse: np.ndarray
+    fine: np.ndarray
+    step_size: float
+    gradients: int
+    on_all_rows: bool
+
+
+class Flow(NamedTuple):
+    """
+    - **matrix** - :math:`M_t`, shape (2, 2).
+    - **root** - a root of the covariance of :math:`R_t`, shape (2, 2).
+    """
+
+    matrix: Array
+    root: Array
+
+    def __call__(self, state: Array, noise: Array) -> Array:
+        """:math:`\\Phi_t` of position and momentum with :math:`R_t`, both of shape (2, d)."""
+        return jnp.matmul(self.matrix, state, precision="highest") + noise
+
+    def noise(self, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """:math:`R_t`, of a shape that ends in (2, d)."""
+        return jnp.matmul(self.root, random.normal(rng_key, shape, dtype), precision="highest")
+
+
+class Times(NamedTuple):
+    """
+    A step size as the programs take it.
+
+    - **step** - :math:`h`.
+    - **half**, **quarter** - :math:`\\Phi_{h/2}` and :math:`\\Phi_{h/4}`.
+    - **steps** - from one draw to the next.
+    """
+
+    step: Array
+    half: Flow
+    quarter: Flow
+    steps: Array
+
+
+class _Samples(Covariance):
+    """The vectors :math:`z_k` of :math:`V = \\sum_k z_k z_k^\\top` themselves, shape (k, d)."""
+
+    def zeros(self, dimension: int, dtype: Any) -> Array:
+        return jnp.zeros((1, dimension), dtype)
+
+    def outer(self, samples: Array) -> Array:
+        return samples
+
+    def add(self, keep: Array | float, first: Any, weight: Array | float, second: Any) -> Any:
+        return jnp.concatenate([jnp.sqrt(keep) * first, jnp.sqrt(weight) * second])
+
+    def product(self, covariance: Array, vector: Array) -> Array:
+        return (covariance @ vector) @ covariance
+
+    def trace(self, covariance: Array, probe: Array) -> Array:
+        return jnp.sum(covariance**2)
+
+    def largest(self, covariance: Array, vector: Array) -> Array:
+        """At least the largest eigenvalue, that of the products of the vectors."""
+        return jnp.abs(covariance @ covariance.T).sum(axis=1).max()
+
+
+def coupled(
+    target: Target,
+    metric: Metric,
+    anchor: Anchor | None,
+    starts: np.ndarray,
+    num_draws: int,
+    rng_key: Array,
+) -> Levels:
+    """
+    Chains at two step sizes from draws of a run; the longest pair that stays together is found
+    first, and the second level gets the part of the draws with which the error of both is least.
+
+    :param metric: the metric, in whose coordinates the posterior is about standard normal.
+    :param anchor: of the control variate, or None.
+    :param starts: positions in the coordinates, shape (chains, d).
+    :param int num_draws: of each chain at :math:`h`, one for each unit of time.
+    :raises ValueError: if the chains do not stay together at any step size.
+    """
+    few = sum(plate.size for plate in target.view.plates) <= _FEW_ROWS
+    everything = few or not any(target.factors.values())
+    run = _Runner(target, metric, None if everything else anchor, everything)
+    state = jnp.stack(
+        [
+            jnp.asarray(starts, target.view.dtype),
+            random.normal(random.fold_in(rng_key, 0), starts.shape, target.view.dtype),
+        ],
+        axis=1,
+    )
+    share, tried = 1.0, ""
+    for halving in range(_FIRST, _LAST + 1):
+        step_size = 2.0**-halving
+        key = random.fold_in(rng_key, 1 + halving)
+        both, coarse, fine = run(jnp.stack([state, state], 1), step_size, _FORGOTTEN, key, True)
+        key = random.fold_in(key, 1)
+        both, coarse, fine = run(both, step_size, _LOOKED_AT, key, True)
+        share, difference = _apart(coarse, fine)
+        if share <= _SHARE and difference <= _DIFFERENCE:
+            break
+        tried = (
+            f"at the step size {step_size:g} the means of a pair differ by {difference:.2g} and"
+            f" share {1 - share:.0%} of their variance"
+            if math.isfinite(share)
+            else f"at the step size {step_size:g} they are not finite"
+        )
+    else:
+        raise ValueError(
+            f"Chains with a step size and half of it do not stay together: {tried}. The posterior"
+            " may have several modes, or none, or bend so much that its scale is another in each"
+            " place; `step_halving` compares two runs that need not stay together."
+        )
+    # for two levels of costs c and variances v the draws are in proportion to (v / c)^(1/2)
+    coarse_cost, fine_cost = run.costs
+    part = math.sqrt(16 / 9 * share * coarse_cost / fine_cost)
+    pairs = min(num_draws, max(_AT_ONCE, math.ceil(part * num_draws)))
+    key = random.fold_in(rng_key, 10)
+    both, coarse, fine = run(both, step_size, pairs, key, True)
+    _, rest, _ = run(both[:, 0], step_size, num_draws - pairs, random.fold_in(key, 1), False)
+    coarse = np.concatenate([coarse, rest], axis=1)
+    if not (np.isfinite(coarse).all() and np.isfinite(fine).all()):
+        raise ValueError(
+            f"Chains at the step size {step_size:g} are not finite: the posterior bends too much in"
+            " places that are reached rarely, or has no mode. `step_halving` compares two runs."
+        )
+    return Levels(coarse, fine, step_size, run.gradients, everything)
+
+
+def _apart(coarse: np.ndarray, fine: np.ndarray) -> tuple[float, float]:
+    """
+    The variance of the difference of two chains' means, and of their squares, as a part of their
+    own, and the mean difference in standard deviations, each of the coordinate where it is most.
+    """
+    if not (np.isfinite(coarse).all() and np.isfinite(fine).all()):
+        return math.inf, math.inf
+    shares, differences = [], []
+    for power in (1, 2):
+        one, other = coarse**power, fine**power
+        apart = (other - one).mean(axis=1)
+        own = other.mean(axis=1).var(axis=0, ddof=1)
+        shares.append(apart.var(axis=0, ddof=1) / own)
+        chance = 3 * apart.std(axis=0, ddof=1) / math.sqrt(len(apart))
+        over = np.maximum(np.abs(apart.mean(axis=0)) - chance, 0.0)
+        differences.append(over / other.std(axis=(0, 1)) / power)
+    return float(np.max(shares)), float(np.max(differences))
+
+
+class _Runner:
+    """
+    Runs chains or pairs of them, by one program for each whatever the step size.
+
+    - **gradients** - counted.
+    - **costs** - gradients of a unit of time at step size 1, of a chain and of a pair.
+    """
+
+    def __init__(
+        self, target: Target, metric: Metric, anchor: Anchor | None, everything: bool
+    ) -> None:
+        self.gradients = 0
+        each = GRADIENTS_OF_A_STEP[order_of(anchor)]
+        self.costs = (each, 3 * each) if everything else (2 * each, 4 * each)
+        self._data = metric, anchor
+        self._programs = [
+            target.compiled(partial(function, everything)) for function in (_chains, _pairs)
+        ]
+
+    def __call__(
+        self, state: Array, step_size: float, num_draws: int, rng_key: Array, paired: bool
+    ) -> tuple[Array, np.ndarray, np.ndarray]:
+        """The state after, and the draws of both levels."""
+        times = _times(step_size, state.dtype)
+        found = []
+        for k in range(-(-num_draws // _AT_ONCE)):
+            key = random.fold_in(rng_key, k)
+            state, draws = self._programs[paired](*self._data, times, state, key)
+            found.append(np.asarray(draws, np.float64))
+        self.gradients += len(found) * _AT_ONCE * len(state) * int(times.steps) * self.costs[paired]
+        shape = (len(state), 0, *state.shape[1:-2], state.shape[-1])
+        draws = np.concatenate(found, axis=1)[:, :num_draws] if found else np.zeros(shape)
+        return (state, draws[:, :, 0], draws[:, :, 1]) if paired else (state, draws, draws)
+
+
+def _times(step_size: float, dtype: Any) -> Times:
+    def flow(time: float) -> Flow:
+        matrix = expm(time * np.array([[0.0, 1.0], [-1.0, -_FRICTION]]))
+        values, vectors = np.linalg.eigh(np.eye(2) - matrix @ matrix.T)
+        root = vectors * np.sqrt(np.maximum(values, 0.0))
+        return Flow(jnp.asarray(matrix, dtype), jnp.asarray(root, dtype))
+
+    steps = jnp.asarray(round(1 / step_size), jnp.int32)
+    step = jnp.asarray(step_size, dtype)
+    return Times(step, flow(step_size / 2), flow(step_size / 4), steps)
+
+
+def _chains(
+    everything: bool,
+    target: Target,
+    metric: Metric,
+    anchor: Anchor | None,
+    times: Times,
+    state: Array,
+    rng_key: Array,
+) -> tuple[Array, Array]:
+    """Draws of chains at one step size, of states of shape (chains, 2, d)."""
+    oracles = partial(_oracles, everything, target, metric, anchor)
+
+    def step(state: Array, key: Array) -> Array:
+        noise_key, rows_key = random.split(key)
+        noise = times.half.noise(noise_key, (2, *state.shape), state.dtype)
+        return _step(state, times.half, times.step, oracles(rows_key), noise)
+
+    return _drawn(step, times.steps, state, rng_key)
+
+
+def _pairs(
+    everything: bool,
+    target: Target,
+    metric: Metric,
+    anchor: Anchor | None,
+    times: Times,
+    state: Array,
+    rng_key: Array,
+) -> tuple[Array, Array]:
+    """Draws of coupled pairs, of states of shape (chains, 2 levels, 2, d)."""
+    oracles = partial(_oracles, everything, target, metric, anchor)
+    half, quarter = times.half, times.quarter
+
+    def step(state: Array, key: Array) -> Array:
+        noise_key, rows_key = random.split(key)
+        coarse, fine = state
+        short = quarter.noise(noise_key, (2, 2, *coarse.shape), coarse.dtype)
+        both = oracles(rows_key)
+        for noise, oracle in zip(short, (both[0], both[-1]), strict=True):
+            fine = _step(fine, quarter, times.step / 2, [oracle], noise)
+        # the same path: the noise of one short step, moved on by the next
+        long = jax.vmap(lambda noise: quarter(noise[0], noise[1]))(short)
+        return jnp.stack([_step(coarse, half, times.step, both, long), fine])
+
+    return _drawn(step, times.steps, state, rng_key)
+
+
+def _drawn(
+    step: Callable[[Array, Array], Array], steps: Array, state: Array, rng_key: Array
+) -> tuple[Array, Array]:
+    """States after, and positions every so many steps, shape (chains, draws, ..., d)."""
+
+    def of_chain(state: Array, key: Array) -> tuple[Array, Array]:
+        def draw(state: Array, key: Array) -> tuple[Array, Array]:
+            def body(k: Array, state: Array) -> Array:
+                return step(state, random.fold_in(key, k))
+
+            state = lax.fori_loop(0, steps, body, state)
+            return state, state[..., 0, :]
+
+        return lax.scan(draw, state, random.split(key, _AT_ONCE))
+
+    return jax.vmap(of_chain)(state, random.split(rng_key, len(state)))
+
+
+def _step(
+    state: Array, flow: Flow, step_size: Array, oracles: list[Gradient], noise: Array
+) -> Array:
+    """A step of position and momentum, shape (2, d), with the mean of some gradients."""
+    position, momentum = flow(state, noise[0])
+    momentum = _kick(position, momentum, step_size, [oracle(position) for oracle in oracles])
+    return flow(jnp.stack([position, momentum]), noise[1])
+
+
+def _kick(position: Array, momentum: Array, h: Array, seen: list[Evaluation]) -> Array:
+    """:math:`p - h (\\tilde g - \\theta) - \\tfrac{h^2}{2} \\hat V p`, of the mean of gradients."""
+    gradient = sum(one.gradient for one in seen) / len(seen)
+    kicked = momentum - h * (gradient - position)
+    if seen[0].noise is None:
+        return kicked
+    samples, held = jnp.concatenate([one.noise for one in seen]) / len(seen), _Samples()
+    # no momentum is to be reversed where there is much noise
+    most = held.largest(samples, momentum)
+    return kicked - h**2 / 2 / (1 + h**2 / 4 * most) * held.product(samples, momentum)
+
+
+def _oracles(
+    everything: bool, target: Target, metric: Metric, anchor: Anchor | None, rng_key: Array
+) -> list[Gradient]:
+    """The gradient on two minibatches, or once on all rows."""
+    potential = target.potential(metric, anchor)
+    if everything:
+
+        def gradient(position: Array) -> Evaluation:
+            values = potential.values(position)
+            value, slope = full_data_gradient(potential, target.view.plates, values, rng_key)
+            return Evaluation(value, potential.pullback(slope))
+
+        return [gradient]
+    found = []
+    for key in random.split(rng_key):
+        rows_key, model_key = random.split(key)
+        facts = target.rows(rows_key), model_key, target.factors, _Samples(), target.groups
+        found.append(sub_batch_gradient(potential, *facts))
+    return found

@@ -1,0 +1,443 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Expectations without the error of a step size, and the bias of a run as a number."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, random
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+from numpyro.diagnostics import split_gelman_rubin
+from numpyro.infer import MCMC
+import pandas as pd
+import xarray as xr
+
+from numpyro_sgmcmc.diagnostics._coupled import CHAINS, Levels, coupled
+from numpyro_sgmcmc.diagnostics._scores import (
+    check_same_data,
+    checked_target,
+    constrained,
+    positions_of,
+)
+from numpyro_sgmcmc.diagnostics.runs import (
+    Functions,
+    as_data,
+    draws_of,
+    effective_sizes,
+    flat_draws,
+    values_of,
+)
+from numpyro_sgmcmc.results.facts import variable_name
+from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.target.metric import (
+    DenseMetric,
+    DiagonalMetric,
+    LowRankMetric,
+    Metric,
+    from_covariance,
+)
+from numpyro_sgmcmc.target.target import Target
+
+#: The fewest draws of a run, the fewest of each coupled chain, and the most of all if nothing is
+#: said.
+_FEWEST, _FEWEST_OF_CHAIN, _MOST = 100, 32, 100_000
+
+#: Chains that disagree by so much have not found the posterior.
+_NOT_MIXED = 1.1
+
+#: Up to so many parameters the covariance of the draws is a metric.
+_DENSE = 300
+
+#: The run is off by so many standard errors.
+_ERRORS = 4.0
+
+#: Half the distance, in probability, of the quantiles that tell the density at one between them.
+_BESIDE = 0.05
+
+
+class Debiased(NamedTuple):
+    """
+    Expectations without the error of a step size.
+
+    - **table** - a row for each expectation: ``debiased``, its value without that error, and
+      ``error``, the standard error; ``run``, the value of the run; ``bias``, that of the run, and
+      ``bias_error``, its standard error, to which both contribute.
+    - **step_size** - the longer of the two step sizes, in units of a posterior standard deviation.
+    - **effective** - as how many independent draws the coupled chains count, in the expectation
+      that is known worst.
+    - **passes** - passes over the data that all of this took.
+    - **scale** - the standard deviation of what each row of the table is the mean of.
+    """
+
+    table: pd.DataFrame
+    step_size: float
+    effective: float
+    passes: float
+    scale: pd.Series
+
+    @property
+    def moments(self) -> pd.DataFrame:
+        """
+        Means and standard deviations by entry of each variable, as :func:`summary` shows them.
+
+        :raises ValueError: if only functions of the draws have been asked for.
+        """
+        values, found = self.table["debiased"], {}
+        for column, words in (("debiased_mean", "mean of "), ("debiased_sd", "variance of ")):
+            some = values[values.index.str.startswith(words)]
+            found[column] = some.set_axis(some.index.str.removeprefix(words))
+        if found["debiased_mean"].empty:
+            raise ValueError(
+                "No row of `debiased` is the mean of a variable, but of functions: call it without"
+                " `functions` for the summary."
+            )
+        return pd.DataFrame(found | {"debiased_sd": np.sqrt(found["debiased_sd"])})
+
+    @property
+    def verdict(self) -> str:
+        """What the table says of the run, in words."""
+        if self.effective < 2 * CHAINS:
+            return (
+                f"Nothing is known: {CHAINS} coupled chains count as {self.effective:.0f}"
+                " independent draws. They have stayed in parts of the posterior, of which the run"
+                " then has said how much each counts, or wander where there is none, or more draws"
+                " are needed, `num_draws=`."
+            )
+        bias, error = (self.table[name] / self.scale for name in ("bias", "bias_error"))
+        far = bias.abs() > _ERRORS * error
+        if not far.any():
+            return (
+                "No bias of the run is seen: an error of"
+                f" {2 * error.max():.2g} standard deviations would have been."
+            )
+        seen = bias.where(far).abs()
+        worst = seen.idxmax()
+        return (
+            f"The run is off in {far.sum()} of {len(bias)} expectations, the most in the {worst},"
+            f" by {bias[worst]:+.3f} +- {error[worst]:.3f} standard deviations of what that is the"
+            " mean of. The column `debiased` has the values without that."
+        )
+
+    @property
+    def line(self) -> str:
+        """What it took, in one line."""
+        return (
+            f"coupled chains with steps of {self.step_size:g} and {self.step_size / 2:g} standard"
+            f" deviations, {self.passes:,.0f} passes, {self.effective:,.0f} effective draws"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.table.to_string(float_format='{:.4g}'.format)}\n\n{self.line}\n{self.verdict}"
+        )
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        table = self.table.to_html(float_format="{:.4g}".format)
+        return f"{table}<p>{self.line}<br>{self.verdict}</p>"
+
+
+def debiased(
+    mcmc: MCMC,
+    functions: Functions | None = None,
+    *,
+    var_names: list[str] | None = None,
+    quantiles: Sequence[float] = (),
+    num_draws: int | None = None,
+    rng_key: Array | None = None,
+) -> Debiased:
+    """
+    Expectations without the error of a step size, and the bias of a run as a number.
+
+    From draws of the run chains are started in pairs, one at a step size :math:`h` and one at
+    :math:`h / 2`, with the same Brownian path and the same minibatches, so that the difference of
+    two of them has a small part of the variance of one. Their error is of the second order, and
+
+    .. math::
+
+        E f = E f_h + \\tfrac43 \\, E [f_{h/2} - f_h] + O(h^3) ,
+
+    of which the first term comes from long chains, and the second from short pairs. The step size
+    is found from 1 downwards, in units of a posterior standard deviation: the first at which the
+    variance of the difference is at most a twentieth of that of a chain, and the difference itself
+    at most a twentieth of a standard deviation. The method of the run makes no difference, nor its
+    step size, so that this serves runs of any kernel, also of those whose error is of the first
+    order. Gradients are on minibatches like those of the run, and on all rows of up to 2,000.
+
+    The bias of the run is what its mean is more than that, with the standard error of both. Chains
+    that start at draws of the run cannot know of modes that it has not found.
+
+    :param mcmc: an ``MCMC`` object after its run, of any kernel, with 100 draws or more.
+    :param functions: from the values of one draw, by name, to scalars or arrays, by name, whose
+        means are asked for; None is the mean and the variance of every entry.
+    :param var_names: names of variables, for those; None for all.
+    :param quantiles: probabilities of the quantiles that are asked for besides, such as
+        ``(0.05, 0.95)``.
+    :param int num_draws: draws at the longer step size, of all chains together, each of which is
+        worth about one effective draw; None is as many as the run has, at most 100,000.
+    :param rng_key: random key; None is ``jax.random.key(0)``.
+    :return: a :class:`Debiased`.
+    :raises ValueError: if there are too few draws, if the draws are not those of a posterior on
+        these data, or if chains of different step sizes do not stay together.
+
+    **References:**
+
+    1. *Unbiased Kinetic Langevin Monte Carlo with Inexact Gradients*, Neil K. Chada,
+       Benedict Leimkuhler, Daniel Paulin and Peter A. Whalley (2023), whose coupling this is. The
+       variance of their differences falls fast enough for a series of levels without end only
+       where the noise of minibatches does not dominate; here there are two levels.
+    2. *Multilevel Monte Carlo Path Simulation*, Michael B. Giles (2008).
+
+    **Example:** SGLD at a tenth of the largest stable step size is a twentieth too wide.
+
+    .. doctest::
+
+        >>> import jax
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGLD, debiased
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> y = jax.random.normal(jax.random.key(0), (100,))
+        >>> kernel = SGLD(model, step_size=0.002, steps_per_sample=10)
+        >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=5_000, num_chains=4,
+        ...             chain_method="vectorized", progress_bar=False)
+        >>> mcmc.run(jax.random.key(1), y)
+        >>> row = debiased(mcmc).table.loc["variance of mu"]
+        >>> bool(abs(row.debiased - 0.01) < 4 * row.error)  # the posterior's
+        True
+        >>> bool(row.bias > 4 * row.bias_error)
+        True
+    """
+    args, kwargs = arguments_of(mcmc)
+    _check_asked(quantiles, num_draws)
+    draws = mcmc.get_samples(group_by_chain=True)
+    target = _checked_target(mcmc, args, kwargs)
+    positions = positions_of(target, draws).astype(np.float64)
+    _check_draws(positions)
+    target, metric, anchor, found = _coordinates(mcmc, target, positions)
+    flat = found.reshape(-1, found.shape[-1])
+    starts = flat[np.linspace(0, len(flat) - 1, CHAINS).round().astype(int)]
+    asked = min(len(flat), _MOST) if num_draws is None else num_draws
+    each = max(_FEWEST_OF_CHAIN, -(-asked // CHAINS))
+    key = random.key(0) if rng_key is None else rng_key
+    levels = coupled(target, metric, anchor, starts, each, key)
+    posterior = draws_of(as_data(mcmc), var_names)
+    coarse, fine = (_values(target, metric, x, posterior) for x in levels[:2])
+    if functions is None:
+        table, scale = _moments(posterior, coarse, fine)
+    else:
+        table, scale = _means(functions, posterior, coarse, fine)
+    parts = [(table, scale), *(_quantiles(p, posterior, coarse, fine) for p in quantiles)]
+    table, scale = (pd.concat(x) for x in zip(*parts, strict=True))
+    effective = float(((scale / table["error"]) ** 2).min())
+    return Debiased(table, levels.step_size, effective, _passes(levels, target), scale)
+
+
+def _check_asked(quantiles: Sequence[float], num_draws: int | None) -> None:
+    """
+    :raises ValueError: if an argument has no meaning.
+    """
+    if not all(0 < p < 1 for p in quantiles):
+        raise ValueError(f"`quantiles` must be probabilities between 0 and 1; got {quantiles}.")
+    if num_draws is not None and num_draws < _FEWEST:
+        raise ValueError(f"`num_draws` must be at least {_FEWEST}; got {num_draws}.")
+
+
+def _checked_target(mcmc: MCMC, args: tuple, kwargs: dict) -> Target:
+    """
+    :raises ValueError: if the draws are not those of a posterior whose gradients can be computed.
+    """
+    target = checked_target(mcmc, args, kwargs, "Debias")
+    if drawn := target.view.drawn_plates:
+        raise ValueError(
+            f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, which have"
+            " an error of their own: groups with up to two numbers can be debiased."
+        )
+    check_same_data(mcmc, target, "Debias")
+    return target
+
+
+def _check_draws(positions: np.ndarray) -> None:
+    """
+    :raises ValueError: if there are too few draws, or if they have not found the posterior.
+    """
+    chains, count, _ = positions.shape
+    if chains * count < _FEWEST:
+        raise ValueError(
+            f"The run has {chains * count:,} draws, and coupled chains start at different ones:"
+            f" {_FEWEST} are needed. Run with a larger `num_samples`."
+        )
+    with np.errstate(invalid="ignore", divide="ignore"):  # of what never moves
+        worst = float(np.nanmax(split_gelman_rubin(positions)))
+    if worst > _NOT_MIXED:
+        raise ValueError(
+            f"The chains do not agree: R-hat is up to {worst:.2f}. Coupled chains start at draws of"
+            " the run, and these are not yet draws of its posterior, which may have several modes,"
+            " or none. Run longer; `step_halving` compares two runs."
+        )
+    if np.any(np.ptp(positions, axis=(0, 1)) == 0):
+        raise ValueError("A parameter never moves: the run is stuck, and has no law to be judged.")
+
+
+def _coordinates(
+    mcmc: MCMC, target: Target, positions: np.ndarray
+) -> tuple[Target, Metric, Any, np.ndarray]:
+    """
+    The target in the coordinates of the run's tuning, its metric, the anchor of a control variate
+    and the positions of the draws, shape (chains, draws, d); without a tuning by the draws.
+    """
+    fixed: Any = getattr(mcmc.last_state, "fixed", None)
+    metric = getattr(fixed, "metric", None)
+    flat = positions.reshape(-1, positions.shape[-1])
+    if isinstance(metric, DiagonalMetric | DenseMetric | LowRankMetric):
+        target, anchor = target.tuned(fixed), fixed.anchor
+        if anchor is not None and jnp.ndim(anchor.potential) > 0:
+            anchor = jax.tree.map(lambda x: x[0], anchor)  # that of the first chain will do
+    else:
+        d = flat.shape[-1]
+        dense = d <= _DENSE and len(flat) > 10 * d
+        covariance = np.atleast_2d(np.cov(flat.T)) if dense else flat.var(axis=0)
+        center = flat.mean(axis=0)
+        metric = from_covariance(covariance, center, target.view.dtype)
+        center = jnp.asarray(center, target.view.dtype)
+        anchor = target.compiled(lambda target, x: target.anchor(target.unravel(x)))(center)
+
+    def run(target: Target, metric: Metric, flat: Array) -> Array:
+        def one(x: Array) -> Array:
+            return metric.coordinates(ravel_pytree(target.in_coordinates(target.unravel(x)))[0])
+
+        return jax.vmap(one)(flat)
+
+    found = target.compiled(run)(metric, jnp.asarray(flat, target.view.dtype))
+    return target, metric, anchor, np.asarray(found, np.float64).reshape(positions.shape)
+
+
+def _values(
+    target: Target, metric: Metric, coordinates: np.ndarray, posterior: xr.Dataset
+) -> xr.Dataset:
+    """The variables of the run at positions in the coordinates, shape (chains, draws, d)."""
+
+    def run(target: Target, metric: Metric, coordinates: Array) -> Array:
+        def one(x: Array) -> Array:
+            return ravel_pytree(target.as_written(target.unravel(metric.values(x))))[0]
+
+        return jax.vmap(jax.vmap(one))(coordinates)
+
+    dtype = target.view.dtype
+    positions = target.compiled(run)(metric, jnp.asarray(coordinates, dtype))
+    values = {variable_name(k): x for k, x in constrained(target, np.asarray(positions)).items()}
+    # with the names and coordinates of the run
+    like = {str(name): x.transpose("chain", "draw", ...) for name, x in posterior.items()}
+    return xr.Dataset(
+        {
+            name: xr.DataArray(
+                values[name],
+                dims=x.dims,
+                coords={k: c for k, c in x.coords.items() if k not in ("chain", "draw")},
+            )
+            for name, x in like.items()
+            if name in values
+        }
+    )
+
+
+def _passes(levels: Levels, target: Target) -> float:
+    each = 1.0 if levels.on_all_rows else target.minibatch_share
+    return levels.gradients * each
+
+
+class _Expectation(NamedTuple):
+    value: np.ndarray
+    error: np.ndarray
+
+
+def _extrapolated(coarse: np.ndarray, fine: np.ndarray) -> _Expectation:
+    """Means of both levels, of values of shape (chains, draws, numbers), chain by chain."""
+    pairs = fine.shape[1]
+    difference = (fine - coarse[:, :pairs]).mean(axis=1)
+    each = coarse.mean(axis=1) + 4 / 3 * difference
+    return _Expectation(each.mean(axis=0), each.std(axis=0, ddof=1) / np.sqrt(len(each)))
+
+
+def _of_run(values: np.ndarray) -> _Expectation:
+    error = values.std(axis=(0, 1)) / np.sqrt(effective_sizes(values))
+    return _Expectation(values.mean(axis=(0, 1)), error)
+
+
+def _table(
+    names: list[str], run: _Expectation, found: _Expectation, scale: np.ndarray
+) -> tuple[pd.DataFrame, pd.Series]:
+    table = pd.DataFrame(
+        {
+            "debiased": found.value,
+            "error": found.error,
+            "run": run.value,
+            "bias": run.value - found.value,
+            "bias_error": np.hypot(run.error, found.error),
+        },
+        index=names,
+    )
+    return table, pd.Series(scale, index=names)
+
+
+def _moments(
+    posterior: xr.Dataset, coarse: xr.Dataset, fine: xr.Dataset
+) -> tuple[pd.DataFrame, pd.Series]:
+    """Means and variances of every entry."""
+    own, labels = flat_draws(posterior[list(coarse.data_vars)])
+    one, other = (flat_draws(x)[0] for x in (coarse, fine))
+    center = _extrapolated(one, other).value
+    # about the mean of each, whose own error is of the second order
+    values = [np.concatenate([x, (x - c) ** 2], axis=-1) for x, c in (
+        (own, own.mean(axis=(0, 1))), (one, center), (other, center),
+    )]  # fmt: skip
+    names = [f"mean of {x}" for x in labels] + [f"variance of {x}" for x in labels]
+    scale = values[1].std(axis=(0, 1))
+    return _table(names, _of_run(values[0]), _extrapolated(*values[1:]), scale)
+
+
+def _means(
+    functions: Functions, posterior: xr.Dataset, coarse: xr.Dataset, fine: xr.Dataset
+) -> tuple[pd.DataFrame, pd.Series]:
+    """Means of functions of the draws."""
+    values = [values_of(functions, x) for x in (posterior, coarse, fine)]
+    own, one, other = (flat for flat, _ in values)
+    scale = one.std(axis=(0, 1))
+    return _table(values[0][1], _of_run(own), _extrapolated(one, other), scale)
+
+
+def _quantiles(
+    probability: float, posterior: xr.Dataset, coarse: xr.Dataset, fine: xr.Dataset
+) -> tuple[pd.DataFrame, pd.Series]:
+    """
+    Quantiles of every entry: with :math:`F_0` the debiased probability below the coarse quantile
+    :math:`q` and :math:`f` the density there, :math:`q - (F_0 - p) / f`.
+    """
+    own, labels = flat_draws(posterior[list(coarse.data_vars)])
+    one, other = (flat_draws(x)[0] for x in (coarse, fine))
+
+    def found(values: np.ndarray, expectation: Callable[[np.ndarray], _Expectation]) -> Any:
+        beside = min(_BESIDE, probability / 2, (1 - probability) / 2)
+        below, at, above = np.quantile(
+            values, [probability - beside, probability, probability + beside], axis=(0, 1)
+        )
+        slope = (above - below) / (2 * beside)
+        share = expectation(at)
+        return _Expectation(at - slope * (share.value - probability), slope * share.error), slope
+
+    run, _ = found(own, lambda at: _of_run((own <= at) * 1.0))
+    debiased, slope = found(one, lambda at: _extrapolated((one <= at) * 1.0, (other <= at) * 1.0))
+    names = [f"{probability:.4g} quantile of {x}" for x in labels]
+    scale = slope * np.sqrt(probability * (1 - probability))
+    return _table(names, run, debiased, scale)
