@@ -6,7 +6,7 @@ Expectations without the error of a step size: whether they are right, whether t
 errors are, and what they cost.
 
     python benchmarks/debiased.py [--only right errors steps cost suite] [--picture PATH]
-                                  [--data FOLDER --cache FOLDER]
+                                  [--data FOLDER --cache FOLDER --word WORD]
 
 ``right``: means and variances of three skewed posteriors of two or three parameters, of
 ``benchmarks/certificates.py``, against numerical integration. ``errors``: the same with other keys,
@@ -211,13 +211,13 @@ def error_of_run(mcmc, found):
     return np.sqrt(np.maximum(found.table["bias_error"] ** 2 - found.table["error"] ** 2, 0.0))
 
 
-def suite(data, cache):
+def suite(data, cache, word):
     from models import cases
     from suite import reference
 
     rows = []
     for name, load in cases(data).items():
-        if name.startswith("network"):
+        if name.startswith("network") or word not in name:
             continue
         case = load()
         nuts, _ = reference(name, case, cache)
@@ -252,9 +252,10 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--cache", type=Path)
+    parser.add_argument("--word", default="", help="in the names of the posteriors of the suite")
     options = parser.parse_args()
     for part in options.only:
-        given = {"steps": (options.picture,), "suite": (options.data, options.cache)}
+        given = {"steps": (options.picture,), "suite": (options.data, options.cache, options.word)}
         globals()[part](*given.get(part, ()))
         print(flush=True)
 

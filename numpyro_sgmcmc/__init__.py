@@ -30,6 +30,7 @@ from numpyro_sgmcmc.kernels import PSGLD as PSGLD
 from numpyro_sgmcmc.kernels import SGFS as SGFS
 from numpyro_sgmcmc.kernels import SGHMC as SGHMC
 from numpyro_sgmcmc.kernels import SGLD as SGLD
+from numpyro_sgmcmc.kernels import SGMCLMC as SGMCLMC
 from numpyro_sgmcmc.kernels import SGNHT as SGNHT
 from numpyro_sgmcmc.kernels import SMSUBU as SMSUBU
 from numpyro_sgmcmc.kernels import ApproximateScaleAdaptedSGHMC as ApproximateScaleAdaptedSGHMC

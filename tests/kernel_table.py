@@ -13,7 +13,18 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_value
 
-from numpyro_sgmcmc import AMAGOLD, PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL, NoiseEstimate
+from numpyro_sgmcmc import (
+    AMAGOLD,
+    PSGLD,
+    SGFS,
+    SGHMC,
+    SGLD,
+    SGMCLMC,
+    SGNHT,
+    SMSUBU,
+    CCAdL,
+    NoiseEstimate,
+)
 
 momentum = {"step_size": 3e-3, "friction": 30.0}
 
@@ -57,6 +68,7 @@ KERNELS = {
     "PSGLD": partial(PSGLD, step_size=1e-3),
     "SGFS": partial(SGFS, step_size=1e-4, noise=NoiseEstimate("diagonal", "two_cotangents")),
     "SMSUBU": partial(SMSUBU, **momentum),
+    "SGMCLMC": partial(SGMCLMC, covariance="diagonal", **momentum),
     "AMAGOLD": partial(AMAGOLD, **momentum),
 }
 

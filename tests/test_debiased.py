@@ -61,6 +61,23 @@ def test_a_normal_law_is_left_unchanged_at_any_step_size():
         np.testing.assert_allclose(both, whole @ whole.T, atol=1e-6)
 
 
+def test_a_normal_momentum_keeps_its_law():
+    rng = np.random.default_rng(0)
+    # the covariance of the noise from few samples, in some directions far too much
+    root = 0.05 * rng.standard_normal((30, 30))
+    samples = rng.standard_normal((4_000, 10, 30)) @ root / np.sqrt(10)
+    momentum, noise = rng.standard_normal((2, 4_000, 30))
+    after = np.asarray(jax.vmap(_coupled.damped)(momentum, samples)) + noise @ root
+    assert 0.2 < np.linalg.eigvalsh(root.T @ root)[-1] < 0.95
+    ratio = (after**2).mean(axis=0)
+    assert np.all(np.abs(ratio - 1) < 4 * np.sqrt(2 / 4_000))
+    assert abs(ratio.mean() - 1) < 4 * np.sqrt(2 / 4_000 / 30)
+    # without it they would be wider by this
+    assert np.mean((momentum + noise @ root) ** 2) > 1.05
+    far = np.asarray(_coupled.damped(jnp.asarray(momentum[0]), jnp.asarray(100 * samples[0])))
+    assert np.linalg.norm(far) <= np.linalg.norm(momentum[0]) * 1.01
+
+
 def quarter(scale):
     """A law with the density exp(-x^4 / 4 - x^2 / 8), of standard deviation 0.8."""
     x = numpyro.sample("x", dist.Normal(0, 2.0))
@@ -119,9 +136,7 @@ def test_the_noise_of_minibatches_is_taken_out(monkeypatch, damped):
     mean, sd, _ = exact()
     monkeypatch.setattr(_coupled, "_FEW_ROWS", 0)
     if not damped:
-        monkeypatch.setattr(
-            _coupled._Samples, "product", lambda self, samples, vector: 0.0 * vector
-        )
+        monkeypatch.setattr(_coupled, "damped", lambda momentum, samples: momentum)
     draws = mean + sd * np.random.default_rng(0).standard_normal((4, 500, 3))
     run = with_draws(steep, (X, Y), {"w": draws})
     # any anchor has no noise at the mean: one far from it has some everywhere

@@ -319,12 +319,13 @@ def test_state_fields(name):
     fields += ["configurational_temperature"]
     averaged = {"SGLD modified": (2, 4), "SGHMC estimated": (4, 4), "CCAdL": (4, 4)}
     averaged |= {"CCAdL euler": (4, 4)}
-    momentum = name.startswith(("SGH", "SGN", "CCA", "SMS", "AMA"))
+    momentum = name.startswith(("SGH", "SGN", "SGM", "CCA", "SMS", "AMA"))
     fields += ["kinetic_temperature", "momentum"] if momentum else []
     fields += ["thermostat"] if name.startswith(("SGNHT", "CCAdL")) else []
     fields += ["noise_covariance"] if name in averaged else []
     fields += ["score_covariance"] if name == "SGFS" else []
-    fields += ["friction_used"] if name == "SGHMC estimated" else []
+    fields += ["friction_used"] if name in ("SGHMC estimated", "SGMCLMC") else []
+    fields += ["kinetic_energy"] if name == "SGMCLMC" else []
     fields += ["work", "accept_prob"] if name == "AMAGOLD" else []
     for chains in (2,) if name in averaged else (1,):
         mcmc = run(name, extra_fields=fields, num_chains=chains, chain_method="vectorized")

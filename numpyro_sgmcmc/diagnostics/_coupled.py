@@ -12,7 +12,7 @@ solution over a time :math:`t` a step is
 .. math::
 
     (\\theta, p) &\\leftarrow \\Phi_{h/2}(\\theta, p) \\\\
-    p &\\leftarrow p - h (\\tilde g(\\theta) - \\theta) - \\tfrac{h^2}{2} \\hat V(\\theta) p \\\\
+    p &\\leftarrow (I - h^2 \\hat V(\\theta))^{1/2} p - h (\\tilde g(\\theta) - \\theta) \\\\
     (\\theta, p) &\\leftarrow \\Phi_{h/2}(\\theta, p),
 
     \\Phi_t(\\theta, p) = M_t \\binom{\\theta}{p} + R_t, \\qquad
@@ -22,7 +22,8 @@ solution over a time :math:`t` a step is
 Of a posterior that is Gaussian it has no error at any step size, and of another one the error, and
 the distance of the two chains, is in proportion to how far that is from a Gaussian. The damping by
 the covariance :math:`\\hat V` of the noise, as the same minibatch shows it, takes out what the
-noise of :math:`\\tilde g` puts in, at every place as much as there is. Both are of the second order
+noise of :math:`\\tilde g` puts in, at every place as much as there is, and leaves a standard normal
+momentum as it is. Both are of the second order
 in :math:`h`, and the variance of the difference of the chains is of the fourth.
 
 **References:**
@@ -69,6 +70,14 @@ _FORGOTTEN, _LOOKED_AT = 16, 32
 #: The difference of two chains may have so much of the variance of one, and of its standard
 #: deviation in the mean: the rest, of higher order, is then a tenth of that or less.
 _SHARE, _DIFFERENCE = 0.05, 0.05
+
+#: The first terms of :math:`1 - (1 - x)^{1/2}`, which are used up to a largest x.
+_ROOT = (1 / 2, 1 / 8, 1 / 16, 5 / 128, 7 / 256, 21 / 1_024)
+_LARGEST = 1.5
+
+#: The part of the minibatches whose noise in a step is to be no more than a momentum has, up to
+#: what the series leaves of it.
+_COVERED, _COVERS = 0.95, 1.2
 
 #: Step sizes from 1 to 1/64 of a posterior standard deviation, as powers of one half.
 _FIRST, _LAST = 0, 6
@@ -143,10 +152,6 @@ class _Samples(Covariance):
     def trace(self, covariance: Array, probe: Array) -> Array:
         return jnp.sum(covariance**2)
 
-    def largest(self, covariance: Array, vector: Array) -> Array:
-        """At least the largest eigenvalue, that of the products of the vectors."""
-        return jnp.abs(covariance @ covariance.T).sum(axis=1).max()
-
 
 def coupled(
     target: Target,
@@ -177,7 +182,7 @@ def coupled(
         axis=1,
     )
     share, tried = 1.0, ""
-    for halving in range(_FIRST, _LAST + 1):
+    for halving in range(max(_FIRST, run.halvings(state)), _LAST + 1):
         step_size = 2.0**-halving
         key = random.fold_in(rng_key, 1 + halving)
         both, coarse, fine = run(jnp.stack([state, state], 1), step_size, _FORGOTTEN, key, True)
@@ -248,9 +253,22 @@ class _Runner:
         each = GRADIENTS_OF_A_STEP[order_of(anchor)]
         self.costs = (each, 3 * each) if everything else (2 * each, 4 * each)
         self._data = metric, anchor
+        self._everything = everything
+        self._noise = target.compiled(_noise)
         self._programs = [
             target.compiled(partial(function, everything)) for function in (_chains, _pairs)
         ]
+
+    def halvings(self, state: Array) -> int:
+        """How often the step size 1 is to be halved, for noise that a step can take out."""
+        if self._everything:
+            return 0
+        keys = random.split(random.key(0), len(state))
+        products = np.asarray(self._noise(*self._data, state, keys), np.float64)
+        if not np.isfinite(products).all():
+            return 0
+        largest = np.quantile(np.linalg.eigvalsh(products)[:, -1], _COVERED)
+        return max(0, math.ceil(math.log2(max(largest / _COVERS, 1e-30)) / 2))
 
     def __call__(
         self, state: Array, step_size: float, num_draws: int, rng_key: Array, paired: bool
@@ -327,6 +345,24 @@ def _pairs(
     return _drawn(step, times.steps, state, rng_key)
 
 
+def _noise(
+    target: Target, metric: Metric, anchor: Anchor | None, state: Array, keys: Array
+) -> Array:
+    """:math:`Z Z^\\top` of two minibatches together at each of some states."""
+
+    def one(state: Array, key: Array) -> Array:
+        seen = [oracle(state[0]) for oracle in _oracles(False, target, metric, anchor, key)]
+        samples = _together(seen)
+        return samples @ samples.T
+
+    return jax.vmap(one)(state, keys)
+
+
+def _together(seen: list[Evaluation]) -> Array:
+    """The vectors whose outer products are the covariance of the mean of some gradients."""
+    return jnp.concatenate([one.noise for one in seen]) / len(seen)
+
+
 def _drawn(
     step: Callable[[Array, Array], Array], steps: Array, state: Array, rng_key: Array
 ) -> tuple[Array, Array]:
@@ -355,15 +391,30 @@ def _step(
 
 
 def _kick(position: Array, momentum: Array, h: Array, seen: list[Evaluation]) -> Array:
-    """:math:`p - h (\\tilde g - \\theta) - \\tfrac{h^2}{2} \\hat V p`, of the mean of gradients."""
+    """:math:`(I - h^2 \\hat V)^{1/2} p - h (\\tilde g - \\theta)`, of the mean of gradients."""
     gradient = sum(one.gradient for one in seen) / len(seen)
-    kicked = momentum - h * (gradient - position)
-    if seen[0].noise is None:
-        return kicked
-    samples, held = jnp.concatenate([one.noise for one in seen]) / len(seen), _Samples()
-    # no momentum is to be reversed where there is much noise
-    most = held.largest(samples, momentum)
-    return kicked - h**2 / 2 / (1 + h**2 / 4 * most) * held.product(samples, momentum)
+    if seen[0].noise is not None:
+        momentum = damped(momentum, h * _together(seen))
+    return momentum - h * (gradient - position)
+
+
+def damped(momentum: Array, samples: Array) -> Array:
+    """
+    :math:`(I - Z^\\top Z)^{1/2} p`, by a series in :math:`Z Z^\\top`. Of momenta that are standard
+    normal, and :math:`Z^\\top Z` in the mean the covariance of what is added to them next, the
+    covariance stays :math:`I`, however much single minibatches say too much or too little.
+
+    :param samples: :math:`Z`, shape (k, d), made shorter where it is so long that a momentum would
+        grow.
+    """
+    products = samples @ samples.T
+    longest = jnp.abs(products).sum(axis=1).max()
+    shorter = jnp.minimum(1.0, _LARGEST / jnp.maximum(longest, 1e-30))
+    along = samples @ momentum
+    total = jnp.zeros_like(along)
+    for coefficient in reversed(_ROOT):
+        total = coefficient * shorter * along + shorter * (products @ total)
+    return momentum - total @ samples
 
 
 def _oracles(

@@ -13,6 +13,7 @@ from numpyro_sgmcmc.kernels.scale_adapted import (
 from numpyro_sgmcmc.kernels.sgfs import SGFS as SGFS
 from numpyro_sgmcmc.kernels.sghmc import SGHMC as SGHMC
 from numpyro_sgmcmc.kernels.sgld import SGLD as SGLD
+from numpyro_sgmcmc.kernels.sgmclmc import SGMCLMC as SGMCLMC
 from numpyro_sgmcmc.kernels.sgnht import SGNHT as SGNHT
 from numpyro_sgmcmc.kernels.smsubu import SMSUBU as SMSUBU
 from numpyro_sgmcmc.kernels.state import SGMCMCState as SGMCMCState

@@ -12,6 +12,7 @@ B(h/2) A(h/2) O(h) A(h/2) B(h/2).
 """
 
 from collections.abc import Callable
+import math
 
 from jax import Array
 import jax.numpy as jnp
@@ -176,6 +177,34 @@ def free_flight(
         + 2 / friction * jnp.sqrt(temperature * rest) * noise[1]
     )
     return position, jnp.exp(-x) * momentum + kicked
+
+
+def microcanonical_kick(momentum: Array, gradient: Array, step_size: Array) -> tuple[Array, Array]:
+    """
+    The exact solution of :math:`dp = -\\tfrac{d}{d-1} (I - p p^\\top / d) \\, g \\, dt` over a time
+    :math:`h`, on the sphere :math:`|p|^2 = d`. With :math:`u = p / \\sqrt d`,
+    :math:`e = -g / |g|` and :math:`\\delta = h \\sqrt d \\, |g| / (d - 1)`,
+
+    .. math::
+
+        u' = \\frac{u + e (\\sinh \\delta + e^\\top u (\\cosh \\delta - 1))}
+            {\\cosh \\delta + e^\\top u \\sinh \\delta}, \\qquad
+        \\Delta K = (d - 1) \\log(\\cosh \\delta + e^\\top u \\sinh \\delta) .
+
+    :return: the momentum, and the change :math:`\\Delta K` of the kinetic energy.
+    """
+    dimension = momentum.shape[0]
+    root = math.sqrt(dimension)
+    size = jnp.linalg.norm(gradient)
+    away = -gradient / jnp.where(size > 0, size, 1.0)
+    delta = step_size * root * size / (dimension - 1)
+    along = away @ momentum / root
+    # of both sides times 2 exp(-delta), which does not overflow
+    decay = jnp.exp(-delta)
+    rest = -jnp.expm1(-delta)
+    turned = 2 * decay * momentum + root * away * rest * (1 + decay + along * rest)
+    change = delta + jnp.log1p(-(1 - along) * -jnp.expm1(-2 * delta) / 2)
+    return turned * root / jnp.linalg.norm(turned), (dimension - 1) * change
 
 
 def euler_kick(
