@@ -17,6 +17,7 @@ seconds. ``suite``: the posteriors of ``benchmarks/suite.py`` against its runs o
 
 import argparse
 from pathlib import Path
+import sys
 import time
 import warnings
 
@@ -226,6 +227,7 @@ def suite(data, cache, word):
 
         def numbers(draw, nuts=nuts):
             x = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(dict(draw))])
+            x = x[np.asarray(nuts.labels, int)]  # of those that move
             standard = (x - nuts.mean) / nuts.sd
             return {"mean": standard, "square": standard**2}
 
@@ -241,7 +243,7 @@ def suite(data, cache, word):
         for part in (z.iloc[: moves.iloc[:half].sum()], z.iloc[moves.iloc[:half].sum() :]):
             cells += [f"{np.sqrt((part**2).mean()):.2f}", f"{part.abs().max():.1f}"]
         rows.append([name, half, *cells, f"{seconds:.0f}"])
-        print(rows[-1], flush=True)
+        print(rows[-1], file=sys.stderr, flush=True)
     header = ["posterior", "parameters", "step size", "means: rms z", "largest"]
     print(table([*header, "squares: rms z", "largest", "s"], rows))
 

@@ -17,6 +17,7 @@ from numpyro_sgmcmc.data.growing import known_of
 from numpyro_sgmcmc.data.sharding import found_shards
 from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed
 from numpyro_sgmcmc.kernels.growth import check_growth
+from numpyro_sgmcmc.kernels.members import members_for, members_tuning
 from numpyro_sgmcmc.kernels.self_tuning import fixed_for, tuning_for
 from numpyro_sgmcmc.kernels.settings import check_schedule
 from numpyro_sgmcmc.kernels.state import Fixed, KnownRows, SGMCMCState
@@ -66,8 +67,15 @@ def initialised(
     with jax.ensure_compile_time_eval() if traced else nullcontext():
         context.check_rows(target)
     method.check(target, num_warmup)
+    if given.start is not None and init_params is None:
+        init_params = members_for(method, target, rng_key)
     with jax.ensure_compile_time_eval() if traced else nullcontext():
-        tuning = context.tuning = tuning_for(method, target)
+        if given.start is not None and init_params is not None:
+            single = is_prng_key(rng_key)
+            tuning = members_tuning(method, target, init_params, single)
+        else:
+            tuning = tuning_for(method, target)
+        context.tuning = tuning
         _check_schedule(given.step_size, num_warmup * method.steps_per_sample)
         fixed = fixed_for(method, target, tuning, method.steps_per_sample, num_warmup)
     context.known |= {tuning.data}

@@ -44,6 +44,8 @@ class Traits(NamedTuple):
       is that of the end of the step. It is that of the start for methods that take the gradient
       there, and for those that take it between two half drifts.
     - **corrects_noise** - whether it corrects for the noise of independent minibatches.
+    - **knows_energy** - whether its dynamics has the field ``kinetic_energy``, which with the
+      potential is conserved by exact steps.
     - **tested** - whether a sample is tested on all rows (:meth:`SGMCMCKernel.test`).
     """
 
@@ -51,6 +53,7 @@ class Traits(NamedTuple):
     gradient_at_end: bool = False
     corrects_noise: bool = False
     tested: bool = False
+    knows_energy: bool = False
 
 
 @host.asked_whether_it_is_initialised

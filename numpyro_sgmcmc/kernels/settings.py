@@ -23,6 +23,7 @@ from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate
 from numpyro_sgmcmc.target.control_variate import GRADIENTS
 from numpyro_sgmcmc.target.handlers import Model
+from numpyro_sgmcmc.tuning.ensemble import checked_start
 from numpyro_sgmcmc.tuning.given import checked_metric, checked_tuning
 from numpyro_sgmcmc.tuning.strata import STRATIFIED, checked_strata
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -95,6 +96,9 @@ class Settings:
         the step size is given, and else as many as a chain needs to forget most of where it was,
         :meth:`~numpyro_sgmcmc.SGMCMCKernel.relaxation_time` twice: samples are then almost
         independent, as those of NUTS.
+    :param start: ``"ensemble"``, or an :class:`~numpyro_sgmcmc.Ensemble`, for networks: each chain
+        starts at an optimum of its own, which is found first; nothing else is tuned but, where it
+        is not given, the step size of :class:`~numpyro_sgmcmc.SGMCLMC`. None otherwise.
     :param init_strategy: a per-site initialization function of NumPyro.
     :param str on_failure: what to do where the tuning has failed, and a sample would take more than
         1,000 steps: ``"raise"`` an error, or ``"warn"`` and go on with 1,000 steps for each.
@@ -115,6 +119,7 @@ class Settings:
     strata: Any = "auto"
     reparametrise: bool = True
     steps_per_sample: int | None = None
+    start: Any = None
     init_strategy: Callable = init_to_uniform
     on_failure: str = field(default="raise", metadata=_UNIMPORTANT)
     progress_bar: bool = field(default=True, metadata=_UNIMPORTANT)
@@ -140,7 +145,13 @@ class Settings:
             metric=checked_metric(self.metric),
             tuning=checked_tuning(self.tuning, self.metric, self.gradient, self.strata),
             strata=checked_strata(self.strata, self.subsampling),
+            start=checked_start(self.start),
         )
+        if self.start is not None and (self.tuning is not None or self.metric is not None):
+            raise ValueError(
+                "`start` is for chains around optima of their own, for which there is no common"
+                " `metric` or `tuning`: leave these out."
+            )
         if self.refresh_every is not None and self.gradient != "control_variate":
             raise ValueError(
                 "`refresh_every` moves the anchor of a control variate: it needs"

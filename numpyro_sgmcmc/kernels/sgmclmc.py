@@ -125,7 +125,7 @@ class SGMCLMC(MomentumKernel):
     @property
     def traits(self) -> Traits:
         corrects = self.given.noise is not None
-        return Traits(order=2 if corrects else 1, corrects_noise=corrects)
+        return Traits(2 if corrects else 1, corrects_noise=corrects, knows_energy=True)
 
     @property
     def default_fields(self) -> tuple[str, ...]:

@@ -1,0 +1,144 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Chains that start at members of an ensemble, and the step size that they can take there."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer.initialization import init_to_uniform
+from numpyro.util import is_prng_key
+
+from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
+from numpyro_sgmcmc.kernels.identity import data_of
+from numpyro_sgmcmc.kernels.self_tuning import fixed_for
+from numpyro_sgmcmc.kernels.state import Fixed
+from numpyro_sgmcmc.kernels.transition import flattened, start
+from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_values
+from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.model import Values
+from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.ensemble import find_members
+from numpyro_sgmcmc.tuning.tuning import Tuning
+
+if TYPE_CHECKING:
+    from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+
+#: Weights start within so much of zero, where nothing else is said: through layers of any width
+#: between one unit and a hundred signals then neither vanish nor saturate.
+_RADIUS = 0.3
+
+#: Members at which steps are tried, steps before they are looked at, and those looked at.
+_TRIED, _LEFT_OUT, _LOOKED_AT = 4, 100, 50
+
+#: Step sizes from 1/4 downwards, each 2^(-1/2) of the one before.
+_SIZES = 2.0 ** -np.arange(2, 16, 0.5)
+
+#: The momentum is forgotten in this time, and a sample has so many steps, if nothing is said.
+_FRICTION, _STEPS_PER_SAMPLE = 2.0, 100
+
+
+def members_for(method: "SGMCMCKernel", target: Target, rng_key: Array) -> Values:
+    """
+    Values at which chains start, for a key or a batch of keys.
+
+    :raises ValueError: if chains are traced, or no member ends at finite values.
+    """
+    ensemble = method.given.start
+    assert ensemble is not None
+    if isinstance(rng_key, jax.core.Tracer):
+        raise ValueError(
+            "start='ensemble' cannot be used where chains are traced one by one: use"
+            " chain_method='vectorized' or 'sequential'."
+        )
+    single = is_prng_key(rng_key)
+    keys = rng_key[None] if single else rng_key
+    start_keys, rows_keys = (jax.vmap(lambda k, j=j: random.fold_in(k, j))(keys) for j in (1, 2))
+    strategy = method.given.init_strategy
+    if strategy is init_to_uniform:
+        strategy = init_to_uniform(radius=_RADIUS)
+    starts, found = initial_values(target.view, start_keys, strategy, target.args, target.kwargs)
+    if not found:
+        raise no_initial_values(target.view, start_keys, strategy, target.args, target.kwargs)
+    members = find_members(target, starts, rows_keys, ensemble, method.context.compiled)
+    return jax.tree.map(lambda x: x[0], members.values) if single else members.values
+
+
+def members_tuning(method: "SGMCMCKernel", target: Target, values: Values, single: bool) -> Tuning:
+    """
+    Step size and friction for chains that start at members, in the parameters as they are: the
+    largest step size at which the variance of the energy in a step, for each parameter, is no more
+    than the ensemble says.
+
+    :raises ValueError: if the method does not know its energy, or no step size is small enough.
+    """
+    given, ensemble = method.given, method.given.start
+    data, latest = data_of(target), method.tuning
+    if latest is not None and latest.data == data:
+        return latest
+    friction = getattr(given, "friction", None) or _FRICTION
+    every = given.steps_per_sample or _STEPS_PER_SAMPLE
+    first = given.first_step_size or float(_SIZES[0])
+    tuning = Tuning(first, friction, IdentityMetric(), steps_per_sample=every, data=data or "")
+    if given.step_size is not None:
+        return tuning
+    if not method.traits.knows_energy:
+        raise ValueError(
+            f"{type(method).__name__} with start='ensemble' needs `step_size` and `friction`: only"
+            " SGMCLMC finds them there, by the variance of its energy."
+        )
+    fixed = fixed_for(method, target, tuning, 1, 0)
+    members = jax.tree.map(lambda x: x[None] if single else x[:_TRIED], values)
+
+    def run(target: Target, fixed: Fixed, members: Values, sizes: Array) -> Array:
+        def at(h: Array) -> Array:
+            keys = random.split(random.key(0), len(jax.tree.leaves(members)[0]))
+            found = jax.vmap(lambda z, key: _energy_variance(method, target, fixed, z, h, key))(
+                members, keys
+            )
+            return jnp.median(found)
+
+        return lax.map(at, sizes)
+
+    program = method.context.compiled("energy", run, target)
+    variances = np.asarray(program(fixed, members, jnp.asarray(_SIZES, target.view.dtype)))
+    assert ensemble is not None
+    fine = np.flatnonzero(variances <= ensemble.energy_variance)
+    if not len(fine):
+        raise ValueError(
+            f"At the members of the ensemble the energy varies by {np.nanmin(variances):.3g} for"
+            f" each parameter even in a step of {_SIZES[-1]:.1g}, where"
+            f" {ensemble.energy_variance:g} is asked for: take larger minibatches, or give"
+            " `start=Ensemble(energy_variance=...)` or `step_size`."
+        )
+    return tuning._replace(step_size=float(_SIZES[fine[0]]))
+
+
+def _energy_variance(
+    method: "SGMCMCKernel", target: Target, fixed: Fixed, z: Values, h: Array, key: Array
+) -> Array:
+    """The mean square of the change of the energy in a step, on its minibatch, for a parameter."""
+    keys = random.split(key, 3)
+    state = start(method, target, fixed, z, keys[0], keys[1])
+    _, position, potential = flattened(target, state)
+    state = state._replace(z=position, step_size=h.astype(position.dtype))
+
+    def step(k: Array, run: tuple[Any, Array]) -> tuple[Any, Array]:
+        state, total = run
+        rows, own = target.rows(keys[2], k), random.fold_in(keys[2], k)
+        gradient = gradient_oracle(target, potential, rows, own, fixed.layout.noise)
+        new, _ = method.step(state, gradient, own)
+
+        def energy(state: Any) -> Array:
+            value = target.mean(potential(potential.values(state.z), rows, own))
+            return value + state.dynamics.kinetic_energy
+
+        change = energy(new) - energy(state)
+        return new, total + jnp.where(k >= _LEFT_OUT, change**2, 0.0)
+
+    none = jnp.zeros((), position.dtype)
+    _, total = lax.fori_loop(0, _LEFT_OUT + _LOOKED_AT, step, (state, none))
+    return total / _LOOKED_AT / position.shape[0]

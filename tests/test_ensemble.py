@@ -1,0 +1,126 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Chains that start at optima of their own, and steps by the variance of the energy."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+from numpyro.infer.util import potential_energy
+import optax
+import pytest
+
+from numpyro_sgmcmc import SGHMC, SGMCLMC, Ensemble, full_data
+from numpyro_sgmcmc.kernels import members
+from numpyro_sgmcmc.tuning import ensemble
+
+COMPILE_QUICKLY = True
+RNG = np.random.default_rng(0)
+X = RNG.uniform(-2, 2, (200, 1)).astype(np.float32)
+Y = (np.sin(1.5 * X[:, 0]) + 0.1 * RNG.standard_normal(200)).astype(np.float32)
+
+
+def network(x, y, batch_size=50):
+    w1 = numpyro.sample("w1", dist.Normal(0, 2).expand([1, 8]).to_event(2))
+    b1 = numpyro.sample("b1", dist.Normal(0, 2).expand([8]).to_event(1))
+    w2 = numpyro.sample("w2", dist.Normal(0, 1).expand([8]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        mean = jnp.tanh(x[i] @ w1 + b1) @ w2
+        numpyro.sample("y", dist.Normal(mean, 0.1), obs=y[i])
+
+
+def of_model(draw, x=X):
+    return jnp.tanh(x @ draw["w1"] + draw["b1"]) @ draw["w2"]
+
+
+def states(kernel, chains=3):
+    return kernel.init(random.split(random.key(0), chains), 1, None, (X, Y), {})
+
+
+def test_each_chain_starts_at_an_optimum_of_its_own():
+    state = states(SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=2_000, learning_rate=0.02)))
+    fits = np.asarray(jax.vmap(of_model)(state.z))
+    error = np.sqrt(np.mean((fits - Y) ** 2, axis=1))
+    assert np.all(error < 0.2), error
+    weights = np.asarray(state.z["w1"]).reshape(3, -1)
+    assert np.abs(np.diff(weights, axis=0)).max(axis=1).min() > 0.5
+    # by the descent, and not by where it starts
+    few = states(SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=1)))
+    assert np.sqrt(np.mean((np.asarray(jax.vmap(of_model)(few.z)) - Y) ** 2)) > 0.5
+    one = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=1))
+    assert one.init(random.key(0), 1, None, (X, Y), {}).z["w1"].shape == (1, 8)
+
+
+@pytest.mark.slow
+def test_steps_are_as_long_as_the_energy_allows_and_chains_stay_near():
+    kernels = [SGMCLMC(network, start=Ensemble(3_000, 0.02, v)) for v in (0.5, 0.005)]
+    for kernel in kernels:
+        states(kernel)
+    large, small = (kernel.tuning.step_size for kernel in kernels)
+    assert small <= large / 2 and kernels[0].steps_per_sample == 100
+    mcmc = MCMC(
+        kernels[1],
+        num_warmup=50,
+        num_samples=50,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0), X, Y)
+    start = states(kernels[1], 4).z
+
+    def potential(draw):
+        return potential_energy(full_data(network), (X, Y), {}, draw)
+
+    # of 24 parameters around an optimum the potential would be 12 above it, if all had moved
+    above = jax.vmap(potential)(mcmc.get_samples()).mean() - jax.vmap(potential)(start).mean()
+    assert 2 < above < 24
+    pooled = np.asarray(jax.vmap(of_model)(mcmc.get_samples())).mean(axis=0)
+    assert np.sqrt(np.mean((pooled - np.sin(1.5 * X[:, 0])) ** 2)) < 0.05
+    # the same chains again: nothing is found anew
+    found = kernels[1].tuning
+    assert states(kernels[1]).fixed.step_size == found.step_size
+    assert kernels[1].tuning is found
+
+
+def test_members_that_are_lost_are_told():
+    kernel = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=5))
+
+    def lost(target, starts, rng_keys, settings, compiled):
+        starts = jax.tree.map(lambda v: v.at[1].set(jnp.nan), starts)
+        return found(target, starts, rng_keys, settings, compiled)
+
+    found = ensemble.find_members
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(members, "find_members", lost)
+        with pytest.warns(UserWarning, match="1 of 3 members of the ensemble have not ended"):
+            state = states(kernel)
+    assert all(np.isfinite(v).all() for v in jax.tree.leaves(state.z))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            optax, "apply_updates", lambda values, _: jax.tree.map(lambda v: v * jnp.nan, values)
+        )
+        other = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=6))
+        with pytest.raises(ValueError, match="None of 3 members of the ensemble has ended"):
+            states(other)
+
+
+def test_what_cannot_start_is_said():
+    with pytest.raises(ValueError, match="must be None, 'ensemble' or an `Ensemble`; got 'best'"):
+        SGMCLMC(network, start="best")
+    with pytest.raises(ValueError, match="`learning_rate` of an ensemble must be positive; got 0"):
+        Ensemble(learning_rate=0)
+    with pytest.raises(ValueError, match="there is no common `metric` or `tuning`"):
+        SGMCLMC(network, start="ensemble", metric="diagonal")
+    with pytest.raises(ValueError, match="SGHMC with start='ensemble' needs `step_size`"):
+        states(SGHMC(network, start=Ensemble(steps=1)))
+    with pytest.raises(ValueError, match="even in a step of .* where 1e-12 is asked for"):
+        states(SGMCLMC(network, start=Ensemble(steps=1, energy_variance=1e-12)))
+    kernel = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=1))
+    keys = random.split(random.key(0), 2)
+    with pytest.raises(ValueError, match="chains are traced one by one"):
+        jax.vmap(lambda key: kernel.init(key, 1, None, (X, Y), {}))(keys)
