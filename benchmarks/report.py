@@ -76,7 +76,7 @@ PARTS = {
     "pictures": "benchmarks/pictures.py --folder docs",
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",
     "certificates": "benchmarks/certificates.py",
-    "networks": "benchmarks/networks.py --data {data} --keys 3",
+    "networks": "benchmarks/networks.py --data {data}",
     "debiased": "benchmarks/debiased.py --picture docs/debiased.png",
     "debiased_suite": "benchmarks/debiased.py --only suite --data {data} --cache {cache}",
     "strata": "benchmarks/strata.py",

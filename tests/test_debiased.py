@@ -319,6 +319,16 @@ def test_what_cannot_be_debiased_is_said():
     assert "Nothing is known: 64 coupled chains" in found.verdict
 
 
+@pytest.mark.slow
+def test_too_much_noise_is_said(monkeypatch):
+    mean, sd, _ = exact()
+    monkeypatch.setattr(_coupled, "_FEW_ROWS", 0)
+    monkeypatch.setattr(_coupled, "_COVERS", 1e-9)
+    normal = np.random.default_rng(0).standard_normal((4, 100, 3))
+    with pytest.raises(ValueError, match="take larger minibatches"):
+        debiased(with_draws(steep, (X, Y), {"w": mean + sd * normal}))
+
+
 def test_changed_data_are_noticed():
     x, y = X[:500].copy(), Y[:500].copy()
     mcmc = run_of(CCAdL(linear, progress_bar=False), x, y, draws=200, chains=1)

@@ -23,8 +23,8 @@ Of a posterior that is Gaussian it has no error at any step size, and of another
 the distance of the two chains, is in proportion to how far that is from a Gaussian. The damping by
 the covariance :math:`\\hat V` of the noise, as the same minibatch shows it, takes out what the
 noise of :math:`\\tilde g` puts in, at every place as much as there is, and leaves a standard normal
-momentum as it is. Both are of the second order
-in :math:`h`, and the variance of the difference of the chains is of the fourth.
+momentum as it is. The error is of the second order in :math:`h`, and the variance of the difference
+of the chains of the fourth.
 
 **References:**
 
@@ -182,7 +182,14 @@ def coupled(
         axis=1,
     )
     share, tried = 1.0, ""
-    for halving in range(max(_FIRST, run.halvings(state)), _LAST + 1):
+    first = max(_FIRST, run.halvings(state))
+    if first > _LAST:
+        raise ValueError(
+            "The noise of the minibatches is more than a step of"
+            f" {2.0**-_LAST:g} posterior standard deviations can take out: take larger minibatches,"
+            " a larger `subsample_size`, or a control variate."
+        )
+    for halving in range(first, _LAST + 1):
         step_size = 2.0**-halving
         key = random.fold_in(rng_key, 1 + halving)
         both, coarse, fine = run(jnp.stack([state, state], 1), step_size, _FORGOTTEN, key, True)

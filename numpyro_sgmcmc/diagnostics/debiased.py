@@ -165,8 +165,9 @@ def debiased(
 
     of which the first term comes from long chains, and the second from short pairs. The step size
     is found from 1 downwards, in units of a posterior standard deviation: the first at which the
-    variance of the difference is at most a twentieth of that of a chain, and the difference itself
-    at most a twentieth of a standard deviation. The method of the run makes no difference, nor its
+    variance of the difference is at most a twentieth of that of a chain, the difference itself at
+    most a twentieth of a standard deviation, and the noise of a minibatch no more than a step can
+    take out. The method of the run makes no difference, nor its
     step size, so that this serves runs of any kernel, also of those whose error is of the first
     order. Gradients are on minibatches like those of the run, and on all rows of up to 2,000.
 
