@@ -182,6 +182,10 @@ MUTATIONS = {
         "diagnostics/_coupled.py", "quarter(noise[0], noise[1])", "noise[0] + noise[1]",
         "tests/test_debiased.py -k second_order",
     ),
+    "noise with directions that is left to the momentum": Mutation(
+        "kernels/sgmclmc.py", "    taken = (h / temperature) ** 2\n", "    taken = 0 * h\n",
+        "tests/test_sgmclmc.py -k so_much_less",
+    ),
     "minibatches that stand for the room, too": Mutation(
         "target/target.py", "share = (count / plate.size)", "share = (1.0 + 0 * count)",
         "tests/test_growing.py -k sums_of_old",

@@ -149,6 +149,7 @@ def test_the_noise_of_minibatches_is_taken_out(monkeypatch, damped):
     assert np.all(np.abs(means["debiased"] - mean) < 4 * means["error"])
 
 
+@pytest.mark.arviz
 def test_the_bias_of_a_run_is_a_number():
     mean, sd, _ = exact()
     # OBABO at h = 1 is too wide by a third in variance
@@ -173,6 +174,7 @@ def test_the_bias_of_a_run_is_a_number():
     np.testing.assert_array_equal(other, again)
 
 
+@pytest.mark.arviz
 def test_a_right_run_is_not_accused_and_functions_are_asked_of():
     mean, sd, _ = exact()
     mcmc = run_of(CCAdL(linear, progress_bar=False), X, Y)
