@@ -192,7 +192,7 @@ def test_a_right_run_is_not_accused_and_functions_are_asked_of():
         summary(mcmc, debiased=found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_of_any_kernel_are_judged():
     mean, _, _ = exact()
     nuts = run_of(NUTS(full_data(linear)), jnp.asarray(X), jnp.asarray(Y))
@@ -291,6 +291,7 @@ def improper(y):
         numpyro.sample("y", dist.Normal(a + b, 1), obs=y[i])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_debiased_is_said():
     mean, sd, _ = exact()
     normal = np.random.default_rng(0).standard_normal((4, 500, 3))
@@ -331,6 +332,7 @@ def test_too_much_noise_is_said(monkeypatch):
         debiased(with_draws(steep, (X, Y), {"w": mean + sd * normal}))
 
 
+@pytest.mark.slow
 def test_changed_data_are_noticed():
     x, y = X[:500].copy(), Y[:500].copy()
     mcmc = run_of(CCAdL(linear, progress_bar=False), x, y, draws=200, chains=1)

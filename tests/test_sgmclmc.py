@@ -103,7 +103,7 @@ def test_the_law_is_the_posterior_and_its_error_of_second_order():
     assert abs(large) > 8 * se and 2.5 < large / middle < 6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_noise_that_prefers_no_direction_does_no_harm():
     # h v / (2 A) is about a fifth, by which other methods are too wide
     y = data()
@@ -122,7 +122,7 @@ def test_of_other_noise_so_much_less_is_added():
     assert 0 < float(mcmc.get_extra_fields()["friction_used"].mean()) < 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tuned_run_is_right():
     y = data()
     kernel = SGMCLMC(partial(model, batch_size=80), covariance="full", progress_bar=False)
