@@ -146,11 +146,19 @@ def checked_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
     return target_of(RunModel(mcmc.sampler.model, args, kwargs))
 
 
-def check_same_data(mcmc: MCMC, target: Target, asked: str) -> None:
+def exact_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
     """
-    :param str asked: as of :func:`checked_target`.
-    :raises ValueError: if the data have been changed in place since the run.
+    The same, where the density and its gradients can be computed, on the data of the run.
+
+    :raises ValueError: if the density is random, or the data have been changed in place since.
     """
+    target = checked_target(mcmc, args, kwargs, asked)
+    if drawn := target.view.drawn_plates:
+        raise ValueError(
+            f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, and the"
+            f" density is random. {asked} runs of groups with up to two numbers, whose density is"
+            " not."
+        )
     seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
     data = fingerprint_of(target.args, target.kwargs)
     if seen is not None and data is not None and data + target.view.captured != seen:
@@ -158,6 +166,7 @@ def check_same_data(mcmc: MCMC, target: Target, asked: str) -> None:
             f"The data are not those of the run: they have been changed in place since. {asked} the"
             " run with the data it had, or run again."
         )
+    return target
 
 
 def target_of(run_model: RunModel) -> Target:

@@ -12,12 +12,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 
 from numpyro_sgmcmc.diagnostics._mixture import fitted
-from numpyro_sgmcmc.diagnostics._scores import (
-    check_same_data,
-    checked_target,
-    constrained,
-    positions_of,
-)
+from numpyro_sgmcmc.diagnostics._scores import constrained, exact_target, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
@@ -188,7 +183,8 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
     """
     args, kwargs = arguments_of(mcmc)
     draws = mcmc.get_samples(group_by_chain=True)
-    target = _checked_target(mcmc, args, kwargs)
+    target = exact_target(mcmc, args, kwargs, "Certify")
+    target = target._replace(view=target.view.with_rule("fine"))
     positions = positions_of(target, draws).astype(np.float64)
     _check_number(positions)
     chains, count, d = positions.shape
@@ -224,20 +220,6 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
         {name: x[0] for name, x in values.items()},
         weights,
     )
-
-
-def _checked_target(mcmc: MCMC, args: tuple, kwargs: dict) -> Target:
-    """
-    :raises ValueError: if the draws are not those of a posterior whose density can be computed.
-    """
-    target = checked_target(mcmc, args, kwargs, "Certify")
-    if drawn := target.view.drawn_plates:
-        raise ValueError(
-            f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, and the"
-            " density is random: groups with up to two numbers can be certified."
-        )
-    check_same_data(mcmc, target, "Certify")
-    return target._replace(view=target.view.with_rule("fine"))
 
 
 def _check_number(positions: np.ndarray) -> None:

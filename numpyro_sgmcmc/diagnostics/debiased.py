@@ -17,12 +17,7 @@ import pandas as pd
 import xarray as xr
 
 from numpyro_sgmcmc.diagnostics._coupled import CHAINS, Levels, coupled
-from numpyro_sgmcmc.diagnostics._scores import (
-    check_same_data,
-    checked_target,
-    constrained,
-    positions_of,
-)
+from numpyro_sgmcmc.diagnostics._scores import constrained, exact_target, positions_of
 from numpyro_sgmcmc.diagnostics.runs import (
     Functions,
     as_data,
@@ -223,7 +218,7 @@ def debiased(
     args, kwargs = arguments_of(mcmc)
     _check_asked(quantiles, num_draws)
     draws = mcmc.get_samples(group_by_chain=True)
-    target = _checked_target(mcmc, args, kwargs)
+    target = exact_target(mcmc, args, kwargs, "Debias")
     positions = positions_of(target, draws).astype(np.float64)
     _check_draws(positions)
     target, metric, anchor, found = _coordinates(mcmc, target, positions)
@@ -253,20 +248,6 @@ def _check_asked(quantiles: Sequence[float], num_draws: int | None) -> None:
         raise ValueError(f"`quantiles` must be probabilities between 0 and 1; got {quantiles}.")
     if num_draws is not None and num_draws < _FEWEST:
         raise ValueError(f"`num_draws` must be at least {_FEWEST}; got {num_draws}.")
-
-
-def _checked_target(mcmc: MCMC, args: tuple, kwargs: dict) -> Target:
-    """
-    :raises ValueError: if the draws are not those of a posterior whose gradients can be computed.
-    """
-    target = checked_target(mcmc, args, kwargs, "Debias")
-    if drawn := target.view.drawn_plates:
-        raise ValueError(
-            f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, which have"
-            " an error of their own: groups with up to two numbers can be debiased."
-        )
-    check_same_data(mcmc, target, "Debias")
-    return target
 
 
 def _check_draws(positions: np.ndarray) -> None:
