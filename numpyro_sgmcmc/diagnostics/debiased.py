@@ -158,7 +158,9 @@ def debiased(
 
         E f = E f_h + \\tfrac43 \\, E [f_{h/2} - f_h] + O(h^3) ,
 
-    of which the first term comes from long chains, and the second from short pairs. The step size
+    of which the first term comes from long chains, and the second from short pairs. With
+    minibatches a part of the second order is left, of the third moments of their noise, which is
+    the same at both step sizes. The step size
     is found from 1 downwards, in units of a posterior standard deviation: the first at which the
     variance of the difference is at most a twentieth of that of a chain, the difference itself at
     most a twentieth of a standard deviation, and the noise of a minibatch no more than a step can
@@ -190,7 +192,8 @@ def debiased(
        where the noise of minibatches does not dominate; here there are two levels.
     2. *Multilevel Monte Carlo Path Simulation*, Michael B. Giles (2008).
 
-    **Example:** SGLD at a tenth of the largest stable step size is a twentieth too wide.
+    **Example:** the variance of SGLD at a tenth of the largest stable step size is a ninth too
+    large.
 
     .. doctest::
 

@@ -27,8 +27,8 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 if TYPE_CHECKING:
     from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
 
-#: Weights start within so much of zero, where nothing else is said: through layers of any width
-#: between one unit and a hundred signals then neither vanish nor saturate.
+#: Unconstrained values start within so much of zero, where nothing else is said: within NumPyro's 2
+#: the units of a network saturate.
 _RADIUS = 0.3
 
 #: Members at which steps are tried, steps before they are looked at, and those looked at.

@@ -98,7 +98,8 @@ class Settings:
         independent, as those of NUTS.
     :param start: ``"ensemble"``, or an :class:`~numpyro_sgmcmc.Ensemble`, for networks: each chain
         starts at an optimum of its own, which is found first; nothing else is tuned but, where it
-        is not given, the step size of :class:`~numpyro_sgmcmc.SGMCLMC`. None otherwise.
+        is not given, the step size of :class:`~numpyro_sgmcmc.SGMCLMC`. The descents begin within
+        0.3 of zero unless ``init_strategy`` says otherwise. None otherwise.
     :param init_strategy: a per-site initialization function of NumPyro.
     :param str on_failure: what to do where the tuning has failed, and a sample would take more than
         1,000 steps: ``"raise"`` an error, or ``"warn"`` and go on with 1,000 steps for each.
