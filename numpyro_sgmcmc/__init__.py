@@ -36,6 +36,7 @@ from numpyro_sgmcmc.kernels import SMSUBU as SMSUBU
 from numpyro_sgmcmc.kernels import ApproximateScaleAdaptedSGHMC as ApproximateScaleAdaptedSGHMC
 from numpyro_sgmcmc.kernels import CCAdL as CCAdL
 from numpyro_sgmcmc.kernels import SGMCMCKernel as SGMCMCKernel
+from numpyro_sgmcmc.kernels import cyclical as cyclical
 from numpyro_sgmcmc.long_runs import LongRun as LongRun
 from numpyro_sgmcmc.plots import plot_bias as plot_bias
 from numpyro_sgmcmc.plots import plot_calibrated as plot_calibrated

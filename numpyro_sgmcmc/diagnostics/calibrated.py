@@ -16,6 +16,7 @@ from numpyro_sgmcmc.diagnostics._sandwich import RARE, Sandwich, sandwich_of
 from numpyro_sgmcmc.diagnostics._scores import checked_target, constrained, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
 from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.results.kept_rows import site_shapes
 from numpyro_sgmcmc.target.host import view_of
 from numpyro_sgmcmc.target.target import Target
@@ -181,6 +182,7 @@ def calibrated(
         True
     """
     args, kwargs = arguments_of(mcmc)
+    mcmc = kept_draws(mcmc)
     draws = mcmc.get_samples(group_by_chain=True)
     target = _checked_target(mcmc, draws, args, kwargs)
     positions = positions_of(target, draws)

@@ -16,6 +16,7 @@ from numpyro_sgmcmc.diagnostics._scores import constrained, exact_target, positi
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.potential import over_all_data
 from numpyro_sgmcmc.target.target import Target
@@ -182,7 +183,7 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
         True
     """
     args, kwargs = arguments_of(mcmc)
-    draws = mcmc.get_samples(group_by_chain=True)
+    draws = kept_draws(mcmc).get_samples(group_by_chain=True)
     target = exact_target(mcmc, args, kwargs, "Certify")
     target = target._replace(view=target.view.with_rule("fine"))
     positions = positions_of(target, draws).astype(np.float64)

@@ -28,6 +28,7 @@ from numpyro_sgmcmc.diagnostics.runs import (
 )
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.target.metric import (
     DenseMetric,
     DiagonalMetric,
@@ -220,7 +221,7 @@ def debiased(
     """
     args, kwargs = arguments_of(mcmc)
     _check_asked(quantiles, num_draws)
-    draws = mcmc.get_samples(group_by_chain=True)
+    draws = kept_draws(mcmc).get_samples(group_by_chain=True)
     target = exact_target(mcmc, args, kwargs, "Debias")
     positions = positions_of(target, draws).astype(np.float64)
     _check_draws(positions)

@@ -19,6 +19,7 @@ from numpyro_sgmcmc.diagnostics._scores import RunModel, positions_of, target_of
 from numpyro_sgmcmc.gradients.covariance import Full
 from numpyro_sgmcmc.gradients.estimators import per_example_gradient, sub_batch_gradient
 from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.target.handlers import Plate
 from numpyro_sgmcmc.target.potential import ravel
 from numpyro_sgmcmc.target.target import Target
@@ -99,7 +100,9 @@ def gradient_noise(
         for plate in plates
     }
 
-    draws = {name: x for name, x in mcmc.get_samples().items() if name in target.view.latents}
+    draws = {
+        name: x for name, x in kept_draws(mcmc).get_samples().items() if name in target.view.latents
+    }
     draws = {name: x[None] for name, x in draws.items()}
     mean = jnp.asarray(positions_of(target, draws).mean(axis=(0, 1)))
 

@@ -17,6 +17,7 @@ from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
 from numpyro_sgmcmc.kernels.collected import constrained
 from numpyro_sgmcmc.kernels.context import Context
+from numpyro_sgmcmc.kernels.cyclical import Cyclical
 from numpyro_sgmcmc.kernels.initial import initialised
 from numpyro_sgmcmc.kernels.monitor import Monitor
 from numpyro_sgmcmc.kernels.record import identity_of, record_of
@@ -218,7 +219,8 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def default_fields(self) -> tuple[str, ...]:
         """What is collected of each sample without being asked for."""
-        return ("z", "diverging", "configurational_temperature")
+        cycles = ["step_size"] if isinstance(self.given.step_size, Cyclical) else []
+        return ("z", "diverging", "configurational_temperature", *cycles)
 
     @property
     def tuning(self) -> Tuning | None:
@@ -235,6 +237,8 @@ class SGMCMCKernel(MCMCKernel):
         given, tuning = self.given, self.tuning
         if given.steps_per_sample is not None:
             return given.steps_per_sample
+        if isinstance(given.step_size, Cyclical):
+            return given.step_size.steps
         return 1 if given.step_size is not None or tuning is None else tuning.steps_per_sample
 
     @property

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jax import Array
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
+from numpyro_sgmcmc.kernels.cyclical import Cyclical
 from numpyro_sgmcmc.kernels.settings import check_schedule
 from numpyro_sgmcmc.target.control_variate import GRADIENTS, GRADIENTS_OF_A_STEP, order_of
 from numpyro_sgmcmc.target.metric import name_of
@@ -27,6 +28,8 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
         "order": kernel.traits.order,
     }
     record |= given.record
+    if isinstance(cycle := given.step_size, Cyclical):
+        record |= {"cycle_steps": cycle.steps, "cycle_step_size": cycle.smallest}
     friction = getattr(given, "friction", None)
     if tuning is not None:
         friction = tuning.friction

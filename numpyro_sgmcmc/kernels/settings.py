@@ -21,6 +21,7 @@ from numpyro_sgmcmc.data.fingerprint import description_of
 from numpyro_sgmcmc.data.sharding import checked_mesh
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate
+from numpyro_sgmcmc.kernels.cyclical import Cyclical
 from numpyro_sgmcmc.target.control_variate import GRADIENTS
 from numpyro_sgmcmc.target.handlers import Model
 from numpyro_sgmcmc.tuning.ensemble import checked_start
@@ -54,8 +55,9 @@ class Settings:
     :param model: a model with NumPyro primitives. The plates that have a
         ``subsample_size`` say what a minibatch is; without any, every step uses all data.
     :param step_size: step size :math:`h`, a positive number or a function of the number
-        of steps taken (warm-up included), such as an ``optax`` schedule; None is tuned. It is
-        in units of the metric: with a tuned one, of a posterior standard deviation.
+        of steps taken (warm-up included), such as an ``optax`` schedule or
+        :func:`~numpyro_sgmcmc.cyclical`; None is tuned. It is in units of the metric: with a tuned
+        one, of a posterior standard deviation.
     :param metric: the covariance of the posterior of the unconstrained parameters, as far as
         it is known, in whose coordinates the sampler moves: an array of variances, shape
         ``(d,)``, or a matrix, ``(d, d)``; a fitted autoguide and its parameters,
@@ -93,9 +95,9 @@ class Settings:
         are those of the sites as written either way.
     :param int steps_per_sample: number of steps between two samples that NumPyro's
         ``MCMC`` sees; ``num_warmup``, ``num_samples`` and ``thinning`` count samples. None is 1 if
-        the step size is given, and else as many as a chain needs to forget most of where it was,
-        :meth:`~numpyro_sgmcmc.SGMCMCKernel.relaxation_time` twice: samples are then almost
-        independent, as those of NUTS.
+        the step size is given, a cycle of a cyclical one, and else as many as a chain needs to
+        forget most of where it was, :meth:`~numpyro_sgmcmc.SGMCMCKernel.relaxation_time` twice:
+        samples are then almost independent, as those of NUTS.
     :param start: ``"ensemble"``, or an :class:`~numpyro_sgmcmc.Ensemble`, for networks: each chain
         starts at an optimum of its own, which is found first; nothing else is tuned but, where it
         is not given, the step size of :class:`~numpyro_sgmcmc.SGMCLMC`. The descents begin within
@@ -148,6 +150,8 @@ class Settings:
             strata=checked_strata(self.strata, self.subsampling),
             start=checked_start(self.start),
         )
+        if isinstance(self.step_size, Cyclical) and self.steps_per_sample is not None:
+            self.step_size.check(self.steps_per_sample)
         if self.start is not None and (self.tuning is not None or self.metric is not None):
             raise ValueError(
                 "`start` is for chains around optima of their own, for which there is no common"

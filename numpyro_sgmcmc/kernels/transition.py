@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
 from numpyro_sgmcmc.kernels.chains import axes_of, check_traced, layout_on, placed
+from numpyro_sgmcmc.kernels.cyclical import is_for_samples, steps_for_samples
 from numpyro_sgmcmc.kernels.growth import with_rows_so_far
 from numpyro_sgmcmc.kernels.identity import digest_of
 from numpyro_sgmcmc.kernels.state import Fixed, Monitored, SGMCMCState
@@ -166,7 +167,8 @@ def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMC
     state = body(0, state) if steps == 1 else lax.fori_loop(0, steps, body, state)
     if method.traits.tested:
         state = _tested(method, target, fixed, before, state)
-    stein, counted = state.monitor.stein, state.i > fixed.warmup_steps
+    stein = state.monitor.stein
+    counted = (state.i > fixed.warmup_steps) & is_for_samples(method.given.step_size, state.i - 1)
     diverging = state.monitor.nonfinite_steps > monitor.nonfinite_steps
     stein = stein._replace(samples=stein.samples + counted)
     moved = target.unravel(fixed.metric.moved(flat, position, state.z))
@@ -205,7 +207,7 @@ def one_step(
     :param is_valid: whether there is a right step at all.
     :param state: without what is fixed, before and after.
     """
-    monitor, i = state.monitor, state.i
+    monitor, i, given = state.monitor, state.i, method.given
     # the split is the same at each step, and compiled loops do it once
     rows_key, *keys = random.split(state.rng_key, 3)
     noise_key, model_key = (random.fold_in(key, i) for key in keys)
@@ -221,9 +223,9 @@ def one_step(
     # The sum is not finite if any entry is not; squares could overflow before.
     finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
     finite = finite & is_valid
-    if method.given.step_size is None:
-        finite = finite & ((i < fixed.warmup_steps) | _is_likely(new, method.given.temperature))
-    if callable(method.given.step_size):
+    if given.step_size is None:
+        finite = finite & ((i < fixed.warmup_steps) | _is_likely(new, given.temperature))
+    if callable(given.step_size):
         finite = finite & (step_size > 0)
     moved = (new.z, new.dynamics, evaluation.potential)
     stayed = (state.z, _turned(state.dynamics), monitor.minibatch_potential)
@@ -239,13 +241,14 @@ def one_step(
         center_sums(monitor.stein, state.z, jnp.where(settled, i - warmup // 2 + 1, 0)),
         new.z if method.gradient_at_end(fixed.layout.integrator) else state.z,
         evaluation.gradient,
-        finite & (i >= warmup) & judged,
-        method.given.temperature,
+        finite & (i >= warmup) & is_for_samples(given.step_size, i) & judged,
+        given.temperature,
         fixed.layout.sites,
         fixed.metric.direction,
         fixed.variances,
     )
-    share = share / fixed.layout.steps_per_sample if judged else jnp.full_like(share, jnp.nan)
+    steps = steps_for_samples(given.step_size, fixed.layout.steps_per_sample)
+    share = share / steps if judged else jnp.full_like(share, jnp.nan)
     return state._replace(
         i=i + 1,
         z=z,

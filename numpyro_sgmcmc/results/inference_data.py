@@ -25,6 +25,7 @@ from numpyro_sgmcmc.results.facts import (
     stein_of,
     variable_name,
 )
+from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.results.kept_rows import Selection, full_sites, keep_rows, log_likelihood_of
 from numpyro_sgmcmc.stein import advice
 from numpyro_sgmcmc.target.argument_checks import as_arrays
@@ -125,6 +126,7 @@ def to_arviz(
     stein = stein_of(mcmc)
     if stein is not None and (problem := stein.problem()) is not None:
         warnings.warn(advice(problem), stacklevel=2)
+    mcmc = kept_draws(mcmc)
     draws = mcmc.get_samples(group_by_chain=True)
     model, draws, chosen = keep_rows(mcmc.sampler.model, draws, args, kwargs, rows, key)
     coords = dict(chosen) | {

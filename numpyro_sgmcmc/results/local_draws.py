@@ -19,6 +19,7 @@ import xarray as xr
 from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import MAX_VALUES, arguments_of
+from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.results.kept_rows import (
     Selection,
     choose_rows,
@@ -102,7 +103,7 @@ def local_draws(
             "The model has no latent sites inside of subsampled plates: all of them are in"
             " `mcmc.get_samples()`."
         )
-    draws = mcmc.get_samples(group_by_chain=True)
+    draws = kept_draws(mcmc).get_samples(group_by_chain=True)
     chains, length = next(iter(draws.values())).shape[:2]
     numbers = np.unique(np.linspace(0, length - 1, min(num_draws, length)).round().astype(int))
     kept = {name: jnp.asarray(x[:, numbers]) for name, x in draws.items()}

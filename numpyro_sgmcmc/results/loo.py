@@ -16,6 +16,7 @@ from numpyro.infer.util import constrain_fn, unconstrain_fn
 
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import MAX_VALUES, arguments_of, check_size, to_arviz
+from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.results.kept_rows import (
     Selection,
     at_rows,
@@ -104,7 +105,7 @@ def loo(
     import xarray
 
     args, kwargs = arguments_of(mcmc)
-    model, draws = mcmc.sampler.model, mcmc.get_samples(group_by_chain=True)
+    model, draws = mcmc.sampler.model, kept_draws(mcmc).get_samples(group_by_chain=True)
     sites = site_shapes(model, draws, args, kwargs)
     plates = subsampled_plates(sites)
     name = _observed_site(sites, var_name)

@@ -75,6 +75,14 @@ def view_of(
     return view
 
 
+def with_draws(mcmc: MCMC, chosen: Any) -> MCMC:
+    """A copy of a run with some of its draws, by their numbers. The copy cannot be run."""
+    view = copy(mcmc)
+    view._states = jax.tree.map(lambda x: x[:, chosen], dict(mcmc._states))
+    view._states_flat = None
+    return view
+
+
 class HostedRun(MCMC):
     """``MCMC`` for a subclass that has a loop of its own and keeps the draws elsewhere."""
 

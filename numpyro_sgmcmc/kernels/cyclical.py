@@ -1,0 +1,123 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Step sizes in cycles: long ones that lead away, and short ones that samples are taken with."""
+
+from dataclasses import dataclass
+import math
+from typing import Any
+
+from jax import Array
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Cyclical:
+    """
+    The schedule that :func:`cyclical` gives.
+
+    - **largest**, **smallest** - step sizes at the begin of a cycle and where it samples.
+    - **steps** - steps of a cycle.
+    - **sampling_steps** - how many of them, the last ones, are for samples.
+    """
+
+    largest: float
+    smallest: float
+    steps: int
+    sampling_steps: int
+
+    def __call__(self, i: Array) -> Array:
+        share = (i % self.steps) / (self.steps - self.sampling_steps)
+        fall = (1 + jnp.cos(math.pi * share)) / 2
+        falling = self.smallest + (self.largest - self.smallest) * fall
+        return jnp.where(self.is_sampling(i), self.smallest, falling)
+
+    def is_sampling(self, i: Array) -> Array:
+        """Whether step :math:`i` is among those for samples."""
+        return i % self.steps >= self.steps - self.sampling_steps
+
+    def check(self, steps_per_sample: int) -> None:
+        """
+        :raises ValueError: if some samples would be taken partly outside of the end of a cycle.
+        """
+        whole = steps_per_sample % self.steps == 0
+        parts = self.steps % steps_per_sample == 0 and self.sampling_steps % steps_per_sample == 0
+        if not (whole or parts):
+            raise ValueError(
+                f"`steps_per_sample={steps_per_sample:,}` does not go with cycles of"
+                f" {self.steps:,} steps, the last {self.sampling_steps:,} for samples: it must"
+                " divide both, or be a multiple of the cycle. Leave it out for one sample at the"
+                " end of each cycle."
+            )
+
+
+def cyclical(largest: float, smallest: float, steps: int, sampling: float = 0.25) -> Cyclical:
+    """
+    A cyclical step size, for posteriors with several modes: ``step_size=cyclical(...)``.
+
+    Each cycle of :math:`P` steps begins with the largest step size, with which a chain gets away
+    from where it was, falls along half a cosine, and ends with :math:`S` steps of the smallest,
+
+    .. math:: h_i = h_{\\min} + \\tfrac12 (h_{\\max} - h_{\\min})
+        \\left( 1 + \\cos \\frac{\\pi \\, \\min(i \\bmod P, \\; P - S)}{P - S} \\right) .
+
+    Draws are taken from these steps only, all of the same size, so that within a mode they have the
+    law that the smallest step size gives. A sample is a whole cycle, unless ``steps_per_sample``
+    says otherwise. With several samples in a cycle ``to_arviz`` and the diagnostics leave those of
+    the falling step size out, but ``mcmc.get_samples()`` and ``arviz.from_numpyro``, which know
+    nothing of cycles, have them all.
+
+    What it does not do: how often a mode is visited depends on how wide its basin is for the
+    largest step size, and not on its probability. Draws are in more modes than those of a constant
+    step size, with weights that need not be right; for right ones use ``replicas``
+    (:class:`~numpyro_sgmcmc.Replicas`). The cycles are counted from the first step of the warm-up.
+
+    The published schedule falls until its end, and draws are from steps of several sizes.
+
+    :param float largest: :math:`h_{\\max}`, in units of the metric.
+    :param float smallest: :math:`h_{\\min}`, a step size that is right within a mode.
+    :param int steps: :math:`P`, the steps of a cycle.
+    :param float sampling: :math:`S / P`, the part of a cycle that samples are taken from.
+    :return: a function of the number of steps, for the argument ``step_size`` of a kernel.
+    :raises ValueError: if an argument has no meaning, naming it.
+
+    **References:**
+
+    1. *Cyclical Stochastic Gradient MCMC for Bayesian Deep Learning*,
+       Ruqi Zhang, Chunyuan Li, Jianyi Zhang, Changyou Chen and Andrew Gordon Wilson (2020), eq. (1)
+       and Algorithm 1.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> from numpyro_sgmcmc import cyclical
+        >>> step_size = cyclical(0.1, 0.01, steps=100, sampling=0.2)
+        >>> [round(float(step_size(i)), 3) for i in (0, 40, 80, 99, 100)]
+        [0.1, 0.055, 0.01, 0.01, 0.1]
+    """
+    for name, value in (("largest", largest), ("smallest", smallest)):
+        if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+            raise ValueError(f"`{name}` of a cyclical step size must be positive; got {value!r}.")
+    if smallest > largest:
+        raise ValueError(
+            f"`smallest={smallest:g}` of a cyclical step size is more than `largest={largest:g}`."
+        )
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
+        raise ValueError(f"`steps` of a cycle must be a whole number above 1; got {steps!r}.")
+    if not 0 < sampling < 1:
+        raise ValueError(f"`sampling` must be a part of a cycle, in (0, 1); got {sampling!r}.")
+    last = min(max(1, round(sampling * steps)), steps - 1)
+    return Cyclical(float(largest), float(smallest), steps, last)
+
+
+def is_for_samples(step_size: Any, i: Array) -> Array | bool:
+    """Whether a step is one that samples are taken from: all, of other schedules."""
+    return step_size.is_sampling(i) if isinstance(step_size, Cyclical) else True
+
+
+def steps_for_samples(step_size: Any, steps_per_sample: int) -> int:
+    """How many steps of a sample that counts are."""
+    if not isinstance(step_size, Cyclical) or steps_per_sample < step_size.steps:
+        return steps_per_sample
+    return steps_per_sample // step_size.steps * step_size.sampling_steps

@@ -1,0 +1,37 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The draws of a run that are to be used: of step sizes in cycles those of the ends of cycles."""
+
+import numpy as np
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc.target.host import with_draws
+
+#: Step sizes that differ by rounding are the same.
+_SAME = 1e-5
+
+
+def kept_draws(mcmc: MCMC) -> MCMC:
+    """
+    The run with the draws that are to be used.
+
+    :raises ValueError: if there are none.
+    """
+    smallest = getattr(mcmc.sampler, "settings", {}).get("cycle_step_size")
+    if smallest is None or mcmc.last_state is None:
+        return mcmc
+    sizes = mcmc.get_extra_fields(group_by_chain=True).get("step_size")
+    if sizes is None:
+        return mcmc
+    used = np.asarray(sizes)[0] <= smallest * (1 + _SAME)  # the same in all chains
+    if used.all():
+        return mcmc
+    if not used.any():
+        steps = mcmc.sampler.settings["cycle_steps"]
+        raise ValueError(
+            f"None of {used.size:,} draws is from the end of a cycle of {steps:,} steps: draw more"
+            " samples, or leave `steps_per_sample` and `thinning` out for one at the end of each"
+            " cycle."
+        )
+    return with_draws(mcmc, np.flatnonzero(used))
