@@ -32,6 +32,7 @@ PAGES = (
     "groups",
     "calibrated",
     "networks",
+    "modes",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
@@ -77,6 +78,7 @@ PARTS = {
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",
     "certificates": "benchmarks/certificates.py",
     "networks": "benchmarks/networks.py --data {data}",
+    "modes": "benchmarks/modes.py",
     "debiased": "benchmarks/debiased.py --only right steps cost --picture docs/debiased.png",
     "debiased_errors": "benchmarks/debiased.py --only errors",
     "debiased_suite": "benchmarks/debiased.py --only suite --data {data} --cache {cache}",

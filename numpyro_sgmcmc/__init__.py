@@ -35,6 +35,7 @@ from numpyro_sgmcmc.kernels import SGNHT as SGNHT
 from numpyro_sgmcmc.kernels import SMSUBU as SMSUBU
 from numpyro_sgmcmc.kernels import ApproximateScaleAdaptedSGHMC as ApproximateScaleAdaptedSGHMC
 from numpyro_sgmcmc.kernels import CCAdL as CCAdL
+from numpyro_sgmcmc.kernels import Replicas as Replicas
 from numpyro_sgmcmc.kernels import SGMCMCKernel as SGMCMCKernel
 from numpyro_sgmcmc.kernels import cyclical as cyclical
 from numpyro_sgmcmc.long_runs import LongRun as LongRun

@@ -24,6 +24,7 @@ from numpyro_sgmcmc import (
     SMSUBU,
     CCAdL,
     NoiseEstimate,
+    Replicas,
 )
 
 momentum = {"step_size": 3e-3, "friction": 30.0}
@@ -41,6 +42,7 @@ def tuned(model, **options):
 
 KERNELS = {
     "SGLD": partial(SGLD, step_size=1e-4),
+    "SGLD replicas": partial(SGLD, step_size=1e-4, replicas=Replicas([1, 2, 4])),
     "SGLD epochs": partial(SGLD, step_size=1e-4, subsampling="epochs"),
     "SGLD modified": partial(
         SGLD, step_size=1e-4, modified=True, noise=NoiseEstimate("low_rank", rank=2, window=5)

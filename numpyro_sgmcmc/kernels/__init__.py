@@ -8,6 +8,7 @@ from numpyro_sgmcmc.kernels.ccadl import CCAdL as CCAdL
 from numpyro_sgmcmc.kernels.cyclical import cyclical as cyclical
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel as SGMCMCKernel
 from numpyro_sgmcmc.kernels.psgld import PSGLD as PSGLD
+from numpyro_sgmcmc.kernels.replicas import Replicas as Replicas
 from numpyro_sgmcmc.kernels.scale_adapted import (
     ApproximateScaleAdaptedSGHMC as ApproximateScaleAdaptedSGHMC,
 )

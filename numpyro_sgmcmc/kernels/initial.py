@@ -5,7 +5,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,10 +17,11 @@ from numpyro_sgmcmc.data.sharding import found_shards
 from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed
 from numpyro_sgmcmc.kernels.growth import check_growth
 from numpyro_sgmcmc.kernels.members import members_for, members_tuning
+from numpyro_sgmcmc.kernels.replicas import check_replicas
 from numpyro_sgmcmc.kernels.self_tuning import fixed_for, tuning_for
 from numpyro_sgmcmc.kernels.settings import check_schedule
 from numpyro_sgmcmc.kernels.state import Fixed, KnownRows, SGMCMCState
-from numpyro_sgmcmc.kernels.transition import start
+from numpyro_sgmcmc.kernels.transition import start, with_replicas
 from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.initial_values import (
     check_initial_values,
@@ -67,6 +67,7 @@ def initialised(
     with jax.ensure_compile_time_eval() if traced else nullcontext():
         context.check_rows(target)
     method.check(target, num_warmup)
+    check_replicas(method, target)
     if given.start is not None and init_params is None:
         init_params = members_for(method, target, rng_key)
     with jax.ensure_compile_time_eval() if traced else nullcontext():
@@ -153,8 +154,11 @@ def initial_state(
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
         axes = axes_for(given.refresh_every)
-        one = of_chains(partial(start, method, target, fixed), out_axes=axes)
-        return one(z, *others)
+
+        def one(z: Values, *keys: Array) -> SGMCMCState:
+            return with_replicas(method, target, start(method, target, fixed, z, *keys))
+
+        return of_chains(one, out_axes=axes)(z, *others)
 
     target = context.target(given, args, kwargs)
     # what is fixed is an argument of the program, and the layout is a part of it

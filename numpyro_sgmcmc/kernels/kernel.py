@@ -219,8 +219,9 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def default_fields(self) -> tuple[str, ...]:
         """What is collected of each sample without being asked for."""
-        cycles = ["step_size"] if isinstance(self.given.step_size, Cyclical) else []
-        return ("z", "diverging", "configurational_temperature", *cycles)
+        asked = ["step_size"] if isinstance(self.given.step_size, Cyclical) else []
+        asked += [] if self.given.replicas is None else ["exchange_prob"]
+        return ("z", "diverging", "configurational_temperature", *asked)
 
     @property
     def tuning(self) -> Tuning | None:

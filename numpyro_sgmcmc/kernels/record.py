@@ -30,6 +30,8 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
     record |= given.record
     if isinstance(cycle := given.step_size, Cyclical):
         record |= {"cycle_steps": cycle.steps, "cycle_step_size": cycle.smallest}
+    if given.replicas is not None:
+        record["temperatures"] = ", ".join(f"{t:.6g}" for t in given.replicas.temperatures)
     friction = getattr(given, "friction", None)
     if tuning is not None:
         friction = tuning.friction
@@ -57,6 +59,10 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
         # two potentials of all rows are about as dear as one gradient
         tests = 1 if kernel.traits.tested else 0
         record["passes_per_sample"] = rows * (gradients + moves) + tests
+        if (replicas := given.replicas) is not None:
+            exchange = min(1.0, replicas.minibatches * target.minibatch_share) / 2
+            each = float(record["passes_per_sample"]) + exchange
+            record["passes_per_sample"] = len(replicas.temperatures) * each
         for plate in context.model.plates:
             record[f"batch_size_{plate.name}"] = plate.subsample_size
         if tuning is not None and (noise := kernel.noise(target, tuning)) is not None:

@@ -22,6 +22,7 @@ from numpyro_sgmcmc.data.sharding import checked_mesh
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate
 from numpyro_sgmcmc.kernels.cyclical import Cyclical
+from numpyro_sgmcmc.kernels.replicas import checked_replicas
 from numpyro_sgmcmc.target.control_variate import GRADIENTS
 from numpyro_sgmcmc.target.handlers import Model
 from numpyro_sgmcmc.tuning.ensemble import checked_start
@@ -102,6 +103,8 @@ class Settings:
         starts at an optimum of its own, which is found first; nothing else is tuned but, where it
         is not given, the step size of :class:`~numpyro_sgmcmc.SGMCLMC`. The descents begin within
         0.3 of zero unless ``init_strategy`` says otherwise. None otherwise.
+    :param replicas: :class:`~numpyro_sgmcmc.Replicas` of each chain at higher temperatures, with
+        which it exchanges positions, for posteriors with several modes. None for none.
     :param init_strategy: a per-site initialization function of NumPyro.
     :param str on_failure: what to do where the tuning has failed, and a sample would take more than
         1,000 steps: ``"raise"`` an error, or ``"warn"`` and go on with 1,000 steps for each.
@@ -123,6 +126,7 @@ class Settings:
     reparametrise: bool = True
     steps_per_sample: int | None = None
     start: Any = None
+    replicas: Any = None
     init_strategy: Callable = init_to_uniform
     on_failure: str = field(default="raise", metadata=_UNIMPORTANT)
     progress_bar: bool = field(default=True, metadata=_UNIMPORTANT)
@@ -149,6 +153,7 @@ class Settings:
             tuning=checked_tuning(self.tuning, self.metric, self.gradient, self.strata),
             strata=checked_strata(self.strata, self.subsampling),
             start=checked_start(self.start),
+            replicas=checked_replicas(self.replicas),
         )
         if isinstance(self.step_size, Cyclical) and self.steps_per_sample is not None:
             self.step_size.check(self.steps_per_sample)

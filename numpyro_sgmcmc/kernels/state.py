@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.gradients.estimators import Evaluation
+from numpyro_sgmcmc.kernels.replicas import HotReplicas
 from numpyro_sgmcmc.stein import SteinSums
 from numpyro_sgmcmc.target.centring import Coordinates
 from numpyro_sgmcmc.target.control_variate import Anchor
@@ -139,6 +140,7 @@ class SGMCMCState(NamedTuple):
     - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of ``i`` and keys split
       from it.
     - **prefetched** - minibatches of the next steps that have been read from disk, or None.
+    - **replicas** - the chain's replicas at higher temperatures, or None.
     """
 
     i: Array
@@ -149,6 +151,7 @@ class SGMCMCState(NamedTuple):
     fixed: Fixed
     rng_key: Array
     prefetched: Prefetched | None = None
+    replicas: HotReplicas | None = None
 
     def __getitem__(self, key: Any) -> Any:
         """A part of the state by its name, as NumPyro looks up what it is to collect."""
@@ -156,6 +159,8 @@ class SGMCMCState(NamedTuple):
             return tuple.__getitem__(self, key)
         named = zip(getattr(self.dynamics, "_fields", ()), self.dynamics, strict=True)
         parts = self.monitor._asdict() | dict(named)
+        if self.replicas is not None:
+            parts["exchange_prob"] = self.replicas.exchange_prob
         if key in parts:
             return parts[key]
         if key == "kinetic_temperature" and "momentum" in parts:
@@ -170,6 +175,7 @@ class SGMCMCState(NamedTuple):
         """What can be collected."""
         own = getattr(self.dynamics, "_fields", ())
         names = [*self._fields, *own, *self.monitor._fields]
+        names += [] if self.replicas is None else ["exchange_prob"]
         return names + (["kinetic_temperature"] if "momentum" in names else [])
 
 

@@ -21,6 +21,12 @@ from numpyro_sgmcmc.kernels.chains import axes_of, check_traced, layout_on, plac
 from numpyro_sgmcmc.kernels.cyclical import is_for_samples, steps_for_samples
 from numpyro_sgmcmc.kernels.growth import with_rows_so_far
 from numpyro_sgmcmc.kernels.identity import digest_of
+from numpyro_sgmcmc.kernels.replicas import (
+    HotReplicas,
+    hot_temperatures,
+    keys_of,
+    with_positions_exchanged,
+)
 from numpyro_sgmcmc.kernels.state import Fixed, Monitored, SGMCMCState
 from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
 from numpyro_sgmcmc.target.control_variate import Anchor
@@ -28,6 +34,7 @@ from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.potential import Potential, Rows, ravel
 from numpyro_sgmcmc.target.prefetch import nothing_prefetched, prefetched_with, rows_at
 from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.target.tempered import tempered
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
@@ -77,6 +84,22 @@ def start(
         rng_key=chain_key,
         prefetched=nothing_prefetched(target),
     )
+
+
+def with_replicas(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
+    """The state of one chain before its first step, and of its replicas, where it has some."""
+    if (replicas := method.given.replicas) is None:
+        return state
+    count = len(replicas.temperatures) - 1
+
+    def one(rng_key: Array) -> SGMCMCState:
+        keys = random.split(rng_key)
+        nothing: Any = None
+        return start(method, target, state.fixed, state.z, *keys)._replace(fixed=nothing)
+
+    states = jax.vmap(one)(keys_of(state.rng_key, count))
+    none = jnp.zeros(count, state.step_size.dtype)
+    return state._replace(replicas=HotReplicas(states, none))
 
 
 def sample(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
@@ -151,10 +174,32 @@ def _with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGM
 
 
 def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
+    """One sample of one chain, and of its replicas."""
+    target, hot = target.tuned(state.fixed), state.replicas
+    new = _steps_of_a_sample(method, target, state._replace(replicas=None))
+    if hot is None:
+        return new
+    keys = keys_of(state.rng_key, len(hot.exchange_prob))
+
+    def advanced(replica: SGMCMCState, rng_key: Array, temperature: Array) -> SGMCMCState:
+        replica = replica._replace(i=state.i, rng_key=rng_key, fixed=state.fixed)
+        moved = _steps_of_a_sample(method, target, replica, temperature)
+        nothing: Any = None
+        return moved._replace(fixed=nothing)
+
+    temperatures = hot_temperatures(method.given.replicas, target.view.dtype)
+    states = jax.vmap(advanced)(hot.states, keys, temperatures)
+    return with_positions_exchanged(method, target, new, hot._replace(states=states))
+
+
+def _steps_of_a_sample(
+    method: "SGMCMCKernel", target: Target, state: SGMCMCState, temperature: Array | None = None
+) -> SGMCMCState:
     """The steps of one sample of one chain, on the position as one flat vector."""
     fixed, monitor = state.fixed, state.monitor
-    target = target.tuned(fixed)
-    flat, position, potential = flattened(target, state)
+    flat, position, plain = flattened(target, state)
+    potential, scale = tempered(plain, temperature)
+    position = position / scale
     none = jnp.zeros_like(monitor.configurational_temperature)
     # what is the same for every step stays out of the loop
     nothing: Any = None
@@ -171,7 +216,8 @@ def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMC
     counted = (state.i > fixed.warmup_steps) & is_for_samples(method.given.step_size, state.i - 1)
     diverging = state.monitor.nonfinite_steps > monitor.nonfinite_steps
     stein = stein._replace(samples=stein.samples + counted)
-    moved = target.unravel(fixed.metric.moved(flat, position, state.z))
+    places = scale * before.z, scale * state.z
+    moved = target.unravel(fixed.metric.moved(flat, *places))
     return state._replace(
         z=target.as_written(moved),
         monitor=state.monitor._replace(diverging=diverging, stein=stein),

@@ -31,6 +31,9 @@ from numpyro_sgmcmc.stein import advice
 from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.host import arguments, view_of
 
+#: Replicas that exchange positions less often do not take part in what the chain does.
+_SELDOM = 0.02
+
 #: Values of the size of (chains, draws, N) beyond this need `max_values`: 2 GB in float32.
 MAX_VALUES = 500_000_000
 
@@ -123,6 +126,7 @@ def to_arviz(
     key = random.key(0) if rng_key is None else rng_key
     _warn_if_nonfinite(mcmc)
     _warn_if_friction_is_exceeded(mcmc)
+    _warn_if_seldom_exchanged(mcmc)
     stein = stein_of(mcmc)
     if stein is not None and (problem := stein.problem()) is not None:
         warnings.warn(advice(problem), stacklevel=2)
@@ -218,6 +222,8 @@ def _warn_if_friction_is_exceeded(mcmc: MCMC) -> None:
 def _warn_if_nonfinite(mcmc: MCMC) -> None:
     state = mcmc.last_state
     undone = np.asarray(getattr(getattr(state, "monitor", None), "nonfinite_steps", 0))
+    if (hot := getattr(state, "replicas", None)) is not None:
+        undone = undone + np.sum(hot.states.monitor.nonfinite_steps, axis=-1)
     if undone.sum():
         chains = undone.reshape(-1)
         warnings.warn(
@@ -227,6 +233,23 @@ def _warn_if_nonfinite(mcmc: MCMC) -> None:
             f" {float(np.max(state.step_size)):.3g}. The draws near them cannot be trusted: reduce"
             " the step size, start closer to the posterior (`init_to_value`), or give"
             " parameters with heavy-tailed posteriors a narrower prior.",
+            stacklevel=3,
+        )
+
+
+def _warn_if_seldom_exchanged(mcmc: MCMC) -> None:
+    tried = mcmc.get_extra_fields().get("exchange_prob")
+    if tried is None:
+        return
+    temperatures = str(mcmc.sampler.settings["temperatures"]).split(", ")
+    mean = np.mean(np.asarray(tried, np.float64), axis=0)
+    k = int(np.argmin(mean))
+    if mean[k] < _SELDOM:
+        warnings.warn(
+            f"Positions are exchanged in {mean[k]:.1%} of the tries between replicas at the"
+            f" temperatures {temperatures[k]} and {temperatures[k + 1]}: those that are hotter"
+            " hardly take part, and modes may be missing or have wrong weights. Take temperatures"
+            " between these two, or more `minibatches` for an exchange.",
             stacklevel=3,
         )
 

@@ -226,7 +226,8 @@ def warn_of(tuning: Tuning) -> None:
         warnings.warn(
             "The posterior has several modes (searches from different starts ended in"
             " different ones, with a barrier between): the chains will see one of them. Break a"
-            " symmetry of the model, or take the draws for predictions only.",
+            " symmetry of the model, take the draws for predictions only, or use"
+            " `replicas=Replicas(...)`, which visit all.",
             stacklevel=3,
         )
     if tuning.is_far_from_gaussian:

@@ -1,0 +1,63 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""A potential at a temperature, in coordinates in which steps of one size serve all of them."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.target.potential import Potential, Rows
+
+
+class Tempered(NamedTuple):
+    """
+    The potential at temperature :math:`T`, as a function of positions divided by its root,
+
+    .. math:: U_T(\\phi) = U(\\sqrt T \\, \\phi) / T .
+
+    Its curvature is that of :math:`U`, and noise of the gradient has a covariance of :math:`V / T`:
+    what is a good step size and friction at one temperature is at the others.
+    """
+
+    potential: Any
+    temperature: Array
+
+    def values(self, position: Array, /) -> Any:
+        return self.potential.values(self.scale * position)
+
+    def direction(self, vector: Array, /) -> Any:
+        return self.potential.direction(self.scale * vector)
+
+    def pullback(self, gradient: Any, /) -> Array:
+        return self.scale * self.potential.pullback(gradient)
+
+    def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
+        return self.potential(values, rows, rng_key) / self.temperature
+
+    def value_and_gradient(self, values: Any, rows: Rows, rng_key: Array, /) -> tuple[Array, Any]:
+        both = self.potential.value_and_gradient(values, rows, rng_key)
+        return self._divided(both)
+
+    def with_row_terms(
+        self, values: Any, rows: Rows, rng_key: Array, /
+    ) -> tuple[Array, dict[str, Array]]:
+        return self._divided(self.potential.with_row_terms(values, rows, rng_key))
+
+    @property
+    def scale(self) -> Array:
+        """:math:`\\sqrt T`, from a position to one of the potential itself."""
+        return jnp.sqrt(self.temperature)
+
+    def _divided(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: x / self.temperature, tree)
+
+
+def tempered(potential: Potential, temperature: Array | None) -> tuple[Potential, Array | float]:
+    """The potential at a temperature, or as it is, and the scale of its positions."""
+    if temperature is None:
+        return potential, 1.0
+    found = Tempered(potential, temperature)
+    return found, found.scale
