@@ -21,6 +21,8 @@ from numpyro_sgmcmc.diagnostics.growth import Growth as Growth
 from numpyro_sgmcmc.diagnostics.growth import growth as growth
 from numpyro_sgmcmc.diagnostics.halving import step_halving as step_halving
 from numpyro_sgmcmc.diagnostics.noise_spectrum import gradient_noise as gradient_noise
+from numpyro_sgmcmc.diagnostics.predictive_scores import PredictiveScores as PredictiveScores
+from numpyro_sgmcmc.diagnostics.predictive_scores import predictive_scores as predictive_scores
 from numpyro_sgmcmc.diagnostics.stein_matrix import stein_matrix as stein_matrix
 from numpyro_sgmcmc.diagnostics.summary import Summary as Summary
 from numpyro_sgmcmc.diagnostics.summary import summary as summary

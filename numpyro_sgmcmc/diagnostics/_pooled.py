@@ -1,0 +1,301 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The mixture of all draws as a predictive law of rows, by sums over draws, some rows at a time."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro import distributions as dist
+from numpyro.distributions import constraints
+from numpyro.handlers import seed, substitute, trace
+
+from numpyro_sgmcmc.data.drawn_rows import ShapeOf
+from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
+from numpyro_sgmcmc.results.kept_rows import at_rows, seeded, subsampled_plates
+from numpyro_sgmcmc.target.handlers import Model, without_wrappers
+
+#: Rows that are looked at together, and predictive draws of each of them.
+_CHUNK, _PREDICTIVE_DRAWS = 2_000, 1_000
+
+#: Predictive draws that are kept at once, where the rows cannot be divided.
+_MOST_VALUES = 50_000_000
+
+#: Sites whose values are classes, each with a probability.
+_OF_CLASSES = (
+    dist.BernoulliLogits,
+    dist.BernoulliProbs,
+    dist.CategoricalLogits,
+    dist.CategoricalProbs,
+)
+
+#: Laws of more than the value: a censored one says that the number lies beyond it.
+_CENSORED = (
+    dist.IntervalCensoredDistribution,
+    dist.LeftCensoredDistribution,
+    dist.RightCensoredDistribution,
+)
+
+
+def sites_at(
+    model: Model, draw: Mapping[str, Array], args: tuple, kwargs: dict
+) -> dict[str, dict[str, Any]]:
+    """The sites of the model at one draw of its latent sites, whatever else the draw has."""
+
+    def given(site: dict) -> Array | None:
+        if site["type"] != "sample" or site["is_observed"] or site["name"] not in draw:
+            return None
+        value, shape = draw[site["name"]], site["fn"].shape()
+        if jnp.shape(value) != shape:
+            plates = [frame.name for frame in site["cond_indep_stack"]]
+            raise ValueError(
+                f"A draw of site '{site['name']}' has the shape {jnp.shape(value)}, but with these"
+                f" arguments the site has the shape {shape}. "
+                + (
+                    f"It is latent in {plates}, and nothing is known of it for other rows or"
+                    " groups than those of the run: write a likelihood in which it is integrated"
+                    " out."
+                    if plates
+                    else "The draws have a single leading axis, as in `mcmc.get_samples()`."
+                )
+            )
+        return value
+
+    return trace(substitute(model, substitute_fn=given)).get_trace(*args, **kwargs)
+
+
+def shapes_of(
+    model: Model, draws: Mapping[str, Array], args: tuple, kwargs: dict
+) -> dict[str, dict[str, Any]]:
+    """The same sites at no cost: their values are not computed, and must not be used."""
+    sites: dict[str, dict] = {}
+    model = seed(model, random.key(0))
+    args, kwargs = replaced((args, kwargs), [ShapeOf(x) for x in on_disk((args, kwargs))])
+
+    def read(draws: Mapping[str, Array]) -> None:
+        sites.update(sites_at(model, {k: x[0] for k, x in draws.items()}, args, kwargs))
+
+    jax.eval_shape(read, dict(draws))
+    return sites
+
+
+def chunked_axis(sites: Mapping[str, dict], name: str) -> tuple[str, int] | None:
+    """The subsampled plate by which the rows of a site are divided, and its axis."""
+    plates = {plate.name for plate in subsampled_plates(sites)}
+    dims = len(sites[name]["fn"].batch_shape)
+    for frame in sites[name]["cond_indep_stack"]:
+        if frame.name in plates:
+            return frame.name, dims + frame.dim
+    return None
+
+
+def of_classes(fn: Any) -> bool:
+    return fn.event_dim == 0 and isinstance(without_wrappers(fn), _OF_CLASSES)
+
+
+def of_numbers(fn: Any) -> bool:
+    """Whether values have an order: not if they are arrays, classes, angles or censored."""
+    if fn.event_dim or of_classes(fn) or isinstance(without_wrappers(fn), _CENSORED):
+        return False
+    return fn.support is not constraints.circular
+
+
+def pooled(
+    model: Model,
+    draws: Mapping[str, Array],
+    count: int,
+    args: tuple,
+    kwargs: dict,
+    sites: Mapping[str, dict],
+    name: str,
+    rng_key: Array,
+) -> tuple[dict[str, np.ndarray], int, int]:
+    """
+    What the mixture of all draws says of each row of the site: arrays of its batch shape, the
+    number of classes and the number of predictive draws, either of which may be zero.
+    """
+    plates, chunked = subsampled_plates(sites), chunked_axis(sites, name)
+    shape = sites[name]["fn"].batch_shape
+
+    def evaluate(number: Array, rows: Array) -> tuple[Any, Array]:
+        """The law of the rows at a draw, and their values."""
+        of_rows = model if chunked is None else at_rows(model, plates, {chunked[0]: rows})
+        draw = {k: x[number] for k, x in draws.items()}
+        site = sites_at(seeded(of_rows), draw, args, kwargs)[name]
+        fn = site["fn"]
+        return fn, jnp.broadcast_to(site["value"], fn.shape())
+
+    length, axis = (1, 0) if chunked is None else (shape[chunked[1]], chunked[1])
+    parts = -(-length // _CHUNK)
+    rows = np.minimum(np.arange(parts * -(-length // parts)), length - 1).reshape(parts, -1)
+    together = int(np.prod(shape)) if chunked is None else int(np.prod(shape)) // parts + 1
+    known: dict[str, int] = {"classes": 0}
+    most = max(2, min(_PREDICTIVE_DRAWS, _MOST_VALUES // together))
+    kept, each = _kept(count, most)
+
+    def of_chunk(given: tuple[Array, Array]) -> dict[str, Array]:
+        part, rows = given
+        key = random.fold_in(rng_key, part)
+        found = _of_rows(lambda k: evaluate(k, rows), count, kept, each, key, known)
+        return {k: x if chunked is None else jnp.moveaxis(x, axis, 0) for k, x in found.items()}
+
+    # as one loop it is one program, in which the data are arguments and not constants
+    found = jax.device_get(lax.map(of_chunk, (jnp.arange(parts), jnp.asarray(rows))))
+    if chunked is None:
+        arrays = {k: x[0] for k, x in found.items()}
+    else:
+        flat = {k: x.reshape(-1, *x.shape[2:])[:length] for k, x in found.items()}
+        arrays = {k: np.moveaxis(x, 0, axis) for k, x in flat.items()}
+    return arrays, known["classes"], kept.size * each if "crps" in arrays else 0
+
+
+def _kept(count: int, most: int) -> tuple[np.ndarray, int]:
+    """The draws of which there are predictive draws, evenly spaced, and how many of each."""
+    kept = np.linspace(0, count - 1, min(count, most)).round().astype(int)
+    return kept, max(1, most // count)
+
+
+def _of_rows(
+    evaluate: Callable[[Array], tuple[Any, Array]],
+    count: int,
+    kept: np.ndarray,
+    each: int,
+    key: Array,
+    known: dict[str, int],
+) -> dict[str, Array]:
+    """
+    :param evaluate: from the number of a draw to the law of some rows, and their values.
+    :param kept: the numbers of the draws from which values are drawn, ``each`` of one.
+    :param known: is told the number of classes.
+    """
+
+    def terms(fn: Any, y: Array) -> dict[str, Array]:
+        """What is averaged over the draws, besides the density."""
+        base = without_wrappers(fn)
+        if of_classes(fn):
+            p = base.probs
+            if isinstance(base, dist.BernoulliLogits | dist.BernoulliProbs):
+                p = jnp.stack([1 - p, p], axis=-1)
+            known["classes"] = p.shape[-1]
+            return {"probabilities": jnp.broadcast_to(p, (*fn.batch_shape, p.shape[-1]))}
+        if not of_numbers(fn):
+            return {}
+        # of the distance to the value, which keeps the digits that a large mean would lose
+        laws = {"error": lambda: fn.mean - y, "cdf": lambda: base.cdf(y)}
+        return {
+            name: jnp.broadcast_to(law(), fn.batch_shape)
+            for name, law in laws.items()
+            if _exists(law)
+        }
+
+    def drawn(fn: Any, y: Array, number: Array) -> Array | None:
+        """Distances of predictive draws from the values."""
+
+        def distances() -> Array:
+            return fn.sample(random.fold_in(key, number), (each,)) - y * 1.0
+
+        return distances() if of_numbers(fn) and _exists(distances) else None
+
+    def first_terms() -> tuple[Array, dict[str, Array]]:
+        fn, y = evaluate(jnp.asarray(0))
+        return fn.log_prob(y), terms(fn, y)
+
+    def add(sums: tuple, number: Array, with_draws: bool) -> tuple[tuple, Array | None]:
+        """To the sum of densities, over the largest of them, and to those of the terms."""
+        largest, density, others = sums
+        fn, y = evaluate(number)
+        log_density = fn.log_prob(y)
+        above = jnp.maximum(largest, log_density)
+        reference = jnp.where(jnp.isfinite(above), above, 0.0)
+        factor = jnp.exp(largest - reference)
+        scaled = _Sum(density.total * factor, density.lost * factor)
+        density = _plus(scaled, jnp.exp(log_density - reference))
+        others = {k: _plus(others[k], x) for k, x in terms(fn, y).items()}
+        return (above, density, others), drawn(fn, y, number) if with_draws else None
+
+    of_density, of_terms = jax.tree.map(
+        lambda x: _Sum(*(jnp.zeros(x.shape, jnp.result_type(x.dtype, float)),) * 2),
+        jax.eval_shape(first_terms),
+    )
+    sums = (of_density.total - jnp.inf, of_density, of_terms)
+    rest = np.setdiff1d(np.arange(count), kept)
+    sums, ensemble = lax.scan(lambda s, k: add(s, k, True), sums, jnp.asarray(kept))
+    if rest.size:
+        sums, _ = lax.scan(lambda s, k: add(s, k, False), sums, jnp.asarray(rest))
+    largest, density, others = sums
+    reference = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    means = {name: x.total / count for name, x in others.items()}
+    fn, y = evaluate(jnp.asarray(0))
+    found = {
+        "observed": y,
+        "log_predictive_density": reference + jnp.log(density.total / count),
+    }
+    if "probabilities" in means:
+        return found | _of_classes(means["probabilities"], y)
+    if of_numbers(fn):
+        discrete = without_wrappers(fn).support.is_discrete
+        found |= _of_numbers(means, ensemble, found["log_predictive_density"], discrete)
+    return found
+
+
+class _Sum(NamedTuple):
+    """A sum, and what was lost of its last terms by rounding."""
+
+    total: Array
+    lost: Array
+
+
+def _plus(before: _Sum, term: Array) -> _Sum:
+    """With one more term, after Kahan: the error does not grow with the number of draws."""
+    term = term - before.lost
+    total = before.total + term
+    return _Sum(total, (total - before.total) - term)
+
+
+def _exists(law: Callable[[], Array]) -> bool:
+    """Whether a distribution can compute it."""
+    try:
+        jax.eval_shape(law)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _of_classes(p: Array, y: Array) -> dict[str, Array]:
+    one_hot = jax.nn.one_hot(y, p.shape[-1], dtype=p.dtype)
+    most_probable = jnp.argmax(p, axis=-1)
+    return {
+        "most_probable": most_probable,
+        "confidence": jnp.max(p, axis=-1),
+        "error": (most_probable != y) * 1.0,
+        "brier": jnp.sum((p - one_hot) ** 2, axis=-1),
+    }
+
+
+def _of_numbers(
+    means: Mapping[str, Array], ensemble: Array | None, log_density: Array, discrete: bool
+) -> dict[str, Array]:
+    """
+    :param means: over all draws, of the distance of the mean and of the distribution function.
+    :param ensemble: distances of predictive draws, of each draw in the first two axes.
+    :return: with ``below`` and ``at``, the probabilities of less than the value and of the value.
+    """
+    found = {"error": means["error"]} if "error" in means else {}
+    if "cdf" in means:
+        at = jnp.exp(log_density) if discrete else jnp.zeros_like(log_density)
+        found |= {"below": means["cdf"] - at, "at": at}
+    if ensemble is None:
+        return found
+    flat = jnp.sort(ensemble.reshape(-1, *ensemble.shape[2:]), axis=0)
+    size = flat.shape[0]
+    # half of the mean distance of all pairs, by their order
+    weights = (2 * np.arange(1, size + 1) - size - 1) / (size - 1)
+    spread = jnp.tensordot(jnp.asarray(weights, flat.dtype), flat, axes=1) / size
+    found.setdefault("error", jnp.mean(flat, axis=0))
+    found.setdefault("below", jnp.mean(flat < 0, axis=0))
+    found.setdefault("at", jnp.mean(flat == 0, axis=0))
+    return found | {"crps": jnp.mean(jnp.abs(flat), axis=0) - spread}
