@@ -11,7 +11,8 @@ Posteriors with several modes whose weights are known: one step size, cycles of 
 rows, whose labels can be exchanged. ``rings``: radii of two rings, of 10,000 points as in the
 report on them, whose labels can be exchanged too, with modes 200 standard deviations apart. Four
 chains start in different modes. ``weights`` is the largest error of the weight of a mode, in all
-chains together, ``one chain`` the largest in a single one, and ``visits`` how often a chain goes from one mode to another.
+chains together, ``one chain`` the largest in a single one, and ``visits`` how often a chain goes
+from one mode to another.
 """
 
 import argparse

@@ -186,6 +186,19 @@ MUTATIONS = {
         "kernels/sgmclmc.py", "    taken = (h / temperature) ** 2\n", "    taken = 0 * h\n",
         "tests/test_sgmclmc.py -k so_much_less",
     ),
+    "exchanges without a penalty for their noise": Mutation(
+        "kernels/replicas.py", "ratio = difference - penalty", "ratio = difference - 0 * penalty",
+        "tests/test_replicas.py -k balanced",
+    ),
+    "replicas whose noise is that of the chain": Mutation(
+        "target/tempered.py", "return self.scale * self.potential.pullback(gradient)",
+        "return self.potential.pullback(gradient)",
+        "tests/test_replicas.py -k law_of_their_temperature",
+    ),
+    "draws from the fall of a cycle": Mutation(
+        "results/kept_draws.py", "if used.all():", "if used.any():",
+        "tests/test_cyclical.py -k left_out",
+    ),
     "minibatches that stand for the room, too": Mutation(
         "target/target.py", "share = (count / plate.size)", "share = (1.0 + 0 * count)",
         "tests/test_growing.py -k sums_of_old",

@@ -91,9 +91,9 @@ def test_steps_are_as_long_as_the_energy_allows_and_chains_stay_near():
 def test_members_that_are_lost_are_told():
     kernel = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=5))
 
-    def lost(target, starts, rng_keys, settings, compiled):
+    def lost(target, starts, *rest):
         starts = jax.tree.map(lambda v: v.at[1].set(jnp.nan), starts)
-        return found(target, starts, rng_keys, settings, compiled)
+        return found(target, starts, *rest)
 
     found = ensemble.find_members
     with pytest.MonkeyPatch.context() as patch:
@@ -125,3 +125,31 @@ def test_what_cannot_start_is_said():
     keys = random.split(random.key(0), 2)
     with pytest.raises(ValueError, match="chains are traced one by one"):
         jax.vmap(lambda key: kernel.init(key, 1, None, (X, Y), {}))(keys)
+
+
+@pytest.mark.slow
+def test_members_are_the_best_along_their_descent_by_rows_that_were_held_out():
+    def member(held_out):
+        start = Ensemble(steps=1_000, learning_rate=2e-3, held_out=held_out)
+        kernel = SGHMC(network, 1e-3, 10.0, start=start)
+        return kernel.init(random.split(random.key(0), 3), 1, None, (X, Y), {}).z
+
+    def error(draws, y):
+        return ((np.asarray(jax.vmap(of_model)(draws)) - y) ** 2).mean(axis=1)
+
+    last = member(None)
+    # the more is learned of the rows of the run the worse for these, from some step on
+    early = member((X[:120], -Y[:120]))
+    assert np.all(error(early, -Y) < error(last, -Y))
+    assert np.all(error(early, Y) > 2 * error(last, Y))
+    late = member((X[:120], Y[:120]))
+    assert np.all(error(late, Y) < 1.05 * error(last, Y))
+
+
+def test_rows_that_were_held_out_are_checked():
+    with pytest.raises(ValueError, match="`held_out` of an ensemble must be a tuple"):
+        Ensemble(held_out=[X, Y])
+    two = np.concatenate([X, X], axis=1)
+    kernel = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(two, Y)))
+    with pytest.raises((ValueError, TypeError)):
+        kernel.init(random.key(0), 1, None, (X, Y), {})

@@ -17,6 +17,7 @@ import xarray as xr
 from numpyro_sgmcmc.diagnostics._pooled import of_numbers, pooled, shapes_of
 from numpyro_sgmcmc.diagnostics._proper_scores import scores_of, standard_error
 from numpyro_sgmcmc.results.facts import variable_name
+from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.results.kept_rows import subsampled_plates
 from numpyro_sgmcmc.target.argument_checks import checked_arrays
 from numpyro_sgmcmc.target.handlers import Model, full_data
@@ -239,7 +240,7 @@ def _model_and_samples(mcmc: Any) -> tuple[Model, dict[str, Any]]:
 
 def _samples(mcmc: MCMC) -> dict[str, Any]:
     """The draws of all chains, one after the other."""
-    return dict(mcmc.get_samples())
+    return dict(kept_draws(mcmc).get_samples())
 
 
 def _check_samples(samples: Mapping[str, Any]) -> int:

@@ -17,9 +17,10 @@ from numpyro_sgmcmc.kernels.identity import data_of
 from numpyro_sgmcmc.kernels.self_tuning import fixed_for
 from numpyro_sgmcmc.kernels.state import Fixed
 from numpyro_sgmcmc.kernels.transition import flattened, start
+from numpyro_sgmcmc.target.argument_checks import checked_arrays
 from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import Values
+from numpyro_sgmcmc.target.model import Values, read_model
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.ensemble import find_members
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -63,8 +64,35 @@ def members_for(method: "SGMCMCKernel", target: Target, rng_key: Array) -> Value
     starts, found = initial_values(target.view, start_keys, strategy, target.args, target.kwargs)
     if not found:
         raise no_initial_values(target.view, start_keys, strategy, target.args, target.kwargs)
-    members = find_members(target, starts, rows_keys, ensemble, method.context.compiled)
+    held, compiled = _held_out(method), method.context.compiled
+    members = find_members(target, starts, rows_keys, ensemble, compiled, held)
     return jax.tree.map(lambda x: x[0], members.values) if single else members.values
+
+
+def _held_out(method: "SGMCMCKernel") -> Target | None:
+    """
+    The model with the rows that were held out.
+
+    :raises ValueError: if it has no rows, or other parameters than with those of the run.
+    """
+    given, ensemble, known = method.given, method.given.start, method.context.model
+    assert ensemble is not None and known is not None
+    if ensemble.held_out is None:
+        return None
+    args, kwargs = checked_arrays(given.model, ensemble.held_out, {})
+    view = read_model(given.model, given.init_strategy, args, kwargs)
+    here, there = ({name: x.shape for name, x in model.latents.items()} for model in (view, known))
+    if here != there:
+        raise ValueError(
+            f"With the arguments `held_out` of the ensemble the model has the parameters {here},"
+            f" but with those of the run {there}: give rows of the same columns."
+        )
+    if not view.plates:
+        raise ValueError(
+            "With the arguments `held_out` of the ensemble no plate of the model has a"
+            " `subsample_size`, and it is not known which its rows are: give them one."
+        )
+    return Target(view, args, kwargs)
 
 
 def members_tuning(method: "SGMCMCKernel", target: Target, values: Values, single: bool) -> Tuning:

@@ -4,9 +4,9 @@
 """Optima of a posterior with many of them, one for each chain, by Adam on minibatches."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -17,10 +17,14 @@ import optax
 
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.model import Values
+from numpyro_sgmcmc.target.potential import Rows, over_all_data
 from numpyro_sgmcmc.target.target import Target
 
 #: Steps whose mean potential is that of a member.
 _LAST = 100
+
+#: How often a descent is looked at with rows that were held out.
+_CHECKS = 20
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class Ensemble:
         variance of the energy in a step is so much for each parameter. 0.5 is far from the
         5e-4 of a sampler without bias: chains then go further, and the law of the weights is
         another. It has been tried on two data sets, and other values have not been compared.
+    :param tuple held_out: the arguments of the model with rows that are not among those of the run:
+        each member is then the best of 20 along its descent, by the likelihood of these rows, and
+        not the last. None keeps the last.
     :raises ValueError: if an argument is not positive, naming it.
 
     **References:**
@@ -60,6 +67,8 @@ class Ensemble:
     steps: int = 10_000
     learning_rate: float = 3e-3
     energy_variance: float = 0.5
+    #: an argument of the program, and no part of what tells it from others
+    held_out: tuple | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("steps", "learning_rate", "energy_variance"):
@@ -68,16 +77,23 @@ class Ensemble:
                 raise ValueError(f"`{name}` of an ensemble must be positive; got {value!r}.")
         if not isinstance(self.steps, int):
             raise ValueError(f"`steps` of an ensemble must be a whole number; got {self.steps!r}.")
+        if self.held_out is not None and not isinstance(self.held_out, tuple):
+            raise ValueError(
+                "`held_out` of an ensemble must be a tuple of the arguments of the model, such as"
+                f" `(x, y)`; got a {type(self.held_out).__name__}."
+            )
 
 
 class Members(NamedTuple):
     """
     - **values** - unconstrained values of the latent sites, with a leading axis for the members.
     - **potentials** - the mean minibatch potential at the end of each.
+    - **steps** - after how many steps each was the best by rows that were held out.
     """
 
     values: Values
     potentials: np.ndarray
+    steps: np.ndarray
 
 
 def checked_start(start: object) -> Ensemble | None:
@@ -97,6 +113,7 @@ def find_members(
     rng_keys: Array,
     ensemble: Ensemble,
     compiled: Callable,
+    held: Target | None = None,
 ) -> Members:
     """
     An optimum for each chain, all in one program. Where a descent has not ended at finite values,
@@ -105,15 +122,22 @@ def find_members(
     :param starts: unconstrained values, with a leading axis for the members.
     :param rng_keys: for the minibatches of each.
     :param compiled: keeps the program, :meth:`~numpyro_sgmcmc.kernels.context.Context.compiled`.
+    :param held: the model with rows that were held out, by which the best along each descent is
+        kept; None keeps the last.
     :raises ValueError: if none has.
     """
 
-    def run(target: Target, starts: Values, rng_keys: Array) -> tuple[Values, Array]:
+    checks = 1 if held is None else min(_CHECKS, ensemble.steps)
+    each = -(-ensemble.steps // checks)
+
+    def run(
+        target: Target, starts: Values, rng_keys: Array, arguments: Any
+    ) -> tuple[Values, Array, Array]:
         potential = target.potential(IdentityMetric())
         schedule = optax.cosine_decay_schedule(ensemble.learning_rate, ensemble.steps)
         optimiser = optax.adam(schedule)  # the model's prior is what decays weights
 
-        def one(values: Values, key: Array) -> tuple[Values, Array]:
+        def one(values: Values, key: Array) -> tuple[Values, Array, Array]:
             def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
                 values, state = carry
                 rows, own = target.rows(key, i), random.fold_in(key, i)
@@ -121,13 +145,28 @@ def find_members(
                 updates, state = optimiser.update(slope, state, values)
                 return (optax.apply_updates(values, updates), state), value
 
-            carry = values, optimiser.init(values)
-            (values, _), found = lax.scan(step, carry, jnp.arange(ensemble.steps))
-            return values, found[-_LAST:].mean()
+            def part(carry: tuple, k: Array) -> tuple[tuple, Array]:
+                now, best, score, at = carry
+                now, found = lax.scan(step, now, k * each + jnp.arange(each))
+                if held is None:
+                    return (now, now[0], score, (k + 1) * each), found
+                here = log_likelihood(_with_data(held, arguments), now[0])
+                better = ~(here <= score)  # what is not a number is not overlooked
+                best = jax.tree.map(lambda x, y: jnp.where(better, x, y), now[0], best)
+                chosen = jnp.where(better, here, score), jnp.where(better, (k + 1) * each, at)
+                return (now, best, *chosen), found
+
+            lowest = jnp.full((), -jnp.inf, target.view.dtype)
+            first = (values, optimiser.init(values)), values, lowest, jnp.asarray(0)
+            (_, best, _, at), found = lax.scan(part, first, jnp.arange(checks))
+            return best, found.ravel()[-_LAST:].mean(), at
 
         return jax.vmap(one)(starts, rng_keys)
 
-    values, potentials = compiled("ensemble", run, target, ensemble)(starts, rng_keys)
+    facts = (ensemble,) if held is None else (ensemble, held.view.facts)
+    arguments = None if held is None else (held.args, held.kwargs)
+    program = compiled("ensemble", run, target, *facts)
+    values, potentials, steps = program(starts, rng_keys, arguments)
     leaves = [np.asarray(x).reshape(len(x), -1) for x in jax.tree.leaves(values)]
     finite = np.isfinite(np.concatenate(leaves, axis=1)).all(axis=1) & np.isfinite(potentials)
     if not finite.any():
@@ -147,5 +186,21 @@ def find_members(
         good = np.flatnonzero(finite)
         instead = np.where(finite, np.arange(len(finite)), np.resize(good, len(finite)))
         values = jax.tree.map(lambda x: x[instead], values)
-        potentials = potentials[instead]
-    return Members(values, np.asarray(potentials))
+        potentials, steps = potentials[instead], steps[instead]
+    return Members(values, np.asarray(potentials), np.asarray(steps))
+
+
+def log_likelihood(target: Target, values: Values) -> Array:
+    """The log likelihood of all rows, at values of one member."""
+    potential = target.potential(IdentityMetric())
+
+    def of_chunk(rows: Rows) -> Array:
+        _, terms = potential.with_row_terms(values, rows, random.key(0))
+        return sum((jnp.sum(term) for term in terms.values()), jnp.zeros((), target.view.dtype))
+
+    return over_all_data(of_chunk, target.view.plates)
+
+
+def _with_data(target: Target, arguments: tuple[tuple, dict]) -> Target:
+    args, kwargs = arguments
+    return target._replace(args=args, kwargs=kwargs)
