@@ -1,0 +1,228 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Networks where full batches cannot go, against deep ensembles of the same number of passes.
+
+    python benchmarks/ensembles.py --data FOLDER [--only covtype mnist flights] [--select]
+
+Four members each, and the same passes over the training rows in all: the ensemble spends them on
+the descent, a sampler half of them on the descent and half on warm-up and draws. Priors are normal
+with standard deviation 1/sqrt(fan in) for weights and 1 for biases; tanh; temperature 1. Test rows
+are a random fifth, of ``mnist`` the official ones. ``--select`` tries the values in ``GRID``, three
+for each method, on a tenth of the training rows with a key that is none of the table's. The scores
+of test rows: negative log density of the mixture of all draws; error rate, for ``flights`` root
+mean square error; expected calibration error in 15 bins, for ``flights`` the mean difference
+between nominal and empirical coverage of central intervals.
+"""
+
+import argparse
+import json
+from pathlib import Path
+import sys
+import time
+
+import jax
+from jax import random
+import jax.numpy as jnp
+from measure import table
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import SGHMC, SGMCLMC, CCAdL, Ensemble, cyclical
+
+MEMBERS, WARMUP, DRAWS, SELECTION_KEY = 4, 5, 20, 100
+#: Widths of the layers after the first, rows of a minibatch, and passes in all.
+CASES = {"covtype": ((64, 64, 7), 1_000, 8), "mnist": ((200, 10), 500, 20)}
+CASES["flights"] = ((64, 64, 2), 1_000, 8)
+STEP_SIZES = (1e-4, 3e-4, 1e-3)
+#: Learning rates of the ensemble, step sizes of the samplers: of the cycles the smallest.
+GRID = {
+    "ensemble": (1e-3, 3e-3, 1e-2),
+    "SGHMC": STEP_SIZES,
+    "CCAdL": STEP_SIZES,
+    "SGMCLMC": (1e-5, 3e-5, 1e-4),
+    "SGHMC in cycles": STEP_SIZES,
+}
+#: What ``--select`` found, for each data set and method: not run yet, and no table without it.
+CHOSEN: dict[str, dict[str, float]] = {}
+
+
+def out(draw, signal):
+    last = len(draw) // 2 - 1
+    for k in range(last):
+        signal = jnp.tanh(signal @ draw[f"w{k}"] + draw[f"b{k}"])
+    return signal @ draw[f"w{last}"] + draw[f"b{last}"]
+
+
+def law(found, name):
+    if name != "flights":
+        return dist.Categorical(logits=found)
+    return dist.StudentT(4.0, found[..., 0], jax.nn.softplus(found[..., 1]) + 1e-3)
+
+
+def network(name, x, y):
+    widths, rows, _ = CASES[name]
+    draw, sizes = {}, [x.shape[1], *widths]
+    for k, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        weights = dist.Normal(0, a**-0.5).expand([a, b]).to_event(2)
+        draw[f"w{k}"] = numpyro.sample(f"w{k}", weights)
+        draw[f"b{k}"] = numpyro.sample(f"b{k}", dist.Normal(0, 1).expand([b]).to_event(1))
+    with numpyro.plate("rows", x.shape[0], subsample_size=rows) as i:
+        numpyro.sample("y", law(out(draw, x[i]), name), obs=y[i])
+
+
+def load(data, name, select):
+    """Training and test rows; of a selection both are from the training rows."""
+    z = np.load(data / f"{name}.npz")
+    if name == "mnist":
+        x = np.concatenate([z["train_x"], z["test_x"]]).reshape(-1, 784) / 255.0
+        y = np.concatenate([z["train_y"], z["test_y"]]).astype(int)
+        train, test = np.arange(60_000), np.arange(60_000, 70_000)
+    else:
+        if name == "covtype":
+            x, y, numeric = z["x"].astype(float), z["y"].astype(int) - 1, 10
+        else:
+            columns = np.stack([z["dep_hour"], z["day"], z["distance"]], 1).astype(float)
+            codes = (z["month"] - 1, 12), (z["carrier"], 16), (z["origin"], 3)
+            x = np.concatenate([columns, *(np.eye(n)[c] for c, n in codes)], 1)
+            y, numeric = z["arr_delay"].astype(float), 3
+        order = np.random.RandomState(0).permutation(len(y))
+        test, train = np.split(order, [len(y) // 5])
+    if select:
+        test, train = np.split(np.random.RandomState(1).permutation(train), [len(train) // 10])
+    if name != "mnist":
+        x[:, :numeric] -= x[train, :numeric].mean(0)
+        x[:, :numeric] /= x[train, :numeric].std(0)
+    if name == "flights":
+        y = (y - y[train].mean()) / y[train].std()
+    kind = "f4" if name == "flights" else "i4"
+    return [(jnp.asarray(x[k], "f4"), jnp.asarray(y[k], kind)) for k in (train, test)]
+
+
+def scores(draws, name, x, y, rows=5_000):
+    """Negative log density, error and calibration, over chunks of rows and draws one by one."""
+    count = len(draws["b0"])
+
+    @jax.jit
+    def chunk(draws, x, y):
+        def add(total, draw):
+            found = law(out(draw, x), name)
+            density = jnp.logaddexp(total[0], found.log_prob(y))
+            if name != "flights":
+                return (density, total[1] + found.probs / count), None
+            t = (y - found.loc) / found.scale
+            q = 1 + t**2 / 4
+            below = 0.5 + 0.375 * t / jnp.sqrt(q) * (1 - t**2 / q / 12)  # 4 degrees of freedom
+            return (density, total[1] + jnp.stack([found.loc, below], 1) / count), None
+
+        start = jnp.full(len(x), -jnp.inf), jnp.zeros((len(x), 2 if name == "flights" else width))
+        return jax.lax.scan(add, start, draws)[0]
+
+    width = CASES[name][0][-1]
+    parts = [chunk(draws, x[k : k + rows], y[k : k + rows]) for k in range(0, len(y), rows)]
+    density, other = (np.concatenate([np.asarray(p[j], float) for p in parts]) for j in (0, 1))
+    y, loss = np.asarray(y), np.log(count) - density.mean()
+    if name == "flights":
+        levels = np.linspace(0.05, 0.95, 19)
+        inside = np.array([(abs(2 * other[:, 1] - 1) <= level).mean() for level in levels])
+        return loss, np.sqrt(((y - other[:, 0]) ** 2).mean()), abs(inside - levels).mean()
+    right, sure = other.argmax(1) == y, other.max(1)
+    bins = np.minimum((sure * 15).astype(int), 14)
+    gaps = np.bincount(bins, weights=right - sure, minlength=15)
+    return loss, 1 - right.mean(), abs(gaps).sum() / len(y)
+
+
+def one(data, name, method, value, key, learning_rate, select=False):
+    (x, y), test = load(data, name, select)
+    _, rows, passes = CASES[name]
+    every = len(y) * passes // rows // 2 // (WARMUP + DRAWS)
+    total, sampling = len(y) * passes // rows, every * (WARMUP + DRAWS)
+
+    def model(x, y):
+        return network(name, x, y)
+
+    begin = time.perf_counter()
+    if method == "ensemble":
+        kernel = SGHMC(model, step_size=1e-5, friction=1.0, start=Ensemble(total, value))
+        keys = random.split(random.key(key), MEMBERS)
+        draws = kernel.init(keys, 0, None, (x, y), {}).z
+    else:
+        start, size, friction = Ensemble(total - sampling, learning_rate), value, 0.05 / value
+        settings = {"friction": friction, "start": start}
+        if method == "SGHMC in cycles":
+            size = cyclical(3 * value, value, every)
+        else:
+            settings["steps_per_sample"] = every
+        kind = {"CCAdL": CCAdL, "SGMCLMC": SGMCLMC}.get(method, SGHMC)
+        if method == "SGMCLMC":
+            settings["friction"] = 2.0
+        mcmc = MCMC(
+            kind(model, step_size=size, **settings),
+            num_warmup=WARMUP,
+            num_samples=DRAWS,
+            num_chains=MEMBERS,
+            chain_method="vectorized",
+            progress_bar=False,
+        )
+        mcmc.run(random.key(key), x, y)
+        draws = mcmc.get_samples()
+    found = [float(v) for v in scores(draws, name, *test)]
+    return [*found, time.perf_counter() - begin]
+
+
+def shown(name, found):
+    """Rows of the table: means and standard errors over the keys."""
+    base = np.array(found["ensemble"])
+    for method, values in found.items():
+        values = np.array(values)
+        many = max(len(values) - 1, 1) ** 0.5 * len(values) ** 0.5
+        both = [(v.mean(), ((v - v.mean()) ** 2).sum() ** 0.5 / many) for v in values.T]
+        change = base[:, 0] - values[:, 0]
+        error = ((change - change.mean()) ** 2).sum() ** 0.5 / many
+        cells = [f"{m:.4f} ± {e:.4f}" for m, e in both[:3]]
+        gain = "" if method == "ensemble" else f"{change.mean():+.4f} ± {error:.4f}"
+        better = "" if not gain else "yes" if change.mean() > 2 * error else "no"
+        yield [name, method, *cells, gain, better, f"{both[3][0]:.0f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES))
+    parser.add_argument("--keys", type=int, default=5)
+    parser.add_argument("--select", action="store_true", help="choose settings, no test rows")
+    parser.add_argument("--save", type=Path, help="a JSON file for what was found so far")
+    options = parser.parse_args()
+    if not options.select and (missing := set(options.only) - set(CHOSEN)):
+        parser.error(f"no settings for {' '.join(sorted(missing))}: run --select, fill `CHOSEN`")
+    rows, saved = [], {}
+    for name in options.only:
+        chosen = {m: CHOSEN.get(name, {}).get(m, values[1]) for m, values in GRID.items()}
+        found = {method: [] for method in GRID}
+        for key in [SELECTION_KEY] if options.select else range(options.keys):
+            for method in GRID:
+                for value in GRID[method] if options.select else [chosen[method]]:
+                    rate = chosen["ensemble"]
+                    new = one(options.data, name, method, value, key, rate, options.select)
+                    found[method].append(new)
+                    print(name, method, value, key, new, file=sys.stderr, flush=True)
+                    saved[f"{name}, {method}, {value}, {key}"] = new
+                    if options.save:
+                        options.save.write_text(json.dumps(saved, indent=1))
+                if options.select:
+                    losses = np.nan_to_num([v[0] for v in found[method]], nan=np.inf)
+                    chosen[method] = GRID[method][int(np.argmin(losses))]
+        if options.select:
+            print(f'"{name}": {chosen},')
+        else:
+            rows += shown(name, found)
+    if rows:
+        header = ["data", "", "log loss", "error", "calibration", "gain", "better", "s"]
+        print(table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
