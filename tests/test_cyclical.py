@@ -99,8 +99,8 @@ def test_what_is_drawn_in_the_fall_is_left_out_of_the_results():
     assert int(mcmc.last_state.monitor.stein.steps) == 200
 
 
-@pytest.mark.parametrize("name", ["SGHMC", "SGNHT", "CCAdL", "SGMCLMC", "SMSUBU", "PSGLD"])
-def test_all_kernels_take_it(name):
+@pytest.mark.parametrize("name", ["SGNHT", "SGMCLMC", "PSGLD"])
+def test_other_kernels_take_it(name):
     step_size = cyclical(2e-3, 5e-4, steps=20)
     kernel = KERNELS[name](regression, step_size=step_size)
     mcmc = MCMC(kernel, num_warmup=2, num_samples=4, progress_bar=False)

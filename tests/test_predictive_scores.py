@@ -225,7 +225,7 @@ def test_overconfidence_is_seen():
     np.testing.assert_allclose(differences["difference"]["rmse"], 0, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_standard_errors_are_those_of_many_samples_of_rows():
     """And what calibrated laws have of calibration error is what is said to come by chance."""
     draws = {"a": RNG.normal(0, 0.2, 20).astype(np.float32)}

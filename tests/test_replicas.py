@@ -116,7 +116,7 @@ def test_replicas_have_the_law_of_their_temperature():
     np.testing.assert_allclose([cold, *found], [1, 4, 16], rtol=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_noise_of_the_exchange_does_not_heat_the_chain(monkeypatch):
     noisy = 7 * SLOPES  # of a minibatch the variance of the gradient is 45
 
@@ -141,7 +141,7 @@ def test_noise_of_the_exchange_does_not_heat_the_chain(monkeypatch):
     assert wrong > 1 + 8 * error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_of_modes():
     replicas = Replicas(np.geomspace(1, 20, 6))
     options = {"covariance": "full", "steps_per_sample": 20}
