@@ -55,6 +55,20 @@ def gaussian(slopes, batch_size=BATCH):
         numpyro.factor("noise", slopes[i] @ x)
 
 
+def two_components(y):
+    mean = numpyro.sample("mean", dist.Normal(0, 3).expand([2]).to_event(1))
+    w = numpyro.sample("w", dist.Beta(2, 2))
+    halves = dist.Categorical(jnp.stack([w, 1 - w]))
+    with numpyro.plate("rows", len(y), subsample_size=50) as i:
+        normal = dist.MixtureSameFamily(halves, dist.Normal(mean, 1))
+        numpyro.sample("y", normal, obs=y[i])
+
+
+def two_groups():
+    left = RNG.random(400) < 0.35
+    return (np.where(left, -1.5, 1.5) + RNG.standard_normal(400)).astype(np.float32)
+
+
 def run(kernel, *data, samples=1_000, warmup=100, chains=4, key=0, **options):
     mcmc = MCMC(
         kernel,
@@ -161,25 +175,27 @@ def test_weights_of_modes():
 
 @pytest.mark.nightly
 def test_labels_are_exchanged_where_nothing_tells_them_apart():
-    left = RNG.random(400) < 0.35
-    y = np.where(left, -1.5, 1.5) + RNG.standard_normal(400)
-
-    def two_components(y):
-        mean = numpyro.sample("mean", dist.Normal(0, 3).expand([2]).to_event(1))
-        w = numpyro.sample("w", dist.Beta(2, 2))
-        halves = dist.Categorical(jnp.stack([w, 1 - w]))
-        with numpyro.plate("rows", len(y), subsample_size=50) as i:
-            normal = dist.MixtureSameFamily(halves, dist.Normal(mean, 1))
-            numpyro.sample("y", normal, obs=y[i])
-
+    y = two_groups()
     replicas = Replicas(np.geomspace(1, 100, 8))
     options = {"covariance": "full", "steps_per_sample": 20}
     kernel = CCAdL(two_components, 0.03, 5.0, replicas=replicas, **options)
-    mcmc = run(kernel, y.astype(np.float32), samples=10_000, warmup=300)
+    mcmc = run(kernel, y, samples=10_000, warmup=300)
     first = np.asarray(mcmc.get_samples(True)["mean"])
     share = (first[..., 0] < first[..., 1]).mean(axis=1)
     assert abs(share.mean() - 0.5) < 0.05, share
     assert summary(mcmc).table["r_hat"].max() < 1.03
+
+
+@pytest.mark.nightly
+def test_a_tuning_warns_of_several_modes_only_where_chains_see_one():
+    y, options = two_groups(), {"gradient": "minibatch", "progress_bar": False}
+    with pytest.warns(UserWarning, match="The posterior has several modes .*`replicas=Replicas"):
+        assert CCAdL(two_components, **options).tune(random.key(0), y).multimodal
+    kernel = CCAdL(two_components, replicas=Replicas([1, 10, 100]), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tuning = kernel.tune(random.key(0), y)
+    assert not tuning.problem and tuning.steps_per_sample > 1
 
 
 @pytest.mark.nightly

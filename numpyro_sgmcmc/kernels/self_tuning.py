@@ -234,6 +234,8 @@ def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: s
                 f" diffrax for instance; or give {type(method).__name__} its step size and"
                 " friction, and gradient='minibatch'."
             ) from error
+    if given.replicas is not None:
+        tuning = tuning._replace(multimodal=False)  # they visit all modes
     warn_of(tuning)
     tuning = tuning._replace(data=data, densities=method.context.densities)
     if given.step_size is not None:
