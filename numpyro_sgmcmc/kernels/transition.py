@@ -109,7 +109,8 @@ def sample(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMC
     if (passes := method.given.refresh_every) is not None:
         state = _with_anchor_moved(state, passes, target)
     axes = axes_of(state)
-    advance = partial(_advance, method, target)
+    one = _steps_of_a_sample if state.replicas is None else _advance_with_replicas
+    advance = partial(one, method, target)
     state = (jax.vmap(advance, (axes,), axes) if several else advance)(state)
     # what goes through a condition is copied: no more than it needs
     stein = lax.cond(
@@ -173,12 +174,13 @@ def _with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGM
     return state._replace(fixed=state.fixed._replace(anchor=anchor))
 
 
-def _advance(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
-    """One sample of one chain, and of its replicas."""
+def _advance_with_replicas(
+    method: "SGMCMCKernel", target: Target, state: SGMCMCState
+) -> SGMCMCState:
+    """One sample of one chain and of its replicas."""
     target, hot = target.tuned(state.fixed), state.replicas
+    assert hot is not None
     new = _steps_of_a_sample(method, target, state._replace(replicas=None))
-    if hot is None:
-        return new
     keys = keys_of(state.rng_key, len(hot.exchange_prob))
 
     def advanced(replica: SGMCMCState, rng_key: Array, temperature: Array) -> SGMCMCState:
@@ -197,6 +199,7 @@ def _steps_of_a_sample(
 ) -> SGMCMCState:
     """The steps of one sample of one chain, on the position as one flat vector."""
     fixed, monitor = state.fixed, state.monitor
+    target = target.tuned(fixed)
     flat, position, plain = flattened(target, state)
     potential, scale = tempered(plain, temperature)
     position = position / scale
