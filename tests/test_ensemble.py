@@ -156,7 +156,13 @@ def test_members_are_the_best_along_their_descent_by_rows_that_were_held_out(mon
 def test_rows_that_were_held_out_are_checked():
     with pytest.raises(ValueError, match="`held_out` of an ensemble must be a tuple"):
         Ensemble(held_out=[X, Y])
+
+    def linear(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=50) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
     two = np.concatenate([X, X], axis=1)
-    kernel = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(two, Y)))
-    with pytest.raises((ValueError, TypeError)):
+    kernel = SGHMC(linear, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(two, Y)))
+    with pytest.raises(ValueError, match=r"the parameters \{'w': \(2,\)\}, but .* \{'w': \(1,\)\}"):
         kernel.init(random.key(0), 1, None, (X, Y), {})

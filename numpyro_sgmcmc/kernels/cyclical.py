@@ -84,8 +84,7 @@ def cyclical(largest: float, smallest: float, steps: int, sampling: float = 0.25
     **References:**
 
     1. *Cyclical Stochastic Gradient MCMC for Bayesian Deep Learning*,
-       Ruqi Zhang, Chunyuan Li, Jianyi Zhang, Changyou Chen and Andrew Gordon Wilson (2020), eq. (1)
-       and Algorithm 1.
+       Ruqi Zhang, Chunyuan Li, Jianyi Zhang, Changyou Chen and Andrew Gordon Wilson (2020).
 
     **Example:**
 

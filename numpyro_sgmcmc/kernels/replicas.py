@@ -50,9 +50,9 @@ class Replicas:
     .. math:: u = \\frac{s^2}{2} + \\frac{s^4}{4 (n + 1)} + \\frac{s^6}{3 (n + 1)(n + 3)} .
 
     Only the draws at :math:`T_1` are collected. The field ``exchange_prob`` of each sample has the
-    probabilities of the :math:`K - 1` pairs; with means between 0.1 and 0.6 the temperatures are
-    well chosen, about :math:`\\sqrt d` of them in a geometric sequence. The hottest must be as hot
-    as the barriers between the modes are high, in units of the log density. A step costs :math:`K`
+    probabilities of the :math:`K - 1` pairs; where a mean is below 0.1 one more temperature belongs
+    between the two. A geometric sequence serves, the hottest of it about as hot as the barriers
+    between the modes are high, in units of the log density. A step costs :math:`K`
     gradients, and each exchange :math:`K` potentials of some minibatches: let
     ``steps_per_sample`` be ten or so. Estimates of the noise of the gradient and thermostats stay
     with their temperature.
@@ -67,7 +67,7 @@ class Replicas:
     1. *Replica Monte Carlo Simulation of Spin-Glasses*,
        Robert Swendsen and Jian-Sheng Wang (1986).
     2. *The Penalty Method for Random Walks with Uncertain Energies*,
-       David Ceperley and Mark Dewing (1999), eqs. (14) and (33).
+       David Ceperley and Mark Dewing (1999).
     3. *Non-convex Learning via Replica Exchange Stochastic Gradient MCMC*,
        Wei Deng, Qi Feng, Liyao Gao, Faming Liang and Guang Lin (2020).
 
