@@ -29,35 +29,24 @@ from measure import table
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, init_to_sample
 
 from numpyro_sgmcmc import SGHMC, SGMCLMC, CCAdL, Ensemble, cyclical
 
 MEMBERS, WARMUP, DRAWS, SELECTION_KEY = 4, 5, 20, 100
 #: Widths of the layers after the first, rows of a minibatch, and passes in all.
-CASES = {"covtype": ((64, 64, 7), 1_000, 8), "mnist": ((200, 10), 500, 20)}
-CASES["flights"] = ((64, 64, 2), 1_000, 8)
-STEP_SIZES = (1e-4, 3e-4, 1e-3, 3e-3)
-#: Learning rates of the ensemble, step sizes of the samplers: of the cycles the smallest.
-GRID = {
-    "ensemble": (1e-3, 3e-3, 1e-2, 3e-2),
-    "SGHMC": STEP_SIZES,
-    "CCAdL": STEP_SIZES,
-    "SGMCLMC": (1e-5, 3e-5, 1e-4, 3e-4, 1e-3),
-    "SGHMC in cycles": STEP_SIZES,
-}
-#: What ``--select`` found, for each data set and method: of the others there is no table yet. Step
-#: sizes up to 1e-3, of SGMCLMC to 1e-4, were tried around members of a learning rate of 1e-2, the
-#: largest then in the grid, and the others around those of 3e-2.
-CHOSEN: dict[str, dict[str, float]] = {
-    "covtype": {
-        "ensemble": 0.03,
-        "SGHMC": 0.001,
-        "CCAdL": 0.001,
-        "SGMCLMC": 0.001,
-        "SGHMC in cycles": 0.0003,
-    },
-}
+CASES = {"covtype": ((64, 64, 7), 250, 12), "mnist": ((200, 10), 200, 8)}
+CASES["flights"] = ((64, 64, 2), 250, 8)
+#: Prior standard deviations of weights, times the root of the number of inputs, to choose from.
+SCALES = (1.0, 3.0)
+#: The part of the passes that samplers spend on warm-up and draws.
+SAMPLING = 0.25
+#: Where the search for the learning rate of the ensemble begins, and for the step sizes of the
+#: samplers, of the cycles for the smallest: up and down in `LADDER` until both sides are worse.
+BEGIN = {"ensemble": 1e-2, "SGHMC": 1e-3, "CCAdL": 1e-3, "SGMCLMC": 1e-3, "SGHMC in cycles": 1e-3}
+LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+#: What ``--select`` found, for each data set and method.
+CHOSEN: dict[str, dict[str, float]] = {}
 
 
 def out(draw, signal):
@@ -73,11 +62,11 @@ def law(found, name):
     return dist.StudentT(4.0, found[..., 0], jax.nn.softplus(found[..., 1]) + 1e-3)
 
 
-def network(name, x, y):
+def network(name, scale, x, y):
     widths, rows, _ = CASES[name]
     draw, sizes = {}, [x.shape[1], *widths]
     for k, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
-        weights = dist.Normal(0, a**-0.5).expand([a, b]).to_event(2)
+        weights = dist.Normal(0, scale * a**-0.5).expand([a, b]).to_event(2)
         draw[f"w{k}"] = numpyro.sample(f"w{k}", weights)
         draw[f"b{k}"] = numpyro.sample(f"b{k}", dist.Normal(0, 1).expand([b]).to_event(1))
     with numpyro.plate("rows", x.shape[0], subsample_size=rows) as i:
@@ -89,6 +78,7 @@ def load(data, name, select):
     z = np.load(data / f"{name}.npz")
     if name == "mnist":
         x = np.concatenate([z["train_x"], z["test_x"]]).reshape(-1, 784) / 255.0
+        x = (x - 0.13) / 0.31
         y = np.concatenate([z["train_y"], z["test_y"]]).astype(int)
         train, test = np.arange(60_000), np.arange(60_000, 70_000)
     else:
@@ -145,23 +135,31 @@ def scores(draws, name, x, y, rows=5_000):
     return loss, 1 - right.mean(), abs(gaps).sum() / len(y)
 
 
-def one(data, name, method, value, key, learning_rate, select=False):
+def one(data, name, method, key, chosen, select=False):
     (x, y), test = load(data, name, select)
     _, rows, passes = CASES[name]
-    every = len(y) * passes // rows // 2 // (WARMUP + DRAWS)
+    every = int(len(y) * passes // rows * SAMPLING) // (WARMUP + DRAWS)
     total, sampling = len(y) * passes // rows, every * (WARMUP + DRAWS)
 
     def model(x, y):
-        return network(name, x, y)
+        return network(name, scale, x, y)
 
+    value, learning_rate, scale = chosen[method], chosen["ensemble"], chosen["scale"]
+    initial = {"init_strategy": init_to_sample()}
     begin = time.perf_counter()
     if method == "ensemble":
-        kernel = SGHMC(model, step_size=1e-5, friction=1.0, start=Ensemble(total, value))
+        kernel = SGHMC(
+            model,
+            step_size=1e-5,
+            friction=1.0,
+            start=Ensemble(total, value),
+            init_strategy=init_to_sample(),
+        )
         keys = random.split(random.key(key), MEMBERS)
         draws = kernel.init(keys, 0, None, (x, y), {}).z
     else:
         start, size, friction = Ensemble(total - sampling, learning_rate), value, 0.05 / value
-        settings = {"friction": friction, "start": start}
+        settings = {"friction": friction, "start": start, **initial}
         if method == "SGHMC in cycles":
             size = cyclical(3 * value, value, every)
         else:
@@ -198,6 +196,27 @@ def shown(name, found):
         yield [name, method, *cells, gain, better, f"{both[3][0]:.0f}"]
 
 
+def select(data, name, report):
+    """Scale of the prior, learning rate and step sizes, on validation rows."""
+    chosen = {"scale": SCALES[0], **BEGIN}
+
+    def loss(method, **change):
+        found = one(data, name, method, SELECTION_KEY, {**chosen, **change}, select=True)
+        report(name, method, change, found)
+        return np.nan_to_num(found[0], nan=np.inf)
+
+    losses = {scale: loss("ensemble", scale=scale) for scale in SCALES}
+    chosen["scale"] = min(losses, key=losses.get)
+    for method, begin in BEGIN.items():
+        tried, new = {}, [begin]
+        while new:
+            tried |= {value: loss(method, **{method: value}) for value in new}
+            k = LADDER.index(min(tried, key=tried.get))
+            new = [v for v in LADDER[max(k - 1, 0) : k + 2] if v not in tried]
+        chosen[method] = LADDER[k]
+    return chosen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--data", type=Path, required=True)
@@ -206,29 +225,27 @@ def main() -> None:
     parser.add_argument("--select", action="store_true", help="choose settings, no test rows")
     parser.add_argument("--save", type=Path, help="a JSON file for what was found so far")
     options = parser.parse_args()
-    if not options.select and (missing := set(options.only) - set(CHOSEN)):
-        parser.error(f"no settings for {' '.join(sorted(missing))}: run --select, fill `CHOSEN`")
-    rows, saved = [], {}
+    saved, rows = [], []
+
+    def report(*found):
+        print(*found, file=sys.stderr, flush=True)
+        saved.append(found)
+        if options.save:
+            options.save.write_text(json.dumps(saved, indent=1))
+
     for name in options.only:
-        chosen = {m: CHOSEN.get(name, {}).get(m, values[1]) for m, values in GRID.items()}
-        found = {method: [] for method in GRID}
-        for key in [SELECTION_KEY] if options.select else range(options.keys):
-            for method in GRID:
-                for value in GRID[method] if options.select else [chosen[method]]:
-                    rate = chosen["ensemble"]
-                    new = one(options.data, name, method, value, key, rate, options.select)
-                    found[method].append(new)
-                    print(name, method, value, key, new, file=sys.stderr, flush=True)
-                    saved[f"{name}, {method}, {value}, {key}"] = new
-                    if options.save:
-                        options.save.write_text(json.dumps(saved, indent=1))
-                if options.select:
-                    losses = np.nan_to_num([v[0] for v in found[method]], nan=np.inf)
-                    chosen[method] = GRID[method][int(np.argmin(losses))]
         if options.select:
-            print(f'"{name}": {chosen},')
-        else:
-            rows += shown(name, found)
+            print(f'"{name}": {select(options.data, name, report)},', flush=True)
+            continue
+        if name not in CHOSEN:
+            parser.error(f"no settings for {name}: run --select, and fill `CHOSEN`")
+        found = {method: [] for method in BEGIN}
+        for key in range(options.keys):
+            for method in BEGIN:
+                new = one(options.data, name, method, key, CHOSEN[name])
+                found[method].append(new)
+                report(name, method, key, new)
+        rows += shown(name, found)
     if rows:
         header = ["data", "", "log loss", "error", "calibration", "gain", "better", "s"]
         print(table(header, rows))

@@ -32,6 +32,13 @@ collect_ignore = [
 ]
 
 
+def pytest_configure(config):
+    """ArviZ 0.23 writes a file at its first import of a day, where two processes are in each
+    other's way: it has been read before the workers start."""
+    if not hasattr(config, "workerinput"):
+        import arviz  # noqa: F401
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly(request):
     """Where runs are short and programs many, most of the time goes into compiling them."""
