@@ -14,9 +14,9 @@ from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.data.growing import known_of
 from numpyro_sgmcmc.data.sharding import found_shards
-from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed
+from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed, with_chains
 from numpyro_sgmcmc.kernels.growth import check_growth
-from numpyro_sgmcmc.kernels.members import members_for, members_tuning
+from numpyro_sgmcmc.kernels.members import members_for, members_tuning, with_metrics
 from numpyro_sgmcmc.kernels.replicas import check_replicas
 from numpyro_sgmcmc.kernels.self_tuning import fixed_for, tuning_for
 from numpyro_sgmcmc.kernels.settings import check_schedule
@@ -29,6 +29,7 @@ from numpyro_sgmcmc.target.initial_values import (
     initial_values,
     no_initial_values,
 )
+from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -68,12 +69,18 @@ def initialised(
         context.check_rows(target)
     method.check(target, num_warmup)
     check_replicas(method, target)
+    metric: IdentityMetric | DiagonalMetric = IdentityMetric()
     if given.start is not None and init_params is None:
-        init_params = members_for(method, target, rng_key)
+        init_params, metric = members_for(method, target, rng_key)
+    elif given.start is not None and given.metric is not None:
+        raise ValueError(
+            "metric='diagonal' with start='ensemble' is found in the descents, and there are none"
+            " with `init_params`: leave out either of them."
+        )
     with jax.ensure_compile_time_eval() if traced else nullcontext():
         if given.start is not None and init_params is not None:
             single = is_prng_key(rng_key)
-            tuning = members_tuning(method, target, init_params, single)
+            tuning = members_tuning(method, target, init_params, metric, single)
         else:
             tuning = tuning_for(method, target)
         context.tuning = tuning
@@ -88,7 +95,8 @@ def initialised(
         version = known.version if known.half_life is None else -1 - known.version
         fixed = fixed._replace(known=KnownRows(known.rows, version, known.rows, nothing, worth))
     method.check(target, num_warmup, fixed)
-    state = initial_state(method, args, kwargs, rng_key, fixed, tuning, init_params)
+    own = with_metrics(fixed, metric)
+    state = initial_state(method, args, kwargs, rng_key, own, tuning, init_params)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
         method.check(target, num_warmup, fixed, state)
     return state
@@ -154,11 +162,17 @@ def initial_state(
         # Values of a prior, say, may have a weak dtype; in a loop it must not change.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
         axes = axes_for(given.refresh_every)
+        own = several and jnp.ndim(fixed.step_size) > 0
+        if own:
+            axes = with_chains(0, 0, 0)
 
-        def one(z: Values, *keys: Array) -> SGMCMCState:
+        def one(z: Values, fixed: Fixed, *keys: Array) -> SGMCMCState:
             return with_replicas(method, target, start(method, target, fixed, z, *keys))
 
-        return of_chains(one, out_axes=axes)(z, *others)
+        if not several:
+            return one(z, fixed, *others)
+        within = 0, 0 if own else None, *(0 for _ in others)
+        return jax.vmap(one, within, axes)(z, fixed, *others)
 
     target = context.target(given, args, kwargs)
     # what is fixed is an argument of the program, and the layout is a part of it

@@ -19,8 +19,9 @@ from numpyro_sgmcmc.kernels.state import Fixed
 from numpyro_sgmcmc.kernels.transition import flattened, start
 from numpyro_sgmcmc.target.argument_checks import checked_arrays
 from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_values
-from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.target.model import Values, read_model
+from numpyro_sgmcmc.target.potential import ravel
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.ensemble import find_members
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -42,9 +43,12 @@ _SIZES = 2.0 ** -np.arange(2, 16, 0.5)
 _FRICTION, _STEPS_PER_SAMPLE = 2.0, 100
 
 
-def members_for(method: "SGMCMCKernel", target: Target, rng_key: Array) -> Values:
+def members_for(
+    method: "SGMCMCKernel", target: Target, rng_key: Array
+) -> tuple[Values, IdentityMetric | DiagonalMetric]:
     """
-    Values at which chains start, for a key or a batch of keys.
+    Values at which chains start, for a key or a batch of keys, and the metric of each, with a
+    leading axis where the values have one.
 
     :raises ValueError: if chains are traced, or no member ends at finite values.
     """
@@ -65,8 +69,32 @@ def members_for(method: "SGMCMCKernel", target: Target, rng_key: Array) -> Value
     if not found:
         raise no_initial_values(target.view, start_keys, strategy, target.args, target.kwargs)
     held, compiled = _held_out(method), method.context.compiled
-    members = find_members(target, starts, rows_keys, ensemble, compiled, held)
-    return jax.tree.map(lambda x: x[0], members.values) if single else members.values
+    bent = method.given.metric == "diagonal"
+    if bent and target.minibatch_share >= 1:
+        raise ValueError(
+            "metric='diagonal' with start='ensemble' is found from the gradients of minibatches,"
+            " and here each is of all rows: give the plate a `subsample_size`, or leave out"
+            " `metric`."
+        )
+    members = find_members(target, starts, rows_keys, ensemble, compiled, held, bent)
+    metric: IdentityMetric | DiagonalMetric = IdentityMetric()
+    if bent:
+        center, curvature = jax.vmap(ravel)(members.values), jax.vmap(ravel)(members.curvatures)
+        flat = curvature <= 0
+        metric = DiagonalMetric(center, jnp.where(flat, 1.0, jnp.where(flat, 1, curvature) ** -0.5))
+    if single:
+        return jax.tree.map(lambda x: x[0], (members.values, metric))
+    return members.values, metric
+
+
+def with_metrics(fixed: Fixed, metric: IdentityMetric | DiagonalMetric) -> Fixed:
+    """What is fixed, for each chain by itself where each has a metric of its own."""
+    if isinstance(metric, IdentityMetric):
+        return fixed
+    if metric.scale.ndim > 1:
+        chains = len(metric.scale)
+        fixed = jax.tree.map(lambda x: jnp.broadcast_to(x, (chains, *jnp.shape(x))), fixed)
+    return fixed._replace(metric=metric, variances=metric.scale**2)
 
 
 def _held_out(method: "SGMCMCKernel") -> Target | None:
@@ -95,9 +123,15 @@ def _held_out(method: "SGMCMCKernel") -> Target | None:
     return Target(view, args, kwargs)
 
 
-def members_tuning(method: "SGMCMCKernel", target: Target, values: Values, single: bool) -> Tuning:
+def members_tuning(
+    method: "SGMCMCKernel",
+    target: Target,
+    values: Values,
+    metric: IdentityMetric | DiagonalMetric,
+    single: bool,
+) -> Tuning:
     """
-    Step size and friction for chains that start at members, in the parameters as they are: the
+    Step size and friction for chains that start at members, in the coordinates of each: the
     largest step size at which the variance of the energy in a step, for each parameter, is no more
     than the ensemble says.
 
@@ -119,15 +153,17 @@ def members_tuning(method: "SGMCMCKernel", target: Target, values: Values, singl
             " SGMCLMC finds them there, by the variance of its energy."
         )
     fixed = fixed_for(method, target, tuning, 1, 0)
-    members = jax.tree.map(lambda x: x[None] if single else x[:_TRIED], values)
+    members = jax.tree.map(lambda x: x[None] if single else x[:_TRIED], (values, metric))
 
-    def run(target: Target, fixed: Fixed, members: Values, sizes: Array) -> Array:
+    def run(target: Target, fixed: Fixed, members: Any, sizes: Array) -> Array:
         def at(h: Array) -> Array:
+            def one(member: tuple[Values, Any], key: Array) -> Array:
+                z, metric = member
+                own = with_metrics(fixed, metric)
+                return _energy_variance(method, target, own, z, h, key)
+
             keys = random.split(random.key(0), len(jax.tree.leaves(members)[0]))
-            found = jax.vmap(lambda z, key: _energy_variance(method, target, fixed, z, h, key))(
-                members, keys
-            )
-            return jnp.median(found)
+            return jnp.median(jax.vmap(one)(members, keys))
 
         return lax.map(at, sizes)
 

@@ -157,10 +157,14 @@ class Settings:
         )
         if isinstance(self.step_size, Cyclical) and self.steps_per_sample is not None:
             self.step_size.check(self.steps_per_sample)
-        if self.start is not None and (self.tuning is not None or self.metric is not None):
+        own_metric = isinstance(self.metric, str) and self.metric == "diagonal"
+        if self.start is not None and (
+            self.tuning is not None or not (self.metric is None or own_metric)
+        ):
             raise ValueError(
                 "`start` is for chains around optima of their own, for which there is no common"
-                " `metric` or `tuning`: leave these out."
+                " `metric` or `tuning`: leave these out, or give metric='diagonal', which is found"
+                " for each chain."
             )
         if self.refresh_every is not None and self.gradient != "control_variate":
             raise ValueError(

@@ -23,6 +23,9 @@ from numpyro_sgmcmc.target.target import Target
 #: Steps whose mean potential is that of a member.
 _LAST = 100
 
+#: Adam's average of squares keeps so much in a step.
+_DECAY = 0.999
+
 #: How often a descent is looked at with rows that were held out.
 _CHECKS = 20
 
@@ -89,11 +92,14 @@ class Members(NamedTuple):
     - **values** - unconstrained values of the latent sites, with a leading axis for the members.
     - **potentials** - the mean minibatch potential at the end of each.
     - **steps** - after how many steps each was the best by rows that were held out.
+    - **curvatures** - about the second derivatives of the potential by each value, a tree like the
+      values; None where nobody has asked.
     """
 
     values: Values
     potentials: np.ndarray
     steps: np.ndarray
+    curvatures: Values | None = None
 
 
 def checked_start(start: object) -> Ensemble | None:
@@ -114,6 +120,7 @@ def find_members(
     ensemble: Ensemble,
     compiled: Callable,
     held: Target | None = None,
+    bent: bool = False,
 ) -> Members:
     """
     An optimum for each chain, all in one program. Where a descent has not ended at finite values,
@@ -124,6 +131,9 @@ def find_members(
     :param compiled: keeps the program, :meth:`~numpyro_sgmcmc.kernels.context.Context.compiled`.
     :param held: the model with rows that were held out, by which the best along each descent is
         kept; None keeps the last.
+    :param bent: whether the curvature is asked for, of the likelihood as the mean square of the
+        minibatch gradients of the descent, which at an optimum has the expectation :math:`N F / b`,
+        the Fisher information :math:`F` of all rows; of a prior of independent values exactly.
     :raises ValueError: if none has.
     """
 
@@ -132,12 +142,12 @@ def find_members(
 
     def run(
         target: Target, starts: Values, rng_keys: Array, arguments: Any
-    ) -> tuple[Values, Array, Array]:
+    ) -> tuple[Values, Array, Array, Values | None]:
         potential = target.potential(IdentityMetric())
         schedule = optax.cosine_decay_schedule(ensemble.learning_rate, ensemble.steps)
-        optimiser = optax.adam(schedule)  # the model's prior is what decays weights
+        optimiser = optax.adam(schedule, b2=_DECAY)  # the model's prior is what decays weights
 
-        def one(values: Values, key: Array) -> tuple[Values, Array, Array]:
+        def one(values: Values, key: Array) -> tuple[Values, Array, Array, Values | None]:
             def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
                 values, state = carry
                 rows, own = target.rows(key, i), random.fold_in(key, i)
@@ -158,15 +168,25 @@ def find_members(
 
             lowest = jnp.full((), -jnp.inf, target.view.dtype)
             first = (values, optimiser.init(values)), values, lowest, jnp.asarray(0)
-            (_, best, _, at), found = lax.scan(part, first, jnp.arange(checks))
-            return best, found.ravel()[-_LAST:].mean(), at
+            ((_, state), best, _, at), found = lax.scan(part, first, jnp.arange(checks))
+            curvature = None
+            if bent:
+                rows = target.rows(key, jnp.asarray(0))
+                squares = optax.tree_utils.tree_get(state, "nu")
+                seen = target.minibatch_share / (1 - _DECAY ** (checks * each))
+                curvature = jax.tree.map(
+                    lambda square, prior: seen * square + jnp.maximum(prior, 0.0),
+                    squares,
+                    _prior_curvature(target, best, rows),
+                )
+            return best, found.ravel()[-_LAST:].mean(), at, curvature
 
         return jax.vmap(one)(starts, rng_keys)
 
-    facts = (ensemble,) if held is None else (ensemble, held.view.facts)
+    facts = (ensemble, bent) if held is None else (ensemble, bent, held.view.facts)
     arguments = None if held is None else (held.args, held.kwargs)
     program = compiled("ensemble", run, target, *facts)
-    values, potentials, steps = program(starts, rng_keys, arguments)
+    values, potentials, steps, curvatures = program(starts, rng_keys, arguments)
     leaves = [np.asarray(x).reshape(len(x), -1) for x in jax.tree.leaves(values)]
     finite = np.isfinite(np.concatenate(leaves, axis=1)).all(axis=1) & np.isfinite(potentials)
     if not finite.any():
@@ -185,9 +205,24 @@ def find_members(
         )
         good = np.flatnonzero(finite)
         instead = np.where(finite, np.arange(len(finite)), np.resize(good, len(finite)))
-        values = jax.tree.map(lambda x: x[instead], values)
+        values, curvatures = jax.tree.map(lambda x: x[instead], (values, curvatures))
         potentials, steps = potentials[instead], steps[instead]
-    return Members(values, np.asarray(potentials), np.asarray(steps))
+    return Members(values, np.asarray(potentials), np.asarray(steps), curvatures)
+
+
+def _prior_curvature(target: Target, values: Values, rows: Rows) -> Values:
+    """The second derivatives of minus the log prior, of one whose values are independent."""
+    potential = target.potential(IdentityMetric())
+
+    def prior(values: Values) -> Array:
+        energy, terms = potential.with_row_terms(values, rows, random.key(0))
+        for plate in target.view.plates:
+            if plate.name in terms:
+                energy = energy + jnp.mean(terms[plate.name]) * plate.size
+        return energy
+
+    ones = jax.tree.map(jnp.ones_like, values)
+    return jax.jvp(jax.grad(prior), (values,), (ones,))[1]
 
 
 def log_likelihood(target: Target, values: Values) -> Array:
