@@ -8,13 +8,14 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.util import potential_energy
 import optax
 import pytest
 
-from numpyro_sgmcmc import SGHMC, SGMCLMC, Ensemble, full_data
+from numpyro_sgmcmc import SGHMC, SGLD, SGMCLMC, CCAdL, Ensemble, Replicas, full_data
 from numpyro_sgmcmc.kernels import members
 from numpyro_sgmcmc.tuning import ensemble
 
@@ -116,7 +117,7 @@ def test_what_cannot_start_is_said():
     with pytest.raises(ValueError, match="`learning_rate` of an ensemble must be positive; got 0"):
         Ensemble(learning_rate=0)
     with pytest.raises(ValueError, match="there is no common `metric` or `tuning`"):
-        SGMCLMC(network, start="ensemble", metric="diagonal")
+        SGMCLMC(network, start="ensemble", metric="dense")
     with pytest.raises(ValueError, match="SGHMC with start='ensemble' needs `step_size`"):
         states(SGHMC(network, start=Ensemble(steps=1)))
     with pytest.raises(ValueError, match="even in a step of .* where 1e-12 is asked for"):
@@ -166,3 +167,116 @@ def test_rows_that_were_held_out_are_checked():
     kernel = SGHMC(linear, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(two, Y)))
     with pytest.raises(ValueError, match=r"the parameters \{'w': \(2,\)\}, but .* \{'w': \(1,\)\}"):
         kernel.init(random.key(0), 1, None, (X, Y), {})
+
+
+TRUE_SCALES = np.array([0.1, 1.0, 10.0])
+X3 = (RNG.standard_normal((2_000, 3)) * TRUE_SCALES).astype(np.float32)
+Y3 = (X3 @ np.ones(3) + RNG.standard_normal(2_000)).astype(np.float32)
+
+
+def linear(x, y, batch_size=100):
+    w = numpyro.sample("w", dist.Normal(0, 0.5).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+
+LINEAR_START = Ensemble(steps=5_000, learning_rate=0.02)
+
+
+def test_the_metric_of_a_chain_has_the_curvature_at_its_member():
+    kernel = SGHMC(linear, 0.01, 1.0, start=LINEAR_START, metric="diagonal")
+    state = kernel.init(random.split(random.key(0), 3), 1, None, (X3, Y3), {})
+    residuals = Y3 - X3.astype(float) @ np.asarray(state.z["w"]).mean(axis=0)
+    exact = ((X3.astype(float) ** 2).T @ residuals**2 + 4) ** -0.5
+    scale = np.asarray(state.fixed.metric.scale)
+    # the root of a variance of 200: 5 % each, and 4 of these for 9 of them
+    np.testing.assert_allclose(scale, np.broadcast_to(exact, (3, 3)), rtol=0.2)
+    np.testing.assert_allclose(scale.mean(axis=0), exact, rtol=0.1)
+    assert np.abs(scale[0] / scale[1] - 1).max() > 1e-4  # each its own
+    np.testing.assert_array_equal(state.fixed.metric.center, state.z["w"])
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        (SGHMC, {"friction": 5.0}),
+        (CCAdL, {"friction": 5.0}),
+        (SGMCLMC, {"friction": 2.0}),
+        (SGLD, {}),
+        (SGHMC, {"friction": 5.0, "replicas": Replicas((1.0, 2.0), minibatches=2)}),
+    ],
+)
+def test_chains_with_metrics_of_their_own_are_chains_with_these_metrics(kind, settings):
+    settings = {"step_size": 0.02, "steps_per_sample": 5, "gradient": "minibatch", **settings}
+    kernel = kind(linear, start=LINEAR_START, metric="diagonal", **settings)
+    keys = random.split(random.key(1), 2)
+    together = kernel.init(keys, 1, None, (X3, Y3), {})
+    metric, start = together.fixed.metric, together.z["w"]
+    for _ in range(3):
+        together = kernel.sample(together, (X3, Y3), {})
+    for chain in range(2):
+        variances = np.asarray(metric.scale[chain], float) ** 2
+        alone = kind(linear, metric=variances, **settings)
+        state = alone.init(keys[chain], 1, {"w": start[chain]}, (X3, Y3), {})
+        for _ in range(3):
+            state = alone.sample(state, (X3, Y3), {})
+        moved = np.abs(np.asarray(state.z["w"] - start[chain]))
+        assert (moved > 0.01 * np.sqrt(variances)).all()
+        difference = np.abs(np.asarray(state.z["w"] - together.z["w"][chain]))
+        assert (difference < 0.01 * np.sqrt(variances)).all(), difference / np.sqrt(variances)
+
+
+@pytest.mark.slow
+def test_chains_with_metrics_of_their_own_have_the_law_of_the_posterior():
+    kernel = CCAdL(
+        linear,
+        step_size=0.1,
+        friction=2.0,
+        gradient="minibatch",
+        start=LINEAR_START,
+        metric="diagonal",
+        steps_per_sample=20,
+    )
+    mcmc = MCMC(
+        kernel,
+        num_warmup=100,
+        num_samples=6_000,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0), X3, Y3)
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], float)
+    precision = X3.T.astype(float) @ X3 + 4 * np.eye(3)
+    covariance = np.linalg.inv(precision)
+    mean, sd = covariance @ (X3.T @ Y3.astype(float)), np.sqrt(np.diag(covariance))
+    standard = (draws - mean) / sd
+    for values, expected in ((standard, 0.0), (standard**2, 1.0)):
+        for k in range(3):
+            effective = effective_sample_size(values[..., k])
+            error = values[..., k].std() / effective**0.5
+            assert error < 0.0125 * (1 if expected else 4), error  # of variances 5 % would be seen
+            assert abs(values[..., k].mean() - expected) < 4 * error
+
+
+def test_a_metric_of_its_own_is_refused_where_none_is_found():
+    with pytest.raises(ValueError, match="found from the gradients of minibatches, and here each"):
+        start = Ensemble(steps=1)
+        whole = SGHMC(
+            lambda x, y: network(x, y, len(y)), 1e-3, 10.0, start=start, metric="diagonal"
+        )
+        states(whole)
+    kernel = SGHMC(linear, 0.01, 1.0, start=LINEAR_START, metric="diagonal")
+    with pytest.raises(ValueError, match="found in the descents, and there are none with `init_p"):
+        kernel.init(random.key(0), 1, {"w": jnp.zeros(3)}, (X3, Y3), {})
+
+
+@pytest.mark.slow
+def test_steps_are_in_units_of_the_metric():
+    sizes = []
+    for metric in (None, "diagonal"):
+        kernel = SGMCLMC(linear, start=LINEAR_START, metric=metric)
+        kernel.init(random.split(random.key(0), 2), 1, None, (X3, Y3), {})
+        sizes.append(kernel.tuning.step_size)
+    # the narrowest coordinate has a standard deviation of 0.002
+    assert sizes[0] < 0.02 < 0.1 < sizes[1], sizes
