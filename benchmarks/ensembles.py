@@ -35,15 +35,15 @@ from numpyro_sgmcmc import SGHMC, SGMCLMC, CCAdL, Ensemble, cyclical
 
 MEMBERS, WARMUP, DRAWS, SELECTION_KEY = 4, 5, 20, 100
 #: Widths of the layers after the first, rows of a minibatch, and passes in all.
-CASES = {"covtype": ((64, 64, 7), 250, 8), "mnist": ((200, 10), 200, 5)}
+CASES = {"covtype": ((64, 64, 7), 250, 6), "mnist": ((200, 10), 200, 4)}
 CASES["flights"] = ((64, 64, 2), 250, 6)
 #: Prior standard deviations of weights, times the root of the number of inputs, to choose from.
 SCALES = (1.0, 3.0)
 #: The part of the passes that samplers spend on warm-up and draws.
-SAMPLING = 0.25
+SAMPLING = 0.1
 #: Where the search for the learning rate of the ensemble begins, and for the step sizes of the
 #: samplers, of the cycles for the smallest: up and down in `LADDER` until both sides are worse.
-BEGIN = {"ensemble": 3e-2, "SGHMC": 1e-2, "CCAdL": 1e-2, "SGMCLMC": 3e-2, "SGHMC in cycles": 1e-2}
+BEGIN = {"ensemble": 3e-2, "SGHMC": 3e-3, "CCAdL": 3e-3, "SGMCLMC": 3e-2, "SGHMC in cycles": 3e-3}
 LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 #: What ``--select`` found, for each data set and method.
 CHOSEN: dict[str, dict[str, float]] = {}
