@@ -204,6 +204,13 @@ def batch_normalisation(x, y):
         numpyro.sample("y", dist.Normal(batch @ w, 1), obs=y[i])
 
 
+def dropout_by_place(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        kept = random.bernoulli(random.key(0), 0.8, (len(i), 3))
+        numpyro.sample("y", dist.Normal((x[i] * kept) @ w, 1), obs=y[i])
+
+
 def scaled_by_hand(x, y):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
     with numpyro.plate("rows", N, subsample_size=10) as i, numpyro.handlers.scale(scale=N / 10):
@@ -392,6 +399,7 @@ BAD_MODELS = {
     ),
     "rows that are declared an event": (rows_as_event, (X, Y), r"Leave out `.to_event\(...\)`"),
     "a factor of the sum of the rows": (factor_of_a_sum, (X, Y), "the vector of the rows' terms"),
+    "dropout by place": (dropout_by_place, (X, Y), "or dropout of units by the place"),
     "batch normalisation": (batch_normalisation, (X, Y), "when other rows .* are exchanged"),
     "a scale besides that of the plate": (scaled_by_hand, (X, Y), "scaled by 40/10 twice"),
     "a computed index on data shorter than the plate": (

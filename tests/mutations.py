@@ -75,6 +75,15 @@ MUTATIONS = {
         "kernels/ccadl.py", "1 / (1 + damping + h**2 * v / (4 * temperature))",
         "1 / (1 + damping + h**2 * v / (2 * temperature))", f"{ALGEBRA} -k CCAdL",
     ),
+    "metric at a member without the prior": Mutation(
+        "tuning/ensemble.py", "jnp.maximum(variance, 0.0) + jnp.maximum(prior, 0.0)",
+        "jnp.maximum(variance, 0.0)", "tests/test_ensemble.py -k curvature",
+    ),
+    "chains with the metric of another": Mutation(
+        "kernels/members.py", "fixed._replace(metric=metric, variances=metric.scale**2)",
+        "fixed._replace(metric=jax.tree.map(lambda x: x[::-1], metric))",
+        "tests/test_ensemble.py -k curvature",
+    ),
     "twice the correction (modified SGLD)": Mutation(
         "kernels/sgld.py", "normal - h / (4 * temperature) * product",
         "normal - h / (2 * temperature) * product", f"{ALGEBRA} -k SGLD",

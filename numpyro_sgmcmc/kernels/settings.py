@@ -101,8 +101,10 @@ class Settings:
         samples are then almost independent, as those of NUTS.
     :param start: ``"ensemble"``, or an :class:`~numpyro_sgmcmc.Ensemble`, for networks: each chain
         starts at an optimum of its own, which is found first; nothing else is tuned but, where it
-        is not given, the step size of :class:`~numpyro_sgmcmc.SGMCLMC`. The descents begin within
-        0.3 of zero unless ``init_strategy`` says otherwise. None otherwise.
+        is not given, the step size of :class:`~numpyro_sgmcmc.SGMCLMC`, and, with
+        ``metric="diagonal"``, a metric for each chain, of the curvature that the gradients of
+        minibatches show at its optimum. The descents begin within 0.3 of zero unless
+        ``init_strategy`` says otherwise. None otherwise.
     :param replicas: :class:`~numpyro_sgmcmc.Replicas` of each chain at higher temperatures, with
         which it exchanges positions, for posteriors with several modes. None for none.
     :param init_strategy: a per-site initialization function of NumPyro.

@@ -66,7 +66,8 @@ class KnownRows(NamedTuple):
 
 class Fixed(NamedTuple):
     """
-    What was decided before the chains started: the same for every step and every chain.
+    What was decided before the chains started: the same for every step, and for every chain unless
+    each has a metric of its own, around members of an ensemble.
 
     - **step_size** - step size, unless a schedule gives it.
     - **friction** - friction :math:`A`, or None for methods that have none.

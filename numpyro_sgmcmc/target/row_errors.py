@@ -200,9 +200,10 @@ def dependent_on_others(target: Target, name: str, plate: str) -> ValueError:
     return ValueError(
         f"{begin} changes when other rows of the minibatch are exchanged, or come in another order,"
         " so that minibatches are biased: a mean, a softmax, a sum or a difference over the rows of"
-        " the minibatch, or batch normalisation. Compute it from all rows before,"
-        " `mean = X.mean(0)`, and pass it as an argument; normalise layers by their units"
-        " (`LayerNorm`), or rows by constants."
+        " the minibatch, batch normalisation, or dropout of units by the place in the minibatch."
+        " Compute it from all rows before, `mean = X.mean(0)`, and pass it as an argument;"
+        " normalise layers by their units (`LayerNorm`), or rows by constants; leave dropout out,"
+        " `deterministic=True`: the prior stands for it."
     )
 
 
