@@ -39,6 +39,10 @@ _TRIED, _LEFT_OUT, _LOOKED_AT = 4, 100, 50
 #: Step sizes from 1/4 downwards, each 2^(-1/2) of the one before.
 _SIZES = 2.0 ** -np.arange(2, 16, 0.5)
 
+#: What the energy may vary by for each parameter, in the parameters as they are and in coordinates
+#: in which all are about as wide.
+_ENERGY_VARIANCE = 0.5, 5e-4
+
 #: The momentum is forgotten in this time, and a sample has so many steps, if nothing is said.
 _FRICTION, _STEPS_PER_SAMPLE = 2.0, 100
 
@@ -170,12 +174,13 @@ def members_tuning(
     program = method.context.compiled("energy", run, target)
     variances = np.asarray(program(fixed, members, jnp.asarray(_SIZES, target.view.dtype)))
     assert ensemble is not None
-    fine = np.flatnonzero(variances <= ensemble.energy_variance)
+    most = ensemble.energy_variance or _ENERGY_VARIANCE[isinstance(metric, DiagonalMetric)]
+    fine = np.flatnonzero(variances <= most)
     if not len(fine):
         raise ValueError(
             f"At the members of the ensemble the energy varies by {np.nanmin(variances):.3g} for"
             f" each parameter even in a step of {_SIZES[-1]:.1g}, where"
-            f" {ensemble.energy_variance:g} is asked for: take larger minibatches, or give"
+            f" {most:g} is asked for: take larger minibatches, or give"
             " `start=Ensemble(energy_variance=...)` or `step_size`."
         )
     return tuning._replace(step_size=float(_SIZES[fine[0]]))

@@ -44,9 +44,10 @@ class Ensemble:
     :param int steps: number of steps, each on a minibatch.
     :param float learning_rate: of Adam in the first step.
     :param float energy_variance: where no step size is given, it is the largest at which the
-        variance of the energy in a step is so much for each parameter. 0.5 is far from the
-        5e-4 of a sampler without bias: chains then go further, and the law of the weights is
-        another. It has been tried on two data sets, and other values have not been compared.
+        variance of the energy in a step is so much for each parameter. None is 0.5, and 5e-4 with
+        ``metric="diagonal"``. The latter is that of a sampler without bias; 0.5 is far from it, so
+        that chains go further in parameters that differ much in width, and the law of the weights
+        is another. Both have been tried on two data sets each.
     :param tuple held_out: the arguments of the model with rows that are not among those of the run:
         each member is then the best of 20 along its descent, by the likelihood of these rows, and
         not the last. None keeps the last.
@@ -65,18 +66,20 @@ class Ensemble:
 
         >>> from numpyro_sgmcmc import Ensemble
         >>> Ensemble(steps=1_000)
-        Ensemble(steps=1000, learning_rate=0.003, energy_variance=0.5)
+        Ensemble(steps=1000, learning_rate=0.003, energy_variance=None)
     """
 
     steps: int = 10_000
     learning_rate: float = 3e-3
-    energy_variance: float = 0.5
+    energy_variance: float | None = None
     #: an argument of the program, and no part of what tells it from others
     held_out: tuple | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("steps", "learning_rate", "energy_variance"):
             value = getattr(self, name)
+            if name == "energy_variance" and value is None:
+                continue
             if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
                 raise ValueError(f"`{name}` of an ensemble must be positive; got {value!r}.")
         if not isinstance(self.steps, int):
