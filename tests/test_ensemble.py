@@ -278,6 +278,6 @@ def test_steps_are_in_units_of_the_metric():
         kernel = SGMCLMC(linear, start=LINEAR_START, metric=metric)
         kernel.init(random.split(random.key(0), 2), 1, None, (X3, Y3), {})
         sizes.append(kernel.tuning.step_size)
-    # the narrowest coordinate has a standard deviation of 0.002, where a thousand times the variance
-    # of the energy is allowed
+    # the narrowest coordinate has a standard deviation of 0.002, and a thousand times the variance
+    # of the energy is allowed there
     assert sizes[0] < 0.01 < 0.05 < sizes[1], sizes
