@@ -167,6 +167,9 @@ def test_rows_that_were_held_out_are_checked():
     kernel = SGHMC(linear, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(two, Y)))
     with pytest.raises(ValueError, match=r"the parameters \{'w': \(2,\)\}, but .* \{'w': \(1,\)\}"):
         kernel.init(random.key(0), 1, None, (X, Y), {})
+    kernel = SGHMC(linear, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(X[:20], Y[:20])))
+    with pytest.raises(ValueError, match="`held_out` .*=50.*Of fewer rows than a min"):
+        kernel.init(random.key(0), 1, None, (X, Y), {})
 
 
 TRUE_SCALES = np.array([0.1, 1.0, 10.0])

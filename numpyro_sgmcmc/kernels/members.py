@@ -112,7 +112,13 @@ def _held_out(method: "SGMCMCKernel") -> Target | None:
     if ensemble.held_out is None:
         return None
     args, kwargs = checked_arrays(given.model, ensemble.held_out, {})
-    view = read_model(given.model, given.init_strategy, args, kwargs)
+    try:
+        view = read_model(given.model, given.init_strategy, args, kwargs)
+    except ValueError as error:
+        raise ValueError(
+            f"With the arguments `held_out` of the ensemble the model cannot be read: {error} Of"
+            " fewer rows than a minibatch has, write `subsample_size=min(batch_size, len(y))`."
+        ) from error
     here, there = ({name: x.shape for name, x in model.latents.items()} for model in (view, known))
     if here != there:
         raise ValueError(
