@@ -27,6 +27,7 @@ import time
 import jax
 from jax import random
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 from measure import table
 import numpy as np
 import numpyro
@@ -50,8 +51,8 @@ SCALES = (1.0, 3.0)
 #: samplers, of the cycles for the smallest: up and down in `LADDER` until both sides are worse.
 BEGIN = {"ensemble": 3e-2, "SGHMC": 3e-3, "CCAdL": 3e-3, "SGMCLMC": 3e-2, "SGHMC in cycles": 3e-3}
 LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
-#: What ``--select`` found on flights. Elsewhere the step sizes are those, and the learning rates are
-#: the best of 0.01, 0.03 and 0.1 on covtype, and of 0.003 and 0.01 on mnist.
+#: What ``--select`` found on flights. Elsewhere the step sizes are those, and the learning rates
+#: are the best of 0.01, 0.03 and 0.1 on covtype, and of 0.003 and 0.01 on mnist.
 STEPS = {"SGHMC": 0.003, "CCAdL": 0.01, "SGMCLMC": 0.01, "SGHMC in cycles": 0.003}
 CHOSEN: dict[str, dict[str, float]] = {
     "flights": {"scale": 3.0, "ensemble": 0.03, **STEPS},
@@ -204,6 +205,25 @@ def shown(name, found):
         yield [name, method, *cells, gain, better, f"{both[3][0]:.0f}"]
 
 
+def picture(path, everything):
+    """The gain of each key over the ensemble, in each case."""
+    figure, axes = plt.subplots(1, len(everything), figsize=(9, 2.6), layout="constrained")
+    for axis, (name, found) in zip(np.atleast_1d(axes), everything.items(), strict=True):
+        base = np.array(found["ensemble"])[:, 0]
+        for place, method in enumerate(m for m in BEGIN if m in found and m != "ensemble"):
+            gain = base - np.array(found[method])[:, 0]
+            color = f"C{list(BEGIN).index(method)}"
+            axis.plot(np.full(len(gain), place), gain, "o", ms=4, color=color, label=method)
+        axis.axhline(0, color="0.6", linewidth=1)
+        axis.set(title=name, xticks=[], xlim=(-0.6, 3.6))
+    axes[0].set_ylabel("log density less\nthat of the ensemble")
+    handles = {}
+    for axis in axes:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
 def select(data, name, report):
     """Scale of the prior, learning rate and step sizes, on validation rows."""
     chosen = {"scale": SCALES[0], **BEGIN}
@@ -231,9 +251,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES))
     parser.add_argument("--keys", type=int, default=5)
     parser.add_argument("--select", action="store_true", help="choose settings, no test rows")
+    parser.add_argument("--picture", type=Path, help="where the gains are drawn")
     parser.add_argument("--save", type=Path, help="a JSON file for what was found so far")
     options = parser.parse_args()
-    saved, rows = [], []
+    saved, rows, everything = [], [], {}
 
     def report(*found):
         print(*found, file=sys.stderr, flush=True)
@@ -254,9 +275,12 @@ def main() -> None:
                 found[method].append(new)
                 report(name, method, key, new)
         rows += shown(name, found)
+        everything[name] = found
     if rows:
         header = ["data", "", "log loss", "error", "calibration", "gain", "better", "s"]
         print(table(header, rows))
+    if rows and options.picture:
+        picture(options.picture, everything)
 
 
 if __name__ == "__main__":

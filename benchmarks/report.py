@@ -78,7 +78,7 @@ PARTS = {
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",
     "certificates": "benchmarks/certificates.py",
     "networks": "benchmarks/networks.py --data {data}",
-    "ensembles": "benchmarks/ensembles.py --data {data} --only covtype",
+    "ensembles": "benchmarks/ensembles.py --data {data}",
     "modes": "benchmarks/modes.py",
     "debiased": "benchmarks/debiased.py --only right steps cost --picture docs/debiased.png",
     "debiased_errors": "benchmarks/debiased.py --only errors",

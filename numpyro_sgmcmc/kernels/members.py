@@ -41,7 +41,7 @@ _SIZES = 2.0 ** -np.arange(2, 16, 0.5)
 
 #: What the energy may vary by for each parameter, in the parameters as they are and in coordinates
 #: in which all are about as wide.
-_ENERGY_VARIANCE = 0.5, 5e-4
+_ENERGY_VARIANCE = 0.1, 5e-4
 
 #: The momentum is forgotten in this time, and a sample has so many steps, if nothing is said.
 _FRICTION, _STEPS_PER_SAMPLE = 2.0, 100
