@@ -73,16 +73,16 @@ def members_for(
     if not found:
         raise no_initial_values(target.view, start_keys, strategy, target.args, target.kwargs)
     held, compiled = _held_out(method), method.context.compiled
-    bent = method.given.metric == "diagonal"
-    if bent and target.minibatch_share >= 1:
+    with_curvature = method.given.metric == "diagonal"
+    if with_curvature and target.minibatch_share >= 1:
         raise ValueError(
             "metric='diagonal' with start='ensemble' is found from the gradients of minibatches,"
             " and here each is of all rows: give the plate a `subsample_size`, or leave out"
             " `metric`."
         )
-    members = find_members(target, starts, rows_keys, ensemble, compiled, held, bent)
+    members = find_members(target, starts, rows_keys, ensemble, compiled, held, with_curvature)
     metric: IdentityMetric | DiagonalMetric = IdentityMetric()
-    if bent:
+    if with_curvature:
         center, curvature = jax.vmap(ravel)(members.values), jax.vmap(ravel)(members.curvatures)
         flat = curvature <= 0
         metric = DiagonalMetric(center, jnp.where(flat, 1.0, jnp.where(flat, 1, curvature) ** -0.5))

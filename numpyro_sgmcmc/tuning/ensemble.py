@@ -125,7 +125,7 @@ def find_members(
     ensemble: Ensemble,
     compiled: Callable,
     held: Target | None = None,
-    bent: bool = False,
+    with_curvature: bool = False,
 ) -> Members:
     """
     An optimum for each chain, all in one program. Where a descent has not ended at finite values,
@@ -136,7 +136,7 @@ def find_members(
     :param compiled: keeps the program, :meth:`~numpyro_sgmcmc.kernels.context.Context.compiled`.
     :param held: the model with rows that were held out, by which the best along each descent is
         kept; None keeps the last.
-    :param bent: whether the curvature is asked for.
+    :param with_curvature: whether the curvature is asked for.
     :raises ValueError: if none has.
     """
 
@@ -172,12 +172,14 @@ def find_members(
             lowest = jnp.full((), -jnp.inf, target.view.dtype)
             first = (values, optimiser.init(values)), values, lowest, jnp.asarray(0)
             (_, best, _, at), found = lax.scan(part, first, jnp.arange(checks))
-            curvature = _curvature(target, best, random.fold_in(key, 1)) if bent else None
+            curvature = _curvature(target, best, random.fold_in(key, 1)) if with_curvature else None
             return best, found.ravel()[-_LAST:].mean(), at, curvature
 
         return jax.vmap(one)(starts, rng_keys)
 
-    facts = (ensemble, bent) if held is None else (ensemble, bent, held.view.facts)
+    facts = (
+        (ensemble, with_curvature) if held is None else (ensemble, with_curvature, held.view.facts)
+    )
     arguments = None if held is None else (held.args, held.kwargs)
     program = compiled("ensemble", run, target, *facts)
     values, potentials, steps, curvatures = program(starts, rng_keys, arguments)
