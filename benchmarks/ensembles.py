@@ -58,7 +58,7 @@ CHOSEN: dict[str, dict[str, float]] = {
     "flights": {"scale": 3.0, "ensemble": 0.03, **STEPS},
     "flights-long": {"scale": 3.0, "ensemble": 0.03, "SGMCLMC": 0.01},
     "covtype": {"scale": 3.0, "ensemble": 0.03, **STEPS},
-    "mnist": {"scale": 3.0, "ensemble": 0.003, **STEPS},
+    "mnist": {"scale": 3.0, "ensemble": 0.01, **STEPS},
 }
 
 
