@@ -207,20 +207,21 @@ def shown(name, found):
 
 def picture(path, everything):
     """The gain of each key over the ensemble, in each case."""
-    figure, axes = plt.subplots(1, len(everything), figsize=(9, 2.6), layout="constrained")
-    for axis, (name, found) in zip(np.atleast_1d(axes), everything.items(), strict=True):
+    size, methods = (9, 2.6), [method for method in BEGIN if method != "ensemble"]
+    figure, axes = plt.subplots(
+        1, len(everything), figsize=size, layout="constrained", squeeze=False
+    )
+    for axis, (name, found) in zip(axes[0], everything.items(), strict=True):
         base = np.array(found["ensemble"])[:, 0]
-        for place, method in enumerate(m for m in BEGIN if m in found and m != "ensemble"):
-            gain = base - np.array(found[method])[:, 0]
-            color = f"C{list(BEGIN).index(method)}"
-            axis.plot(np.full(len(gain), place), gain, "o", ms=4, color=color, label=method)
+        for place, method in enumerate(methods):
+            if method in found:
+                gain = base - np.array(found[method])[:, 0]
+                axis.plot(np.full(len(gain), place), gain, "o", ms=4, color=f"C{place + 1}")
         axis.axhline(0, color="0.6", linewidth=1)
         axis.set(title=name, xticks=[], xlim=(-0.6, 3.6))
-    axes[0].set_ylabel("log density less\nthat of the ensemble")
-    handles = {}
-    for axis in axes:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False)
+    axes[0, 0].set_ylabel("log density less\nthat of the ensemble")
+    dots = [plt.Line2D([], [], marker="o", ls="", ms=4, color=f"C{k + 1}") for k in range(4)]
+    figure.legend(dots, methods, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=110)
 
 

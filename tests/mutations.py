@@ -80,8 +80,8 @@ MUTATIONS = {
         "jnp.maximum(variance, 0.0)", "tests/test_ensemble.py -k curvature",
     ),
     "chains with the metric of another": Mutation(
-        "kernels/members.py", "fixed._replace(metric=metric, variances=metric.scale**2)",
-        "fixed._replace(metric=jax.tree.map(lambda x: x[::-1], metric))",
+        "kernels/members.py", "metric = DiagonalMetric(center, ",
+        "metric = DiagonalMetric(center, jnp.roll(curvature, 1, axis=0) ** -0.5 + 0 * ",
         "tests/test_ensemble.py -k curvature",
     ),
     "twice the correction (modified SGLD)": Mutation(

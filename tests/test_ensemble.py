@@ -3,6 +3,8 @@
 
 """Chains that start at optima of their own, and steps by the variance of the energy."""
 
+import functools
+
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -15,11 +17,12 @@ from numpyro.infer.util import potential_energy
 import optax
 import pytest
 
-from numpyro_sgmcmc import SGHMC, SGLD, SGMCLMC, CCAdL, Ensemble, Replicas, full_data
+from numpyro_sgmcmc import SGHMC, SGMCLMC, CCAdL, Ensemble, Replicas, full_data
 from numpyro_sgmcmc.kernels import members
 from numpyro_sgmcmc.tuning import ensemble
 
 COMPILE_QUICKLY = True
+TOGETHER = {"chain_method": "vectorized", "progress_bar": False}
 RNG = np.random.default_rng(0)
 X = RNG.uniform(-2, 2, (200, 1)).astype(np.float32)
 Y = (np.sin(1.5 * X[:, 0]) + 0.1 * RNG.standard_normal(200)).astype(np.float32)
@@ -40,6 +43,12 @@ def of_model(draw, x=X):
 
 def states(kernel, chains=3):
     return kernel.init(random.split(random.key(0), chains), 1, None, (X, Y), {})
+
+
+def after_run(kernel, warmup, samples, *data):
+    mcmc = MCMC(kernel, num_warmup=warmup, num_samples=samples, num_chains=4, **TOGETHER)
+    mcmc.run(random.key(0), *data)
+    return mcmc
 
 
 def test_each_chain_starts_at_an_optimum_of_its_own():
@@ -63,15 +72,7 @@ def test_steps_are_as_long_as_the_energy_allows_and_chains_stay_near():
         states(kernel)
     large, small = (kernel.tuning.step_size for kernel in kernels)
     assert small <= large / 2 and kernels[0].steps_per_sample == 100
-    mcmc = MCMC(
-        kernels[1],
-        num_warmup=50,
-        num_samples=50,
-        num_chains=4,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(0), X, Y)
+    mcmc = after_run(kernels[1], 50, 50, X, Y)
     start = states(kernels[1], 4).z
 
     def potential(draw):
@@ -118,6 +119,8 @@ def test_what_cannot_start_is_said():
         Ensemble(learning_rate=0)
     with pytest.raises(ValueError, match="there is no common `metric` or `tuning`"):
         SGMCLMC(network, start="ensemble", metric="dense")
+    with pytest.raises(ValueError, match="no anchor of a control variate is found: use gradient="):
+        SGMCLMC(network, start="ensemble", gradient="control_variate")
     with pytest.raises(ValueError, match="SGHMC with start='ensemble' needs `step_size`"):
         states(SGHMC(network, start=Ensemble(steps=1)))
     with pytest.raises(ValueError, match="even in a step of .* where 1e-12 is asked for"):
@@ -158,16 +161,16 @@ def test_rows_that_were_held_out_are_checked():
     with pytest.raises(ValueError, match="`held_out` of an ensemble must be a tuple"):
         Ensemble(held_out=[X, Y])
 
-    def linear(x, y):
+    def of_columns(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
         with numpyro.plate("rows", len(y), subsample_size=50) as i:
             numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
 
     two = np.concatenate([X, X], axis=1)
-    kernel = SGHMC(linear, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(two, Y)))
+    kernel = SGHMC(of_columns, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(two, Y)))
     with pytest.raises(ValueError, match=r"the parameters \{'w': \(2,\)\}, but .* \{'w': \(1,\)\}"):
         kernel.init(random.key(0), 1, None, (X, Y), {})
-    kernel = SGHMC(linear, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(X[:20], Y[:20])))
+    kernel = SGHMC(of_columns, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(X[:20], Y[:20])))
     with pytest.raises(ValueError, match="`held_out` .*=50.*Of fewer rows than a min"):
         kernel.init(random.key(0), 1, None, (X, Y), {})
 
@@ -195,7 +198,10 @@ def test_the_metric_of_a_chain_has_the_curvature_at_its_member():
     # the root of a variance of 200: 5 % each, and 4 of these for 9 of them
     np.testing.assert_allclose(scale, np.broadcast_to(exact, (3, 3)), rtol=0.2)
     np.testing.assert_allclose(scale.mean(axis=0), exact, rtol=0.1)
-    assert np.abs(scale[0] / scale[1] - 1).max() > 1e-4  # each its own
+    # each its own, the one that it has by itself
+    alone = kernel.init(random.split(random.key(0), 3)[1], 1, None, (X3, Y3), {})
+    np.testing.assert_allclose(alone.fixed.metric.scale, scale[1], rtol=1e-3)
+    assert np.abs(scale[0] / scale[1] - 1).max() > 0.01
     np.testing.assert_array_equal(state.fixed.metric.center, state.z["w"])
 
 
@@ -203,10 +209,12 @@ def test_the_metric_of_a_chain_has_the_curvature_at_its_member():
     "kind, settings",
     [
         (SGHMC, {"friction": 5.0}),
-        (CCAdL, {"friction": 5.0}),
-        (SGMCLMC, {"friction": 2.0}),
-        (SGLD, {}),
-        (SGHMC, {"friction": 5.0, "replicas": Replicas((1.0, 2.0), minibatches=2)}),
+        pytest.param(SGMCLMC, {"friction": 2.0}, marks=pytest.mark.slow),
+        pytest.param(
+            SGHMC,
+            {"friction": 5.0, "replicas": Replicas((1.0, 2.0), minibatches=2)},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_chains_with_metrics_of_their_own_are_chains_with_these_metrics(kind, settings):
@@ -240,15 +248,7 @@ def test_chains_with_metrics_of_their_own_have_the_law_of_the_posterior():
         metric="diagonal",
         steps_per_sample=20,
     )
-    mcmc = MCMC(
-        kernel,
-        num_warmup=100,
-        num_samples=6_000,
-        num_chains=4,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(0), X3, Y3)
+    mcmc = after_run(kernel, 100, 6_000, X3, Y3)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], float)
     precision = X3.T.astype(float) @ X3 + 4 * np.eye(3)
     covariance = np.linalg.inv(precision)
@@ -265,10 +265,8 @@ def test_chains_with_metrics_of_their_own_have_the_law_of_the_posterior():
 def test_a_metric_of_its_own_is_refused_where_none_is_found():
     with pytest.raises(ValueError, match="found from the gradients of minibatches, and here each"):
         start = Ensemble(steps=1)
-        whole = SGHMC(
-            lambda x, y: network(x, y, len(y)), 1e-3, 10.0, start=start, metric="diagonal"
-        )
-        states(whole)
+        model = functools.partial(network, batch_size=len(Y))
+        states(SGHMC(model, 1e-3, 10.0, start=start, metric="diagonal"))
     kernel = SGHMC(linear, 0.01, 1.0, start=LINEAR_START, metric="diagonal")
     with pytest.raises(ValueError, match="found in the descents, and there are none with `init_p"):
         kernel.init(random.key(0), 1, {"w": jnp.zeros(3)}, (X3, Y3), {})
@@ -281,6 +279,6 @@ def test_steps_are_in_units_of_the_metric():
         kernel = SGMCLMC(linear, start=LINEAR_START, metric=metric)
         kernel.init(random.split(random.key(0), 2), 1, None, (X3, Y3), {})
         sizes.append(kernel.tuning.step_size)
-    # the narrowest coordinate has a standard deviation of 0.002, and a thousand times the variance
-    # of the energy is allowed there
+    # the narrowest coordinate has a standard deviation of 0.002, where 200 times the variance of
+    # the energy is allowed
     assert sizes[0] < 0.01 < 0.05 < sizes[1], sizes

@@ -39,9 +39,9 @@ _TRIED, _LEFT_OUT, _LOOKED_AT = 4, 100, 50
 #: Step sizes from 1/4 downwards, each 2^(-1/2) of the one before.
 _SIZES = 2.0 ** -np.arange(2, 16, 0.5)
 
-#: What the energy may vary by for each parameter, in the parameters as they are and in coordinates
+#: What the energy may vary by for each parameter, in the parameters as they are, and in coordinates
 #: in which all are about as wide.
-_ENERGY_VARIANCE = 0.1, 5e-4
+_ENERGY_VARIANCE, _ENERGY_VARIANCE_WITH_METRIC = 0.1, 5e-4
 
 #: The momentum is forgotten in this time, and a sample has so many steps, if nothing is said.
 _FRICTION, _STEPS_PER_SAMPLE = 2.0, 100
@@ -73,7 +73,7 @@ def members_for(
     if not found:
         raise no_initial_values(target.view, start_keys, strategy, target.args, target.kwargs)
     held, compiled = _held_out(method), method.context.compiled
-    with_curvature = method.given.metric == "diagonal"
+    with_curvature = method.given.metric is not None
     if with_curvature and target.minibatch_share >= 1:
         raise ValueError(
             "metric='diagonal' with start='ensemble' is found from the gradients of minibatches,"
@@ -180,7 +180,8 @@ def members_tuning(
     program = method.context.compiled("energy", run, target)
     variances = np.asarray(program(fixed, members, jnp.asarray(_SIZES, target.view.dtype)))
     assert ensemble is not None
-    most = ensemble.energy_variance or _ENERGY_VARIANCE[isinstance(metric, DiagonalMetric)]
+    usual = _ENERGY_VARIANCE if given.metric is None else _ENERGY_VARIANCE_WITH_METRIC
+    most = ensemble.energy_variance or usual
     fine = np.flatnonzero(variances <= most)
     if not len(fine):
         raise ValueError(

@@ -159,14 +159,17 @@ class Settings:
         )
         if isinstance(self.step_size, Cyclical) and self.steps_per_sample is not None:
             self.step_size.check(self.steps_per_sample)
-        own_metric = isinstance(self.metric, str) and self.metric == "diagonal"
-        if self.start is not None and (
-            self.tuning is not None or not (self.metric is None or own_metric)
-        ):
+        has_own = self.metric is None or isinstance(self.metric, str) and self.metric == "diagonal"
+        if self.start is not None and (self.tuning is not None or not has_own):
             raise ValueError(
                 "`start` is for chains around optima of their own, for which there is no common"
                 " `metric` or `tuning`: leave these out, or give metric='diagonal', which is found"
                 " for each chain."
+            )
+        if self.start is not None and self.gradient not in ("auto", "minibatch"):
+            raise ValueError(
+                "`start` is for chains around optima of their own, for which no anchor of a control"
+                f" variate is found: use gradient='minibatch', and not {self.gradient!r}."
             )
         if self.refresh_every is not None and self.gradient != "control_variate":
             raise ValueError(

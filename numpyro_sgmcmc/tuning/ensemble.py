@@ -41,6 +41,18 @@ class Ensemble:
     where it ends. For posteriors with very many modes, those of networks, of which no chain could
     find more than a few; what is pooled is predictions.
 
+    With ``metric="diagonal"`` each chain moves in coordinates of its own,
+    :math:`\\theta_i = m_i + s_i \\phi_i` around its member :math:`m`, shape (d,), with
+
+    .. math:: s_i^{-2} = \\frac{b}{N c} \\operatorname{Var} ( \\partial_i \\tilde U(m) )
+        + \\max \\left( 0, -\\partial_i^2 \\log p(m) \\right),
+
+    the variance of the gradient over 200 minibatches of :math:`b` of :math:`N` rows, with the
+    finite-population factor :math:`c`, which is that sum of the squares of the rows' gradients
+    that the empirical Fisher information is, and the curvature of the prior, exact if its values
+    are independent. Step sizes are then in units of :math:`s`, which has those of the
+    unconstrained parameters.
+
     :param int steps: number of steps, each on a minibatch.
     :param float learning_rate: of Adam in the first step.
     :param float energy_variance: where no step size is given, it is the largest at which the
@@ -177,9 +189,7 @@ def find_members(
 
         return jax.vmap(one)(starts, rng_keys)
 
-    facts = (
-        (ensemble, with_curvature) if held is None else (ensemble, with_curvature, held.view.facts)
-    )
+    facts = ensemble, with_curvature, None if held is None else held.view.facts
     arguments = None if held is None else (held.args, held.kwargs)
     program = compiled("ensemble", run, target, *facts)
     values, potentials, steps, curvatures = program(starts, rng_keys, arguments)
