@@ -108,7 +108,7 @@ def test_a_skewed_posterior(options):
     assert data.attrs["passes_per_sample"] > 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_paths_are_as_long_as_their_noise_allows():
     rng = np.random.default_rng(1)
     x = rng.standard_normal((2_000, 5)).astype(np.float32)

@@ -213,7 +213,7 @@ def test_the_metric_of_a_chain_has_the_curvature_at_its_member():
         pytest.param(
             SGHMC,
             {"friction": 5.0, "replicas": Replicas((1.0, 2.0), minibatches=2)},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -111,7 +111,7 @@ def test_noise_that_prefers_no_direction_does_no_harm():
     assert np.all(np.abs(ratio - 1) < 4 * error + 0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_other_noise_so_much_less_is_added():
     y = data([1.5, 1.0, 0.5, 0.5])
     off, error, _ = variances(kernel_of(0.1, batch_size=80), y)
