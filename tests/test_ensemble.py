@@ -237,7 +237,7 @@ def test_chains_with_metrics_of_their_own_are_chains_with_these_metrics(kind, se
         assert (difference < 0.01 * np.sqrt(variances)).all(), difference / np.sqrt(variances)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chains_with_metrics_of_their_own_have_the_law_of_the_posterior():
     kernel = CCAdL(
         linear,

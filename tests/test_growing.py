@@ -620,8 +620,8 @@ def long_run(path, samples, **options):
     )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["memory", pytest.param("disk", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", ["memory", "disk"])
 def test_a_store_goes_on_when_rows_have_come(place, tmp_path):
     folder, ends = tmp_path, (1_000, 1_500, 2_600)
 
