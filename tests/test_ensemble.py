@@ -65,6 +65,21 @@ def test_each_chain_starts_at_an_optimum_of_its_own():
     assert one.init(random.key(0), 1, None, (X, Y), {}).z["w1"].shape == (1, 8)
 
 
+def test_a_progress_bar_shows_the_parts_of_a_descent_and_changes_nothing(monkeypatch, capsys):
+    def found(**options):
+        kernel = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=30), **options)
+        return states(kernel).z["w1"], capsys.readouterr().err
+
+    hidden, nothing = found(progress_bar=False)
+    for name in ("CI", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+    shown, bar = found()
+    assert "ensemble:" not in nothing and "0/30" in bar
+    monkeypatch.setattr(ensemble, "_PARTS", 1)
+    np.testing.assert_array_equal(shown, hidden)
+    np.testing.assert_allclose(found()[0], hidden, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_steps_are_as_long_as_the_energy_allows_and_chains_stay_near():
     kernels = [SGMCLMC(network, start=Ensemble(3_000, 0.02, v)) for v in (0.5, 0.005)]

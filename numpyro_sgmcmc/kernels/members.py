@@ -80,7 +80,8 @@ def members_for(
             " and here each is of all rows: give the plate a `subsample_size`, or leave out"
             " `metric`."
         )
-    members = find_members(target, starts, rows_keys, ensemble, compiled, held, with_curvature)
+    asked = held, with_curvature, method.given.progress_bar
+    members = find_members(target, starts, rows_keys, ensemble, compiled, *asked)
     metric: IdentityMetric | DiagonalMetric = IdentityMetric()
     if with_curvature:
         center, curvature = jax.vmap(ravel)(members.values), jax.vmap(ravel)(members.curvatures)

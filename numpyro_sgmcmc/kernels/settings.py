@@ -110,7 +110,8 @@ class Settings:
     :param init_strategy: a per-site initialization function of NumPyro.
     :param str on_failure: what to do where the tuning has failed, and a sample would take more than
         1,000 steps: ``"raise"`` an error, or ``"warn"`` and go on with 1,000 steps for each.
-    :param bool progress_bar: whether to show the phases of the tuning.
+    :param bool progress_bar: whether to show the phases of the tuning, and how far an ensemble has
+        come.
     :param mesh: devices over which the rows of the data are spread
         (:func:`~numpyro_sgmcmc.spread_rows`); None is the mesh over which they are, if any.
     """

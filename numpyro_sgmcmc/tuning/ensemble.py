@@ -20,6 +20,7 @@ from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.potential import Rows, over_all_data
 from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.tuning.progress import bar
 
 #: Steps whose mean potential is that of a member.
 _LAST = 100
@@ -27,8 +28,8 @@ _LAST = 100
 #: Minibatches by whose gradients a curvature is known to 10 %, and a scale to 5 %.
 _MINIBATCHES = 200
 
-#: How often a descent is looked at with rows that were held out.
-_CHECKS = 20
+#: Parts of a descent, after each of which it is looked at with rows that were held out.
+_PARTS = 20
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,22 @@ class Members(NamedTuple):
     curvatures: Values | None = None
 
 
+class _Descent(NamedTuple):
+    """
+    Descents on their way, each leaf with a leading axis for the members.
+
+    - **values**, **state** - where they are, and the state of the optimiser.
+    - **potential** - the mean minibatch potential, so far, of the last steps.
+    - **best** - the values of the member, the log likelihood there of rows that were held out, and
+      after how many steps that was.
+    """
+
+    values: Values
+    state: Any
+    potential: Array
+    best: tuple[Values, Array, Array]
+
+
 def checked_start(start: object) -> Ensemble | None:
     """
     :raises ValueError: if it is neither None nor a way to start.
@@ -138,6 +155,7 @@ def find_members(
     compiled: Callable,
     held: Target | None = None,
     with_curvature: bool = False,
+    shown: bool = False,
 ) -> Members:
     """
     An optimum for each chain, all in one program. Where a descent has not ended at finite values,
@@ -149,50 +167,61 @@ def find_members(
     :param held: the model with rows that were held out, by which the best along each descent is
         kept; None keeps the last.
     :param with_curvature: whether the curvature is asked for.
+    :param shown: whether a progress bar is.
     :raises ValueError: if none has.
     """
 
-    checks = 1 if held is None else min(_CHECKS, ensemble.steps)
-    each = -(-ensemble.steps // checks)
+    schedule = optax.cosine_decay_schedule(ensemble.learning_rate, ensemble.steps)
+    optimiser = optax.adam(schedule)  # the model's prior is what decays weights
+    last = min(_LAST, ensemble.steps)
 
-    def run(
-        target: Target, starts: Values, rng_keys: Array, arguments: Any
-    ) -> tuple[Values, Array, Array, Values | None]:
+    def part(
+        target: Target, descents: _Descent, rng_keys: Array, bounds: Array, arguments: Any
+    ) -> _Descent:
         potential = target.potential(IdentityMetric())
-        schedule = optax.cosine_decay_schedule(ensemble.learning_rate, ensemble.steps)
-        optimiser = optax.adam(schedule)  # the model's prior is what decays weights
 
-        def one(values: Values, key: Array) -> tuple[Values, Array, Array, Values | None]:
-            def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
-                values, state = carry
+        def one(descent: _Descent, key: Array) -> _Descent:
+            def step(i: Array, descent: _Descent) -> _Descent:
                 rows, own = target.rows(key, i), random.fold_in(key, i)
-                value, slope = target.mean(potential.value_and_gradient(values, rows, own))
-                updates, state = optimiser.update(slope, state, values)
-                return (optax.apply_updates(values, updates), state), value
+                found = potential.value_and_gradient(descent.values, rows, own)
+                value, slope = target.mean(found)
+                updates, state = optimiser.update(slope, descent.state, descent.values)
+                values = optax.apply_updates(descent.values, updates)
+                counted = jnp.where(i < ensemble.steps - last, 0.0, value / last)
+                mean = (descent.potential + counted).astype(value.dtype)
+                return descent._replace(values=values, state=state, potential=mean)
 
-            def part(carry: tuple, k: Array) -> tuple[tuple, Array]:
-                now, best, score, at = carry
-                now, found = lax.scan(step, now, k * each + jnp.arange(each))
-                if held is None:
-                    return (now, now[0], score, (k + 1) * each), found
-                here = log_likelihood(_with_data(held, arguments), now[0])
-                better = ~(here <= score)  # what is not a number is not overlooked
-                best = jax.tree.map(lambda x, y: jnp.where(better, x, y), now[0], best)
-                chosen = jnp.where(better, here, score), jnp.where(better, (k + 1) * each, at)
-                return (now, best, *chosen), found
+            begin, end = bounds
+            descent = lax.fori_loop(begin, end, step, descent)
+            if held is None:
+                return descent._replace(best=(descent.values, descent.best[1], end))
+            score = log_likelihood(_with_data(held, arguments), descent.values)
+            better = ~(score <= descent.best[1])  # what is not a number is not overlooked
+            both = (descent.values, score, end), descent.best
+            best = jax.tree.map(lambda new, old: jnp.where(better, new, old), *both)
+            return descent._replace(best=best)
 
-            lowest = jnp.full((), -jnp.inf, target.view.dtype)
-            first = (values, optimiser.init(values)), values, lowest, jnp.asarray(0)
-            (_, best, _, at), found = lax.scan(part, first, jnp.arange(checks))
-            curvature = _curvature(target, best, random.fold_in(key, 1)) if with_curvature else None
-            return best, found.ravel()[-_LAST:].mean(), at, curvature
+        return jax.vmap(one)(descents, rng_keys)
 
-        return jax.vmap(one)(starts, rng_keys)
-
-    facts = ensemble, with_curvature, None if held is None else held.view.facts
+    zeros = jnp.zeros(len(rng_keys), target.view.dtype)
+    best = starts, zeros - jnp.inf, jnp.zeros(len(rng_keys), int)
+    descents = _Descent(starts, jax.vmap(optimiser.init)(starts), zeros, best)
+    facts = ensemble, None if held is None else held.view.facts
+    program = compiled("ensemble", part, target, *facts)
     arguments = None if held is None else (held.args, held.kwargs)
-    program = compiled("ensemble", run, target, *facts)
-    values, potentials, steps, curvatures = program(starts, rng_keys, arguments)
+    ends = np.linspace(0, ensemble.steps, min(_PARTS, ensemble.steps) + 1).round().astype(int)
+    with bar(shown, ensemble.steps, "ensemble") as seen:
+        for bounds in zip(ends[:-1], ends[1:], strict=True):
+            descents = program(descents, rng_keys, jnp.asarray(bounds), arguments)
+            jax.block_until_ready(descents.values)
+            seen.update(int(bounds[1] - bounds[0]))
+    values, _, steps = descents.best
+    potentials = np.asarray(descents.potential)
+    curvatures = None
+    if with_curvature:
+        program = compiled("curvatures", jax.vmap(_curvature, (None, 0, 0)), target)
+        keys = jax.vmap(lambda key: random.fold_in(key, 1))(rng_keys)
+        curvatures = program(values, keys)
     leaves = [np.asarray(x).reshape(len(x), -1) for x in jax.tree.leaves(values)]
     finite = np.isfinite(np.concatenate(leaves, axis=1)).all(axis=1) & np.isfinite(potentials)
     if not finite.any():
@@ -213,7 +242,7 @@ def find_members(
         instead = np.where(finite, np.arange(len(finite)), np.resize(good, len(finite)))
         values, curvatures = jax.tree.map(lambda x: x[instead], (values, curvatures))
         potentials, steps = potentials[instead], steps[instead]
-    return Members(values, np.asarray(potentials), np.asarray(steps), curvatures)
+    return Members(values, potentials, np.asarray(steps), curvatures)
 
 
 def _curvature(target: Target, values: Values, rng_key: Array) -> Values:

@@ -77,13 +77,11 @@ are read twice, for the gradient at its centre and for the anchor near their mod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-import os
 from typing import NamedTuple
 
 from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
-from tqdm.auto import tqdm
 
 from numpyro_sgmcmc.data.row_numbers import is_far
 from numpyro_sgmcmc.target.control_variate import (
@@ -112,6 +110,7 @@ from numpyro_sgmcmc.tuning.noise_level import (
     prepare_noise,
 )
 from numpyro_sgmcmc.tuning.pilot import Pilot, run_pilot, site_of
+from numpyro_sgmcmc.tuning.progress import bar
 from numpyro_sgmcmc.tuning.rare_rows import TOLERABLE, error_of, find_rare_rows
 from numpyro_sgmcmc.tuning.sample import near_the_mode, point_at, sample_of, share_of
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -390,14 +389,12 @@ def _expanded(
 @contextmanager
 def tuning_bar(shown: bool) -> Iterator[Callable[[str], None]]:
     """A progress bar of the phases, which disappears when they are done."""
-    # as NumPyro's own
-    hidden = not shown or "CI" in os.environ or "PYTEST_XDIST_WORKER" in os.environ
-    with tqdm(total=len(PHASES), desc="tuning", leave=False, disable=hidden) as bar:
+    with bar(shown, len(PHASES), "tuning") as seen:
 
         def report(phase: str) -> None:
-            bar.set_description(f"tuning: {phase}")
-            bar.n = PHASES.index(phase)
-            bar.refresh()
+            seen.set_description(f"tuning: {phase}")
+            seen.n = PHASES.index(phase)
+            seen.refresh()
 
         yield report
 
