@@ -23,6 +23,7 @@ from numpyro_sgmcmc import (
     SGHMC,
     SGLD,
     CCAdL,
+    Ensemble,
     GrowingRows,
     LongRun,
     NoiseEstimate,
@@ -403,6 +404,20 @@ def test_methods_without_a_control_variate_go_on_too():
     # coordinates of a posterior of more rows are narrower
     narrower = mcmc.last_state.fixed.metric.factor / np.sqrt(1e-3)
     np.testing.assert_allclose(narrower, np.eye(3) * np.sqrt(1_100 / 1_200), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_metrics_at_members_of_an_ensemble_get_narrower_too():
+    rows = GrowingRows(X[:1_000], Y[:1_000])
+    start = Ensemble(steps=500, learning_rate=0.02)
+    mcmc = run_of(SGHMC(linear, 0.01, 5.0, start=start, metric="diagonal"), 20, 20, chains=2)
+    mcmc.run(random.key(0), *rows)
+    before = np.asarray(mcmc.last_state.fixed.metric.scale)
+    assert before.shape == (2, 3) and np.ptp(before, axis=0).min() > 0
+    rows.append(X[1_000:1_500], Y[1_000:1_500])
+    go_on(mcmc, rows)
+    after = np.asarray(mcmc.last_state.fixed.metric.scale)
+    np.testing.assert_allclose(after / before, np.sqrt(1_000 / 1_500), rtol=1e-5)
 
 
 @pytest.mark.slow
