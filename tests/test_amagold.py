@@ -96,7 +96,7 @@ def test_exact_law(step_size, monkeypatch):
 
 @pytest.mark.parametrize("options", [
     {"step_size": 0.3, "friction": 1.0, "metric": np.array([0.3]), "steps_per_sample": 3},
-    pytest.param({}, marks=pytest.mark.slow),
+    pytest.param({}, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_a_skewed_posterior(options):
     mcmc = run_of(AMAGOLD(rare, progress_bar=False, **options), (RARE,), 10_000)

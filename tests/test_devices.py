@@ -163,7 +163,9 @@ def test_all_rows_give_the_gradient_of_all_data(model):
 
 
 @pytest.mark.parametrize("order", [pytest.param(1, marks=pytest.mark.nightly), 2])
-@pytest.mark.parametrize("model", [indexed, twice, with_effects])
+@pytest.mark.parametrize(
+    "model", [indexed, twice, pytest.param(with_effects, marks=pytest.mark.nightly)]
+)
 def test_a_pass_over_all_rows_moves_none(model, order):
     """The anchor of a control variate, and what its program sends between devices."""
     kernel, args = read(partial(model, batch=40))

@@ -199,14 +199,18 @@ CASES = {
     "two plates": (two_plates, two_plates_marginal, Y),
 }
 
-#: Not among the quick tests.
-SLOW = ("a mixture of intercepts",)
-NIGHTLY = ("three slopes", "standard effects, by hand", "two slopes", "a positive site")
+NIGHTLY = (
+    "a mixture of intercepts",
+    "three slopes",
+    "standard effects, by hand",
+    "two slopes",
+    "a positive site",
+    "two plates",
+)
 
 
 def marked(case):
-    kinds = [k for k in ("slow", "nightly") if case in {"slow": SLOW, "nightly": NIGHTLY}[k]]
-    return pytest.param(case, marks=[getattr(pytest.mark, kind) for kind in kinds])
+    return pytest.param(case, marks=pytest.mark.nightly if case in NIGHTLY else ())
 
 
 def flat_potential(model, y, parts=1):
@@ -306,7 +310,7 @@ def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
         warn_of(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_few_nodes_where_they_are_enough():
     """Of effects with a standard deviation of 2.6 they are not, of a third of it they are."""
     target = Target(read_model(logistic, init_to_uniform, (BINARY,), {}), (BINARY,), {})
@@ -430,7 +434,7 @@ def many_bundles(number=1_000, scale=1.0):
     return Target(view, (y, 50), {}), x, derivatives(exact, x)[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_search_for_modes_ends_where_it_starts():
     """As one at logits of zero would, where the gradient of NumPyro's Bernoulli law is wrong."""
     assert jax.grad(lambda z: dist.Bernoulli(logits=z).log_prob(0.0))(0.0) == 0.0  # not -0.5
@@ -953,7 +957,7 @@ def bounded(y, batch=10):
     ("model", "y", "message"),
     [
         (bounded, jnp.abs(Y), r"support of the observations of site 'y' depends .* \(a\)"),
-        (logistic, BINARY.at[7, 2].set(2), r"'y'.*row 7.*"),
+        pytest.param(logistic, BINARY.at[7, 2].set(2), r"'y'.*row 7.*", marks=pytest.mark.nightly),
         (intercepts, Y.at[7, 2].set(jnp.nan), r"1 entries that are NaN"),
     ],
 )

@@ -109,7 +109,7 @@ def interrupt_after(monkeypatch, chunks):
     "method",
     [
         pytest.param("single", marks=pytest.mark.nightly),
-        "sequential",
+        pytest.param("sequential", marks=pytest.mark.nightly),
         "vectorized",
         pytest.param("parallel", marks=pytest.mark.nightly),
     ],
@@ -188,7 +188,7 @@ def test_one_program_without_data_in_it():
 
 
 @ARVIZ
-@pytest.mark.parametrize("seconds", [1e-9, 0.001])
+@pytest.mark.parametrize("seconds", [pytest.param(1e-9, marks=pytest.mark.nightly), 0.001])
 def test_resumed_run_is_the_same(seconds, stopped, whole, monkeypatch):
     mcmc, folder = stopped
     assert mcmc.stopped == "interrupt"

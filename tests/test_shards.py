@@ -188,7 +188,7 @@ def test_rows_are_read_three_times(devices, small_samples, read):
     check_law(draws, x, y)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_sample_does_not_know_is_found_out(small_samples, monkeypatch):
     """
     Few of its rows say something of a covariate that forty of all rows have: with the noise that

@@ -304,7 +304,7 @@ def nested(x):
     "chunk",
     [
         pytest.param(10**6, marks=pytest.mark.nightly),
-        1_000,
+        pytest.param(1_000, marks=pytest.mark.nightly),
         pytest.param(700, marks=pytest.mark.nightly),
         7,
     ],
