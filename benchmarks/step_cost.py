@@ -29,7 +29,7 @@ import numpyro.distributions as dist
 from numpyro.util import fori_collect
 from workloads import Workload, logistic, logistic_data, workloads
 
-from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL
+from numpyro_sgmcmc import SGHMC, SGLD, SGMCLMC, SGNHT, CCAdL
 from numpyro_sgmcmc.data.subsampling import without_replacement
 
 PARTS = ("by_hand", "rows", "parameters")
@@ -37,6 +37,8 @@ PARTS = ("by_hand", "rows", "parameters")
 FRICTION = 10.0
 #: Methods that are written by hand; the others are compared with SGHMC by hand.
 BY_HAND = ("SGLD", "SGHMC", "SGNHT")
+#: Chains in one program, and a step of each of them against one by itself.
+MEMBERS = 4
 #: The largest number of parameters whose noise covariance a method is to hold in full.
 FULL = 100
 
@@ -50,6 +52,7 @@ def kernels(workload: Workload) -> dict[str, Callable]:
         "SGNHT": partial(SGNHT, integrator="euler", **momentum),
         "SGHMC aboba": partial(SGHMC, **momentum),
         "SGNHT badodab": partial(SGNHT, **momentum),
+        "SGMCLMC": partial(SGMCLMC, **momentum),
         "CCAdL euler diagonal": partial(
             CCAdL, integrator="euler", covariance="diagonal", **momentum
         ),
@@ -136,6 +139,7 @@ def against_by_hand(workload: Workload, rounds: int) -> str:
         if name in BY_HAND:
             hand = jax.jit(partial(by_hand, name, workload))
             programs[f"{name} by hand"] = partial(hand, z, random.key(0), workload.data)
+    programs["together"] = collected(found["SGMCLMC"], workload, MEMBERS)
     seconds = interleaved(programs, rounds)
     rows = []
     for name in found:
@@ -143,6 +147,9 @@ def against_by_hand(workload: Workload, rounds: int) -> str:
         each = [f"{1e6 * np.median(seconds[key]) / workload.steps:.1f}" for key in (name, hand)]
         against = "by hand" if name in BY_HAND else "SGHMC"
         rows.append([name, *each, against, ratio(seconds[name], seconds[hand])])
+    one, together = seconds["SGMCLMC"], seconds["together"] / MEMBERS
+    each = [f"{1e6 * np.median(x) / workload.steps:.1f}" for x in (together, one)]
+    rows.append(["SGMCLMC, each of 4 together", *each, "SGMCLMC", ratio(together, one)])
     header = ["kernel", "us a step", "that of", "which is", "ratio"]
     return f"Model: {workload.name}\n\n{table(header, rows)}"
 
