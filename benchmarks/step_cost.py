@@ -149,7 +149,7 @@ def against_by_hand(workload: Workload, rounds: int) -> str:
         rows.append([name, *each, against, ratio(seconds[name], seconds[hand])])
     one, together = seconds["SGMCLMC"], seconds["together"] / MEMBERS
     each = [f"{1e6 * np.median(x) / workload.steps:.1f}" for x in (together, one)]
-    rows.append(["SGMCLMC, each of 4 together", *each, "SGMCLMC", ratio(together, one)])
+    rows.append([f"SGMCLMC, each of {MEMBERS} together", *each, "SGMCLMC", ratio(together, one)])
     header = ["kernel", "us a step", "that of", "which is", "ratio"]
     return f"Model: {workload.name}\n\n{table(header, rows)}"
 

@@ -112,7 +112,7 @@ def bent(n):
         numpyro.sample(f"y{k}", dist.Normal(3 * (x**2 - 1), 0.1))
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_where_nothing_can_be_certified():
     rng = np.random.default_rng(0)
     # ten bananas, twenty dimensions

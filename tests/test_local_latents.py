@@ -434,7 +434,7 @@ def many_bundles(number=1_000, scale=1.0):
     return Target(view, (y, 50), {}), x, derivatives(exact, x)[2]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_no_search_for_modes_ends_where_it_starts():
     """As one at logits of zero would, where the gradient of NumPyro's Bernoulli law is wrong."""
     assert jax.grad(lambda z: dist.Bernoulli(logits=z).log_prob(0.0))(0.0) == 0.0  # not -0.5
