@@ -443,6 +443,7 @@ def test_members_of_an_ensemble_over_devices():
     def widths(mesh, *data):
         kernel = CCAdL(kernel_table.model, mesh=mesh, **options)
         state = kernel.init(random.split(random.key(0), 4), 1, None, data, {})
+        assert everywhere_equal(state.fixed.metric)
         return np.asarray(state.fixed.metric.scale).mean(axis=0)
 
     # each is known to 5 %, of four chains to 2.5 %

@@ -270,7 +270,8 @@ def _curvature(target: Target, values: Values, rng_key: Array) -> Values:
         variance = (square - total**2 / _MINIBATCHES) / (_MINIBATCHES - 1)
         return size / factor * jnp.maximum(variance, 0.0) + jnp.maximum(prior, 0.0)
 
-    prior = _prior_curvature(target, values, target.rows(rng_key))
+    # devices have other rows, whose terms leave other roundings: they are to have the same metric
+    prior = target.mean(_prior_curvature(target, values, target.rows(rng_key)))
     return jax.tree.map(both, sums, squares, prior)
 
 
