@@ -48,7 +48,11 @@ from numpyro_sgmcmc.plots import plot_temperature as plot_temperature
 from numpyro_sgmcmc.results.inference_data import to_arviz as to_arviz
 from numpyro_sgmcmc.results.local_draws import local_draws as local_draws
 from numpyro_sgmcmc.results.loo import loo as loo
+from numpyro_sgmcmc.target.fusions import avoid_faulty_fusions as _avoid_faulty_fusions
 from numpyro_sgmcmc.target.handlers import full_data as full_data
 from numpyro_sgmcmc.tuning.ensemble import Ensemble as Ensemble
+
+# before JAX starts, which no import does
+_avoid_faulty_fusions()
 
 __version__ = _version("numpyro_sgmcmc")

@@ -31,6 +31,7 @@ pytestmark = arviz_marks(
     "Deterministic sites 'probability'",
     "Estimated shape parameter of Pareto",
     "look (binary|discrete)",
+    "The log likelihood is that of",
 )
 
 N = 50

@@ -19,6 +19,7 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, Predictive, init_to_median, init_to_uniform
 from numpyro.infer.util import potential_energy
@@ -188,8 +189,40 @@ def two_plates_marginal(y):
     numpyro.sample("x", dist.Normal(0, scale), obs=y[:30, 1])
 
 
+def series(y, batch=10):
+    """A level of each series, used in two scans, one of which has random numbers of its own."""
+    mu, tau = globals_()
+    rows = groups(y, batch)
+    with rows as g:
+        level = numpyro.sample("level", dist.Normal(mu, tau))
+        own = y[g]
+
+    def body(before, now):
+        with rows:
+            numpyro.sample("y", dist.Normal(level + 0.5 * before, 1), obs=now)
+        return now, None
+
+    def other(before, now):
+        with rows:
+            numpyro.sample("x", dist.Normal(level, 2), obs=now + 0 * random.normal(before))
+        return numpyro.prng_key(), None
+
+    scan(body, own[:, 0], own[:, 1:].T)
+    scan(other, numpyro.prng_key(), own.T)
+
+
+def series_marginal(y):
+    mu, tau = globals_()
+    parts = jnp.concatenate([y[:, 1:] - 0.5 * y[:, :-1], y], axis=1)
+    noise = jnp.where(jnp.arange(2 * ROWS - 1) < ROWS - 1, 1.0, 4.0)
+    cov = jnp.diag(noise) + tau**2
+    mean = mu * jnp.ones(2 * ROWS - 1)
+    numpyro.sample("y", dist.MultivariateNormal(mean, cov), obs=parts)
+
+
 CASES = {
     "intercepts": (intercepts, intercepts_marginal, Y),
+    "series": (series, series_marginal, Y),
     "standard effects, by hand": (by_hand, intercepts_marginal, Y),
     "two slopes": (*slopes(2), Y),
     "three slopes": (*slopes(3), Y),
@@ -200,6 +233,7 @@ CASES = {
 }
 
 NIGHTLY = (
+    "series",
     "a mixture of intercepts",
     "three slopes",
     "standard effects, by hand",
@@ -250,6 +284,14 @@ def test_the_marginal(case):
     expected = derivatives(lambda x: potential_energy(marginal, (y,), {}, unflat(x)), x)
     # up to rounding
     assert max(errors(derivatives(potential, x), expected)) < 1e-4
+
+
+def test_series_of_groups():
+    """Keys of a `scan`, and those in its body, are none that the model has asked for outside."""
+    potential, x = flat_potential(series, Y, 1)
+    unflat = ravel_pytree(unremarkable_values(read_model(series, init_to_uniform, (Y,), {})))[1]
+    expected = float(potential_energy(series_marginal, (Y,), {}, unflat(x)))
+    assert float(jax.jit(potential)(x)) == pytest.approx(expected, rel=1e-5)
 
 
 def logistic(y, batch=10):

@@ -15,6 +15,7 @@ from scipy import special, stats
 
 from numpyro_sgmcmc import SGLD, RowsOnDisk, full_data, predictive_scores
 from numpyro_sgmcmc.diagnostics import _pooled
+from numpyro_sgmcmc.results import parts
 
 COMPILE_QUICKLY = True
 
@@ -181,20 +182,18 @@ def test_nothing_is_of_draws_times_rows(monkeypatch):
     """No array of the program is as large as the draws of all rows."""
     monkeypatch.setattr(_pooled, "_CHUNK", 100)
     monkeypatch.setattr(_pooled, "_PREDICTIVE_DRAWS", 20)
-    program = str(jax.make_jaxpr(lambda w: predictive_log_density(w))(jnp.asarray(W)))
-    for shape in set(program.split("f32[")[1:]):
+    programs = []
+
+    def recorded(function, *examples):
+        programs.append(str(jax.make_jaxpr(function)(*examples)))
+        return jax.jit(function)
+
+    monkeypatch.setattr(parts, "compiled", recorded)
+    predictive_scores((linear, {"w": W}), X, Y)
+    assert len(programs) == 1
+    for shape in set(programs[0].split("f32[")[1:]):
         sizes = [int(n) for n in shape.split("]")[0].split(",") if n]
         assert np.prod(sizes, dtype=int) <= max(W.size, X.size, 20 * 100)
-
-
-def predictive_log_density(w):
-    sites = _pooled.shapes_of(full_data(linear), {"w": w}, (jnp.asarray(X), jnp.asarray(Y)), {})
-    arguments = (jnp.asarray(X), jnp.asarray(Y)), {}, sites, "y", random.key(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "device_get", lambda x: x)
-        patch.setattr(np, "moveaxis", jnp.moveaxis)
-        found, *_ = _pooled.pooled(full_data(linear), {"w": w}, DRAWS, *arguments)
-    return found["log_predictive_density"]
 
 
 @pytest.mark.parametrize("draws", [1, 3, 5_000])

@@ -17,6 +17,7 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro_sgmcmc.data.drawn_rows import ShapeOf
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.results.kept_rows import at_rows, seeded, subsampled_plates
+from numpyro_sgmcmc.results.parts import of_each
 from numpyro_sgmcmc.target.handlers import Model, without_wrappers
 
 #: Rows that are looked at together, and predictive draws of each of them.
@@ -143,8 +144,7 @@ def pooled(
         found = _of_rows(lambda k: evaluate(k, rows), count, kept, each, key, known)
         return {k: x if chunked is None else jnp.moveaxis(x, axis, 0) for k, x in found.items()}
 
-    # as one loop it is one program, in which the data are arguments and not constants
-    found = jax.device_get(lax.map(of_chunk, (jnp.arange(parts), jnp.asarray(rows))))
+    found = of_each(of_chunk, (jnp.arange(parts), jnp.asarray(rows)), "predictive law")
     if chunked is None:
         arrays = {k: x[0] for k, x in found.items()}
     else:

@@ -22,6 +22,7 @@ from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.handlers import full_data
 from numpyro_sgmcmc.target.host import half_life_of
+from numpyro_sgmcmc.target.local_latents import Marginal
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
@@ -174,6 +175,7 @@ def target_of(run_model: RunModel) -> Target:
     model: Any = run_model.model
     args, kwargs = as_arrays((tuple(run_model.args), run_model.kwargs or {}))
     raw = model.fn if isinstance(model, full_data) else model
+    raw = raw.model if isinstance(raw, Marginal) else raw
     return Target(read_model(raw, init_to_uniform, args, kwargs), args, kwargs)
 
 

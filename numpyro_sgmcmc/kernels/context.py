@@ -33,6 +33,7 @@ class Context:
 
     - **kernel** - the name of the kernel, for errors.
     - **model** - the model as read for the latest data, or None before.
+    - **is_here** - whether it was read in this process, and not in that of a pickled kernel.
     - **shards** - how the data lie on devices, if they are spread.
     - **programs** - compiled programs for any data with these facts.
     - **tuning** - the latest tuning.
@@ -46,6 +47,7 @@ class Context:
     def __init__(self, kernel: str, tuning: Tuning | None = None) -> None:
         self.kernel = kernel
         self.model: MinibatchModel | None = None
+        self.is_here = False
         self._models: dict[Any, MinibatchModel] = {}
         self.shards: Shards | None = None
         self.programs: dict[Any, Quick] = {}
@@ -55,6 +57,15 @@ class Context:
         self.known: set[str | None] = set()
         self.grows = False
         self.lock = RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of a run needs for its results; devices and programs are of this process."""
+        kept = "kernel", "model", "tuning", "densities", "data", "known", "grows"
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__init__(kept["kernel"])  # type: ignore[misc]
+        vars(self).update(kept)
 
     def without_room(self, model: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """
@@ -73,6 +84,7 @@ class Context:
         given, name = kernel.given, self.kernel
         self.shards = found_shards(given.mesh, args, kwargs)
         model = read_model(given.model, given.init_strategy, args, kwargs)
+        self.is_here = True
         if model != self.model:
             self.model, self.programs = model, {}
         self._models[_shapes((args, kwargs))] = model

@@ -5,6 +5,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -28,7 +29,7 @@ from numpyro_sgmcmc.target import host
 from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.handlers import Model, full_data
 from numpyro_sgmcmc.target.linear_algebra import run_in_order
-from numpyro_sgmcmc.target.local_latents import Marginal
+from numpyro_sgmcmc.target.local_latents import AT_ONCE, Marginal
 from numpyro_sgmcmc.target.model import Values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
@@ -113,7 +114,7 @@ class SGMCMCKernel(MCMCKernel):
     def __reduce__(self) -> tuple:
         # devices and programs are those of this process; a tuning is not to be found again
         given = self.given.with_values(mesh=None)
-        return _restored, (type(self), given, self.context.tuning)
+        return _restored, (type(self), given, self.context)
 
     @abstractmethod
     def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> Any:
@@ -213,7 +214,7 @@ class SGMCMCKernel(MCMCKernel):
         """
         read = self.context.model
         if read is not None and isinstance(read.model, Marginal):
-            return full_data(read.model)
+            return full_data(replace(read.model, at_once=AT_ONCE))
         return full_data(self.given.model)
 
     @property
@@ -312,9 +313,9 @@ class SGMCMCKernel(MCMCKernel):
         if tuning is not None:
             tuning = tuning._replace(step_size=step_size)
             values |= {"tuning": tuning, "metric": None, "strata": "auto"}
-        new = _restored(type(self), self.given.with_values(**values), tuning)
-        new.context.model, new.context.shards = self.context.model, self.context.shards
-        return new
+        context = Context(self.context.kernel, tuning)
+        context.model, context.shards = self.context.model, self.context.shards
+        return _restored(type(self), self.given.with_values(**values), context)
 
     def init(
         self,
@@ -362,11 +363,11 @@ def _document(kernel: type[SGMCMCKernel]) -> None:
 
 
 def _restored(
-    kernel: type[SGMCMCKernel], given: arguments.Settings, tuning: Tuning | None
+    kernel: type[SGMCMCKernel], given: arguments.Settings, context: Context
 ) -> SGMCMCKernel:
     """A kernel with settings that were checked before."""
     new = object.__new__(kernel)
-    new.given, new.context, new.monitor = given, Context(kernel.__name__, tuning), Monitor()
+    new.given, new.context, new.monitor = given, context, Monitor()
     return new
 
 

@@ -13,9 +13,10 @@ import jax
 from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+from numpyro.distributions import Unit
 from numpyro.handlers import uncondition
 from numpyro.infer import MCMC, Predictive
-from numpyro.primitives import Messenger
 import xarray as xr
 
 from numpyro_sgmcmc.results.facts import (
@@ -25,14 +26,29 @@ from numpyro_sgmcmc.results.facts import (
     stein_of,
     variable_name,
 )
+from numpyro_sgmcmc.results.group_draws import GroupDraws
 from numpyro_sgmcmc.results.kept_draws import kept_draws
-from numpyro_sgmcmc.results.kept_rows import Selection, full_sites, keep_rows, log_likelihood_of
+from numpyro_sgmcmc.results.kept_rows import (
+    Selection,
+    full_sites,
+    keep_rows,
+    log_likelihood_of,
+    subsampled_plates,
+)
+from numpyro_sgmcmc.results.parts import of_each
 from numpyro_sgmcmc.stein import advice
 from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.host import arguments, view_of
+from numpyro_sgmcmc.target.local_latents import Marginal, group_axis
 
 #: Replicas that exchange positions less often do not take part in what the chain does.
 _SELDOM = 0.02
+
+#: The log likelihood of some rows, whose sum ArviZ takes for that of all.
+SOME_ROWS = (
+    "The log likelihood is that of {}: `arviz.loo` sums over these rows alone."
+    " `numpyro_sgmcmc.results.loo.loo(mcmc)` estimates the sum over all rows."
+)
 
 #: Values of the size of (chains, draws, N) beyond this need `max_values`: 2 GB in float32.
 MAX_VALUES = 500_000_000
@@ -68,7 +84,8 @@ def to_arviz(
 
     With more rows than memory is there for, ``rows=2_000`` draws so many of them at random:
     all groups then hold these rows only, at a cost that grows with their number and not with
-    :math:`N`, and the dimension of the plate has their numbers as its coordinate. Checks of
+    :math:`N`, the dimension of the plate has their numbers as its coordinate, and the attribute
+    ``rows_kept_`` with the name of the plate says how many of how many they are. Checks of
     calibration such as ``arviz.plot_loo_pit`` need no more; :math:`N / n` times the sum over
     :math:`n` rows estimates that over all of them, and
     :func:`~numpyro_sgmcmc.results.loo.loo` does so better.
@@ -77,7 +94,8 @@ def to_arviz(
     :param bool log_likelihood: whether to compute :math:`\\log p(y_i \\mid \\theta)` of every
         row for every draw, one draw at a time: an array of (chains, draws, :math:`N`).
     :param bool posterior_predictive: whether to draw new observations of every row for
-        every draw, one draw at a time; arrays of the same size.
+        every draw, one draw at a time; arrays of the same size. New observations of a group with
+        latent variables are drawn at draws of these variables.
     :param bool constant_data: whether to keep the array arguments of the model that are
         not its observations.
     :param rows: how many rows of every subsampled plate to keep, drawn without replacement
@@ -141,23 +159,24 @@ def to_arviz(
     observed = {
         name: site
         for name, site in sites.items()
-        if site["type"] == "sample" and site["is_observed"] and site["value"] is not None
+        if site["type"] == "sample"
+        and site["is_observed"]
+        and site["value"] is not None
+        and not _is_factor(site)
     }
+    known_values = {name: np.asarray(site["value"]) for name, site in observed.items()}
     groups: dict[str, Any] = {}
     all_dims = plate_dims(sites) | {variable_name(k): list(v) for k, v in (dims or {}).items()}
     if posterior_predictive:
         values = sum(math.prod(site["fn"].shape()) for site in observed.values())
         check_size("posterior_predictive", mcmc, values, max_values)
-        predict = Predictive(
-            uncondition(model),
-            draws,
-            return_sites=[name for name in observed if not _is_factor(observed[name])],
-            batch_ndims=2,
-        )
-        groups["posterior_predictive"] = _variables(predict(key, *args, **kwargs))
+        own = _replicates(marginal_of(mcmc), sites, draws, chosen, key, args, kwargs)
+        others = [name for name in observed if name not in own]
+        replicated = own | _predicted(model, draws, others, key, args, kwargs)
+        groups["posterior_predictive"] = _variables(replicated)
     if constant_data:
         plates = {s["args"][0]: name for name, s in sites.items() if s["type"] == "plate"}
-        known = [np.asarray(site["value"]) for site in observed.values()]
+        known = list(known_values.values())
         found: dict[str, np.ndarray] = {}
         for name, argument in _array_arguments(mcmc.sampler.model, args, kwargs).items():
             # an observation may have rows of several plates
@@ -165,7 +184,8 @@ def to_arviz(
             for axis, size in enumerate(argument.shape):
                 if plates.get(size) in chosen:
                     x = jnp.take(x, chosen[plates[size]], axis=axis)
-            if any(x.shape == v.shape and np.array_equal(x, v) for v in known):
+            # of the name of a site it is what that observes, in another layout
+            if name in observed or any(x.shape == v.shape and np.array_equal(x, v) for v in known):
                 continue
             plate = plates.get(argument.shape[0])
             found[name] = np.asarray(argument[chosen[plate]] if plate in chosen else argument)
@@ -174,30 +194,100 @@ def to_arviz(
                     name, [plate, *(f"{name}_dim_{k}" for k in range(1, argument.ndim))]
                 )
         groups["constant_data"] = found or None
-    # ArviZ is to have the arguments as arrays of JAX, too
-    view = view_of(mcmc, _SitesAsVariables(model), _variables(draws), args, kwargs)
+    # ArviZ traces the model for its observations, operation by operation
+    view = view_of(mcmc, _Observations(_variables(known_values)), _variables(draws), (), {})
     data = arviz.from_numpyro(view, coords=coords, dims=all_dims, log_likelihood=False, **groups)
     if log_likelihood:
-        values = sum(math.prod(site["fn"].batch_shape) for site in observed.values())
-        check_size("log_likelihood", mcmc, values, max_values)
-        terms = log_likelihood_of(model, draws, args, kwargs, batch_ndims=2)
+
+        def terms_of(draw: dict) -> dict[str, Array]:
+            return log_likelihood_of(model, draw, args, kwargs)
+
+        shapes = jax.eval_shape(terms_of, jax.tree.map(lambda x: x[0, 0], draws)).values()
+        check_size("log_likelihood", mcmc, sum(x.size for x in shapes), max_values)
+        terms = _of_draws(terms_of, draws, "log likelihood")
         _add_group(arviz, data, "log_likelihood", _variables(terms), coords, all_dims)
     if stein is not None:
         _add_dataset(data, "stein", stein_group(stein, latent_shapes(mcmc)))
-    data.attrs.update(attributes(mcmc, stein, sampling_time) | dict(attrs or {}))
+    data.attrs.update(attributes(mcmc, stein, sampling_time))
+    for of_plate in subsampled_plates(sites):
+        name, numbers = of_plate.name, chosen.get(of_plate.name)
+        if numbers is not None and len(numbers) < of_plate.size:
+            kept = f"{len(numbers):,} of {of_plate.size:,} rows of plate '{name}'"
+            data.attrs[f"rows_kept_{name}"] = kept
+            # with predictions it is for their calibration, and not for a sum
+            if log_likelihood and not posterior_predictive:
+                warnings.warn(SOME_ROWS.format(kept), stacklevel=2)
+    data.attrs.update(attrs or {})
     return data
 
 
-class _SitesAsVariables(Messenger):
-    """A model whose sites have the names of the variables of the result."""
+class _Observations:
+    """A model that has nothing but observations."""
 
-    def process_message(self, msg: dict) -> None:
-        if msg["type"] in ("sample", "deterministic"):
-            msg["name"] = variable_name(msg["name"])
+    def __init__(self, values: Mapping[str, np.ndarray]) -> None:
+        self.values = values
+
+    def __call__(self) -> None:
+        for name, value in self.values.items():
+            numpyro.sample(name, Unit(jnp.zeros(())), obs=value)
+
+
+def _of_draws(function: Callable, draws: Any, description: str) -> dict[str, np.ndarray]:
+    """A function of each draw, shape (chains, draws, ...)."""
+    shape = jax.tree.leaves(draws)[0].shape[:2]
+    flat = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, *x.shape[2:]), draws)
+    found = of_each(function, flat, description)
+    return {name: x.reshape(*shape, *x.shape[1:]) for name, x in found.items()}
+
+
+def _predicted(
+    model: Callable, draws: dict, names: list[str], key: Array, args: tuple, kwargs: dict
+) -> dict[str, np.ndarray]:
+    """New observations of these sites, for every draw."""
+    if not names:
+        return {}
+
+    def one(draw_and_key: tuple[dict, Array]) -> dict[str, Array]:
+        draw, own = draw_and_key
+        single = jax.tree.map(lambda x: x[None], draw)
+        predict = Predictive(uncondition(model), single, return_sites=names)
+        return jax.tree.map(lambda x: x[0], predict(own, *args, **kwargs))
+
+    shape = next(iter(draws.values())).shape[:2]
+    return _of_draws(one, (draws, random.split(key, shape)), "posterior predictive")
+
+
+def _replicates(
+    marginal: Marginal | None,
+    sites: Mapping[str, dict],
+    draws: dict,
+    chosen: Mapping[str, np.ndarray],
+    key: Array,
+    args: tuple,
+    kwargs: dict,
+) -> dict[str, np.ndarray]:
+    """New observations of groups whose latent variables are integrated out, for every draw."""
+    if marginal is None:
+        return {}
+    plates = subsampled_plates(sites)
+    parts = GroupDraws(marginal.replicates, plates, draws, key, args, kwargs)
+    sizes = {plate.name: plate.size for plate in plates}
+    found = {}
+    for plate in marginal.plates:
+        rows = chosen.get(plate.name, np.arange(sizes[plate.name]))
+        for name, values in parts.in_memory(plate.name, rows).items():
+            found[name] = np.moveaxis(values, 2, 2 + group_axis(sites[name], plate.name))
+    return found
 
 
 def _variables(values: Mapping[str, Any]) -> dict[str, Any]:
     return {variable_name(name): x for name, x in jax.device_get(values).items()}
+
+
+def marginal_of(mcmc: MCMC) -> Marginal | None:
+    """The model of a run in which latent variables of groups are integrated out, or None."""
+    model = getattr(mcmc.sampler.model, "fn", None)
+    return model if isinstance(model, Marginal) else None
 
 
 def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:

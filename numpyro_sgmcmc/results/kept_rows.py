@@ -15,7 +15,9 @@ from numpyro.infer.util import log_likelihood
 
 from numpyro_sgmcmc.data.drawn_rows import ShapeOf
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
+from numpyro_sgmcmc.results.parts import compiled
 from numpyro_sgmcmc.target.handlers import Plate, given_rows
+from numpyro_sgmcmc.target.local_latents import with_observed
 from numpyro_sgmcmc.target.model import NOT_SEEDED
 
 #: Of data on disk so many rows are kept with the draws.
@@ -26,21 +28,41 @@ Selection = int | Array | np.ndarray
 
 
 def full_sites(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
-    """The sites of the model on its full data, at the first draw."""
-    first = jax.tree.map(lambda x: x[0, 0], draws)
-    return trace(substitute(seed(model, random.key(0)), data=first)).get_trace(*args, **kwargs)
+    """
+    The sites of the model on its full data, and those that factors of groups stand for: values of
+    observations, in a program without whatever these do not need; of all others shapes alone.
+    """
+    sites = with_observed(site_shapes(model, draws, args, kwargs))
+    observed = [
+        name
+        for name, site in sites.items()
+        if site["type"] == "sample" and site["is_observed"] and site["value"] is not None
+    ]
+
+    def values(first: dict) -> dict[str, Array]:
+        found = with_observed(_sites(model, first, args, kwargs))
+        return {name: jnp.asarray(found[name]["value"]) for name in observed}
+
+    first = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), draws)
+    known = compiled(values, first)(first)
+    return {k: site | {"value": known[k]} if k in known else site for k, site in sites.items()}
 
 
 def site_shapes(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
-    """The same sites at no cost: their values are not computed, and must not be used."""
+    """The sites at no cost: their values are not computed, and must not be used."""
     sites: dict[str, dict] = {}
 
     def read(draws: dict) -> None:
-        sites.update(full_sites(model, draws, args, kwargs))
+        sites.update(_sites(model, jax.tree.map(lambda x: x[0, 0], draws), args, kwargs))
 
     args, kwargs = replaced((args, kwargs), [ShapeOf(x) for x in on_disk((args, kwargs))])
     jax.eval_shape(read, draws)
     return sites
+
+
+def _sites(model: Callable, draw: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
+    """Of the model at a draw."""
+    return trace(substitute(seed(model, random.key(0)), data=draw)).get_trace(*args, **kwargs)
 
 
 def subsampled_plates(sites: Mapping[str, dict]) -> tuple[Plate, ...]:
@@ -173,10 +195,10 @@ def row_numbers(where: str, rows: Selection, size: int, rng_key: Array) -> np.nd
 
 
 def log_likelihood_of(
-    model: Callable, draws: Mapping[str, Array], args: tuple, kwargs: dict, batch_ndims: int
+    model: Callable, draw: Mapping[str, Array], args: tuple, kwargs: dict
 ) -> dict[str, Array]:
-    """Of every observation, one draw at a time."""
-    return log_likelihood(seeded(model), draws, *args, batch_ndims=batch_ndims, **kwargs)
+    """Of every observation at a draw."""
+    return log_likelihood(seeded(model), draw, *args, batch_ndims=0, **kwargs)
 
 
 def seeded(model: Callable) -> Callable:

@@ -3,22 +3,21 @@
 
 """What is latent in the groups of a run, drawn after it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-from jax import Array, lax, random
+from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
-from numpyro.handlers import block, seed, substitute
 from numpyro.infer import MCMC
 import xarray as xr
 
 from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
-from numpyro_sgmcmc.results.inference_data import MAX_VALUES, arguments_of
+from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws
+from numpyro_sgmcmc.results.inference_data import MAX_VALUES, arguments_of, marginal_of
 from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.results.kept_rows import (
     Selection,
@@ -26,11 +25,6 @@ from numpyro_sgmcmc.results.kept_rows import (
     site_shapes,
     subsampled_plates,
 )
-from numpyro_sgmcmc.target.handlers import Plate, given_rows
-from numpyro_sgmcmc.target.local_latents import Marginal
-
-#: Groups whose values are drawn at once, and about how many values of them: 32 MB in float32.
-_CHUNK, _CHUNK_VALUES = 2_000, 2**23
 
 
 def local_draws(
@@ -97,8 +91,8 @@ def local_draws(
         True
     """
     args, kwargs = arguments_of(mcmc)
-    marginal = getattr(mcmc.sampler.model, "fn", None)
-    if not isinstance(marginal, Marginal):
+    marginal = marginal_of(mcmc)
+    if marginal is None:
         raise ValueError(
             "The model has no latent sites inside of subsampled plates: all of them are in"
             " `mcmc.get_samples()`."
@@ -113,20 +107,7 @@ def local_draws(
     if groups is None:
         groups = {p.name: np.arange(p.size) for p in plates if p.name in local}
     chosen = choose_rows(groups, tuple(p for p in plates if p.name in local), key, "groups")
-
-    def some_draws(kept: dict[str, Array], keys: Array, rows: dict[str, Array]) -> dict[str, Any]:
-        def one(draw_and_key: tuple[dict[str, Array], Array]) -> dict[str, Any]:
-            draw, key = draw_and_key
-            model_key, key = random.split(key)
-            given = given_rows(marginal.draws, plates, rows)
-            with block(), seed(rng_seed=model_key), substitute(data=draw):
-                return given(key, args, kwargs)
-
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (kept, keys))
-        found = lax.map(one, flat)
-        return jax.tree.map(lambda x: x.reshape(*keys.shape[:2], *x.shape[1:]), found)
-
-    parts = _Parts(jax.jit(some_draws), kept, key, plates)
+    parts = GroupDraws(marginal.draws, plates, kept, key, args, kwargs)
     shapes = {name: parts.shapes(name, len(rows)) for name, rows in chosen.items() if name in local}
     if store is None:
         _check_size([x.shape for found in shapes.values() for x in found.values()], max_values)
@@ -140,7 +121,7 @@ def local_draws(
                 site = variable_name(name)
                 rest = [f"{site}_dim_{j}" for j in range(x.ndim - 3)]
                 dims = ["chain", "draw", variable_name(plate), *rest]
-                part = (chains, parts.draws_of(found), min(_CHUNK, x.shape[2]), *x.shape[3:])
+                part = (chains, parts.draws_of(found), min(CHUNK, x.shape[2]), *x.shape[3:])
                 arrays[name] = create(site, x.shape, x.dtype, dims, part)
                 variables[site] = dims, arrays[name]
             for here, values in parts.of(plate, np.asarray(chosen[plate]), found):
@@ -153,68 +134,6 @@ def local_draws(
     if store is not None:
         return xr.open_zarr(Path(store), chunks=None)
     return xr.Dataset(variables, coords)
-
-
-class _Parts(NamedTuple):
-    """
-    The draws of a plate, of some draws of the run and some groups at a time.
-
-    - **program** - of draws, keys and groups.
-    - **kept** - the draws of the run, shape (chains, draws, ...).
-    - **key** - a random key.
-    - **plates** - the subsampled plates of the model.
-    """
-
-    program: Any
-    kept: dict[str, Array]
-    key: Array
-    plates: tuple[Plate, ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The number of chains and of draws."""
-        chains, draws = next(iter(self.kept.values())).shape[:2]
-        return chains, draws
-
-    def shapes(self, plate: str, groups: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """What there will be of so many groups of a plate, by site."""
-        keys = random.split(self.key, self.shape)
-        found = jax.eval_shape(self.program, self.kept, keys, self._rows(plate, np.zeros(1, int)))
-        return {
-            name: jax.ShapeDtypeStruct((*x.shape[:2], groups, *x.shape[3:]), x.dtype)
-            for name, x in found[plate].items()
-        }
-
-    def draws_of(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:
-        """The number of draws of each chain in a part."""
-        chains, draws = self.shape
-        each = sum(math.prod(x.shape[3:]) * min(_CHUNK, x.shape[2]) for x in shapes.values())
-        most = max(1, _CHUNK_VALUES // (chains * max(1, each)))
-        return math.ceil(draws / math.ceil(draws / most))  # as equal ones as there can be
-
-    def of(
-        self, plate: str, rows: np.ndarray, shapes: Mapping[str, jax.ShapeDtypeStruct]
-    ) -> Iterator[tuple[tuple[slice, slice, slice], dict[str, np.ndarray]]]:
-        """
-        :param rows: the numbers of the groups.
-        :param shapes: of what there will be of them.
-        :return: which chains, draws and groups these are, and the values of each site.
-        """
-        k = [p.name for p in self.plates].index(plate)
-        each = self.draws_of(shapes)
-        for first in range(0, len(rows), _CHUNK):
-            here = self._rows(plate, rows[first : first + _CHUNK])
-            chunk_key = random.fold_in(random.fold_in(self.key, k), first)
-            keys = random.split(chunk_key, self.shape)
-            for start in range(0, self.shape[1], each):
-                some = slice(start, start + each)
-                kept, some_keys = jax.tree.map(lambda x, some=some: x[:, some], (self.kept, keys))
-                values = jax.device_get(self.program(kept, some_keys, here)[plate])
-                yield (slice(None), some, slice(first, first + len(here[plate]))), values
-
-    def _rows(self, plate: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """These groups, and a row of each of the other plates."""
-        return {p.name: np.zeros(1, int) for p in self.plates} | {plate: rows}
 
 
 def _check_size(shapes: list[tuple[int, ...]], max_values: int) -> None:

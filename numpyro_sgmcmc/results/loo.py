@@ -5,7 +5,9 @@
 
 from collections.abc import Callable, Mapping
 import math
+import re
 from typing import Any
+import warnings
 
 import jax
 from jax import Array, lax, random
@@ -15,7 +17,13 @@ from numpyro.infer import MCMC
 from numpyro.infer.util import constrain_fn, unconstrain_fn
 
 from numpyro_sgmcmc.results.facts import variable_name
-from numpyro_sgmcmc.results.inference_data import MAX_VALUES, arguments_of, check_size, to_arviz
+from numpyro_sgmcmc.results.inference_data import (
+    MAX_VALUES,
+    SOME_ROWS,
+    arguments_of,
+    check_size,
+    to_arviz,
+)
 from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.results.kept_rows import (
     Selection,
@@ -27,6 +35,7 @@ from numpyro_sgmcmc.results.kept_rows import (
     site_shapes,
     subsampled_plates,
 )
+from numpyro_sgmcmc.results.parts import of_each
 from numpyro_sgmcmc.target.handlers import Plate
 
 #: Selection whose log likelihood is computed at once.
@@ -130,7 +139,7 @@ def loo(
             else "a `subsample_size` in a plate of the site, which makes this function sample"
         )
         check_size("log_likelihood", mcmc, math.prod(shape), max_values, remedy)
-        data = to_arviz(mcmc, rows=others or None, **options)
+        data = _of_rows(mcmc, others or None, options)
         return arviz.loo(data, var_name=variable, pointwise=pointwise)
 
     if np.ndim(observations) == 0:
@@ -139,7 +148,7 @@ def loo(
     chosen = np.sort(row_numbers(f"site '{name}'", observations, math.prod(shape), key))
     positions = np.unravel_index(chosen, shape)
     rows = others | {plate: np.unique(positions[axis]) for plate, axis in axes.items()}
-    data = to_arviz(mcmc, rows=rows, **options)
+    data = _of_rows(mcmc, rows, options)
     terms = data["log_likelihood"][variable]
     chain_and_draw, dims = terms.dims[:2], terms.dims[2:]
     known = {2 + axis: rows[plate] for plate, axis in axes.items()}
@@ -151,7 +160,7 @@ def loo(
     def of_chunk(chunk: Array) -> Array:
         rows = others | {chunked: chunk}
         part, values = at_rows(model, plates, rows), of_rows(point, sites, rows)
-        terms = log_likelihood_of(part, values, args, kwargs, batch_ndims=0)[name]
+        terms = log_likelihood_of(part, values, args, kwargs)[name]
         return jnp.moveaxis(terms, axis, 0)
 
     at_point = np.moveaxis(_in_chunks(of_chunk, shape[axis]), 0, axis)
@@ -172,6 +181,13 @@ def loo(
         method="plpd",
         log_lik_fn=lambda observed, _: observed,
     )
+
+
+def _of_rows(mcmc: MCMC, rows: Any, options: Mapping[str, Any]) -> Any:
+    """The log likelihood of some rows, which is here not taken for that of all."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", re.escape(SOME_ROWS[:28]))
+        return to_arviz(mcmc, rows=rows, **options)
 
 
 def _observed_site(sites: Mapping[str, dict], var_name: str | None) -> str:
@@ -214,7 +230,7 @@ def _in_chunks(function: Callable[[Array], Array], size: int) -> np.ndarray:
     length = -(-size // count)
     # the last chunk is filled up with its last row
     rows = np.minimum(np.arange(count * length), size - 1).reshape(count, length)
-    found = np.asarray(lax.map(function, jnp.asarray(rows)))
+    found = of_each(function, jnp.asarray(rows), "log densities")
     return found.reshape(-1, *found.shape[2:])[:size]
 
 

@@ -22,9 +22,9 @@ from numpyro_sgmcmc.data.growing import known_of, without_room
 
 
 def asked_whether_it_is_initialised(kernel: Any) -> Any:
-    """Decorates a kernel that keeps the model that its ``init`` has read in ``context.model``."""
+    """Decorates a kernel whose ``context`` knows whether its ``init`` has read a model."""
     # `MCMC` calls `init` again at each run, and throws the state away, where this is None
-    kernel._sample_fn = property(lambda self: self.context.model)
+    kernel._sample_fn = property(lambda self: self.context.model if self.context.is_here else None)
     return kernel
 
 

@@ -17,6 +17,7 @@ over, continuous ones integrated by :func:`~numpyro_sgmcmc.target.inner_rules.lo
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -29,12 +30,19 @@ from jax.nn import logsumexp
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from numpyro.distributions import biject_to
-from numpyro.handlers import block, trace
+from numpyro.distributions import Unit, biject_to
+from numpyro.handlers import block, trace, uncondition
 from numpyro.primitives import Messenger
 
-from numpyro_sgmcmc.target.handlers import Model, Plate, log_density
+from numpyro_sgmcmc.target.argument_checks import as_arrays
+from numpyro_sgmcmc.target.handlers import Model, Plate, log_density, without_wrappers
 from numpyro_sgmcmc.target.inner_rules import draws_of, log_integral, needs_draws, points_of
+
+#: Groups whose integrals are computed together where a model is evaluated on all of them.
+AT_ONCE = 2_048
+
+#: Marks what asks for a random key from outside.
+_ASKED = "numpyro_sgmcmc: asked"
 
 #: What a factor keeps of the sites that it stands for.
 _OBSERVED = "numpyro_sgmcmc: observed"
@@ -79,6 +87,7 @@ class Marginal:
     - **hidden** - deterministic sites that depend on these.
     - **rule** - of the integrals (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`), or
       ``"none"`` for zeros in their place.
+    - **at_once** - the number of groups whose integrals are computed together; all if None.
 
     **Example:** a normal mean of normal means.
 
@@ -104,19 +113,40 @@ class Marginal:
     plates: tuple[LocalPlate, ...]
     hidden: frozenset[str]
     rule: str = "step"
+    at_once: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.at_once is not None:
+            args, kwargs = as_arrays((args, kwargs))  # NumPy's cannot be indexed in a program
         seen = Globals(self)
         with seen:
             result = self.model(*args, **kwargs)
         for plate in self.plates:
             terms = jnp.zeros(seen.plates[plate.name].frame.size, seen.dtype)
             if self.rule != "none":
-                terms = logsumexp(self.log_integrals(plate, seen, args, kwargs)[0], axis=0)
+                terms = self._log_densities(plate, seen, args, kwargs)
             shape = (-1, *(1,) * (-seen.plates[plate.name].frame.dim - 1))
             with _inside(seen.plates[plate.name], seen.observed[plate.name]):
                 numpyro.factor(f"{plate.name}, marginal", terms.reshape(shape))
         return result
+
+    def _log_densities(
+        self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
+    ) -> Array:
+        """Of all that is observed of each group, shape (n,)."""
+
+        def of_some(rows: Array) -> Array:
+            found = self.log_integrals(plate, seen.at(plate.name, rows), args, kwargs)[0]
+            return logsumexp(found, axis=0)
+
+        rows = seen.plates[plate.name].rows
+        if self.at_once is None:
+            return of_some(rows)
+        number = len(rows)
+        length = min(self.at_once, number)
+        # the last rows again, where they do not fill their part
+        some = jnp.minimum(jnp.arange(-(-number // length) * length), number - 1)
+        return lax.map(of_some, rows[some].reshape(-1, length)).reshape(-1)[:number]
 
     def with_points(self, plates: Iterable[Plate]) -> tuple[Plate, ...]:
         """Plates that know at how many points of its latent variables a group is evaluated."""
@@ -183,6 +213,21 @@ class Marginal:
 
         :return: by plate and site, groups along the first axis.
         """
+        return self._drawn(rng_key, args, kwargs, replicated=False)
+
+    def replicates(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict[str, Array]]:
+        """
+        New observations of the groups of a minibatch: draws of
+        :math:`p(\\tilde y_g \\mid z_g, \\theta)` at draws of :math:`p(z_g \\mid y_g, \\theta)`.
+
+        :return: by plate and observed site, groups along the first axis.
+        """
+        return self._drawn(rng_key, args, kwargs, replicated=True)
+
+    def _drawn(
+        self, rng_key: Array, args: tuple, kwargs: dict, replicated: bool
+    ) -> dict[str, dict[str, Array]]:
+        """What of a group is drawn, by plate and site."""
         seen = Globals(self)
         found: dict[str, dict[str, Array]] = {}
         with seen:
@@ -198,11 +243,16 @@ class Marginal:
                 z = draws_of(partial(density, classes), z, z_key)
             with block():
                 given = _AllGiven(self, plate, seen, seen.values, z, classes)
-                sites = given.sites(args, kwargs)
+                if replicated:
+                    sites = given.replicated_sites(random.fold_in(z_key, 1), args, kwargs)
+                    names = seen.replicable(plate)
+                    axes = {name: group_axis(sites[name], plate.name) for name in names}
+                else:
+                    sites = given.sites(args, kwargs)
+                    all_axes = {k: self._axis_of(plate, k, site) for k, site in sites.items()}
+                    axes = {name: axis for name, axis in all_axes.items() if axis is not None}
             found[plate.name] = {
-                name: jnp.moveaxis(site["value"], axis, 0)
-                for name, site in sites.items()
-                if (axis := self._axis_of(plate, name, site)) is not None
+                name: jnp.moveaxis(sites[name]["value"], axis, 0) for name, axis in axes.items()
             }
         return found
 
@@ -251,9 +301,26 @@ class Globals(Messenger):
         self.dtype = jnp.result_type(float)
         super().__init__(None)
 
+    def at(self, plate: str, rows: Array) -> "Globals":
+        """The same with some of the rows of a plate."""
+        some = copy(self)
+        here = self.plates[plate]
+        frame = here.frame._replace(size=len(rows))
+        some.plates = self.plates | {plate: here._replace(frame=frame, rows=rows)}
+        some.rows = self.rows | {plate: (here.size, rows)}
+        return some
+
+    def replicable(self, plate: LocalPlate) -> list[str]:
+        """The observed sites of a plate that have a law to draw from: no ``numpyro.factor``."""
+        observed = self.observed[plate.name].items()
+        return [k for k, site in observed if not isinstance(without_wrappers(site["fn"]), Unit)]
+
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "deterministic":
             msg["stop"] = msg["name"] in self.hidden
+        # in the body of a `scan` there are keys of its own
+        if msg["type"] in ("prng_key", "control_flow") and msg["kwargs"]["rng_key"] is None:
+            msg[_ASKED] = True
         if msg["type"] != "sample":
             return
         for frame in msg["cond_indep_stack"]:
@@ -267,8 +334,8 @@ class Globals(Messenger):
         kind = msg["type"]
         if kind == "plate" and msg["args"][1] is not None:
             self.rows[msg["name"]] = msg["args"][0], msg["value"]
-        elif kind == "prng_key":
-            self.keys.append(msg["value"])
+        elif _ASKED in msg:
+            self.keys.append(msg["value"] if kind == "prng_key" else msg["kwargs"]["rng_key"])
         elif kind == "sample" and (plate := self._plate_of(msg)) is not None:
             if msg["is_observed"]:
                 self.observed[plate][msg["name"]] = dict(msg)
@@ -302,6 +369,8 @@ class _AllGiven(Messenger):
         self.shapes = dict(plate.continuous)
         self.classes = dict(zip((k for k, _ in plate.discrete), classes, strict=True))
         self.keys = iter(seen.keys)
+        #: of new observations
+        self.rng_key = random.key(0)
         self.log_dets: dict[str, Array] = {}
         super().__init__(None)
 
@@ -313,12 +382,18 @@ class _AllGiven(Messenger):
             msg["value"] = rows if name == self.plate.name else jnp.zeros_like(rows)
             # both, or the plate warns that its indices have another length than declared
             msg["args"] = (msg["args"][0], len(rows))
-        elif kind == "prng_key":
-            msg["value"] = next(self.keys)
+        elif kind == "prng_key" and msg["kwargs"]["rng_key"] is None:
+            msg["value"] = next(self.keys, None)
+        elif kind == "control_flow" and msg["kwargs"]["rng_key"] is None:
+            # else `block` asks for one, which the model did not have
+            msg["kwargs"]["rng_key"] = next(self.keys, None)
         elif kind in ("param", "mutable") and name in self.values:
             msg["value"] = self.values[name]
         elif kind == "sample" and msg["value"] is None:
-            if name in self.shapes:
+            if msg["infer"].get("was_observed"):
+                self.rng_key, own = random.split(self.rng_key)
+                msg["value"] = msg["fn"].sample(own)
+            elif name in self.shapes:
                 msg["value"] = self._continuous(name, msg)
             elif name in self.classes:
                 msg["value"] = self._discrete(name, msg)
@@ -352,6 +427,13 @@ class _AllGiven(Messenger):
     def sites(self, args: tuple, kwargs: dict) -> dict[str, dict]:
         with trace() as found, self:
             self.model(*args, **kwargs)
+        return found
+
+    def replicated_sites(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict]:
+        """The same with new values of what is observed."""
+        self.rng_key = rng_key
+        with trace() as found, self:
+            uncondition(self.model)(*args, **kwargs)
         return found
 
     def log_densities(self, args: tuple, kwargs: dict, names: Iterable[str] | None = None) -> Array:

@@ -33,6 +33,7 @@ from numpyro_sgmcmc.target.centring import (
     in_coordinates,
 )
 from numpyro_sgmcmc.target.control_variate import Anchor, ControlVariate
+from numpyro_sgmcmc.target.fusions import WITHOUT_FAULTY_FUSIONS
 from numpyro_sgmcmc.target.growing import SoFar, with_new_rows
 from numpyro_sgmcmc.target.handlers import BatchRows, Plate, far_rows
 from numpyro_sgmcmc.target.hierarchy import Hierarchy, hierarchy_of
@@ -393,7 +394,11 @@ def _quick_compilation() -> dict[str, Any]:
     Options of XLA that shorten compilation by a half, without those that this version does not
     know.
     """
-    options = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+    options: dict[str, Any] = {
+        "xla_backend_optimization_level": 1,
+        "xla_cpu_use_fusion_emitters": False,
+    }
+    options = {**options, **WITHOUT_FAULTY_FUSIONS}
     if jax.default_backend() != "cpu":
         return {}
 
