@@ -15,6 +15,7 @@ from pathlib import Path
 import re
 import warnings
 
+import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +68,26 @@ def forgotten_observation(x, y):
     w = numpyro.sample("w", dist.Normal(0, 1))
     with numpyro.plate("rows", N, subsample_size=10) as i:
         numpyro.sample("y", dist.Normal(w * x[i, 0], 1))
+
+
+def counts_without_observations(x, y, counts=None):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        obs = None if counts is None else counts[i]
+        numpyro.sample("y", dist.Poisson(jnp.exp(w * x[i, 0])), obs=obs)
+
+
+def labels_in_a_column(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=w * x[i, 0]), obs=y[i])
+
+
+def partial_likelihood(x, time):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        risk = jnp.where(x[i, 1] >= x[i, 1][:, None], w * x[i, 0], -jnp.inf)
+        numpyro.factor("risk", w * x[i, 0] - jax.nn.logsumexp(risk, axis=1))
 
 
 def effect_seen_outside(x, y):
@@ -281,6 +302,7 @@ def ccadl(model, **options):
     return CCAdL(model, **({"step_size": 1e-2, "friction": 1.0} | options))
 
 
+RARE = (np.arange(N) == 33).astype(np.int32)[:, None]
 WITH_NAN = X.copy()
 WITH_NAN[7, 2] = np.nan
 
@@ -289,7 +311,27 @@ BAD_MODELS = {
     "an observed site without `obs`": (
         forgotten_observation,
         (X, Y),
-        "'y' is inside the subsampled plate 'rows', and no .* its `obs` is None here",
+        "'y' in the subsampled plate 'rows' has no observations: its `obs` is None",
+    ),
+    "counts without `obs`": (
+        counts_without_observations,
+        (X, Y),
+        "'y' in the subsampled plate 'rows' has no observations: its `obs` is None",
+    ),
+    "observations of shape (N, 1), most of them equal": (
+        labels_in_a_column,
+        (X, RARE),
+        r"the batch shape \(10, 10\) .*`y\[i, 0\]`",
+    ),
+    "the partial likelihood of a Cox regression": (
+        partial_likelihood,
+        (X, Y),
+        "'risk' .*depends on the other rows .*risk set of a row is taken from all rows",
+    ),
+    "text as an array of objects": (
+        regression,
+        (np.array(["north", "south"] * 20, dtype=object), Y),
+        r"'x' is an array of object: .*np.unique\(x, return_inverse=True\)\[1\]",
     ),
     "effects of rows outside of their plate": (
         effect_seen_outside,

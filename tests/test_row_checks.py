@@ -329,3 +329,89 @@ def test_digits_that_single_precision_does_not_have():
         warnings.simplefilter("error")
         centred = np.column_stack([np.full(N, 0.1), seconds - seconds.mean(0)])
         checked_arrays(lambda x: None, (centred,), {})
+
+
+# --- whatever shapes and rows may hide
+
+MANY = 400
+COVARIATE = np.random.default_rng(3).standard_normal(MANY).astype(np.float32)
+#: Sorted, and mostly zero.
+LATE = (np.arange(MANY) > 390).astype(np.float32)
+
+
+def one_plate(likelihood, batch=20):
+    def model(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", MANY, subsample_size=batch) as i:
+            likelihood(b, x[i], y[i])
+
+    return model
+
+
+def seen(site, law, y):
+    numpyro.sample(site, law, obs=y)
+
+
+def scores(b, x):
+    return dist.Categorical(logits=(b * x)[:, None, None] * jnp.arange(3.0))
+
+
+IN_A_COLUMN = {
+    "rare counts": lambda b, x, y: seen("y", dist.Poisson(jnp.exp(b * x)), y[:, None]),
+    "labels of one kind": lambda b, x, y: seen("y", dist.Bernoulli(logits=b * x), 0 * y[:, None]),
+    "parameters in a column": lambda b, x, y: seen("y", dist.Poisson(jnp.exp(b * x[:, None])), y),
+    "a mask in a column": lambda b, x, y: seen(
+        "y", dist.Normal(b + 0 * x, 1).mask(y[:, None] > 2), x
+    ),
+    "scores in a column": lambda b, x, y: seen("y", scores(b, x), y.astype(int)),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_COLUMN)
+def test_rows_in_two_dimensions_are_seen_by_their_shapes(name):
+    with pytest.raises(ValueError, match=r"batch shape \(20, 20\).*every observation would be"):
+        look(one_plate(IN_A_COLUMN[name]), COVARIATE, LATE)
+
+
+def test_columns_as_many_as_rows_of_a_minibatch():
+    """They are other data, and their number stays the same with another number of rows."""
+
+    def model(y):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", MANY, subsample_size=20) as i:
+            numpyro.sample("y", dist.Normal(b, 1), obs=y[i].T)
+
+    wide = np.random.default_rng(0).standard_normal((MANY, 20)).astype(np.float32)
+    look(model, wide)
+
+
+HIDDEN = {
+    "the mean of a rare feature": lambda b, x, y: seen("y", dist.Normal(b * (y - y.mean()), 1), x),
+    "the largest label": lambda b, x, y: seen("y", dist.Normal(b, 1 + y.max()), x),
+    "the number of positives": lambda b, x, y: seen("y", dist.Normal(b, 1 + (y > 0).sum()), x),
+    "the least of all, of two": lambda b, x, y: seen("y", dist.Normal(b, 2 + y.min()), x),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("turned", [False, True])
+def test_rare_values_show_what_depends_on_them(name, turned):
+    """The first rows are alike, or all but the first."""
+    y = -LATE if "least" in name else LATE
+    with pytest.raises(ValueError, match="depends on the other rows|other rows of the minibatch"):
+        look(one_plate(HIDDEN[name]), COVARIATE, y[::-1].copy() if turned else y)
+
+
+FORGOTTEN = {
+    "counts": dist.Poisson(1.0),
+    "trials of their own": dist.NegativeBinomial2(1.0, 2.0),
+    "vectors": dist.MultivariateNormal(jnp.zeros(40), jnp.eye(40)),
+    "many labels": dist.Bernoulli(0.5).expand([20, 30]).to_event(1),
+    "numbers": dist.Normal(0.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_forgotten_observation_is_named_first(name):
+    with pytest.raises(ValueError, match="'y' in .* has no observations: its `obs` is None"):
+        look(one_plate(lambda b, x, y: seen("y", FORGOTTEN[name], None)), COVARIATE, LATE)

@@ -24,7 +24,7 @@ READINGS: list[tuple[str, str, str]] = [
         "is discrete .* and has no gradient", "has nothing to be sampled", "initial value of site",
         "must be one of NumPyro's functions", "A weight in `numpyro.handlers.scale`",
         "is another one each time", "`init_params.* is a .*: give an array", "loses digits",
-        "observe them in the model", "its `obs` is None here", "plates of the model need two names",
+        "observe them in the model", "its `obs` is None", "plates of the model need two names",
         "what was tuned is kept", "The model needs the value of an argument",
     )),
     # where the message is good elsewhere, and leads astray here

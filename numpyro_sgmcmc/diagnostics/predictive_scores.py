@@ -21,6 +21,7 @@ from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.results.kept_rows import subsampled_plates
 from numpyro_sgmcmc.target.argument_checks import checked_arrays
 from numpyro_sgmcmc.target.handlers import Model, full_data
+from numpyro_sgmcmc.target.local_latents import MARGINAL
 
 
 class PredictiveScores(NamedTuple):
@@ -278,6 +279,15 @@ def _observed_site(
         k for k, s in of_model.items() if s["is_observed"] and type(s["fn"]).__name__ != "Unit"
     ]
     unknown = [k for k, s in of_model.items() if not s["is_observed"] and k not in samples]
+    if not observed and (local := [k for k in of_model if k.endswith(MARGINAL)]):
+        plate = local[0].removesuffix(MARGINAL)
+        raise ValueError(
+            f"The observations of plate '{plate}' have latent variables of their groups, which are"
+            " integrated out: their rows have no law of their own to be scored. The log density of"
+            f" each group is that of site '{local[0]}': `loo(mcmc)`, or"
+            " `to_arviz(mcmc, log_likelihood=True)`. For rows of new groups score the model itself"
+            " with draws of its effects, `(model, samples)`."
+        )
     if var_name in unknown or not observed:
         which = f"'{var_name}'" if var_name in unknown else f"any of {unknown or list(of_model)}"
         raise ValueError(

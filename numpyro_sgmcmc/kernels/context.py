@@ -3,7 +3,8 @@
 
 """What a kernel finds out of a model and its data: made in ``init``, remade in another process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 import warnings
@@ -57,6 +58,7 @@ class Context:
         self.known: set[str | None] = set()
         self.grows = False
         self.lock = RLock()
+        self._said: set[Any] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of a run needs for its results; devices and programs are of this process."""
@@ -66,6 +68,20 @@ class Context:
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__init__(kept["kernel"])  # type: ignore[misc]
         vars(self).update(kept)
+
+    @contextmanager
+    def said_once(self, data: Any) -> Iterator[None]:
+        """Warns of the same once for the same data: ``MCMC`` begins each chain anew."""
+        try:
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                yield
+        finally:
+            own = tuple(map(id, jax.tree.leaves(data)))
+            for one in heard:
+                if (said := (str(one.message), own)) not in self._said:
+                    self._said.add(said)
+                    warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
     def without_room(self, model: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """

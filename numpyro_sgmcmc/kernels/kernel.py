@@ -116,6 +116,9 @@ class SGMCMCKernel(MCMCKernel):
         given = self.given.with_values(mesh=None)
         return _restored, (type(self), given, self.context)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.given.as_given})"
+
     @abstractmethod
     def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> Any:
         """
@@ -326,7 +329,7 @@ class SGMCMCKernel(MCMCKernel):
         model_kwargs: dict,
     ) -> SGMCMCState:
         # a kernel in two threads has one context
-        with self.context.lock:
+        with self.context.lock, self.context.said_once((model_args, model_kwargs)):
             return initialised(self, model_args, model_kwargs, rng_key, num_warmup, init_params)
 
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:

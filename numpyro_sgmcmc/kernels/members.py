@@ -18,6 +18,7 @@ from numpyro_sgmcmc.kernels.self_tuning import fixed_for
 from numpyro_sgmcmc.kernels.state import Fixed
 from numpyro_sgmcmc.kernels.transition import flattened, start
 from numpyro_sgmcmc.target.argument_checks import checked_arrays
+from numpyro_sgmcmc.target.host import shows_bars
 from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.target.model import Values, read_model
@@ -80,7 +81,7 @@ def members_for(
             " and here each is of all rows: give the plate a `subsample_size`, or leave out"
             " `metric`."
         )
-    asked = held, with_curvature, method.given.progress_bar
+    asked = held, with_curvature, method.given.progress_bar and shows_bars(method)
     members = find_members(target, starts, rows_keys, ensemble, compiled, *asked)
     metric: IdentityMetric | DiagonalMetric = IdentityMetric()
     if with_curvature:

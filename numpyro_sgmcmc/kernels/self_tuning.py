@@ -23,6 +23,7 @@ from numpyro_sgmcmc.kernels.identity import data_of, digest, other_sites
 from numpyro_sgmcmc.kernels.state import Fixed, Layout, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import sample, start
 from numpyro_sgmcmc.target.control_variate import order_of
+from numpyro_sgmcmc.target.host import shows_bars
 from numpyro_sgmcmc.target.initial_values import draw_from
 from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.target.model import Values
@@ -216,7 +217,7 @@ def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: s
         reparametrise,
     )
     suggest = None if given.rates_are_given else method.suggest
-    with tuning_bar(given.progress_bar) as report:
+    with tuning_bar(given.progress_bar and shows_bars(method)) as report:
         pilots = []
 
         def pilot(tuning: Tuning) -> _Pilot:

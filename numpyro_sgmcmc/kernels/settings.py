@@ -40,6 +40,13 @@ _MOST_STEPS_COMPARED = 100_000
 _UNIMPORTANT = {"law": False}
 
 
+def _word(value: Any) -> str:
+    """A number or a word as it is written, anything else by its name or that of its class."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return repr(value)
+    return str(getattr(value, "__name__", type(value).__name__))
+
+
 def recorded(default: Any) -> Any:
     """A setting that goes into the record of a run, a word or a number."""
     return field(default=default, metadata={"recorded": True})
@@ -54,7 +61,10 @@ class Settings:
     follow from the fields. The docstrings of the kernels have their descriptions from here.
 
     :param model: a model with NumPyro primitives. The plates that have a
-        ``subsample_size`` say what a minibatch is; without any, every step uses all data.
+        ``subsample_size`` say what a minibatch is; without any, every step uses all data. For
+        predictions use :class:`~numpyro_sgmcmc.full_data`,
+        ``Predictive(full_data(model), mcmc.get_samples())(rng_key, X_new)``; without it each draw
+        predicts a minibatch of its own.
     :param step_size: step size :math:`h`, a positive number or a function of the number
         of steps taken (warm-up included), such as an ``optax`` schedule or
         :func:`~numpyro_sgmcmc.cyclical`; None is tuned. It is in units of the metric: with a tuned
@@ -223,6 +233,13 @@ class Settings:
     def record(self) -> dict[str, Any]:
         """The settings that go into the record of a run."""
         return {f.name: getattr(self, f.name) for f in fields(self) if "recorded" in f.metadata}
+
+    @property
+    def as_given(self) -> str:
+        """The arguments that decide the law of a run, without those that have their defaults."""
+        usual = type(self)(self.model).described()
+        others = [name for name, words in self.described().items() if words != usual[name]]
+        return ", ".join([_word(self.model), *(f"{k}={_word(getattr(self, k))}" for k in others)])
 
     def described(self, num_steps: int = 1) -> dict[str, str]:
         """

@@ -5,6 +5,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,19 @@ from numpyro_sgmcmc.target.centring import Coordinates
 from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.metric import Metric
 from numpyro_sgmcmc.target.prefetch import Prefetched
+
+#: Fields by the names that they, or their like, have in other kernels.
+_MEANT = {
+    "potential_energy": "minibatch_potential",
+    "energy": "minibatch_potential",
+    "hamiltonian": "minibatch_potential",
+    "lp": "minibatch_potential",
+    "adapt_state.step_size": "step_size",
+    "learning_rate": "step_size",
+    "divergences": "diverging",
+    "r": "momentum",
+    "xi": "thermostat",
+}
 
 
 @jax.tree_util.register_static
@@ -166,16 +180,18 @@ class SGMCMCState(NamedTuple):
             return parts[key]
         if key == "kinetic_temperature" and "momentum" in parts:
             return jnp.mean(parts["momentum"] ** 2, axis=-1)
+        meant = _MEANT.get(key) or next(iter(get_close_matches(key, self.names, 1)), None)
+        hint = f"Perhaps '{meant}' is meant. " if meant in self.names else ""
         raise ValueError(
-            f"The state has no field '{key}'; it has {', '.join(self.names)}. Run again with other"
-            " `extra_fields`: what was tuned is kept."
+            f"The state has no field '{key}'. {hint}It has {', '.join(self.names)}. Run again with"
+            " other `extra_fields`: what was tuned is kept."
         )
 
     @property
     def names(self) -> list[str]:
-        """What can be collected."""
-        own = getattr(self.dynamics, "_fields", ())
-        names = [*self._fields, *own, *self.monitor._fields]
+        """What can be collected and is a number, or an array of numbers, in each sample."""
+        names = ["z", "step_size", *getattr(self.dynamics, "_fields", ())]
+        names += [name for name in self.monitor._fields if name != "stein"]
         names += [] if self.replicas is None else ["exchange_prob"]
         return names + (["kinetic_temperature"] if "momentum" in names else [])
 

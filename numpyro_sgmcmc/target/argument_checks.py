@@ -184,7 +184,13 @@ def _not_an_array(value: Any) -> list[tuple[str, str]]:
     if package in ("pandas", "polars", "xarray", "pyarrow"):
         if str(getattr(value, "dtype", "")) == "category":
             return [(f"{name} of categories", "pass its codes, `.cat.codes.to_numpy()`")]
-        return [(name, "pass `jnp.asarray(...)` of its numbers, for instance `.to_numpy()`")]
+        return [
+            (
+                name,
+                "pass its columns as arrays, `df['x'].to_numpy()`, and codes of text,"
+                " `np.unique(df['x'], return_inverse=True)[1]`",
+            )
+        ]
     if package == "scipy" and hasattr(value, "toarray"):
         return [(name, "JAX has no such matrix here; pass `.toarray()`, or its few columns")]
     if package in ("h5py", "zarr"):
@@ -203,4 +209,7 @@ def _from_numpy(dtype: np.dtype) -> str:
         return "pass a number of days or seconds, `(x - x.min()) / np.timedelta64(1, 'D')`"
     if dtype.names:
         return f"pass its fields as arrays, `x['{dtype.names[0]}']`"
-    return "pass numbers, `x.astype(float)`, without None or text among them"
+    return (
+        "pass numbers, `x.astype(float)`, or codes of text,"
+        " `np.unique(x, return_inverse=True)[1]`, without None among them"
+    )

@@ -10,6 +10,7 @@ it.
 
 from collections.abc import Callable, Mapping
 from copy import copy
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,20 @@ def asked_whether_it_is_initialised(kernel: Any) -> Any:
 def is_initialised(kernel: Any) -> bool:
     """Whether a kernel, of this package or another, has been initialised in this process."""
     return getattr(kernel, "_sample_fn", None) is not None
+
+
+def shows_bars(kernel: Any) -> bool:
+    """
+    Whether the ``MCMC`` object that has called this kernel shows a progress bar; True where none
+    has. A kernel is not told, and so this looks for the object among the callers.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, MCMC) and caller.sampler is kernel:
+            return bool(caller.progress_bar)
+        frame = frame.f_back
+    return True
 
 
 def arguments(mcmc: MCMC) -> tuple[tuple, dict]:

@@ -38,6 +38,9 @@ from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.handlers import Model, Plate, log_density, without_wrappers
 from numpyro_sgmcmc.target.inner_rules import draws_of, log_integral, needs_draws, points_of
 
+#: The name of the factor of a plate ends so.
+MARGINAL = ", marginal"
+
 #: Groups whose integrals are computed together where a model is evaluated on all of them.
 AT_ONCE = 2_048
 
@@ -85,8 +88,8 @@ class Marginal:
     - **model** - the model as it was written.
     - **plates** - those with latent sites.
     - **hidden** - deterministic sites that depend on these.
-    - **rule** - of the integrals (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`), or
-      ``"none"`` for zeros in their place.
+    - **rule** - of the integrals (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`);
+      ``"point"`` for the integrand at a point in their place, and ``"none"`` for zeros.
     - **at_once** - the number of groups whose integrals are computed together; all if None.
 
     **Example:** a normal mean of normal means.
@@ -127,7 +130,7 @@ class Marginal:
                 terms = self._log_densities(plate, seen, args, kwargs)
             shape = (-1, *(1,) * (-seen.plates[plate.name].frame.dim - 1))
             with _inside(seen.plates[plate.name], seen.observed[plate.name]):
-                numpyro.factor(f"{plate.name}, marginal", terms.reshape(shape))
+                numpyro.factor(plate.name + MARGINAL, terms.reshape(shape))
         return result
 
     def _log_densities(
@@ -159,7 +162,7 @@ class Marginal:
         """Plates that know how many values are observed of a group, by the sites of this model."""
         found = {}
         for plate in self.plates:
-            observed = sites[f"{plate.name}, marginal"]["infer"][_OBSERVED]
+            observed = sites[plate.name + MARGINAL]["infer"][_OBSERVED]
             found[plate.name] = sum(jnp.size(site["value"]) for site in observed.values())
         return tuple(
             p._replace(members=max(1, found.get(p.name, 1) // p.subsample_size)) for p in plates
@@ -197,7 +200,7 @@ class Marginal:
 
         def integral(classes: Array) -> Array:
             own = partial(density, seen.values, classes)
-            if not plate.dimension:
+            if not plate.dimension or self.rule == "point":
                 return own(start)
             held, latent = partial(density, fixed, classes), partial(own, names=plate.names)
             return log_integral(own, held, latent, start, keys, self.rule)

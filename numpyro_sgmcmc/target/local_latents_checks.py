@@ -32,14 +32,24 @@ def without_local_latents(
     """
     subsampled = {plate.name: plate for plate in plates if plate.subsample_size < plate.size}
     inside: dict[str, list[dict]] = {}
+    plates_of: dict[str, list[Plate]] = {}
     for site in sites.values():
         if site["type"] == "sample" and not site["is_observed"]:
             names = [f.name for f in site["cond_indep_stack"] if f.name in subsampled]
-            _check_local(site, [subsampled[name] for name in names])
             if names:
                 inside.setdefault(names[0], []).append(site)
+                plates_of[site["name"]] = [subsampled[name] for name in names]
     if not inside:
         return model
+    where = {name: of_site[0].name for name, of_site in plates_of.items()}
+    labels = _dependence(model, sites, subsampled, where, args, kwargs)
+    needs = {
+        name: (frozenset().union(*labels.get(name, [])) & set(where)) - {name} for name in sites
+    }
+    # first, as it is the likely cause of all that could be wrong with them
+    _check_used(sites, where, needs)
+    for name, of_site in plates_of.items():
+        _check_local(sites[name], of_site)
     found = []
     for name, local in inside.items():
         continuous, discrete = [], []
@@ -52,7 +62,7 @@ def without_local_latents(
                 continuous.append((site["name"], tuple(shape)))
         found.append(LocalPlate(name, tuple(continuous), tuple(discrete)))
         _check_size(found[-1])
-    hidden = _check_dependents(model, sites, subsampled, found, args, kwargs)
+    hidden = _check_dependents(sites, subsampled, where, labels, needs)
     return Marginal(model, tuple(found), hidden)
 
 
@@ -60,15 +70,7 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
     """
     :raises ValueError: if a latent site cannot be integrated out of the plates that it is in.
     """
-    if not plates:
-        return
     name, plate = site["name"], plates[0].name
-    if name.endswith("_unobserved"):
-        raise ValueError(
-            f"Site '{name.removesuffix('_unobserved')}' has an `obs_mask` inside the subsampled"
-            f" plate '{plate}', which makes a latent value for each row of the minibatch. Use"
-            " `numpyro.handlers.mask` on the observed site instead."
-        )
     if len(plates) > 1:
         raise ValueError(
             f"Latent site '{name}' is inside two subsampled plates, '{plate}' and"
@@ -119,21 +121,22 @@ def _check_size(plate: LocalPlate) -> None:
         )
 
 
-def _check_dependents(
+def _dependence(
     model: Model,
     sites: Mapping[str, dict],
     subsampled: Mapping[str, Plate],
-    plates: list[LocalPlate],
+    where: Mapping[str, str],
     args: tuple,
     kwargs: dict,
-) -> frozenset[str]:
+) -> dict[str, list]:
     """
-    :return: deterministic sites that depend on latent sites of the plates.
-    :raises ValueError: if other sites do that are not inside, or are in another subsampled plate.
+    What each site depends on, and the support of each observed one: the rows of plates, and the
+    latent sites inside of them.
+
+    :param where: the plate of each of these.
     """
     latents = {k: s["value"] for k, s in sites.items() if s["type"] == "sample"}
     latents = {k: x for k, x in latents.items() if not sites[k]["is_observed"]}
-    where = {name: p.name for p in plates for name in p.names}
 
     def outputs(**inputs: Array) -> dict[str, list]:
         rows = {name: inputs[f"plate {name}"] for name in subsampled}
@@ -158,12 +161,50 @@ def _check_dependents(
         return arrays | supports
 
     rows = {f"plate {p.name}": jnp.arange(p.subsample_size) for p in subsampled.values()}
-    labels = eval_provenance(outputs, **rows, **{name: latents[name] for name in where})
-    hidden, found = set(), {name: frozenset[str]() for name in sites}
+    return eval_provenance(outputs, **rows, **{name: latents[name] for name in where})
+
+
+def _check_used(
+    sites: Mapping[str, dict], where: Mapping[str, str], needs: Mapping[str, frozenset[str]]
+) -> None:
+    """
+    :raises ValueError: if no observed site depends on a latent one, directly or by other sites, or
+        if some of its values are observed.
+    """
+    for name in (name for name in where if name.endswith("_unobserved")):
+        raise ValueError(
+            f"Site '{name.removesuffix('_unobserved')}' has an `obs_mask` inside the subsampled"
+            f" plate '{where[name]}', which makes a latent value for each row of the minibatch. Use"
+            " `numpyro.handlers.mask` on the observed site instead."
+        )
+    used = {
+        k for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] for k in needs[n]
+    }
+    while more := {k for name in used for k in needs[name]} - used:
+        used |= more
+    if unused := sorted(set(where) - used):
+        raise ValueError(
+            f"Site '{unused[0]}' in the subsampled plate '{where[unused[0]]}' has no observations:"
+            " its `obs` is None, and no observed site depends on it. Pass the data that it observes"
+            " to `mcmc.run(key, ...)`, or leave the site out."
+        )
+
+
+def _check_dependents(
+    sites: Mapping[str, dict],
+    subsampled: Mapping[str, Plate],
+    where: Mapping[str, str],
+    labels: Mapping[str, list],
+    needs: Mapping[str, frozenset[str]],
+) -> frozenset[str]:
+    """
+    :return: deterministic sites that depend on latent sites of the plates.
+    :raises ValueError: if other sites do that are not inside, or are in another subsampled plate.
+    """
+    hidden = set()
     for name, site in sites.items():
         all_needs = frozenset().union(*labels.get(name, []))
-        found[name] = needs = (all_needs & set(where)) - {name}
-        if site["type"] == "deterministic" and needs:
+        if site["type"] == "deterministic" and needs[name]:
             hidden.add(name)
         if site["type"] != "sample":
             continue
@@ -175,7 +216,7 @@ def _check_dependents(
                 f" ({', '.join(sorted(bounds))}) of its group, over which such a density cannot be"
                 " integrated by a few points. Use one that falls off smoothly."
             )
-        for local in sorted(needs):
+        for local in sorted(needs[name]):
             if where[local] not in frames:
                 raise ValueError(
                     f"Site '{name}' depends on the latent site '{local}' of the subsampled plate"
@@ -198,16 +239,4 @@ def _check_dependents(
                 f" Leave the `subsample_size` of '{frames[-1]}' out, or of crossed effects sample"
                 " those of one kind for all groups, outside of its plate."
             )
-    # what observations depend on, directly or by other sites of their groups
-    used = {
-        k for n, s in sites.items() if s["type"] == "sample" and s["is_observed"] for k in found[n]
-    }
-    while more := {k for name in used for k in found[name]} - used:
-        used |= more
-    if unused := sorted(set(where) - used):
-        raise ValueError(
-            f"Latent site '{unused[0]}' is inside the subsampled plate '{where[unused[0]]}', and no"
-            " observed site depends on it: it would make no difference to anything. If it was to be"
-            " observed, its `obs` is None here; else leave it out."
-        )
     return frozenset(hidden)

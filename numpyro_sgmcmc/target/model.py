@@ -347,6 +347,9 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
     check_data(model, args, kwargs)
 
     def initial(site: dict) -> Any:
+        if is_endless(site):
+            # refused later: a draw of it takes seconds to compile
+            return jnp.zeros(site["fn"].shape(), jnp.int32)
         value = init_strategy(site)
         if value is None or site["type"] != "sample":
             return value
@@ -413,6 +416,13 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
         }
     shapes = {k: jax.ShapeDtypeStruct(jnp.shape(v), v.dtype) for k, v in unconstrained.items()}
     return MinibatchModel(fixed, plates, shapes, dependent, plate_of, *captured)
+
+
+def is_endless(site: dict) -> bool:
+    """Whether a site is latent, discrete, and of a law without an end to its values."""
+    if site["type"] != "sample" or site["is_observed"] or not site["fn"].support.is_discrete:
+        return False
+    return not site["fn"].has_enumerate_support
 
 
 def _plate_of(source: Watched, taken: Mapping[str, Array]) -> str | None:

@@ -11,6 +11,7 @@ any sampling, and named in the error together with the remedy.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 import math
 from typing import Any
 
@@ -27,6 +28,7 @@ from numpyro.primitives import Messenger
 from numpyro_sgmcmc.data.fingerprint import fingerprints_of_captured
 from numpyro_sgmcmc.target.argument_checks import named_arrays
 from numpyro_sgmcmc.target.handlers import first_rows_of, without_wrappers
+from numpyro_sgmcmc.target.local_latents import with_observed
 
 #: Operations between ``x[i]`` and the gather that leave the rows what they are.
 _SAME_INDEX = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")
@@ -60,6 +62,7 @@ def check_sites(
                 _check_latent(name, site)
             _check_scale(name, site, subsampled)
             _check_control_flow(name, site, sites)
+    _check_broadcast(sites, subsampled, given, args, kwargs)
     rows = {p.name: jnp.arange(p.subsample_size) for p in plates}
     captured = _check_gathers(model, plates, given, rows, args, kwargs)
     depends = _dependence(given, rows, args, kwargs)
@@ -159,6 +162,68 @@ def _check_control_flow(name: str, site: dict, sites: Mapping[str, dict]) -> Non
             " outside, `rows = numpyro.plate(...)`, index the data with `with rows as i:` before"
             " the `scan`, and write `with rows:` in its body."
         )
+
+
+def _check_broadcast(
+    sites: Mapping[str, dict],
+    subsampled: Mapping[str, Any],
+    given: Callable,
+    args: tuple,
+    kwargs: dict,
+) -> None:
+    """
+    :raises ValueError: if the rows of a minibatch are in a dimension too that no plate declares,
+        as those of observations of shape (N, 1) are: each would be compared with the parameters of
+        every row. Shapes decide, since rows of equal values could hide it.
+    """
+    sites = with_observed(sites)
+    suspects = [
+        (name, frame.name)
+        for name, site in sites.items()
+        if site["type"] == "sample"
+        for frame in _frames(site, subsampled)
+        if 1 < frame.size in _undeclared(site)
+    ]
+    if not suspects:
+        return
+    # the dimension of other data may happen to be as long; that of the rows has their number
+    sizes = {k: p.subsample_size - 1 or p.subsample_size + 1 for k, p in subsampled.items()}
+    fewer: dict[str, dict] = {}
+
+    def read(rows: dict[str, Array]) -> None:
+        fewer.update(with_observed(given(rows, args, kwargs)))
+
+    try:
+        jax.eval_shape(read, {k: jax.ShapeDtypeStruct((n,), jnp.int32) for k, n in sizes.items()})
+    except (TypeError, ValueError):
+        return  # a model that has written out the size of its minibatches
+    for name, plate in suspects:
+        if sizes[plate] not in _undeclared(fewer[name]):
+            continue
+        site, count = sites[name], subsampled[plate].subsample_size
+        raise ValueError(
+            f"Site '{name}' has the batch shape {_batch_shape(site)} in plate '{plate}', whose"
+            f" minibatch has {count} rows: every observation would be compared with every row's"
+            f" parameters. Observations of shape {jnp.shape(site['value'])} were broadcast against"
+            f" parameters of shape {_own_batch_shape(site['fn'])}: give both the shape ({count},),"
+            " `y[i, 0]` or `y[i].squeeze(-1)`; or declare the dimension, `.to_event(1)` or a plate"
+            " of its own."
+        )
+
+
+def _batch_shape(site: dict) -> tuple[int, ...]:
+    """The shape of the log density of a site, or that of its law where its values do not fit."""
+    value, of_law = jnp.shape(site["value"]), site["fn"].batch_shape
+    shape = value[: max(0, len(value) - site["fn"].event_dim)]
+    with suppress(ValueError):
+        return jnp.broadcast_shapes(of_law, shape) if math.prod(value) else of_law
+    return of_law
+
+
+def _undeclared(site: dict) -> list[int]:
+    """The lengths of the dimensions of a site's density that no plate declares."""
+    shape, declared = _batch_shape(site), {frame.dim for frame in site["cond_indep_stack"]}
+    return [n for k, n in enumerate(shape) if k - len(shape) not in declared]
 
 
 def _dependence(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 import linecache
 from pathlib import Path
+import re
 from threading import RLock
 from types import TracebackType
 
@@ -21,8 +22,8 @@ _NEEDS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerCo
 #: and where NumPy does.
 _NEEDS_AN_ARRAY = jax.errors.TracerArrayConversionError
 
-#: Of what others say no more is repeated: pandas lists all rows.
-_MOST_LETTERS = 200
+#: Letters of another package's error that are repeated, of its first line: pandas lists rows.
+_MOST_LETTERS = 100
 
 _OTHERS = tuple(module.__path__[0] for module in (jax, numpyro))
 _HERE = str(Path(__file__).parents[1])
@@ -86,7 +87,7 @@ def _said(error: Exception, model: Callable, args: tuple, kwargs: dict) -> str |
     if strange := what_is_no_array(model, args, kwargs):
         return (
             f"The model cannot be evaluated on a minibatch{_line(error)}. {strange} It raised"
-            f" {type(error).__name__}: {text[:_MOST_LETTERS]}"
+            f" {type(error).__name__}: {_first_words(text)}"
         )
     if "size of plate should be positive" in text:
         return f"A plate has no rows{_line(error)}; the arguments are {shapes}."
@@ -125,6 +126,11 @@ def _said(error: Exception, model: Callable, args: tuple, kwargs: dict) -> str |
         f"The model raised {type(error).__name__} on a minibatch{line}: {text}. Its arguments are"
         f" {shapes}."
     )
+
+
+def _first_words(text: str) -> str:
+    """The beginning of an error, without what is another one in each process."""
+    return re.sub(r" at 0x\w+", "", text.partition("\n")[0])[:_MOST_LETTERS]
 
 
 def _line(error: Exception) -> str:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from numpyro_sgmcmc.data.row_numbers import is_far
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
 from numpyro_sgmcmc.target.handlers import (
@@ -102,6 +103,8 @@ def check_rows(
         of what they index, if the density of single rows is not finite, or if what a row adds to
         the log density depends on the other rows of its minibatch. It names site and rows.
     """
+    # rows of groups are seen as well in the integrand, which takes a part of the time to compile
+    target, whole = (x._replace(view=x.view.with_rule("point")) for x in (target, whole))
     look, values = _Look(target, compiled), unremarkable_values(target.view)
     if not target.view.plates:
         return look.densities
@@ -355,11 +358,11 @@ class _Look:
 
     def places_that_depend_on_others(self, z: Values) -> Iterator[Place]:
         """
-        Where what a row adds changes when every other row of its minibatch is exchanged for one and
-        the same, or when the rows come in another order.
+        Where what a row adds changes when all other rows of its minibatch are exchanged for itself,
+        or when the rows come in another order.
         """
         lengths, _ = self._working(_FEW)
-        first = _first(lengths)
+        first = self._unlike_rows(lengths)
         # values at which densities are finite, and others matter
         for scale in (1.0, 0.01):
             values = jax.tree.map(lambda x, scale=scale: jnp.asarray(scale * np.asarray(x)), z)
@@ -368,22 +371,47 @@ class _Look:
                 break
         again = self.at(values, first, key=1)
         for name, length in lengths.items():
-            rows = np.arange(length)
-            exchanged = np.where(rows % 2 == 0, rows, rows[-1])
-            other, turned = (
-                self.at(values, {**first, name: jnp.asarray(x, jnp.int32)})
-                for x in (exchanged, rows[::-1])
-            )
+            rows = np.asarray(first[name])
+            # each row in a minibatch of itself alone: values that are rare are in no other
+            alone = [self.at(values, {**first, name: _same(row, length)}) for row in rows]
+            turned = self.at(values, {**first, name: jnp.asarray(rows[::-1], jnp.int32)})
             for place, terms in before.terms.items():
                 if place[1] != name or length == 1:
                     continue
                 each = terms.reshape(self.target.parts, length)
-                now = other.terms[place].reshape(each.shape)
+                now = np.stack(
+                    [x.terms[place].reshape(each.shape)[:, k] for k, x in enumerate(alone)], axis=1
+                )
                 back = turned.terms[place].reshape(each.shape)[:, ::-1]
                 # a density that is itself random has its randomness by position
                 is_random = _differ(each, again.terms[place].reshape(each.shape))
-                if _differ(each[:, ::2], now[:, ::2]) or (_differ(each, back) and not is_random):
+                if _differ(each, now) or (_differ(each, back) and not is_random):
                     yield place
+
+    def _unlike_rows(self, lengths: dict[str, int]) -> dict[str, Array]:
+        """
+        Rows that show whether others matter: all over the data, which may be sorted, and among them
+        those with the extremes of an argument, which may be rare.
+        """
+        found = {}
+        arguments = jax.tree.leaves((self.target.args, self.target.kwargs))
+        for plate in self.plates:
+            length = lengths[plate.name]
+            last = length - 1 if is_far(plate.size) else plate.size - 1
+            rows = np.linspace(0, last, length).round().astype(int)
+            extremes: list[int] = []
+            for x in arguments if self.target.shards is None else ():
+                if isinstance(x, jax.Array) and x.ndim and len(x) == plate.size and x.size:
+                    column = x.reshape(len(x), -1)[:, 0]
+                    extremes += [int(jnp.argmax(column)), int(jnp.argmin(column))]
+            places = np.arange(length)[1::2][: len(extremes)]
+            rows[places] = extremes[: len(places)]
+            found[plate.name] = jnp.asarray(rows, jnp.int32)
+        return found
+
+
+def _same(row: int, length: int) -> Array:
+    return jnp.full(length, row, jnp.int32)
 
 
 def _first(lengths: dict[str, int]) -> dict[str, Array]:

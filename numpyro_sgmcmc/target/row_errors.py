@@ -14,7 +14,7 @@ from numpyro.distributions.distribution import validation_enabled
 from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.target.argument_checks import named_arrays
-from numpyro_sgmcmc.target.handlers import Indices, log_density, rows_among, without_wrappers
+from numpyro_sgmcmc.target.handlers import Indices, rows_among, without_wrappers
 from numpyro_sgmcmc.target.local_latents import with_observed
 from numpyro_sgmcmc.target.model import unremarkable_values
 from numpyro_sgmcmc.target.target import Target
@@ -172,20 +172,10 @@ def dependent_on_others(target: Target, name: str, plate: str) -> ValueError:
     rows = target.view.first_rows()
     site = _sites(target, rows)[name]
     count = len(rows[plate])
-    fn, shape = site["fn"], jnp.shape(site["value"])
-    frames = {f.dim for f in site["cond_indep_stack"]}
-    batch = jnp.shape(log_density(site))
-    unexplained = [d for d in range(-len(batch), 0) if d not in frames]
+    fn = site["fn"]
     begin = f"Site '{name}' in plate '{plate}': what a row adds to the log density"
-    if any(batch[d] == count > 1 for d in unexplained):
-        return ValueError(
-            f"Site '{name}' has the batch shape {batch} in plate '{plate}', whose"
-            f" minibatch has {count} rows: every observation would be compared with every row's"
-            f" parameters. Observations of shape {shape} were broadcast against parameters of shape"
-            f" {_own_shape(fn)}: give both the shape ({count},), `y[i, 0]` or"
-            " `y[i].squeeze(-1)`; or declare the dimension, `.to_event(1)` or a plate of its own."
-        )
-    if isinstance(without_wrappers(fn), dist.Unit):
+    factor = getattr(without_wrappers(fn), "log_factor", None)
+    if factor is not None and count not in jnp.shape(factor):
         return ValueError(
             f"{begin} is a sum over the minibatch, which the plate counts once for each of its"
             f" {count} rows: give `numpyro.factor('{name}', ...)` the vector of the rows' terms,"
@@ -197,6 +187,15 @@ def dependent_on_others(target: Target, name: str, plate: str) -> ValueError:
             f" are in its event shape {fn.event_shape}. Leave out `.to_event(...)` for the rows,"
             " which the plate declares."
         )
+    if factor is not None:
+        return ValueError(
+            f"{begin} depends on the other rows of its minibatch, and minibatches are biased. In a"
+            " partial likelihood (Cox) the risk set of a row is taken from all rows, of which a"
+            " minibatch has few. Write a likelihood whose rows do not depend on each other: of a"
+            " parametric hazard, or of a piecewise constant one, `dist.Poisson(exposure * hazard)`"
+            " of the events in each interval. If the rows form sets, as in a matched study, give"
+            " the plate one row for each set. Else use NUTS."
+        )
     return ValueError(
         f"{begin} changes when other rows of the minibatch are exchanged, or come in another order,"
         " so that minibatches are biased: a mean, a softmax, a sum or a difference over the rows of"
@@ -205,7 +204,3 @@ def dependent_on_others(target: Target, name: str, plate: str) -> ValueError:
         " normalise layers by their units (`LayerNorm`), or rows by constants; leave dropout out,"
         " `deterministic=True`: the prior stands for it."
     )
-
-
-def _own_shape(fn: Any) -> tuple[int, ...]:
-    return fn.base_dist.batch_shape if isinstance(fn, dist.ExpandedDistribution) else fn.batch_shape
