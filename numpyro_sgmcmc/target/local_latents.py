@@ -29,11 +29,12 @@ from jax.nn import logsumexp
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+import numpyro.distributions as dist
 from numpyro.distributions import biject_to
 from numpyro.handlers import block, trace
 from numpyro.primitives import Messenger
 
-from numpyro_sgmcmc.target.handlers import Model, Plate, log_density
+from numpyro_sgmcmc.target.handlers import Model, Plate, log_density, without_wrappers
 from numpyro_sgmcmc.target.inner_rules import draws_of, log_integral, needs_draws, points_of
 
 #: What a factor keeps of the sites that it stands for.
@@ -47,11 +48,13 @@ class LocalPlate(NamedTuple):
     - **name** - of the plate.
     - **continuous** - shapes of the unconstrained values of a group, by site.
     - **discrete** - the number of values, by site.
+    - **bounded** - whether the support of a continuous one has an end, and its law may be skewed.
     """
 
     name: str
     continuous: tuple[tuple[str, tuple[int, ...]], ...]
     discrete: tuple[tuple[str, int], ...]
+    bounded: bool = False
 
     @property
     def dimension(self) -> int:
@@ -333,7 +336,9 @@ class _AllGiven(Messenger):
         transform = biject_to(msg["fn"].support)
         unconstrained = jnp.moveaxis(own, 0, group_axis(msg, self.plate.name))
         value = transform(unconstrained)
-        self.log_dets[name] = transform.log_abs_det_jacobian(unconstrained, value)
+        log_det = transform.log_abs_det_jacobian(unconstrained, value)
+        value, lost = near_bounds(msg["fn"], unconstrained, value)
+        self.log_dets[name] = log_det + lost
         return value
 
     def _discrete(self, name: str, msg: dict[str, Any]) -> Array:
@@ -402,6 +407,25 @@ def some_value(fn: Any) -> Array:
         return jnp.broadcast_to(fn.enumerate_support(expand=False)[0], fn.shape())
     transform = biject_to(fn.support)
     return transform(jnp.zeros(transform.inverse_shape(fn.shape())))
+
+
+def near_bounds(fn: Any, unconstrained: Array, value: Array) -> tuple[Array, Array | float]:
+    """
+    A value that is not rounded to a bound of its support where the density has no end, and what the
+    log density there lacks: a Beta law of small shapes has much of its mass where :math:`1 - p` is
+    less than the precision of :math:`p`.
+    """
+    law = without_wrappers(fn)
+    if isinstance(law, dist.Gamma):
+        value = jnp.maximum(value, jnp.finfo(value.dtype).tiny)
+        lost = (law.concentration - 1) * (unconstrained - jnp.log(value))
+    elif isinstance(law, dist.Beta):
+        lost = (law.concentration1 - 1) * (jax.nn.log_sigmoid(unconstrained) - jnp.log(value)) + (
+            law.concentration0 - 1
+        ) * (jax.nn.log_sigmoid(-unconstrained) - jnp.log1p(-value))
+    else:
+        return value, 0.0
+    return value, lost.sum(tuple(range(-len(fn.event_shape), 0)))
 
 
 def group_axis(msg: dict[str, Any], plate: str) -> int:
