@@ -363,6 +363,7 @@ def test_what_is_said_of_twelve_laws(name):
         assert rule == "few" or true < 0.04
 
 
+@pytest.mark.slow
 def test_where_a_bound_is_near():
     """Where single precision has no number between most of a Beta law and its bound."""
 

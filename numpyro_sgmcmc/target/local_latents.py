@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
-from jax.nn import logsumexp
+from jax.nn import log_sigmoid, logsumexp
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -333,12 +333,8 @@ class _AllGiven(Messenger):
     def _continuous(self, name: str, msg: dict[str, Any]) -> Array:
         shape, start = self.shapes[name], self.start[name]
         own = self.z[:, start : start + math.prod(shape)].reshape(len(self.z), *shape)
-        transform = biject_to(msg["fn"].support)
         unconstrained = jnp.moveaxis(own, 0, group_axis(msg, self.plate.name))
-        value = transform(unconstrained)
-        log_det = transform.log_abs_det_jacobian(unconstrained, value)
-        value, lost = near_bounds(msg["fn"], unconstrained, value)
-        self.log_dets[name] = log_det + lost
+        value, self.log_dets[name] = constrained(msg["fn"], unconstrained)
         return value
 
     def _discrete(self, name: str, msg: dict[str, Any]) -> Array:
@@ -409,23 +405,35 @@ def some_value(fn: Any) -> Array:
     return transform(jnp.zeros(transform.inverse_shape(fn.shape())))
 
 
-def near_bounds(fn: Any, unconstrained: Array, value: Array) -> tuple[Array, Array | float]:
+def constrained(fn: Any, z: Array) -> tuple[Array, Array]:
     """
-    A value that is not rounded to a bound of its support where the density has no end, and what the
-    log density there lacks: a Beta law of small shapes has much of its mass where :math:`1 - p` is
-    less than the precision of :math:`p`.
+    A value from an unconstrained one, and the log of the determinant of that map.
+
+    A Beta, Gamma or Dirichlet law of small shapes has much of its mass where values are rounded to
+    a bound of its support, by single precision between :math:`1 - 10^{-7}` and 1. What its log
+    density lacks there is a part of the second.
     """
-    law = without_wrappers(fn)
+    transform, law = biject_to(fn.support), without_wrappers(fn)
+    value = transform(z)
+    if not isinstance(law, dist.Gamma | dist.Beta | dist.Dirichlet):
+        return value, transform.log_abs_det_jacobian(z, value)
+    value = jnp.maximum(value, jnp.finfo(value.dtype).tiny)
+    log_value = jnp.log(value)
     if isinstance(law, dist.Gamma):
-        value = jnp.maximum(value, jnp.finfo(value.dtype).tiny)
-        lost = (law.concentration - 1) * (unconstrained - jnp.log(value))
+        lost = (law.concentration - 1) * (z - log_value)
     elif isinstance(law, dist.Beta):
-        lost = (law.concentration1 - 1) * (jax.nn.log_sigmoid(unconstrained) - jnp.log(value)) + (
-            law.concentration0 - 1
-        ) * (jax.nn.log_sigmoid(-unconstrained) - jnp.log1p(-value))
+        lost = (law.concentration1 - 1) * (log_sigmoid(z) - log_value)
+        lost = lost + (law.concentration0 - 1) * (log_sigmoid(-z) - jnp.log1p(-value))
     else:
-        return value, 0.0
-    return value, lost.sum(tuple(range(-len(fn.event_shape), 0)))
+        parts = z - jnp.log(z.shape[-1] - jnp.arange(z.shape[-1]))
+        none = jnp.zeros_like(z[..., :1])
+        own = jnp.concatenate([log_sigmoid(parts), none], -1)
+        before = jnp.concatenate([none, jnp.cumsum(log_sigmoid(-parts), -1)], -1)
+        less = own + before - log_value
+        # the determinant has all but the last
+        lost = ((law.concentration - 1) * less).sum(-1) + less[..., :-1].sum(-1)
+    outer = len(fn.event_shape) - len(law.event_shape)
+    return value, transform.log_abs_det_jacobian(z, value) + lost.sum(tuple(range(-outer, 0)))
 
 
 def group_axis(msg: dict[str, Any], plate: str) -> int:
