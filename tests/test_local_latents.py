@@ -309,7 +309,7 @@ def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
         target = Target(rule._replace(model=replace(rule.model)), (BINARY,), {})
         return error_of_integrals(target, random.key(0), start, controlled)[0]
 
-    assert error(False) < 0.05
+    assert error(False) < 0.15
     monkeypatch.setitem(inner_rules._NODES, "few", (2, 2))
     assert error(False) > 0.2
     assert error(True) < error(False) / 2
@@ -357,10 +357,10 @@ def test_skewed_integrals(law):
 @pytest.mark.parametrize("name", [marked_law(name) for name in LAWS])
 def test_what_is_said_of_twelve_laws(name):
     """Errors of few nodes and of more, with and without an anchor, and what the tuning says."""
-    for (rule, _), (true, said) in errors_of_rules(prepared(LAWS[name], 300), RULES).items():
+    for (rule, controlled), (true, said) in errors_of_rules(prepared(LAWS[name], 300), RULES).items():
         assert said > true / 3 - 1e-3
         assert not 0.05 < true < SEEN or true / 2 < said < 2 * true
-        assert rule == "few" or true < 0.04
+        assert rule == "few" or true < (0.02 if controlled else 0.1)
 
 
 @pytest.mark.slow
@@ -383,7 +383,7 @@ def test_where_a_bound_is_near():
 
 @pytest.mark.nightly
 def test_few_nodes_where_they_are_enough():
-    """Of effects with a standard deviation of 2.6 they are not, of a third of it they are."""
+    """Of effects with a standard deviation of 7 they are not, of 1 they are."""
     target = Target(read_model(logistic, init_to_uniform, (BINARY,), {}), (BINARY,), {})
     x = flat_potential(logistic, BINARY)[1]
 
@@ -393,7 +393,7 @@ def test_few_nodes_where_they_are_enough():
 
     rule, error, cost = chosen(x.at[1].add(-1.0))
     assert rule == "few" and 1e-5 < error < 0.02
-    rule, error, more = chosen(x)
+    rule, error, more = chosen(x.at[1].add(1.0))
     assert rule == "step" and error < 1e-3 and more > cost
 
 
