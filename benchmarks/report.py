@@ -64,6 +64,7 @@ PARTS = {
     "groups": "benchmarks/groups.py flat",
     "group_laplace": "benchmarks/groups.py laplace",
     "group_draws": "benchmarks/groups.py errors",
+    "latent_laws": "benchmarks/latent_laws.py",
     "groups_and_nuts": "benchmarks/groups_and_nuts.py --data {data}",
     "insteval": "benchmarks/insteval.py --data {data}",
     "growing": "benchmarks/growing.py --draws 2000 --picture docs/growing_rows.png",

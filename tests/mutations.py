@@ -247,6 +247,11 @@ MUTATIONS = {
         "state.z if method.gradient_at_end(fixed.layout.integrator) else new.z",
         "tests/test_exact_laws.py -k 'stationary_variance and SGLD'",
     ),
+    "nodes that do not reach as far as a tail": Mutation(
+        "target/inner_rules.py", "return jnp.where(is_found | (least == 0), t, least)",
+        "return jnp.full_like(t, math.sqrt(2 * fall))",
+        "tests/test_local_latents.py -k skewed_integrals",
+    ),
     "the noise of one device for that of the mean": Mutation(
         "gradients/estimators.py", "noise = jax.tree.map(lambda x: x / target.parts, noise)",
         "noise = noise", "tests/test_devices.py -k noise_of_the_devices",

@@ -17,6 +17,9 @@ import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+from jax.scipy.special import betaln, gammaln
+from latent_laws import LAWS, RULES, SEEN, prepared
+from latent_laws import errors as errors_of_rules
 import numpy as np
 import numpyro
 from numpyro.contrib.control_flow import scan
@@ -294,6 +297,11 @@ def test_series_of_groups():
     assert float(jax.jit(potential)(x)) == pytest.approx(expected, rel=1e-5)
 
 
+def marked_law(name):
+    slow = name in ("Beta, small", "Gamma, of precisions")
+    return pytest.param(name, marks=pytest.mark.slow if slow else pytest.mark.nightly)
+
+
 def logistic(y, batch=10):
     mu, tau = globals_()
     with groups(y, batch) as g:
@@ -326,7 +334,7 @@ def test_the_nodes_are_enough(monkeypatch):
         return float(jnp.abs(shift * jnp.sqrt(jnp.diag(expected[2]))).max())
 
     assert worst() < 0.01
-    monkeypatch.setitem(inner_rules._NODES, "step", (1, 1))
+    monkeypatch.setitem(inner_rules._NODES, "step", (3, 3))
     assert worst() > 0.1
 
 
@@ -339,11 +347,12 @@ def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
 
     def error(controlled):
         # another function, since the program of this one is kept
-        target = Target(view._replace(model=replace(view.model)), (BINARY,), {})
+        rule = view.with_rule("few")
+        target = Target(rule._replace(model=replace(rule.model)), (BINARY,), {})
         return error_of_integrals(target, random.key(0), start, controlled)[0]
 
-    assert error(False) < 0.01
-    monkeypatch.setitem(inner_rules._NODES, "step", (2, 2))
+    assert error(False) < 0.15
+    monkeypatch.setitem(inner_rules._NODES, "few", (2, 2))
     assert error(False) > 0.2
     assert error(True) < error(False) / 2
     wrong = Tuning(1.0, 1.0, IdentityMetric(), integrals=0.3)
@@ -352,9 +361,73 @@ def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
         warn_of(wrong)
 
 
+def log_gamma(a, z):
+    """A Gamma variable's logarithm, whose law has an exponential tail to one side."""
+    return a * z - jnp.exp(z), gammaln(a)
+
+
+def logit_beta(a, z, b=0.3):
+    return a * jax.nn.log_sigmoid(z) + b * jax.nn.log_sigmoid(-z), betaln(a, b)
+
+
+def log_variance(a, z):
+    """Of a normal row with an exponential variance, that is a Laplace variable's."""
+    rest = -jnp.exp(z) / 2 - a**2 / 2 * jnp.exp(-z) - 0.5 * math.log(8 * math.pi)
+    return z / 2 + rest, -jnp.abs(a) - math.log(2)
+
+
+@pytest.mark.parametrize("law", [log_gamma, logit_beta, log_variance])
+def test_skewed_integrals(law):
+    """Against closed forms, with their derivatives: of shapes much less and much more than 1."""
+    a = jnp.array([0.1, 0.3, 1.0, 3.0, 30.0])
+
+    def found(a, rule):
+        own, fixed = (lambda z, a=a: law(a, z[:, 0])[0] for a in (a, jax.lax.stop_gradient(a)))
+        start = jnp.full((len(a), 1), 0.01)
+        return inner_rules.log_integral(own, fixed, own, start, None, rule)
+
+    def all_of(a):
+        by_rules = [jnp.stack(jax.jvp(lambda a: found(a, k), *both)) for k in ("step", "fine")]
+        return jnp.stack(by_rules) - jnp.stack(jax.jvp(lambda a: law(a, a)[1], *both))
+
+    both = (a,), (jnp.ones(5),)
+    (step, step_slope), (fine, fine_slope) = jnp.abs(jax.jit(all_of)(a))
+    assert (step < 1e-3).all() and (step_slope < 0.03).all()
+    assert (fine < 3e-5).all() and (fine_slope < 3e-5).all()
+
+
+@pytest.mark.parametrize("name", [marked_law(name) for name in LAWS])
+def test_what_is_said_of_twelve_laws(name):
+    """Errors of few nodes and of more, with and without an anchor, and what the tuning says."""
+    for (rule, controlled), (true, said) in errors_of_rules(
+        prepared(LAWS[name], 300), RULES
+    ).items():
+        assert said > true / 3 - 1e-3
+        assert not 0.05 < true < SEEN or true / 2 < said < 2 * true
+        assert rule == "few" or true < (0.02 if controlled else 0.1)
+
+
+@pytest.mark.slow
+def test_where_a_bound_is_near():
+    """Where single precision has no number between most of a Beta law and its bound."""
+
+    def model(y):
+        b = numpyro.sample("b", dist.LogNormal(0, 1))
+        with groups(y, 10) as g:
+            p = numpyro.sample("p", dist.Beta(1.0, 0.1 * b))
+            numpyro.sample("y", dist.Bernoulli(p), obs=y[g])
+
+    y = jnp.ones(60)
+    view = read_model(model, init_to_uniform, (y,), {})
+    at = view.first_rows(), random.key(0), (y,), {}
+    value = jax.jit(lambda b: view.potential({"b": b}, *at))(jnp.zeros(()))
+    prior = dist.LogNormal(0, 1).log_prob(1.0)
+    assert abs(float(-value - prior) - 60 * math.log(1 / 1.1)) < 0.05
+
+
 @pytest.mark.nightly
 def test_few_nodes_where_they_are_enough():
-    """Of effects with a standard deviation of 2.6 they are not, of a third of it they are."""
+    """Of effects with a standard deviation of 7 they are not, of 1 they are."""
     target = Target(read_model(logistic, init_to_uniform, (BINARY,), {}), (BINARY,), {})
     x = flat_potential(logistic, BINARY)[1]
 
@@ -364,7 +437,7 @@ def test_few_nodes_where_they_are_enough():
 
     rule, error, cost = chosen(x.at[1].add(-1.0))
     assert rule == "few" and 1e-5 < error < 0.02
-    rule, error, more = chosen(x)
+    rule, error, more = chosen(x.at[1].add(1.0))
     assert rule == "step" and error < 1e-3 and more > cost
 
 
@@ -686,12 +759,12 @@ def test_law_by_few_nodes(monkeypatch):
     def by_laplace(density, means, scales):
         own = lambda z: density(z.reshape(-1, 5)).ravel()  # noqa: E731
         start = jnp.zeros((5 * len(means), 1))
-        return inner_rules.log_integral(own, own, own, start, None).reshape(-1, 5)
+        return inner_rules.log_integral(own, own, own, start, None, "few").reshape(-1, 5)
 
     mcmc = sampled(logistic, y)
     assert mcmc.sampler.tuning.rule == "few"
     exact = moments_of_binary(counts, by_nodes)
-    monkeypatch.setitem(inner_rules._NODES, "step", (1, 1))
+    monkeypatch.setitem(inner_rules._NODES, "few", (1, 1))
     laplace = moments_of_binary(counts, by_laplace)
     for name, x in mcmc.get_samples(group_by_chain=True).items():
         x = np.asarray(x, float)[..., None]

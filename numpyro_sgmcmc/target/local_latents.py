@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
-from jax.nn import logsumexp
+from jax.nn import log_sigmoid, logsumexp
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from numpyro.distributions import Unit, biject_to
+import numpyro.distributions as dist
+from numpyro.distributions import biject_to
 from numpyro.handlers import block, trace, uncondition
 from numpyro.primitives import Messenger
 
@@ -58,11 +59,13 @@ class LocalPlate(NamedTuple):
     - **name** - of the plate.
     - **continuous** - shapes of the unconstrained values of a group, by site.
     - **discrete** - the number of values, by site.
+    - **bounded** - whether the support of a continuous one has an end, and its law may be skewed.
     """
 
     name: str
     continuous: tuple[tuple[str, tuple[int, ...]], ...]
     discrete: tuple[tuple[str, int], ...]
+    bounded: bool = False
 
     @property
     def dimension(self) -> int:
@@ -89,7 +92,7 @@ class Marginal:
     - **plates** - those with latent sites.
     - **hidden** - deterministic sites that depend on these.
     - **rule** - of the integrals (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`);
-      ``"point"`` for the integrand at a point in their place, and ``"none"`` for zeros.
+      ``"point"`` for the integrand at a point of each group in their place, ``"none"`` for zeros.
     - **at_once** - the number of groups whose integrals are computed together; all if None.
 
     **Example:** a normal mean of normal means.
@@ -200,8 +203,12 @@ class Marginal:
 
         def integral(classes: Array) -> Array:
             own = partial(density, seen.values, classes)
-            if not plate.dimension or self.rule == "point":
+            if not plate.dimension:
                 return own(start)
+            if self.rule == "point":
+                # another one for each group, so that what depends on others is seen
+                rows = seen.plates[plate.name].rows.astype(seen.dtype)
+                return own(jnp.cos(start + rows[:, None]))
             held, latent = partial(density, fixed, classes), partial(own, names=plate.names)
             return log_integral(own, held, latent, start, keys, self.rule)
 
@@ -316,7 +323,9 @@ class Globals(Messenger):
     def replicable(self, plate: LocalPlate) -> list[str]:
         """The observed sites of a plate that have a law to draw from: no ``numpyro.factor``."""
         observed = self.observed[plate.name].items()
-        return [k for k, site in observed if not isinstance(without_wrappers(site["fn"]), Unit)]
+        return [
+            k for k, site in observed if not isinstance(without_wrappers(site["fn"]), dist.Unit)
+        ]
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "deterministic":
@@ -408,10 +417,8 @@ class _AllGiven(Messenger):
     def _continuous(self, name: str, msg: dict[str, Any]) -> Array:
         shape, start = self.shapes[name], self.start[name]
         own = self.z[:, start : start + math.prod(shape)].reshape(len(self.z), *shape)
-        transform = biject_to(msg["fn"].support)
         unconstrained = jnp.moveaxis(own, 0, group_axis(msg, self.plate.name))
-        value = transform(unconstrained)
-        self.log_dets[name] = transform.log_abs_det_jacobian(unconstrained, value)
+        value, self.log_dets[name] = constrained(msg["fn"], unconstrained)
         return value
 
     def _discrete(self, name: str, msg: dict[str, Any]) -> Array:
@@ -487,6 +494,37 @@ def some_value(fn: Any) -> Array:
         return jnp.broadcast_to(fn.enumerate_support(expand=False)[0], fn.shape())
     transform = biject_to(fn.support)
     return transform(jnp.zeros(transform.inverse_shape(fn.shape())))
+
+
+def constrained(fn: Any, z: Array) -> tuple[Array, Array]:
+    """
+    A value from an unconstrained one, and the log of the determinant of that map.
+
+    A Beta, Gamma or Dirichlet law of small shapes has much of its mass where values are rounded to
+    a bound of its support, by single precision between :math:`1 - 10^{-7}` and 1. What its log
+    density lacks there is a part of the second.
+    """
+    transform, law = biject_to(fn.support), without_wrappers(fn)
+    value = transform(z)
+    if not isinstance(law, dist.Gamma | dist.Beta | dist.Dirichlet):
+        return value, transform.log_abs_det_jacobian(z, value)
+    value = jnp.maximum(value, jnp.finfo(value.dtype).tiny)
+    log_value = jnp.log(value)
+    if isinstance(law, dist.Gamma):
+        lost = (law.concentration - 1) * (z - log_value)
+    elif isinstance(law, dist.Beta):
+        lost = (law.concentration1 - 1) * (log_sigmoid(z) - log_value)
+        lost = lost + (law.concentration0 - 1) * (log_sigmoid(-z) - jnp.log1p(-value))
+    else:
+        parts = z - jnp.log(z.shape[-1] - jnp.arange(z.shape[-1]))
+        none = jnp.zeros_like(z[..., :1])
+        own = jnp.concatenate([log_sigmoid(parts), none], -1)
+        before = jnp.concatenate([none, jnp.cumsum(log_sigmoid(-parts), -1)], -1)
+        less = own + before - log_value
+        # the determinant has all but the last
+        lost = ((law.concentration - 1) * less).sum(-1) + less[..., :-1].sum(-1)
+    outer = len(fn.event_shape) - len(law.event_shape)
+    return value, transform.log_abs_det_jacobian(z, value) + lost.sum(tuple(range(-outer, 0)))
 
 
 def group_axis(msg: dict[str, Any], plate: str) -> int:

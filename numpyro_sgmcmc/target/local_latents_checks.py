@@ -10,6 +10,7 @@ import jax
 from jax import Array, random
 import jax.numpy as jnp
 from numpyro.distributions import biject_to
+from numpyro.distributions.transforms import IdentityTransform, IndependentTransform
 from numpyro.handlers import seed, substitute, trace
 from numpyro.ops.provenance import eval_provenance
 
@@ -52,15 +53,19 @@ def without_local_latents(
         _check_local(sites[name], of_site)
     found = []
     for name, local in inside.items():
-        continuous, discrete = [], []
+        continuous, discrete, bounded = [], [], False
         for site in local:
             if site["fn"].support.is_discrete:
                 discrete.append((site["name"], len(site["fn"].enumerate_support(expand=False))))
             else:
-                shape = list(biject_to(site["fn"].support).inverse_shape(site["fn"].shape()))
+                transform = biject_to(site["fn"].support)
+                shape = list(transform.inverse_shape(site["fn"].shape()))
+                while isinstance(transform, IndependentTransform):
+                    transform = transform.base_transform
+                bounded = bounded or not isinstance(transform, IdentityTransform)
                 del shape[group_axis(site, name)]
                 continuous.append((site["name"], tuple(shape)))
-        found.append(LocalPlate(name, tuple(continuous), tuple(discrete)))
+        found.append(LocalPlate(name, tuple(continuous), tuple(discrete), bounded))
         _check_size(found[-1])
     hidden = _check_dependents(sites, subsampled, where, labels, needs)
     return Marginal(model, tuple(found), hidden)

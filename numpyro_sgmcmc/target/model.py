@@ -149,6 +149,14 @@ class MinibatchModel(NamedTuple):
         return self._replace(model=model, plates=model.with_points(self.plates))
 
     @property
+    def search_rule(self) -> str:
+        """
+        By which integrals are done where the posterior is looked for: few nodes would lead searches
+        many standard deviations astray where latent variables are skewed.
+        """
+        return "step" if any(plate.bounded for plate in self._local) else "few"
+
+    @property
     def _local(self) -> tuple[LocalPlate, ...]:
         return self.model.plates if isinstance(self.model, Marginal) else ()
 

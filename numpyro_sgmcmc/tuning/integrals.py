@@ -3,20 +3,27 @@
 
 """How wrong the integrals over the latent variables of groups are, and what that does."""
 
+import math
+
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.potential import full_data_gradient, ravel, rows_in
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
-#: Power steps for the direction in which it matters most.
-_POWER_STEPS = 4
+#: Directions at most; and of more parameters than these, power steps for the one in which standard
+#: deviations change most.
+_DIRECTIONS, _POWER_STEPS = 4, 3
 
 #: Few nodes are enough if they move the draws by no more than this, in standard deviations.
 _ENOUGH = 0.02
+
+#: Of a precision there is at least this part left.
+_LEAST_PRECISION = 0.05
 
 
 def rule_of_steps(
@@ -42,21 +49,30 @@ def error_of_integrals(
     target: Target, rng_key: Array, gaussian: Gaussian, controlled: bool
 ) -> tuple[float, float]:
     """
-    By how much the rule of a step moves the posterior, in its standard deviations. With
+    By how much the rule of a step moves the posterior, in its standard deviations: its mean, or a
+    standard deviation, each in the direction in which that is most. With
 
     .. math::
 
         e(\\zeta) = L^\\top \\left( \\nabla U(c + L \\zeta) - \\nabla U_r(c + L \\zeta) \\right)
 
     for a rule :math:`r` that is closer to the truth
-    (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`), it is what :math:`e` changes by
-    within a standard deviation of the centre :math:`c`, in the direction in which that is most
-    (power steps with differences),
+    (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`), and :math:`e - e(0)` in its place
+    with a control variate, since an anchor has the gradient at the centre by many more points, the
+    Gaussian :math:`N(m, (I + J)^{-1})` that is closest to what is sampled, where the posterior is
+    :math:`N(0, I)`, has to first order in :math:`e`
 
-    .. math:: \\max_{|v| = 1} \\left| \\tfrac12 \\left[ e(v) - e(-v) \\right] \\right| ,
+    .. math::
 
-    since an anchor has the gradient at the centre by many more points. Without a control variate
-    what they have in common, :math:`\\tfrac12 \\left| e(v) + e(-v) \\right|`, counts as well.
+        J = \\mathrm{E} \\, \\nabla e(\\zeta) = \\mathrm{E} \\, e(\\zeta) \\zeta^\\top , \\qquad
+        m = -(I + J)^{-1} \\, \\mathrm{E} \\, e(\\zeta) , \\qquad \\zeta \\sim N(0, I) ,
+
+    and the error is the largest of :math:`|m|` and :math:`|(1 + \\lambda)^{-1/2} - 1|` over the
+    eigenvalues :math:`\\lambda` of :math:`(J + J^\\top) / 2`. The mean is that of what is even in
+    :math:`\\zeta`, the matrix of what is odd: both are found at the pairs
+    :math:`\\pm \\sqrt d \\, q_i`, :math:`q_i` orthonormal. Of more than four parameters there are
+    four of these directions, from which power steps with differences find the largest eigenvalue,
+    and :math:`m` is :math:`-\\mathrm{E} \\, e`.
 
     :param target: a model with latent sites inside of subsampled plates.
     :param rng_key: a random key.
@@ -69,8 +85,10 @@ def error_of_integrals(
     if check.plates == view.plates and not view.drawn_plates:
         return 0.0, 0.0  # nothing is integrated, or only summed
     start = gaussian.metric
+    dimension = start.center.shape[0]
+    count = min(dimension, _DIRECTIONS)
 
-    def errors(target: Target, direction: Array) -> tuple[Array, Array]:
+    def errors(target: Target, directions: Array) -> tuple[Array, Array]:
         rules = [target._replace(view=view.sketch) for view in (target.view, check)]
 
         def wrong(zeta: Array) -> Array:
@@ -83,17 +101,41 @@ def error_of_integrals(
             )
             return start.pullback(ravel(jax.tree.map(jnp.subtract, step, right)))
 
-        def power_step(direction: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
+        def power_step(direction: Array, _: None) -> tuple[Array, Array]:
             ends = lax.map(wrong, jnp.stack([direction, -direction]))
-            change, common = target.mean(((ends[0] - ends[1]) / 2, (ends[0] + ends[1]) / 2))
+            change = target.mean(ends[0] - ends[1]) / 2
             size = jnp.linalg.norm(change)
-            return change / jnp.maximum(size, 1e-30), (size, jnp.linalg.norm(common))
+            sign = jnp.sign(change @ direction)
+            return change / jnp.maximum(size, 1e-30), jnp.where(sign < 0, -size, size)
 
-        first = direction / jnp.linalg.norm(direction)
-        _, (changes, common) = lax.scan(power_step, first, None, length=_POWER_STEPS)
-        return changes.max(), common.max()
+        radius = math.sqrt(dimension)
+        points = radius * jnp.concatenate([directions, -directions])
+        if controlled:
+            points = jnp.concatenate([points, jnp.zeros_like(points[:1])])
+        found = target.mean(lax.map(wrong, points))
+        ends = found[:count], found[count : 2 * count]
+        mean = ((ends[0] + ends[1]) / 2).mean(0)
+        if controlled:
+            mean = mean - found[-1]
+        changes = (ends[0] - ends[1]) / (2 * radius)
+        if count == dimension:
+            matrix = changes.T @ directions
+            matrix = (matrix + matrix.T) / 2
+            return mean, matrix
+        sizes = jnp.linalg.norm(changes, axis=1)
+        first = changes[sizes.argmax()] / jnp.maximum(sizes.max(), 1e-30)
+        _, powers = lax.scan(power_step, first, None, length=_POWER_STEPS)
+        return mean, powers
 
-    direction = random.normal(rng_key, start.center.shape, start.center.dtype)
-    change, common = (float(x) for x in target.compiled(errors)(direction))
+    normal = random.normal(rng_key, (dimension, count), start.center.dtype)
+    directions = jnp.asarray(np.linalg.qr(np.asarray(normal))[0].T)
+    mean, change = (np.asarray(x, float) for x in target.compiled(errors)(directions))
+    values = change
+    if change.ndim > 1:
+        values, vectors = np.linalg.eigh(change)
+        mean = (vectors.T @ mean) / np.maximum(1 + values, _LEAST_PRECISION)
+    ratios = np.maximum(1 + values, _LEAST_PRECISION) ** -0.5
+    error = max(np.linalg.norm(mean), np.abs(ratios - 1).max())
     seen = max(rows_in(plate) / plate.size for plate in view.sketch.plates)
-    return (change if controlled else max(common, change)), 4.0 * _POWER_STEPS * seen
+    points = 2 * count + controlled + (0 if change.ndim > 1 else 2 * _POWER_STEPS)
+    return float(error), 2.0 * points * seen

@@ -183,7 +183,7 @@ def find_tuning(
     find = search_center if target.view.dimension <= NEWTON else find_center
     if choices.reparametrise:
         target = non_centred(target)
-    target = target._replace(view=target.view.with_rule("few"))
+    target = target._replace(view=target.view.with_rule(target.view.search_rule))
     controls = choices.gradient != "minibatch" and bool(target.view.plates)
     shaped = _shape_of(choices.metric, target.view.dimension)
     sample = None
