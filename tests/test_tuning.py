@@ -1083,9 +1083,10 @@ def test_a_parameter_of_which_nothing_is_known():
 
 
 @pytest.mark.slow
-def test_a_momentum_that_does_not_occur(tuning):
-    """A tuned kernel undoes and counts the step that brings it, and turns round."""
-    kernel = CCAdL(logistic, tuning=tuning, steps_per_sample=1, progress_bar=False)
+@pytest.mark.parametrize("given", [None, 0.9])
+def test_a_momentum_that_does_not_occur(tuning, given):
+    """A tuned kernel, with another step size too, undoes and counts the step, and turns round."""
+    kernel = CCAdL(logistic, given, tuning=tuning, steps_per_sample=1, progress_bar=False)
     args = jnp.asarray(X), jnp.asarray(Y)
     state = kernel.init(random.key(0), 0, None, args, {})
 

@@ -196,9 +196,9 @@ def _facts(data: Any, table: pd.DataFrame, draws: int) -> dict[str, Any]:
 def _verdict(data: Any, table: pd.DataFrame, stein: xr.Dataset | None, chains: int) -> str:
     attrs = data.attrs
     wrong, unknown, short = [], [], ""
-    if attrs.get("nonfinite_steps", 0):
-        undone = int(attrs["nonfinite_steps"])
-        wrong.append(f"{undone:,} steps were undone: not finite, or a momentum that does not occur")
+    if attrs.get("undone_steps_problem"):
+        cause = "not finite, or a momentum that does not occur"
+        wrong.append(f"{attrs['undone_steps_problem']}: {cause}")
     if attrs.get("verdict"):
         wrong.append(f"the draws do not have the law of the posterior: {attrs['verdict']}")
     if stein is None:

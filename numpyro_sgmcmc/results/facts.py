@@ -12,7 +12,7 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
-from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
+from numpyro_sgmcmc.stein import SteinReport, SteinSums, problem_of_undone_steps, stein_report
 
 
 def stein_of(mcmc: MCMC) -> SteinReport | None:
@@ -45,6 +45,7 @@ def attributes(
     if hasattr(mcmc.last_state, "monitor"):
         found["dimension"] = sum(map(math.prod, latent_shapes(mcmc).values()))
         found["nonfinite_steps"] = int(np.sum(mcmc.last_state.monitor.nonfinite_steps))
+        found["undone_steps_problem"] = problem_of_undone_steps(mcmc.last_state) or ""
     known = getattr(getattr(mcmc.last_state, "fixed", None), "known", None)
     if known is not None:
         found["rows"] = int(np.ravel(known.rows)[0])
