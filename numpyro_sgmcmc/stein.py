@@ -400,10 +400,10 @@ def problem_of_undone_steps(state: Any) -> str | None:
 
     :param state: of a chain or several; one of another package has no such steps.
     """
-    monitor = getattr(state, "monitor", None)
+    monitor: Any = getattr(state, "monitor", None)
     if not hasattr(monitor, "longest_stay"):
         return None
-    parts = [(state.i, monitor)]
+    parts: list[tuple[Any, Any]] = [(state.i, monitor)]
     if (hot := state.replicas) is not None:
         parts.append((hot.states.i, hot.states.monitor))
     undone = sum(int(np.sum(part.nonfinite_steps)) for _, part in parts)
