@@ -48,11 +48,6 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
             record[kind] = "; ".join(map(str, tuning.strata.values()))
         if tuning.noise is not None:
             record["noise_variance"] = tuning.noise.mean
-        if given.step_size is None and tuning.steps_per_sample > 1:
-            # one in so many steps as a chain takes to forget where it was, if no more often
-            of_a_draw = kernel.steps_per_sample / tuning.steps_per_sample
-            record["promised_per_sample"] = of_a_draw / tuning.slowness
-            record["seconds_per_sample"] = of_a_draw * tuning.seconds_per_sample
     if friction is not None:
         record["friction"] = friction
     if context.model is not None:
