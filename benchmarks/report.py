@@ -77,6 +77,7 @@ PARTS = {
     "battery": "benchmarks/posterior_battery.py --data {data} --cache {cache}",
     "pictures": "benchmarks/pictures.py --folder docs",
     "diagnostics": "benchmarks/diagnostics.py --picture docs/step_sizes.png",
+    "alarms": "benchmarks/alarms.py --only hurdle shape negative",
     "certificates": "benchmarks/certificates.py",
     "networks": "benchmarks/networks.py --data {data}",
     "ensembles": "benchmarks/ensembles.py --data {data}",

@@ -680,3 +680,30 @@ def test_model_without_minibatches(nuts):
     mcmc.run(random.key(0), jnp.asarray(Y))
     found = kernel_stein_discrepancy(mcmc, scores="minibatch")
     assert found.exact and abs(found.squared) < 5 * found.error
+
+
+@pytest.mark.parametrize(
+    ("memory", "attrs", "said"),
+    [
+        (0.99, {"promised_per_sample": 1.0, "seconds_per_sample": 0.1}, True),
+        (0.99, {"promised_per_sample": 0.01, "seconds_per_sample": 0.1}, False),  # as it said
+        (0.99, {}, False),  # a step size of the user's, of which nothing was promised
+        (0.3, {"promised_per_sample": 1.0, "seconds_per_sample": 0.1}, False),
+        (0.9, {"promised_per_sample": 0.1, "thinning": 10, "seconds_per_sample": 0.1}, True),
+    ],
+)
+def test_a_promise_of_the_tuning_is_checked(memory, attrs, said):
+    noise = np.random.default_rng(0).standard_normal((4, 1_000, 2)) * (1 - memory**2) ** 0.5
+    slow = lfilter([1], [1, -memory], noise, axis=1)
+    verdict = summary(as_arviz({"fast": noise, "slow": slow}, attrs)).verdict
+    assert ("Slower than promised" in verdict) == said
+    if said:
+        assert re.search(r"promised 4,000 effective samples in .* and \d+ of 'slow\[\d\]'", verdict)
+
+
+def test_a_tuned_run_says_what_was_promised():
+    mcmc = run(CCAdL(model, progress_bar=False), num_samples=200)
+    attrs = to_arviz(mcmc).attrs
+    assert attrs["promised_per_sample"] == 1 and attrs["seconds_per_sample"] > 0
+    mcmc.sampler = mcmc.sampler.with_step_size(0.5)
+    assert "promised_per_sample" not in to_arviz(mcmc).attrs

@@ -377,6 +377,7 @@ def test_nonfinite_steps_are_undone_and_counted(name):
                 **ROUNDING)  # fmt: skip
     if name != "SGLD replicas":  # which still exchange what they have
         np.testing.assert_array_equal(draws["w"][0, 2], draws["w"][0, -1])
+    assert mcmc.last_state.monitor.longest_stay == mcmc.last_state.monitor.stay == 3
     text = mcmc.sampler.get_diagnostics_str(mcmc.last_state)
     assert ("3 STEPS UNDONE" if name == "SGFS" else "3 NON-FINITE STEPS") in text
 

@@ -21,6 +21,7 @@ from numpyro_sgmcmc.stein import (
     batch_is_full,
     center_sums,
     close_batch,
+    problem_of_undone_steps,
     start_sums,
     stein_report,
 )
@@ -274,3 +275,38 @@ def test_a_run_that_takes_longer_than_expected(monkeypatch):
     monitor = Monitor()
     for clock[0] in (*range(10), *range(1_000, 1_040)):
         assert "TIMES AS LONG" not in monitor.text(mcmc.last_state, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("undone", "steps", "stay", "said"),
+    [
+        (1, 48_000, 1, ""),
+        (7, 768_000, 1, ""),
+        (8, 24_000, 6, ""),  # one visit of a skewed tail, as seen
+        (2, 100, 2, ""),
+        (3, 9, 3, "3 of 9 steps were undone"),
+        (20, 24_000, 1, "20 of 24,000 steps were undone"),
+        (500, 1_000_000, 1, "500 of 1,000,000 steps were undone"),
+        (50, 10_000_000, 50, "a chain stood still, 50 steps in a row were undone"),
+    ],
+)
+def test_steps_undone_in_passing_are_a_fact_and_no_verdict(undone, steps, stay, said):
+    """One rule for the progress bar, the warning of `to_arviz` and the verdict."""
+    mcmc = run_of_a_mean()
+    state = mcmc.last_state
+    counts = {"nonfinite_steps": undone, "longest_stay": stay}
+    counts = {name: jnp.asarray(count) for name, count in counts.items()}
+    monitor = state.monitor._replace(**counts)
+    mcmc._last_state = state = state._replace(i=jnp.asarray(steps), monitor=monitor)
+    assert (problem_of_undone_steps(state) or "") == said
+    assert ("reduce the step size" in Monitor().text(state)) == bool(said)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data = to_arviz(mcmc)
+    warned = [str(one.message) for one in caught]
+    assert (
+        any(f"{said[0].upper()}{said[1:]}, at" in text for text in warned) if said else not warned
+    )
+    found = summary(data)
+    assert found.facts["non-finite steps"] == undone
+    assert (said in found.verdict) if said else "undone" not in found.verdict

@@ -48,12 +48,13 @@ from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.potential import full_data_gradient
 from numpyro_sgmcmc.target.target import Target, _quick_compilation
 from numpyro_sgmcmc.tuning import phases
+from numpyro_sgmcmc.tuning.curvature import find_curvature
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.mixing import PilotRun
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
 from numpyro_sgmcmc.tuning.phases import Choices, find_tuning
 from numpyro_sgmcmc.tuning.pilot import run_pilot
-from numpyro_sgmcmc.tuning.tuning import Tuning
+from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
 RNG = np.random.default_rng(0)
 N, D = 3_000, 4
@@ -1083,9 +1084,10 @@ def test_a_parameter_of_which_nothing_is_known():
 
 
 @pytest.mark.slow
-def test_a_momentum_that_does_not_occur(tuning):
-    """A tuned kernel undoes and counts the step that brings it, and turns round."""
-    kernel = CCAdL(logistic, tuning=tuning, steps_per_sample=1, progress_bar=False)
+@pytest.mark.parametrize("given", [None, 0.9])
+def test_a_momentum_that_does_not_occur(tuning, given):
+    """A tuned kernel, with another step size too, undoes and counts the step, and turns round."""
+    kernel = CCAdL(logistic, given, tuning=tuning, steps_per_sample=1, progress_bar=False)
     args = jnp.asarray(X), jnp.asarray(Y)
     state = kernel.init(random.key(0), 0, None, args, {})
 
@@ -1101,3 +1103,81 @@ def test_a_momentum_that_does_not_occur(tuning):
     assert after.monitor.nonfinite_steps == 1 and bool(after.monitor.diverging)
     np.testing.assert_array_equal(after.dynamics.momentum, -before.dynamics.momentum)
     np.testing.assert_allclose(after.z["w"], before.z["w"], rtol=1e-5)
+
+
+def test_a_direction_that_a_metric_misses():
+    """Differences are known, and the sum is not: by products with the Hessian, and of a matrix."""
+    size, rows, scale = 12, 400, 0.3
+    pairs = RNG.integers(0, size, (rows, 2))
+    design = np.eye(size)[pairs[:, 0]] - np.eye(size)[pairs[:, 1]]
+
+    def differences(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([size]).to_event(1))
+        with numpyro.plate("rows", rows, subsample_size=40) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ w, scale), obs=y[i])
+
+    args = jnp.asarray(design, jnp.float32), jnp.zeros(rows)
+    target = Target(read_model(differences, init_to_uniform, args, {}), args, {})
+    precision = np.eye(size) + design.T @ design / scale**2
+    marginal = np.sqrt(np.diag(np.linalg.inv(precision)))
+    center = jnp.zeros(size)
+    for sd in (np.diag(precision) ** -0.5, marginal):
+        metric = DiagonalMetric(center, jnp.asarray(sd, jnp.float32))
+        right = np.linalg.eigvalsh(precision * np.outer(sd, sd))[[0, -1]]
+        dense = from_covariance(np.linalg.inv(precision), center, np.float32)
+        for gaussian in (Gaussian(metric, 0.0), Gaussian(dense, 0.0, 1.0)):
+            largest, widest, _ = find_curvature(target, random.key(0), gaussian, metric)
+            assert largest == pytest.approx(right[1], rel=0.02)
+            assert np.linalg.norm(widest) == pytest.approx(right[0] ** -0.5, rel=0.02)
+            assert abs((sd * widest).sum()) / np.linalg.norm(sd * widest) > 0.99 * size**0.5
+    fits = find_curvature(target, random.key(0), Gaussian(dense, 0.0), dense)
+    assert fits[0] == pytest.approx(1, abs=0.02) and fits[1] is None
+
+
+def test_what_is_said_of_a_direction_that_is_missed():
+    tuning = Tuning(0.5, 2.0, IdentityMetric(), seconds_per_sample=0.1, widest=5.0, slow="a")
+    assert tuning.slowness == 25 and "misses a direction of 'a'" in tuning.problem
+    assert "about 1e+03 s for 400 effective samples" in str(tuning)
+    with pytest.warns(UserWarning, match="site 'a'.*25 times as slow"):
+        warn_of(tuning)
+    tuning = tuning._replace(widest=1.9)  # as what is far from a Gaussian may be
+    assert tuning.problem is None
+    warn_of(tuning)
+
+
+NO_GAIN = Tuning(
+    0.07, 2.5, IdentityMetric(), noise=NoiseLevel(1.7, 206.0, 1.0, 0.4), steps_per_sample=72,
+    passes_per_sample=7.2,
+)  # fmt: skip
+
+
+def test_when_minibatches_do_not_pay():
+    assert not NO_GAIN.minibatches_pay
+    assert "minibatches do not pay: the noise" in str(NO_GAIN) and "7.2 passes" in str(NO_GAIN)
+    with pytest.warns(UserWarning, match="do not pay here.*step size to 0.07.*72 steps or 7.2"):
+        warn_of(NO_GAIN)
+    # few rows in a minibatch; another cause than noise; and a method without momentum
+    for other in (
+        {"passes_per_sample": 1.3},
+        {"noise": NoiseLevel(1.7, 2.0, 200.0, 0.4)},
+        {"friction": None},
+    ):
+        assert NO_GAIN._replace(**other).minibatches_pay
+    assert not NO_GAIN._replace(step_size=0.07 / 4, halvings=2).minibatches_pay
+
+
+@pytest.mark.slow
+def test_minibatches_do_not_pay_for_a_share_near_zero():
+    profiles = np.exp(-((np.arange(12) - np.linspace(0, 11, 6)[:, None]) ** 2) / 4.5) + 0.02
+    profiles /= profiles.sum(1, keepdims=True)
+    shares = np.array([0.3, 0.001, 0.25, 0.2, 0.05, 0.199])
+    kinds = jnp.asarray(np.random.default_rng(0).choice(12, 5_000, p=shares @ profiles))
+
+    def mixed(kinds):
+        p = numpyro.sample("p", dist.Dirichlet(jnp.ones(6)))
+        with numpyro.plate("rows", len(kinds), subsample_size=250) as i:
+            law = dist.Categorical(probs=p @ jnp.asarray(profiles, jnp.float32))
+            numpyro.sample("kinds", law, obs=kinds[i])
+
+    with pytest.warns(UserWarning, match="Minibatches do not pay here"):
+        CCAdL(mixed, progress_bar=False).tune(random.key(0), kinds)

@@ -25,6 +25,10 @@ from numpyro_sgmcmc.stein import TOLERANCE
 #: What ArviZ and Stan recommend: the largest R-hat, and effective samples of each chain.
 _LARGEST_RHAT, _FEWEST_EFFECTIVE = 1.01, 100
 
+#: The part of the effective samples that the tuning has promised below which it was wrong: of
+#: posteriors whose metric is right at least 0.3 come, whatever the key.
+_KEPT = 0.2
+
 
 class Summary(NamedTuple):
     """
@@ -142,7 +146,7 @@ def summary(
         table[["debiased_mean", "debiased_sd"]] = debiased.moments.reindex(table.index)
     chains, draws = posterior.sizes["chain"], posterior.sizes["draw"]
     facts = _facts(data, table, chains * draws)
-    return Summary(table, facts, _verdict(data, table, stein, chains))
+    return Summary(table, facts, _verdict(data, table, stein, chains, draws))
 
 
 def _variance_errors(posterior: xr.Dataset, stein: xr.Dataset | None) -> pd.DataFrame:
@@ -193,12 +197,14 @@ def _facts(data: Any, table: pd.DataFrame, draws: int) -> dict[str, Any]:
     return found
 
 
-def _verdict(data: Any, table: pd.DataFrame, stein: xr.Dataset | None, chains: int) -> str:
+def _verdict(
+    data: Any, table: pd.DataFrame, stein: xr.Dataset | None, chains: int, draws: int
+) -> str:
     attrs = data.attrs
     wrong, unknown, short = [], [], ""
-    if attrs.get("nonfinite_steps", 0):
-        undone = int(attrs["nonfinite_steps"])
-        wrong.append(f"{undone:,} steps were undone: not finite, or a momentum that does not occur")
+    if attrs.get("undone_steps_problem"):
+        cause = "not finite, or a momentum that does not occur"
+        wrong.append(f"{attrs['undone_steps_problem']}: {cause}")
     if attrs.get("verdict"):
         wrong.append(f"the draws do not have the law of the posterior: {attrs['verdict']}")
     if stein is None:
@@ -230,6 +236,8 @@ def _verdict(data: Any, table: pd.DataFrame, stein: xr.Dataset | None, chains: i
         said.append("Do not trust this run: " + "; ".join(wrong) + ".")
     if attrs.get("tuning_problem"):
         said.append(f"Doubtful: the tuning found that {attrs['tuning_problem']}.")
+    if moves.any():
+        said += _slower_than_promised(attrs, size, chains * draws)
     if short:
         said.append(f"Too short: {short}.")
     if not said:
@@ -242,6 +250,21 @@ def _verdict(data: Any, table: pd.DataFrame, stein: xr.Dataset | None, chains: i
     if unknown:
         said.append("Not known: " + "; ".join(unknown) + ".")
     return " ".join(said)
+
+
+def _slower_than_promised(attrs: Any, size: pd.Series, draws: int) -> list[str]:
+    """What the slowest variable says of the effective samples that the tuning has promised."""
+    thinning = float(attrs.get("thinning", 1))
+    each = thinning * float(attrs.get("promised_per_sample", 0))
+    promised, came = draws * min(1.0, each), float(size.min())
+    if promised < _FEWEST_EFFECTIVE or came > _KEPT * promised:
+        return []
+    seconds = draws * thinning * float(attrs.get("seconds_per_sample", 0))
+    return [
+        f"Slower than promised: the tuning promised {promised:,.0f} effective samples in"
+        f" {seconds:.2g} s of chains one by one, and {came:,.0f} of '{size.idxmin()}' came. The"
+        " metric misses a direction of it, or the posterior is far from any Gaussian."
+    ]
 
 
 def _some(names: pd.Index) -> str:

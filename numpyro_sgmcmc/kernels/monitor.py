@@ -11,7 +11,7 @@ import numpy as np
 
 from numpyro_sgmcmc.kernels.identity import check_state
 from numpyro_sgmcmc.kernels.state import SGMCMCState
-from numpyro_sgmcmc.stein import SteinReport, advice, stein_report
+from numpyro_sgmcmc.stein import SteinReport, advice, problem_of_undone_steps, stein_report
 
 #: Looking at values that live on the device waits for them: not more often than this.
 _SECONDS_BETWEEN_TEXTS = 0.5
@@ -83,8 +83,10 @@ class Monitor:
             undone = int(np.sum(monitored.nonfinite_steps))
             if not np.all(np.asarray(state.step_size) > 0):
                 self._text += f", {undone} STEPS UNDONE: the step size schedule is not positive"
-            elif undone:
+            elif problem_of_undone_steps(state):
                 self._text += f", {undone} NON-FINITE STEPS UNDONE: reduce the step size"
+            elif undone:
+                self._text += f", {undone} steps undone in passing"
             used = getattr(state.dynamics, "friction_used", None)
             if used is not None and (worst := float(np.max(used))) > 1:
                 self._text += (

@@ -22,7 +22,7 @@ from numpyro_sgmcmc.kernels.chains import axes_for
 from numpyro_sgmcmc.kernels.identity import data_of, digest, other_sites
 from numpyro_sgmcmc.kernels.state import Fixed, Layout, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import sample, start
-from numpyro_sgmcmc.target.control_variate import order_of
+from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, order_of
 from numpyro_sgmcmc.target.host import shows_bars
 from numpyro_sgmcmc.target.initial_values import draw_from
 from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
@@ -237,12 +237,18 @@ def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: s
             ) from error
     if given.replicas is not None:
         tuning = tuning._replace(multimodal=False)  # they visit all modes
-    warn_of(tuning)
     tuning = tuning._replace(data=data, densities=method.context.densities)
     if given.step_size is not None:
+        warn_of(tuning)
         return tuning
     steps = math.ceil(2 * method.relaxation_time(tuning) / tuning.step_size)
-    tuning = tuning._replace(steps_per_sample=min(steps, _MOST_STEPS_PER_SAMPLE))
+    passes = steps * target.minibatch_share * GRADIENTS_OF_A_STEP[order_of(tuning.anchor)]
+    tuning = tuning._replace(
+        steps_per_sample=min(steps, _MOST_STEPS_PER_SAMPLE),
+        # minibatches without a control variate, if asked for, are not to be better than others
+        passes_per_sample=0.0 if given.gradient == "minibatch" else passes,
+    )
+    warn_of(tuning)
     if pilots:
         seconds = steps * _seconds_of_a_step(pilots[-1], tuning)
         tuning = tuning._replace(seconds_per_sample=seconds)

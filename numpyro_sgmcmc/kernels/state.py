@@ -123,6 +123,8 @@ class Monitored(NamedTuple):
       estimate of the potential that is not of use for comparing draws; 0 before the first.
     - **nonfinite_steps** - number of steps undone because they were not finite or, of a tuned
       kernel, led to a momentum that does not occur.
+    - **stay** - number of steps undone since the latest that was not.
+    - **longest_stay** - the largest such number so far.
     - **diverging** - whether a step of the latest sample was.
     - **configurational_temperature** - the latest sample's share of the mean of the diagonal
       of the Stein matrix (:mod:`numpyro_sgmcmc.stein`): its mean over the draws is 1
@@ -133,6 +135,8 @@ class Monitored(NamedTuple):
 
     minibatch_potential: Array
     nonfinite_steps: Array
+    stay: Array
+    longest_stay: Array
     diverging: Array
     configurational_temperature: Array
     stein: SteinSums

@@ -76,6 +76,8 @@ def start(
         monitor=Monitored(
             minibatch_potential=zero,
             nonfinite_steps=count,
+            stay=count,
+            longest_stay=count,
             diverging=jnp.zeros((), bool),
             configurational_temperature=zero,
             stein=start_sums(position, fixed.layout.sites),
@@ -272,7 +274,7 @@ def one_step(
     # The sum is not finite if any entry is not; squares could overflow before.
     finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
     finite = finite & is_valid
-    if given.step_size is None:
+    if given.step_size is None or given.tuning is not None:
         finite = finite & ((i < fixed.warmup_steps) | _is_likely(new, given.temperature))
     if callable(given.step_size):
         finite = finite & (step_size > 0)
@@ -298,6 +300,7 @@ def one_step(
     )
     steps = steps_for_samples(given.step_size, fixed.layout.steps_per_sample)
     share = share / steps if judged else jnp.full_like(share, jnp.nan)
+    stay = jnp.where(finite, 0, monitor.stay + 1)
     return state._replace(
         i=i + 1,
         z=z,
@@ -306,6 +309,8 @@ def one_step(
         monitor=Monitored(
             minibatch_potential=minibatch_potential,
             nonfinite_steps=monitor.nonfinite_steps + ~finite,
+            stay=stay,
+            longest_stay=jnp.maximum(monitor.longest_stay, stay),
             diverging=monitor.diverging,
             configurational_temperature=monitor.configurational_temperature + share,
             stein=stein,

@@ -12,7 +12,7 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
-from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
+from numpyro_sgmcmc.stein import SteinReport, SteinSums, problem_of_undone_steps, stein_report
 
 
 def stein_of(mcmc: MCMC) -> SteinReport | None:
@@ -42,9 +42,15 @@ def attributes(
         found["passes"] = samples * float(found["passes_per_sample"])
     if (tuning := getattr(mcmc.sampler, "tuning", None)) is not None:
         found["tuning_problem"] = tuning.problem or ""
+        if mcmc.sampler.given.step_size is None and tuning.steps_per_sample > 1:
+            # where samples are less than a chain's memory apart, as much less
+            of_a_draw = mcmc.sampler.steps_per_sample / tuning.steps_per_sample
+            found["promised_per_sample"] = of_a_draw / tuning.slowness
+            found["seconds_per_sample"] = of_a_draw * tuning.seconds_per_sample
     if hasattr(mcmc.last_state, "monitor"):
         found["dimension"] = sum(map(math.prod, latent_shapes(mcmc).values()))
         found["nonfinite_steps"] = int(np.sum(mcmc.last_state.monitor.nonfinite_steps))
+        found["undone_steps_problem"] = problem_of_undone_steps(mcmc.last_state) or ""
     known = getattr(getattr(mcmc.last_state, "fixed", None), "known", None)
     if known is not None:
         found["rows"] = int(np.ravel(known.rows)[0])

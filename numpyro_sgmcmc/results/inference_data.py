@@ -36,7 +36,7 @@ from numpyro_sgmcmc.results.kept_rows import (
     subsampled_plates,
 )
 from numpyro_sgmcmc.results.parts import of_each
-from numpyro_sgmcmc.stein import advice
+from numpyro_sgmcmc.stein import advice, problem_of_undone_steps
 from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.host import arguments, view_of
 from numpyro_sgmcmc.target.local_latents import Marginal, group_axis
@@ -155,7 +155,8 @@ def to_arviz(
         name: np.asarray(labels)[chosen[name]] if name in chosen else labels
         for name, labels in (coords or {}).items()
     }
-    sites = full_sites(model, draws, args, kwargs)
+    with numpyro.validation_enabled(False):  # where chains have been is for others to judge
+        sites = full_sites(model, draws, args, kwargs)
     observed = {
         name: site
         for name, site in sites.items()
@@ -310,19 +311,13 @@ def _warn_if_friction_is_exceeded(mcmc: MCMC) -> None:
 
 
 def _warn_if_nonfinite(mcmc: MCMC) -> None:
-    state = mcmc.last_state
-    undone = np.asarray(getattr(getattr(state, "monitor", None), "nonfinite_steps", 0))
-    if (hot := getattr(state, "replicas", None)) is not None:
-        undone = undone + np.sum(hot.states.monitor.nonfinite_steps, axis=-1)
-    if undone.sum():
-        chains = undone.reshape(-1)
+    if (problem := problem_of_undone_steps(mcmc.last_state)) is not None:
+        step_size = float(np.max(mcmc.last_state.step_size))
         warnings.warn(
-            f"{int(chains.sum())} steps were not finite, or led to a momentum that does not occur,"
-            " and were undone, in"
-            f" {int((chains > 0).sum())} of {chains.size} chains, at a step size of"
-            f" {float(np.max(state.step_size)):.3g}. The draws near them cannot be trusted: reduce"
-            " the step size, start closer to the posterior (`init_to_value`), or give"
-            " parameters with heavy-tailed posteriors a narrower prior.",
+            f"{problem[0].upper()}{problem[1:]}, at a step size of {step_size:.3g}: they were not"
+            " finite, or led to a momentum that does not occur. The draws near them cannot be"
+            " trusted: reduce the step size, start closer to the posterior (`init_to_value`), or"
+            " give parameters with heavy-tailed posteriors a narrower prior.",
             stacklevel=3,
         )
 

@@ -20,10 +20,9 @@ from numpyro_sgmcmc.target.metric import (
     DenseMetric,
     GaussianMetric,
     IdentityMetric,
-    Metric,
     from_covariance,
 )
-from numpyro_sgmcmc.target.potential import Rows, full_data_gradient, over_all_data
+from numpyro_sgmcmc.target.potential import Rows, full_data_gradient
 from numpyro_sgmcmc.target.target import Program, Target
 from numpyro_sgmcmc.tuning.newton import (
     Fit,
@@ -44,8 +43,6 @@ FAR_ABOVE, _BARRIER = 10.0, 5.0
 DRAWS, _FEW_DRAWS, _ROWS_FOR_EACH = 8, 2, 40
 #: Where these rows prove to be too few, so many times as many.
 _NEWTON_STEPS, _MORE_ROWS = 20, 4
-
-_POWER_STEPS = 20
 
 #: The second derivatives of a rough potential are less than this part of those between draws.
 _ROUGH = 0.1
@@ -294,59 +291,3 @@ def looks_rough(draws: Array, gradients: Array, trace: Array) -> Array:
     :param trace: of the mean Hessian in the coordinates.
     """
     return trace < _ROUGH * jnp.sum(draws * gradients) / len(draws)
-
-
-def find_curvature(
-    target: Target, rng_key: Array, gaussian: Gaussian, metric: Metric
-) -> tuple[float, float]:
-    """
-    The largest eigenvalue of the Hessian in the coordinates of a metric: of that which made
-    the Gaussian or, where none was made, of the Hessian of all data at the centre, by
-    power iteration,
-
-    .. math:: v \\leftarrow L^\\top \\nabla^2 U(c) L \\, v / \\| v \\| .
-
-    :param target: the model with its data.
-    :param rng_key: a random key.
-    :param gaussian: an approximation of the posterior.
-    :param metric: the metric.
-    :return: the eigenvalue, and the cost in passes over the data.
-
-    **References:**
-
-    1. *Estimating the Largest Eigenvalue by the Power and Lanczos Algorithms with a Random
-       Start*, Jacek Kuczynski and Henryk Wozniakowski (1992): it is too small by a part of at
-       most :math:`0.871 \\log d / 19` on average.
-    """
-    found = gaussian.metric
-    if gaussian.curvature is not None:
-        return gaussian.curvature * (1.0 if metric is found else _stretch(found, metric)), 0.0
-
-    def run(target: Target, center: Array, metric: Metric) -> Array:
-        potential, point = target.potential(metric), metric.coordinates(center)
-
-        def multiplied(_: int, vector: Array) -> Array:
-            def product(rows: Rows) -> Array:
-                def gradient(x: Array) -> Array:
-                    slope = jax.grad(potential)(potential.values(x), rows, random.key(0))
-                    return potential.pullback(slope)
-
-                return jax.jvp(gradient, (point,), (vector / jnp.linalg.norm(vector),))[1]
-
-            return target.mean(over_all_data(product, target.view.plates))
-
-        vector = random.normal(rng_key, point.shape, point.dtype)
-        return jnp.linalg.norm(lax.fori_loop(0, _POWER_STEPS, multiplied, vector))
-
-    # a multiplication by the Hessian counts as two gradients
-    return float(target.compiled(run)(found.center, metric)), 2.0 * _POWER_STEPS
-
-
-def _stretch(gaussian: GaussianMetric, metric: Metric) -> float:
-    """The largest eigenvalue of the precision of the Gaussian in the coordinates of a metric."""
-
-    def column(unit: Array) -> Array:
-        return gaussian.coordinates(gaussian.center + metric.direction(unit))
-
-    unit = jnp.eye(gaussian.center.shape[0], dtype=gaussian.center.dtype)
-    return float(np.linalg.norm(np.asarray(jax.vmap(column)(unit), np.float64), 2) ** 2)

@@ -12,6 +12,7 @@ import jax
 from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_sgmcmc.gradients.covariance import Diagonal
 from numpyro_sgmcmc.gradients.estimators import sub_batch_gradient
@@ -19,7 +20,8 @@ from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, Anchor, o
 from numpyro_sgmcmc.target.metric import GaussianMetric, Metric
 from numpyro_sgmcmc.target.potential import rows_in
 from numpyro_sgmcmc.target.target import Program, Target
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_curvature
+from numpyro_sgmcmc.tuning.curvature import find_curvature
+from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
 #: Draws at which the noise is measured, and lines along which the gradient of all data is, and
 #: on a scale on which a gradient is linear, but for its rounding errors.
@@ -95,6 +97,8 @@ class MeasuredNoise(NamedTuple):
     - **anchor** - of the control variate, or None.
     - **rounding** - :math:`\\rho`.
     - **passes** - the cost in passes over the data.
+    - **widest** - the direction in which the posterior is much wider than the metric says, as long
+      as it is wide, or None.
     """
 
     plain: NoiseLevel
@@ -102,6 +106,7 @@ class MeasuredNoise(NamedTuple):
     anchor: Anchor | None
     rounding: float
     passes: float
+    widest: np.ndarray | None = None
 
 
 def measure_noise(
@@ -137,7 +142,8 @@ def measure_noise(
     """
     variances, anchor, errors = _noise_program(target, controlled)(rng_key, gaussian.metric, metric)
     nonlinearity, rounding = (float(x) if math.isfinite(x) else math.inf for x in errors)
-    curvature, cost = find_curvature(target, random.fold_in(rng_key, 2), gaussian, metric)
+    curvature_key = random.fold_in(rng_key, 2)
+    curvature, widest, cost = find_curvature(target, curvature_key, gaussian, metric)
     levels = [
         NoiseLevel(float(mean), float(largest), curvature, nonlinearity)
         for mean, largest in variances
@@ -146,8 +152,8 @@ def measure_noise(
     points = 1 + 4 * _LINES
     passes = points + minibatches * target.minibatch_share + cost
     if controlled:
-        return MeasuredNoise(levels[0], levels[1], anchor, rounding, passes)
-    return MeasuredNoise(levels[0], None, None, rounding, passes)
+        return MeasuredNoise(levels[0], levels[1], anchor, rounding, passes, widest)
+    return MeasuredNoise(levels[0], None, None, rounding, passes, widest)
 
 
 def prepare_noise(target: Target, metric: Metric, controlled: bool) -> None:

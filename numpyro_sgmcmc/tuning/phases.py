@@ -27,7 +27,7 @@ Tuning is done once, before the chains start, and is the same for all of them:
    gradient's noise in the coordinates of the metric at draws of :math:`q`, with and without a
    control variate, of second order too where that could pay; the nonlinearity and the rounding
    error of the gradient; and the largest eigenvalue of the Hessian
-   (:func:`~numpyro_sgmcmc.tuning.gaussian.find_curvature`).
+   (:func:`~numpyro_sgmcmc.tuning.curvature.find_curvature`).
 4. **Step size and friction**: what the method says these numbers ask for.
 5. **Rare rows** (:mod:`~numpyro_sgmcmc.tuning.rare_rows`): rows that few minibatches have and
    that count much in those; strata if they would make the draws wrong, and steps 3 and 4 again.
@@ -215,7 +215,7 @@ def find_tuning(
     metric = _chosen(choices.metric, gaussian.metric)
     report("noise")
     measured = measure_noise(seen, noise_key, gaussian, metric, controls)
-    plain, controlled, anchor, rounding, cost = measured
+    plain, controlled, anchor, rounding, cost, widest = measured
     passes["noise"] = share * cost
     noise = plain
     if controlled is not None:
@@ -259,6 +259,10 @@ def find_tuning(
         integrals=integrals,
         rule=rule,
     )
+    if widest is not None:
+        tuning = tuning._replace(
+            widest=float(np.linalg.norm(widest)), slow=site_of(target, np.abs(widest))
+        )
     if choices.step_size is None:
         # as it is if no rows prove to be rare
         pilot(tuning).prepare()

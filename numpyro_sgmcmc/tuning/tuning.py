@@ -30,6 +30,12 @@ _MUCH_ROUNDING = 0.05
 #: Errors of integrals over latent variables of groups, likewise.
 _WRONG_INTEGRALS = 0.05
 
+#: A direction in which chains are so many times slower is one that a user should hear of.
+_MUCH_SLOWER = 4.0
+
+#: Passes over the data for an independent draw from which on minibatches do not pay, and the square
+#: of the step size times the noise that limits it, which is 1 where nothing else does.
+_NO_GAIN, _BY_NOISE = 3.0, 0.5
 
 #: Kinds of gradients in words, by the order of their control variate.
 _KINDS = ("plain minibatches", "a control variate", "a control variate of second order")
@@ -69,6 +75,9 @@ class Tuning(NamedTuple):
     - **integrals** - by how many posterior standard deviations the integrals over latent variables
       of groups move the draws at worst (:mod:`numpyro_sgmcmc.tuning.integrals`).
     - **rule** - by which these integrals are done in a step.
+    - **widest**, **slow** - how wide the posterior is where it is much wider than the metric says,
+      in its coordinates (:mod:`numpyro_sgmcmc.tuning.curvature`), and in which site; else 1.
+    - **passes_per_sample** - the passes over the data that a sample of a chain takes.
     """
 
     step_size: float
@@ -96,6 +105,9 @@ class Tuning(NamedTuple):
     fourth_cumulant: float = 0.0
     integrals: float = 0.0
     rule: str = "step"
+    widest: float = 1.0
+    slow: str = ""
+    passes_per_sample: float = 0.0
 
     @property
     def width(self) -> float:
@@ -123,8 +135,33 @@ class Tuning(NamedTuple):
             >>> [Tuning(0.5, A, IdentityMetric()).relaxation_time for A in (None, 0.7, 5.0)]
             [1.0, 2.0, 5.0]
         """
-        width = self.width
+        return self._time_of(self.width)
+
+    def _time_of(self, width: float) -> float:
         return width**2 if self.friction is None else max(2 * width, self.friction * width**2)
+
+    @property
+    def slowness(self) -> float:
+        """How many times longer a chain takes in the direction that the metric misses."""
+        width = self.width
+        return self._time_of(max(width, self.widest)) / self._time_of(width)
+
+    @property
+    def misses_a_direction(self) -> bool:
+        """Whether a sample is much less than an independent draw in some direction."""
+        return self.slowness > _MUCH_SLOWER
+
+    @property
+    def minibatches_pay(self) -> bool:
+        """
+        Whether an independent draw takes fewer passes over the data than NUTS on all rows, unless
+        that is not for the noise of minibatches. Of NUTS, it takes 7 to 30 gradients, and rows cost
+        about half as much where all are looked at together.
+        """
+        if self.noise is None or self.passes_per_sample < _NO_GAIN:
+            return True
+        longest = self.step_size * 2**self.halvings
+        return self.friction is None or longest**2 * self.noise.largest < _BY_NOISE
 
     @property
     def is_far_from_gaussian(self) -> bool:
@@ -164,6 +201,8 @@ class Tuning(NamedTuple):
         found = [f"the posterior does not depend on '{self.flat}'"] if self.flat else []
         found += ["the posterior has several modes"] if self.multimodal else []
         found += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
+        if self.misses_a_direction:
+            found += [f"the metric misses a direction of '{self.slow}'"]
         found += ["the gradient is rounded off"] if self.needs_double_precision else []
         found += ["few minibatches have rows that count much"] if self.has_rare_rows else []
         found += ["the integrals over groups are not exact"] if self.has_wrong_integrals else []
@@ -190,7 +229,7 @@ class Tuning(NamedTuple):
                 " (0 is non-centred)"
             )
         if self.seconds_per_sample:
-            seconds = 400 * self.seconds_per_sample
+            seconds = 400 * self.seconds_per_sample * self.slowness
             lines.append(f"about {seconds:.2g} s for 400 effective samples of a chain")
         if self.passes:
             phases = ", ".join(f"{name} {cost:.3g}" for name, cost in self.passes.items())
@@ -199,6 +238,10 @@ class Tuning(NamedTuple):
             lines.append(f"pilot: {self.report.problem() or self.report.summary()}")
         if self.is_far_from_gaussian:
             lines.append(f"far from any Gaussian{_pilot_of(self)}: slow directions may remain")
+        if self.misses_a_direction:
+            lines.append(f"a direction of '{self.slow}' that the metric misses: {_slow(self)}")
+        if not self.minibatches_pay:
+            lines.append(f"minibatches do not pay: {_no_gain(self)}")
         if self.multimodal:
             lines.append("several modes, of which the chains see one")
         designs = self.strata.items()
@@ -239,6 +282,19 @@ def warn_of(tuning: Tuning) -> None:
             " `x = mu + tau * numpyro.sample('z', dist.Normal(0, 1))`, with `z` used once.",
             stacklevel=3,
         )
+    if tuning.misses_a_direction:
+        warnings.warn(
+            f"The metric misses a direction of site '{tuning.slow}': {_slow(tuning)}. Run longer by"
+            " as much; use `metric='dense'`, if memory allows; or leave out what the data cannot"
+            " tell apart, such as an intercept beside an effect of each level.",
+            stacklevel=3,
+        )
+    if not tuning.minibatches_pay:
+        warnings.warn(
+            f"Minibatches do not pay here: {_no_gain(tuning)}. If all rows fit into memory, use"
+            " `NUTS(full_data(model))`.",
+            stacklevel=3,
+        )
     if tuning.needs_double_precision:
         warnings.warn(
             f"Rounding errors of the gradient are as large as {tuning.rounding:.2g} posterior"
@@ -271,6 +327,23 @@ def _pilot_of(tuning: Tuning) -> str:
     if tuning.r_hat is None:
         return ""
     return f": R-hat of the chains of the pilot is {tuning.r_hat:.2g}, in site '{tuning.slowest}'"
+
+
+def _slow(tuning: Tuning) -> str:
+    return (
+        f"the posterior is {tuning.widest:.2g} times as wide there as it should be, and chains are"
+        f" {tuning.slowness:.2g} times as slow as elsewhere"
+    )
+
+
+def _no_gain(tuning: Tuning) -> str:
+    assert tuning.noise is not None
+    return (
+        f"the noise of the gradient, up to {tuning.noise.largest:.2g} times the curvature, limits"
+        f" the step size to {tuning.step_size:.2g}. An independent draw takes"
+        f" {tuning.steps_per_sample} steps or {tuning.passes_per_sample:.2g} passes over the data;"
+        " NUTS takes 7 to 30, at half the cost of a row"
+    )
 
 
 def _about(error: float) -> str:
