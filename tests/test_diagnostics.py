@@ -707,3 +707,12 @@ def test_a_tuned_run_says_what_was_promised():
     assert attrs["promised_per_sample"] == 1 and attrs["seconds_per_sample"] > 0
     mcmc.sampler = mcmc.sampler.with_step_size(0.5)
     assert "promised_per_sample" not in to_arviz(mcmc).attrs
+
+
+def test_a_verdict_has_a_page():
+    """Each beginning of a verdict is a heading there, and its address ends the verdict."""
+    page = (Path(__file__).parent.parent / "docs" / "verdicts.md").read_text()
+    assert re.findall("^## (.*)$", page, re.MULTILINE) == list(_HEADINGS)
+    posterior = {"a": np.random.default_rng(0).standard_normal((1, 50))}
+    said = summary(az.from_dict(posterior=posterior) if FIRST_GENERATION else az.from_dict({"posterior": posterior}))
+    assert said.verdict.endswith("What to do: docs/verdicts.md#too-short, #not-known.")

@@ -30,6 +30,10 @@ _LARGEST_RHAT, _FEWEST_EFFECTIVE = 1.01, 100
 _KEPT = 0.2
 
 
+#: Beginnings of what a verdict may say, each a heading of ``docs/verdicts.md``.
+_HEADINGS = ("Do not trust this run", "Doubtful", "Slower than promised", "Too short", "Not known")
+
+
 class Summary(NamedTuple):
     """
     The summary of a run; printing it shows all of it.
@@ -249,6 +253,10 @@ def _verdict(
             said.append(f"An error of {seen:.0%} of all variances would have been seen.")
     if unknown:
         said.append("Not known: " + "; ".join(unknown) + ".")
+    headings = [sentence.partition(":")[0] for sentence in said]
+    anchors = [f"#{x.lower().replace(' ', '-')}" for x in headings if x in _HEADINGS]
+    if anchors:
+        said.append(f"What to do: docs/verdicts.md{', '.join(anchors)}.")
     return " ".join(said)
 
 
