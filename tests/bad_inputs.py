@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 import re
+import time
 import warnings
 
 import jax
@@ -690,10 +691,24 @@ def section(title: str, message: str) -> str:
     return f"**{title[0].upper()}{title[1:]}**\n\n```text\n{message}\n```\n"
 
 
+def seconds_of(refused: Callable) -> float:
+    """Until it is refused, with nothing compiled before but the operations of JAX itself."""
+    jax.clear_caches()
+    start = time.monotonic()
+    said_of(refused)
+    return time.monotonic() - start
+
+
+def written(page: str, name: str, text: str) -> str:
+    """The page with another text between the marks of this name."""
+    pattern = re.compile(f"<!-- {name} -->\n.*?<!-- end -->", re.DOTALL)
+    return pattern.sub(lambda _: f"<!-- {name} -->\n{text}<!-- end -->", page)
+
+
 if __name__ == "__main__":
-    sections = [section(title, said_of(raises)) for title, (raises, _) in bad_inputs().items()]
-    page = PAGE.read_text()
-    begin, end = "<!-- messages -->\n", "<!-- end -->"
-    pattern = re.compile(f"{begin}.*?{end}", re.DOTALL)
-    text = begin + "\n".join(sections) + end
-    PAGE.write_text(pattern.sub(lambda _: text, page))
+    inputs = bad_inputs()
+    sections = [section(title, said_of(raises)) for title, (raises, _) in inputs.items()]
+    page = written(PAGE.read_text(), "messages", "\n".join(sections))
+    rows = [f"| {title} | {seconds_of(raises):.1f} |" for title, (raises, _) in inputs.items()]
+    table = "\n".join(["| input | seconds |", "| --- | ---: |", *rows]) + "\n"
+    PAGE.write_text(written(page, "seconds", table))

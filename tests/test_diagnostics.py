@@ -4,6 +4,7 @@
 """What judges a run after its end: against known laws, and against other software."""
 
 from functools import partial
+from pathlib import Path
 import re
 import warnings
 
@@ -39,6 +40,7 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.diagnostics._scores import RunModel, Scores, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import _sums, discrepancy_of
 from numpyro_sgmcmc.diagnostics.runs import group
+from numpyro_sgmcmc.diagnostics.summary import _HEADINGS
 from numpyro_sgmcmc.stein import stein_report
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -713,6 +715,5 @@ def test_a_verdict_has_a_page():
     """Each beginning of a verdict is a heading there, and its address ends the verdict."""
     page = (Path(__file__).parent.parent / "docs" / "verdicts.md").read_text()
     assert re.findall("^## (.*)$", page, re.MULTILINE) == list(_HEADINGS)
-    posterior = {"a": np.random.default_rng(0).standard_normal((1, 50))}
-    said = summary(az.from_dict(posterior=posterior) if FIRST_GENERATION else az.from_dict({"posterior": posterior}))
+    said = summary(as_arviz({"a": np.random.default_rng(0).standard_normal((1, 50))}))
     assert said.verdict.endswith("What to do: docs/verdicts.md#too-short, #not-known.")

@@ -168,7 +168,9 @@ def test_numbers_come_from_benchmarks():
                 part
             )
             assert shown.setdefault(part, block) == block, f"{part} differs between documents"
-        others = re.sub(r"<!-- bench \w+ -->.*?<!-- end -->", "", text, flags=re.DOTALL)
+        # those of refusals are written by `python tests/bad_inputs.py`
+        marks = r"<!-- (?:bench \w+|seconds) -->.*?<!-- end -->"
+        others = re.sub(marks, "", text, flags=re.DOTALL)
         for row in re.findall(r"^\|.*\|$", others, re.MULTILINE):
             assert not re.search(r"\| *[\d.,]+ *\|", row), f"{path.name}: {row}"
     assert set(shown) == set(report.PARTS) - {"pictures"}
