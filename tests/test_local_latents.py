@@ -389,6 +389,24 @@ def test_skewed_integrals(law):
     assert (fine < 3e-5).all() and (fine_slope < 3e-5).all()
 
 
+@pytest.mark.parametrize("shape", [0.1, 20.0])
+def test_draws_of_skewed_variables(shape):
+    """Logarithms of Gamma variables, alone and beside a normal one: their tails are reached."""
+    number = 4_000
+    one = jax.jit(lambda key: inner_rules.draws_of(lambda z: density(z[:, 0]), start[:, :1], key))
+    both = lambda z: density(z[:, 0]) - (z[:, 1] - 0.5 * z[:, 0]) ** 2 / 2  # noqa: E731
+    two = jax.jit(lambda key: inner_rules.draws_of(both, start, key))
+    density = lambda z: shape * z - jnp.exp(z)  # noqa: E731
+    start = jnp.full((number, 2), 0.1)
+    for z in (one(random.key(1)), two(random.key(2))):
+        uniform = stats.loggamma.cdf(np.asarray(z[:, 0], float), shape)
+        assert stats.kstest(uniform, "uniform").pvalue > 0.001
+        moved = np.asarray(z[:, 0], float) + 0.2 * stats.loggamma.std(shape)
+        assert stats.kstest(stats.loggamma.cdf(moved, shape), "uniform").pvalue < 0.001
+    rest = np.asarray(z[:, 1] - 0.5 * z[:, 0], float)
+    assert stats.kstest(rest, "norm").pvalue > 0.001
+
+
 @pytest.mark.slow
 def test_where_a_bound_is_near():
     """Where single precision has no number between most of a Beta law and its bound."""
