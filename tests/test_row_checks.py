@@ -415,3 +415,73 @@ FORGOTTEN = {
 def test_a_forgotten_observation_is_named_first(name):
     with pytest.raises(ValueError, match="'y' in .* has no observations: its `obs` is None"):
         look(one_plate(lambda b, x, y: seen("y", FORGOTTEN[name], None)), COVARIATE, LATE)
+
+
+def test_a_rare_value_in_any_column():
+    x = np.random.default_rng(1).standard_normal((MANY, 12)).astype(np.float32)
+    x[:, 7] = np.arange(MANY) == 237
+
+    def centred(b, x, y):
+        seen("y", dist.Normal(b * (x[:, 7] - x[:, 7].mean()), 1), y)
+
+    with pytest.raises(ValueError, match="other rows of the minibatch"):
+        look(one_plate(centred), x, LATE)
+    look(one_plate(lambda b, x, y: seen("y", dist.Normal(b * x[:, 7], 1), y)), x, LATE)
+
+
+OTHER_DATA = {
+    "as many columns as rows, and one less": ((19, 20), 20, lambda y: jnp.moveaxis(y, 0, -1), -1),
+    "pairs, and minibatches of two": ((1, 2), 2, lambda y: y, -3),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_dimensions_of_other_data(name):
+    shape, batch, moved, dim = OTHER_DATA[name]
+
+    def model(y):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", MANY, subsample_size=batch, dim=dim) as i:
+            numpyro.sample("y", dist.Normal(b, 1), obs=moved(y[i]))
+
+    look(model, np.random.default_rng(0).standard_normal((MANY, *shape)).astype(np.float32))
+
+
+def grouped(first, second, size=40, batch=10):
+    """A plate beside one with latent sites, and what its observations have for a mean."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("big", 3, subsample_size=first) as i:
+            numpyro.sample("x", dist.Normal(mu, 1), obs=y[:3][i])
+        with numpyro.plate("groups", size, subsample_size=batch) as i:
+            second(mu, y[i])
+
+    return model
+
+
+def effects(mu, y):
+    a = numpyro.sample("a", dist.Normal(mu, 1))
+    numpyro.sample("y", dist.Normal(a, 0.5), obs=y)
+
+
+@pytest.mark.parametrize("first, batch", [(3, 10), (2, 10), (3, 40), (2, 40)])
+def test_plates_whose_minibatch_is_whole(first, batch):
+    """Beside others, with latent sites and without."""
+    look(grouped(first, effects, batch=batch), REAL[:40])
+
+
+def centred_classes(mu, y):
+    c = numpyro.sample("c", dist.Bernoulli(0.5))
+    numpyro.sample("y", dist.Normal(mu * (c - c.mean()), 1), obs=y)
+
+
+def centred_effects(mu, y):
+    a = numpyro.sample("a", dist.Normal(mu, 1))
+    numpyro.sample("y", dist.Normal(a - a.mean(), 1), obs=y)
+
+
+@pytest.mark.parametrize("coupled", [centred_classes, centred_effects])
+def test_latent_variables_of_groups_do_not_depend_on_others(coupled):
+    with pytest.raises(ValueError, match="likelihood of a group of plate 'groups' changes|'y' in"):
+        look(grouped(2, coupled), REAL[:40])

@@ -43,9 +43,9 @@ def local_draws(
 
     .. math:: z_g^{(s)} \\sim p(z_g \\mid y_g, \\theta^{(s)}) ,
 
-    and both together are draws of the joint posterior. Each is made by a chain of its own around
-    the mode of its group (:func:`~numpyro_sgmcmc.target.inner_rules.draws_of`); deterministic sites
-    that depend on them are computed of them.
+    and both together are draws of the joint posterior. Each is made by independent
+    proposals for its group (:func:`~numpyro_sgmcmc.target.inner_rules.draws_of`); deterministic
+    sites that depend on them are computed of them.
 
     :param mcmc: an ``MCMC`` object after its run.
     :param groups: how many groups, drawn at random, or their numbers, or a dict of either by the

@@ -205,14 +205,16 @@ class Marginal:
             own = partial(density, seen.values, classes)
             if not plate.dimension:
                 return own(start)
-            if self.rule == "point":
-                # another one for each group, so that what depends on others is seen
-                rows = seen.plates[plate.name].rows.astype(seen.dtype)
-                return own(jnp.cos(start + rows[:, None]))
             held, latent = partial(density, fixed, classes), partial(own, names=plate.names)
             return log_integral(own, held, latent, start, keys, self.rule)
 
         classes = jnp.asarray(plate.combinations)
+        if self.rule == "point":
+            # others for each group, so that what depends on other groups is seen
+            rows = seen.plates[plate.name].rows
+            point = jnp.cos(start + rows[:, None].astype(seen.dtype))
+            some = classes[rows % len(classes)].T
+            return density(seen.values, some, point)[None], partial(density, seen.values), start
         found = integral(classes[0])[None] if len(classes) == 1 else jax.vmap(integral)(classes)
         return found, partial(density, seen.values), start
 

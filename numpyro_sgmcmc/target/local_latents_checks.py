@@ -31,6 +31,7 @@ def without_local_latents(
     :param plates: those with a ``subsample_size``.
     :raises ValueError: if the latent sites cannot be integrated out, group by group.
     """
+    plates = tuple(plates)
     subsampled = {plate.name: plate for plate in plates if plate.subsample_size < plate.size}
     inside: dict[str, list[dict]] = {}
     plates_of: dict[str, list[Plate]] = {}
@@ -43,7 +44,7 @@ def without_local_latents(
     if not inside:
         return model
     where = {name: of_site[0].name for name, of_site in plates_of.items()}
-    labels = _dependence(model, sites, subsampled, where, args, kwargs)
+    labels = _dependence(model, sites, plates, where, args, kwargs)
     needs = {
         name: (frozenset().union(*labels.get(name, [])) & set(where)) - {name} for name in sites
     }
@@ -129,7 +130,7 @@ def _check_size(plate: LocalPlate) -> None:
 def _dependence(
     model: Model,
     sites: Mapping[str, dict],
-    subsampled: Mapping[str, Plate],
+    plates: tuple[Plate, ...],
     where: Mapping[str, str],
     args: tuple,
     kwargs: dict,
@@ -144,9 +145,9 @@ def _dependence(
     latents = {k: x for k, x in latents.items() if not sites[k]["is_observed"]}
 
     def outputs(**inputs: Array) -> dict[str, list]:
-        rows = {name: inputs[f"plate {name}"] for name in subsampled}
+        rows = {p.name: inputs[f"plate {p.name}"] for p in plates}
         values = {name: inputs[name] for name in where}
-        at = given_rows(model, tuple(subsampled.values()), rows)
+        at = given_rows(model, plates, rows)
         at = substitute(seed(at, random.key(0)), data={**latents, **values})
         found = trace(at).get_trace(*args, **kwargs)
         arrays = {
@@ -165,7 +166,7 @@ def _dependence(
         }
         return arrays | supports
 
-    rows = {f"plate {p.name}": jnp.arange(p.subsample_size) for p in subsampled.values()}
+    rows = {f"plate {p.name}": jnp.arange(p.subsample_size) for p in plates}
     return eval_provenance(outputs, **rows, **{name: latents[name] for name in where})
 
 

@@ -198,9 +198,11 @@ def _check_broadcast(
     except (TypeError, ValueError):
         return  # a model that has written out the size of its minibatches
     for name, plate in suspects:
-        if sizes[plate] not in _undeclared(fewer[name]):
+        count = subsampled[plate].subsample_size
+        lengths = zip(_undeclared(sites[name]), _undeclared(fewer[name]), strict=False)
+        if (count, sizes[plate]) not in lengths:
             continue
-        site, count = sites[name], subsampled[plate].subsample_size
+        site = sites[name]
         raise ValueError(
             f"Site '{name}' has the batch shape {_batch_shape(site)} in plate '{plate}', whose"
             f" minibatch has {count} rows: every observation would be compared with every row's"

@@ -53,6 +53,9 @@ from numpyro_sgmcmc.target.watched_indices import IndexedArray, watched
 #: such few where these are no more, to compile one program instead of two.
 _CHUNK, _FEW, _QUICKLY_SEEN = 16_384, 16, 1_024
 
+#: Columns of an argument whose extremes are among the rows that are looked at, and sets of rows.
+_COLUMNS, _SETS = 50, 8
+
 #: Of many rows so many chunks are looked at in one program, which says whether something is wrong.
 _CHUNKS = 64
 
@@ -362,7 +365,13 @@ class _Look:
         or when the rows come in another order.
         """
         lengths, _ = self._working(_FEW)
-        first = self._unlike_rows(lengths)
+        found: set[Place] = set()
+        for first in self._unlike_rows(lengths):
+            found |= set(self._dependent(z, first))
+        yield from sorted(found)
+
+    def _dependent(self, z: Values, first: dict[str, Array]) -> Iterator[Place]:
+        """Those of some rows of each plate."""
         # values at which densities are finite, and others matter
         for scale in (1.0, 0.01):
             values = jax.tree.map(lambda x, scale=scale: jnp.asarray(scale * np.asarray(x)), z)
@@ -370,48 +379,55 @@ class _Look:
             if all(np.isfinite(x).mean() > 0.5 for x in before.terms.values()):
                 break
         again = self.at(values, first, key=1)
-        for name, length in lengths.items():
-            rows = np.asarray(first[name])
+        for plate in self.plates:
+            rows = np.asarray(first[plate.name])
+            if len(rows) == 1 or plate.subsample_size == plate.size:
+                continue  # nothing can depend on which others there are
+            seen = np.unique(np.linspace(0, len(rows) - 1, _FEW).round().astype(int))
             # each row in a minibatch of itself alone: values that are rare are in no other
-            alone = [self.at(values, {**first, name: _same(row, length)}) for row in rows]
-            turned = self.at(values, {**first, name: jnp.asarray(rows[::-1], jnp.int32)})
+            alone, turned = (
+                [self.at(values, {**first, plate.name: jnp.asarray(x, jnp.int32)}) for x in others]
+                for others in ([np.full(len(rows), rows[k]) for k in seen], [rows[::-1]])
+            )
             for place, terms in before.terms.items():
-                if place[1] != name or length == 1:
+                if place[1] != plate.name:
                     continue
-                each = terms.reshape(self.target.parts, length)
-                now = np.stack(
-                    [x.terms[place].reshape(each.shape)[:, k] for k, x in enumerate(alone)], axis=1
-                )
-                back = turned.terms[place].reshape(each.shape)[:, ::-1]
+                each = terms.reshape(self.target.parts, len(rows))
+                now = [x.terms[place].reshape(each.shape) for x in alone]
+                own = np.stack([x[:, k] for x, k in zip(now, seen, strict=True)], axis=1)
+                back = turned[0].terms[place].reshape(each.shape)[:, ::-1]
                 # a density that is itself random has its randomness by position
                 is_random = _differ(each, again.terms[place].reshape(each.shape))
-                if _differ(each, now) or (_differ(each, back) and not is_random):
+                if _differ(each[:, seen], own) or (_differ(each, back) and not is_random):
                     yield place
 
-    def _unlike_rows(self, lengths: dict[str, int]) -> dict[str, Array]:
+    def _unlike_rows(self, lengths: dict[str, int]) -> Iterator[dict[str, Array]]:
         """
-        Rows that show whether others matter: all over the data, which may be sorted, and among them
-        those with the extremes of an argument, which may be rare.
+        Sets of rows that show whether others matter: all over the data, which may be sorted, and
+        among them those with the extremes of each column of an argument, which may be rare.
         """
-        found = {}
+        spread, extremes = {}, {}
         arguments = jax.tree.leaves((self.target.args, self.target.kwargs))
         for plate in self.plates:
             length = lengths[plate.name]
             last = length - 1 if is_far(plate.size) else plate.size - 1
-            rows = np.linspace(0, last, length).round().astype(int)
-            extremes: list[int] = []
+            spread[plate.name] = np.linspace(0, last, length).round().astype(int)
+            found: list[Any] = [np.zeros(0, int)]
             for x in arguments if self.target.shards is None else ():
                 if isinstance(x, jax.Array) and x.ndim and len(x) == plate.size and x.size:
-                    column = x.reshape(len(x), -1)[:, 0]
-                    extremes += [int(jnp.argmax(column)), int(jnp.argmin(column))]
-            places = np.arange(length)[1::2][: len(extremes)]
-            rows[places] = extremes[: len(places)]
-            found[plate.name] = jnp.asarray(rows, jnp.int32)
-        return found
-
-
-def _same(row: int, length: int) -> Array:
-    return jnp.full(length, row, jnp.int32)
+                    columns = x.reshape(len(x), -1)[:, :_COLUMNS]
+                    found += [
+                        np.asarray(look(columns, axis=0)) for look in (jnp.argmax, jnp.argmin)
+                    ]
+            extremes[plate.name] = np.unique(np.concatenate(found))
+        half = {name: max(1, length // 2) for name, length in lengths.items()}
+        sets = max((-(-len(x) // half[name]) for name, x in extremes.items()), default=1)
+        for k in range(max(1, min(sets, _SETS))):
+            rows = {name: x.copy() for name, x in spread.items()}
+            for name, x in extremes.items():
+                some = x[k * half[name] : (k + 1) * half[name]]
+                rows[name][1::2][: len(some)] = some[: len(rows[name][1::2])]
+            yield {name: jnp.asarray(x, jnp.int32) for name, x in rows.items()}
 
 
 def _first(lengths: dict[str, int]) -> dict[str, Array]:

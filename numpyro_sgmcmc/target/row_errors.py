@@ -15,7 +15,7 @@ from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.target.argument_checks import named_arrays
 from numpyro_sgmcmc.target.handlers import Indices, rows_among, without_wrappers
-from numpyro_sgmcmc.target.local_latents import with_observed
+from numpyro_sgmcmc.target.local_latents import MARGINAL, with_observed
 from numpyro_sgmcmc.target.model import unremarkable_values
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.target.watched_indices import IndexedArray
@@ -174,6 +174,14 @@ def dependent_on_others(target: Target, name: str, plate: str) -> ValueError:
     count = len(rows[plate])
     fn = site["fn"]
     begin = f"Site '{name}' in plate '{plate}': what a row adds to the log density"
+    if name.endswith(MARGINAL):
+        return ValueError(
+            f"The likelihood of a group of plate '{plate}' changes when other groups of the"
+            " minibatch are exchanged, so that minibatches are biased: a mean or a sum over the"
+            " groups of the minibatch, of data or of latent variables. Compute those of data from"
+            " all groups before, and pass them as an argument; latent variables of a group may"
+            " depend on its own data and on parameters outside of the plate."
+        )
     factor = getattr(without_wrappers(fn), "log_factor", None)
     if factor is not None and count not in jnp.shape(factor):
         return ValueError(
