@@ -1181,3 +1181,11 @@ def test_minibatches_do_not_pay_for_a_share_near_zero():
 
     with pytest.warns(UserWarning, match="Minibatches do not pay here"):
         CCAdL(mixed, progress_bar=False).tune(random.key(0), kinds)
+
+
+def test_a_metric_that_is_too_wide_misses_no_direction():
+    """Chains are slow for the width that it has elsewhere, and not for one that was looked for."""
+    start = DenseMetric(jnp.zeros(1), 0.05 * jnp.eye(1), 20 * jnp.eye(1))
+    found = Tuning(0.01, 1.0, IdentityMetric(), start)
+    assert found.width < 0.2 and found.slowness == 1.0 and not found.misses_a_direction
+    assert found._replace(widest=3.0, slow="a").misses_a_direction

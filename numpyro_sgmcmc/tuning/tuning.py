@@ -76,7 +76,7 @@ class Tuning(NamedTuple):
       of groups move the draws at worst (:mod:`numpyro_sgmcmc.tuning.integrals`).
     - **rule** - by which these integrals are done in a step.
     - **widest**, **slow** - how wide the posterior is where it is much wider than the metric says,
-      in its coordinates (:mod:`numpyro_sgmcmc.tuning.curvature`), and in which site; else 1.
+      in its coordinates (:mod:`numpyro_sgmcmc.tuning.curvature`), and in which site; else 0.
     - **passes_per_sample** - the passes over the data that a sample of a chain takes.
     """
 
@@ -105,7 +105,7 @@ class Tuning(NamedTuple):
     fourth_cumulant: float = 0.0
     integrals: float = 0.0
     rule: str = "step"
-    widest: float = 1.0
+    widest: float = 0.0
     slow: str = ""
     passes_per_sample: float = 0.0
 
