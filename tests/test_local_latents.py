@@ -52,7 +52,7 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian, whitened_hessian
 from numpyro_sgmcmc.tuning.integrals import error_of_integrals, rule_of_steps
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
-ARVIZ, *pytestmark = arviz_marks("The draws do not have the law")
+ARVIZ, *pytestmark = arviz_marks("The draws do not have the law", "The log likelihood is that of")
 
 #: Most of the time goes into compiling.
 COMPILE_QUICKLY = True
@@ -848,10 +848,14 @@ def few():
 @pytest.fixture
 def small_parts(monkeypatch):
     """Parts of 20 groups, and of four draws of each of two chains."""
-    module = importlib.import_module("numpyro_sgmcmc.results.local_draws")
-    monkeypatch.setattr(module, "_CHUNK", 20)
-    monkeypatch.setattr(module, "_CHUNK_VALUES", 2 * 20 * 4 * 3)
-    return module
+    local, parts = (
+        importlib.import_module(f"numpyro_sgmcmc.results.{name}")
+        for name in ("local_draws", "group_draws")
+    )
+    monkeypatch.setattr(local, "CHUNK", 20)
+    monkeypatch.setattr(parts, "CHUNK", 20)
+    monkeypatch.setattr(parts, "_CHUNK_VALUES", 2 * 20 * 4 * 3)
+    return parts
 
 
 @pytest.mark.nightly
