@@ -1057,7 +1057,7 @@ def other_groups(y, batch=10):
         (endless, r"'k' in plate 'groups' is discrete \(Poisson\) and has no end of values"),
         (classes_of_members, "'k' in plate 'groups' is discrete .* several values in each group"),
         (nothing_else, "All latent sites .* inside of the subsampled plate 'groups'"),
-        (other_groups, "'groups, marginal' in plate 'groups': what a row adds"),
+        (other_groups, "a group of plate 'groups' changes when other groups of the minibatch"),
     ],
 )
 def test_refused(model, message):
