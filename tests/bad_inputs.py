@@ -91,6 +91,12 @@ def partial_likelihood(x, time):
         numpyro.factor("risk", w * x[i, 0] - jax.nn.logsumexp(risk, axis=1))
 
 
+def scaled_by_its_length(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=10) as i:
+        numpyro.factor("terms", N / len(i) * dist.Normal(w * x[i, 0], 1).log_prob(y[i]))
+
+
 def effect_seen_outside(x, y):
     w = numpyro.sample("w", dist.Normal(0, 1))
     with numpyro.plate("rows", N, subsample_size=10):
@@ -328,6 +334,11 @@ BAD_MODELS = {
         partial_likelihood,
         (X, Y),
         "'risk' .*depends on the other rows .*risk set of a row is taken from all rows",
+    ),
+    "a minibatch that is scaled by hand": (
+        scaled_by_its_length,
+        (X, Y),
+        r"'terms' .*number of rows in the minibatch.*leave out factors such as `N / len\(i\)`",
     ),
     "text as an array of objects": (
         regression,

@@ -200,6 +200,27 @@ def test_rows_that_are_counted_more_than_once():
         look(event, X, REAL)
 
 
+def terms_of(x, y, w, i):
+    return dist.Normal(x[i] @ w, 1).log_prob(y[i])
+
+
+@pytest.mark.parametrize(
+    ("terms", "ratio"),
+    [
+        (lambda w, i, x, y: terms_of(x, y, w, i) * N / len(i), r"0\.5"),
+        (lambda w, i, x, y: terms_of(x, y, w, i) / len(i), r"0\.5"),
+        (lambda w, i, x, y: terms_of(x, y, w, i) * len(i) ** 0.5, r"1\.41"),
+        (lambda w, i, x, y: terms_of(x, y, w, i) - jnp.log(len(i)), ""),
+        (lambda w, i, x, y: dist.Normal(x[i] @ w, len(i) ** -0.5).log_prob(y[i]), ""),
+    ],
+)
+def test_rows_that_depend_on_the_size_of_the_minibatch(terms, ratio):
+    model = model_of(lambda w, i, x, y: numpyro.factor("f", terms(w, i, x, y)))
+    with pytest.raises(ValueError, match=rf"32 rows it is {ratio}.* in one of 16\. The plate"):
+        look(model, X, REAL)
+    look(model_of(lambda w, i, x, y: numpyro.factor("f", terms_of(x, y, w, i))), X, REAL)
+
+
 def scaled_twice(w, i, x, y):
     with handlers.scale(scale=N / 50):
         normal(w, i, x, y)

@@ -41,6 +41,7 @@ from numpyro_sgmcmc.target.model import Values, unremarkable_values
 from numpyro_sgmcmc.target.row_errors import (
     beyond_array,
     check_supports,
+    dependent_on_number,
     dependent_on_others,
     not_finite,
     of_a_process,
@@ -128,6 +129,8 @@ def check_rows(
             raise not_finite(whole, site, plate, rows)
     for site, plate in look.places_that_depend_on_others(values):
         raise dependent_on_others(whole, site, plate)
+    for site, plate, sizes in look.places_that_depend_on_the_number(values):
+        raise dependent_on_number(whole, site, plate, sizes)
     return look.densities
 
 
@@ -369,6 +372,28 @@ class _Look:
         for first in self._unlike_rows(lengths):
             found |= set(self._dependent(z, first))
         yield from sorted(found)
+
+    def places_that_depend_on_the_number(
+        self, z: Values
+    ) -> Iterator[tuple[str, str, dict[int, float]]]:
+        """
+        Sites and plates whose rows add another term in a longer minibatch, and the median of the
+        terms by the number of rows, the first of which is 1.
+        """
+        if len(self.plates) != 1:
+            return
+        ((plate, length),), ((_, other),) = (self._working(n)[0].items() for n in (_FEW, 2 * _FEW))
+        if other == length:
+            return  # a model that has written out the size of its minibatches, or few rows
+        looks = ((length, 0), (length, 1), (other, 0))
+        seen = [(n, self.at(z, _first({plate: n}), key).terms) for n, key in looks]
+        for place in seen[0][1]:
+            # without the plate's own scale, N / n
+            one, again, two = (
+                n * terms[place].reshape(self.target.parts, n)[:, :length] for n, terms in seen
+            )
+            if not _differ(one, again) and _differ(one, two):
+                yield *place, {length: 1.0, other: float(np.nanmedian(two / one))}
 
     def _dependent(self, z: Values, first: dict[str, Array]) -> Iterator[Place]:
         """Those of some rows of each plate."""

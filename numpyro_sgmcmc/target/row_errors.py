@@ -167,6 +167,19 @@ def beyond_array(target: Target, indexed: IndexedArray, bad: Any) -> ValueError:
     )
 
 
+def dependent_on_number(
+    target: Target, name: str, plate: str, sizes: dict[int, float]
+) -> ValueError:
+    """A site in which what a row adds depends on the number of rows of its minibatch."""
+    (length, _), (other, ratio) = sizes.items()
+    return ValueError(
+        f"Site '{name}' in plate '{plate}': what a row adds to the log density depends on the"
+        f" number of rows in the minibatch. In a minibatch of {other} rows it is {ratio:.3g} of"
+        f" what it is in one of {length}. The plate scales a minibatch to all rows by itself: leave"
+        " out factors such as `N / len(i)` or `1 / len(i)`."
+    )
+
+
 def dependent_on_others(target: Target, name: str, plate: str) -> ValueError:
     """A site in which what a row adds depends on the other rows of its minibatch."""
     rows = target.view.first_rows()
