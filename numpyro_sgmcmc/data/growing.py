@@ -3,40 +3,60 @@
 
 """Rows that keep coming: arrays with room for more, and how many of their rows there are so far."""
 
-from collections.abc import Callable, Iterator
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
 import math
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import jax
 from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.growing_on_disk import RowsSoFarOnDisk, looked_at_again, without_rows
+from numpyro_sgmcmc.data.growing_on_disk import (
+    RowsSoFarOnDisk,
+    looked_at_again,
+    without_rows,
+)
+from numpyro_sgmcmc.data.row_identity import RowIdentity, identity_of
 from numpyro_sgmcmc.data.row_numbers import MOST_ROWS
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 
 #: Below this number of rows the order in which they are drawn would show.
 _FEWEST = 100
 
+#: A half-life with which all rows together count as so many, ``1.44 * 70``.
+_SHORTEST = 70
+
 #: As many times the rows that there are is room for them and those to come.
 _ROOM = 2
+
+#: A run that knew the rows before one of the latest appends, so many, need not read them again.
+_REMEMBERED = 64
 
 
 class Known(NamedTuple):
     """
-    Which rows are known: as many, of this version of them.
+    The rows that are known.
 
     - **rows** - the number of rows :math:`N`, a scalar.
-    - **version** - tells the rows from others, also from those before some were removed.
+    - **counts** - numbers of first rows whose digest is known, :math:`N` the last, shape (64,).
+    - **digests** - the digest of as many first rows, shape (64, 2).
     - **half_life** - the number of rows after which one counts half; None if none is forgotten.
     """
 
     rows: Array
-    version: Array
+    counts: Array
+    digests: Array
     half_life: Array | None = None
+
+    @property
+    def digest(self) -> Array:
+        """The digest of all rows."""
+        return self.digests[-1]
+
+    def begins_with(self, rows: Array, digest: Array) -> Array:
+        """Whether the first rows, as many as these, have this digest."""
+        return jnp.any((self.counts == rows) & jnp.all(self.digests == digest, axis=-1))
 
     def weights(self, numbers: Array, dtype: Any) -> Array:
         """What rows with these numbers count, :math:`2^{-(N - 1 - i) / H}`."""
@@ -65,6 +85,10 @@ class RowsSoFar(NamedTuple):
     values: Array | RowsSoFarOnDisk
     known: Known
 
+    def on_host(self) -> Any:
+        """The rows that there are, with no program compiled for their number."""
+        return _on_host(self.values, int(self.known.rows))
+
 
 class GrowingRows:
     """
@@ -82,7 +106,8 @@ class GrowingRows:
 
     :param arrays: arrays of NumPy or JAX, or :class:`RowsOnDisk`, with as many rows each, at least
         100. All rows on disk are read once.
-    :param float half_life: the number of rows after which a row counts half: the posterior is then
+    :param float half_life: the number of rows :math:`H` after which a row counts half, at least 70:
+        the posterior is then
 
         .. math:: p(\\theta) \\prod_{i=0}^{N-1} p(y_i \\mid \\theta)^{2^{-(N - 1 - i) / H}} ,
 
@@ -126,16 +151,9 @@ class GrowingRows:
     def __init__(self, *arrays: Any, half_life: float | None = None) -> None:
         if not arrays:
             raise ValueError("`GrowingRows` needs arrays, those that the model takes.")
-        if half_life is not None and not half_life > 0:
-            raise ValueError(
-                "`half_life` must be a positive number, that of rows after which one counts half,"
-                f" or None; got {half_life!r}."
-            )
-        self.half_life = half_life
+        self.half_life = _checked_half_life(half_life)
         found = _checked(arrays, None)
         self.count = len(found[0])
-        # of another holder no sum is known, unless it began with the same rows
-        self.version = reduce(lambda crc, x: crc32(_content(x), crc), found, 0) >> 2
         if self.count < _FEWEST:
             raise ValueError(
                 f"`GrowingRows` begins with {_FEWEST} rows at least; got {self.count}. Wait for"
@@ -144,6 +162,21 @@ class GrowingRows:
         self._arrays = tuple(_with_room(x, _capacity_for(self.count)) for x in found)
         #: rows on disk as they were when their sources were looked at
         self._sources = [x if isinstance(x, RowsOnDisk) else None for x in found]
+        #: and in the parts in which they came
+        self._parts = [[x] for x in self._sources if x is not None]
+        self._remembered: list[RowIdentity] = []
+        self._remember(identity_of(found, self.half_life))
+
+    def _on_host(self) -> list[Any]:
+        return [_on_host(values, self.count) for values in self._arrays]
+
+    def _remember(self, identity: RowIdentity) -> None:
+        self._remembered = [*self._remembered, identity][-_REMEMBERED:]
+
+    @property
+    def identity(self) -> RowIdentity:
+        """What tells these rows from others."""
+        return self._remembered[-1]
 
     def __len__(self) -> int:
         return self.count
@@ -154,9 +187,7 @@ class GrowingRows:
         return self._arrays[0].shape[0]
 
     def __iter__(self) -> Iterator[RowsSoFar]:
-        rows, version = (jnp.asarray(np.int32(k)) for k in (self.count, self.version))
-        half_life = None if self.half_life is None else jnp.asarray(self.half_life, jnp.float32)
-        known = Known(rows, version, half_life)
+        known = known_by(self._remembered)
         return (RowsSoFar(values, known) for values in self._arrays)
 
     @property
@@ -175,6 +206,8 @@ class GrowingRows:
         :raises UnreadableRows: likewise, of rows on disk.
         """
         found = _checked(arrays, self._arrays)
+        if not len(found[0]):
+            return
         count = self.count + len(found[0])
         held = self._arrays
         if count > self.capacity:
@@ -183,6 +216,7 @@ class GrowingRows:
             _appended(values, new, self.count) for values, new in zip(held, found, strict=True)
         )
         self.count = count
+        self._remember(self.identity.with_more(self._on_host()))
 
     def refresh(self) -> int:
         """
@@ -192,7 +226,9 @@ class GrowingRows:
 
         :return: the number of new rows.
         :raises ValueError: if an array is in memory, if one source has got more rows than another,
-            or if the rows that are known are no longer the first ones; nothing is changed then.
+            or if the rows that are known are no longer the first ones, or have other values;
+            nothing is changed then. Files whose size and times are the same are not read for it,
+            unless these are of the last 40 seconds; others, and arrays of Zarr, are.
         :raises UnreadableRows: if the new rows cannot be read, or are not finite.
         """
         in_memory = [k for k, x in enumerate(self._sources) if x is None]
@@ -201,7 +237,8 @@ class GrowingRows:
                 f"Array {in_memory[0]} of the rows is in memory, to which nothing comes by itself:"
                 " use `append`."
             )
-        looked = [looked_at_again(x) for x in self._sources if x is not None]
+        sources = [x for x in self._sources if x is not None]
+        looked = list(map(looked_at_again, sources, self._parts))
         lengths = [0 if new is None else len(new) for _, new in looked]
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -210,8 +247,10 @@ class GrowingRows:
                 " files of all arrays are there."
             )
         if lengths[0]:
-            self.append(*(new for _, new in looked))
+            news = [new for _, new in looked if new is not None]
+            self.append(*news)
             self._sources = [now for now, _ in looked]
+            self._parts = [[*p, new] for p, new in zip(self._parts, news, strict=True)]
         return lengths[0]
 
     def remove(self, where: Any) -> None:
@@ -232,7 +271,8 @@ class GrowingRows:
             raise ValueError(f"{len(left)} rows would be left, of which there must be {_FEWEST}.")
         if len(left) < self.count:
             self._arrays = tuple(_left(values, self.count, left) for values in self._arrays)
-            self.count, self.version = len(left), self.version + 1
+            self.count, self._remembered = len(left), []
+            self._remember(identity_of(self._on_host(), self.half_life))
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{x.dtype}{[self.count, *x.shape[1:]]}" for x in self._arrays)
@@ -249,7 +289,13 @@ def _checked(arrays: tuple, held: tuple | None) -> list[Any]:
     if held is not None and len(arrays) != len(held):
         raise ValueError(f"There are {len(held)} arrays of rows; got {len(arrays)}.")
     found = [x if isinstance(x, RowsOnDisk) else np.asarray(x) for x in arrays]
-    for k, x in enumerate(found):
+    for k, (x, given) in enumerate(zip(found, arrays, strict=True)):
+        if isinstance(given, np.ma.MaskedArray):
+            raise ValueError(
+                f"Array {k} of the rows is a masked array, whose mask would be lost: leave masked"
+                " rows out, or append the mask as an array of its own, and use it in the model,"
+                " `numpyro.handlers.mask(mask=...)`."
+            )
         if x.dtype.kind not in "biuf" or not x.ndim:
             raise ValueError(
                 f"Array {k} of the rows must be of numbers or truth values, and have rows; got"
@@ -261,7 +307,29 @@ def _checked(arrays: tuple, held: tuple | None) -> list[Any]:
             _check_alike(k, x, held[k])
     for k, x in enumerate(found):
         _check_content(k, x)
-    return found
+    return [x if isinstance(x, RowsOnDisk) else _as_kept(x) for x in found]
+
+
+def _as_kept(x: np.ndarray) -> np.ndarray:
+    """The array in the type in which JAX keeps it."""
+    with np.errstate(over="ignore"):
+        return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+
+
+def _checked_half_life(half_life: Any) -> float | None:
+    """
+    :raises ValueError: if it is no number of rows, or if fewer rows count than there must be.
+    """
+    if half_life is None:
+        return None
+    is_number = isinstance(half_life, int | float | np.number) and not isinstance(half_life, bool)
+    if not is_number or not _SHORTEST <= half_life <= MOST_ROWS:
+        raise ValueError(
+            "`half_life` is the number of rows after which a row counts half, or None to forget"
+            f" nothing: from {_SHORTEST}, with which all rows count as {_FEWEST}, to"
+            f" {MOST_ROWS:,}; got {half_life!r}."
+        )
+    return float(np.float32(half_life))
 
 
 def _check_alike(k: int, x: Any, there: Any) -> None:
@@ -293,22 +361,19 @@ def _check_content(k: int, x: Any) -> None:
     if isinstance(x, RowsOnDisk):
         _ = x.digest  # reads all of them, and looks at each
         return
-    if not np.all(np.isfinite(x)):
-        row = int(np.argwhere(~np.isfinite(x))[0][0])
+    kept = _as_kept(x)
+    if not np.all(np.isfinite(kept)):
+        where = tuple(np.argwhere(~np.isfinite(kept))[0])
+        large = f" in {kept.dtype}, where it is {x[where]}" if np.isfinite(x[where]) else ""
         raise ValueError(
-            f"Row {row:,} of array {k} has an entry that is not finite: leave such rows out, or"
-            " put any value there and mask the site with `numpyro.handlers.mask`."
+            f"Row {where[0]:,} of array {k} has an entry that is not finite{large}: leave such rows"
+            " out, or put any value there and mask the site with `numpyro.handlers.mask`."
         )
-    kept = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
     if x.dtype.kind in "iu" and not np.array_equal(kept, x):
         raise ValueError(
             f"Array {k} has whole numbers of which JAX would keep 32 bits: call"
             " `numpyro.enable_x64()` before anything else, or store codes from 0."
         )
-
-
-def _content(rows: Any) -> bytes:
-    return rows.digest.encode() if isinstance(rows, RowsOnDisk) else rows.tobytes()
 
 
 def _capacity_for(count: int) -> int:
@@ -344,6 +409,11 @@ def _first(values: Any, count: int) -> Any:
     return values.first(count) if isinstance(values, RowsSoFarOnDisk) else values[:count]
 
 
+def _on_host(values: Any, count: int) -> Any:
+    """The first rows, with no program compiled for their number."""
+    return _first(values if isinstance(values, RowsOnDisk) else np.asarray(values), count)
+
+
 def _left(values: Any, count: int, left: np.ndarray) -> Any:
     """With those rows alone, in the room that there is."""
     if isinstance(values, RowsSoFarOnDisk):
@@ -356,6 +426,16 @@ def _left(values: Any, count: int, left: np.ndarray) -> Any:
 def _written(values: Array, new: Array, first: Array) -> Array:
     start: list[Any] = [first, *(0,) * (new.ndim - 1)]
     return lax.dynamic_update_slice(values, new.astype(values.dtype), start)
+
+
+def known_by(identities: Sequence[RowIdentity]) -> Known:
+    """What a program knows of the rows of the last of these, and of those before."""
+    now = identities[-1]
+    filled = [identities[0]] * (_REMEMBERED - len(identities)) + [*identities]
+    half_life = None if now.half_life is None else jnp.asarray(now.half_life, jnp.float32)
+    counts = jnp.asarray([one.rows for one in filled], jnp.int32)
+    digests = jnp.asarray(np.stack([one.digest for one in filled]))
+    return Known(counts[-1], counts, digests, half_life)
 
 
 def known_of(arguments: Any) -> Known | None:
@@ -380,7 +460,7 @@ def without_room(arguments: Any) -> Any:
 
     :raises ValueError: if they are of several holders.
     """
-    if len({tuple(map(float, jax.tree.leaves(x.known))) for x in growing_in(arguments)}) > 1:
+    if len({np.asarray(x.known.digest).tobytes() for x in growing_in(arguments)}) > 1:
         raise ValueError(
             "The model is given rows of several `GrowingRows`: put arrays that grow together into"
             " one of them."

@@ -3,6 +3,7 @@
 
 """Rows on disk that keep coming: new files, or a longer array."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -92,11 +93,14 @@ class RowsSoFarOnDisk(RowsOnDisk):
         return dict(self.__dict__)
 
 
-def looked_at_again(before: RowsOnDisk) -> tuple[RowsOnDisk, RowsOnDisk | None]:
+def looked_at_again(
+    before: RowsOnDisk, parts: Sequence[RowsOnDisk]
+) -> tuple[RowsOnDisk, RowsOnDisk | None]:
     """
-    What a source has now, and what of it has come since, or None.
+    The rows that a source has now, and those of them that have come since, or None.
 
-    :param before: what it had.
+    :param before: the rows that it had.
+    :param parts: the same in the parts in which they came, each of which has been read.
     :raises ValueError: if the rows that were known are no longer its first ones.
     """
     given: Any = before.given
@@ -104,6 +108,7 @@ def looked_at_again(before: RowsOnDisk) -> tuple[RowsOnDisk, RowsOnDisk | None]:
     given = type(given).open(given.store_path) if hasattr(given, "store_path") else given
     now = RowsOnDisk(given)
     _check_order(before, now)
+    _check_content(parts, now)
     return now, _between(now, len(before), len(now)) if len(now) > len(before) else None
 
 
@@ -153,3 +158,21 @@ def _check_order(before: RowsOnDisk, now: RowsOnDisk) -> None:
                 " are known must stay as they are, and those that come must follow them: files"
                 " whose names come later, or rows appended to an array of Zarr or HDF5."
             )
+
+
+def _check_content(parts: Sequence[RowsOnDisk], now: RowsOnDisk) -> None:
+    """
+    :raises ValueError: if the rows that were known have other values. Files that may have changed
+        are read again.
+    """
+    begin = 0
+    for part in parts:
+        again = _between(now, begin, begin + len(part))
+        if not again.is_as(part):
+            raise ValueError(
+                f"Rows {begin:,} to {begin + len(part) - 1:,} of {now!r} have other values than"
+                " when they were read, or another order: rows that are known must stay as they are."
+                " Put them back, or make a new `GrowingRows`: a run that goes on with it reads all"
+                " of its rows once."
+            )
+        begin += len(part)

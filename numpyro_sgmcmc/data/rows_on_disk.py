@@ -190,6 +190,19 @@ class RowsOnDisk(IndexedByRows):
         known = seen.is_settled and seen.version == self._source.version()
         return known and not self._source.is_in_memory and are_as_seen(*self._all, seen)
 
+    def is_as(self, other: "RowsOnDisk") -> bool:
+        """
+        Whether these rows have the values that others had when they were read. They are read for
+        it, unless they are in the same file and this cannot have changed.
+        """
+        then, version = other._seen, self._source.version()
+        if then is None:
+            return False
+        if then.is_settled and version is not None and then.version == version:
+            return True
+        now = self._seen = seen_of(*self._all, version)
+        return np.array_equal(now.hashes, then.hashes)
+
     @property
     def seen(self) -> Seen | None:
         """What is known of all rows, for another process."""

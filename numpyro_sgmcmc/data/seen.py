@@ -117,10 +117,27 @@ def seen_of(read: Reader, rows: int, row_bytes: int, version: Version | None) ->
     :param version: of the file, found before.
     """
     is_settled = _is_settled(version)
+    return Seen(version, is_settled, hashes_from(read, 0, rows, row_bytes)[1])
+
+
+def hashes_from(read: Reader, first: int, rows: int, row_bytes: int) -> tuple[int, np.ndarray]:
+    """
+    Hashes of the stretches that rows from this one on are in, as :class:`Seen` has them.
+
+    :return: the number of the first stretch, and the hash of each.
+    """
     each = _rows_of_stretch(row_bytes)
+    stretches = range(first // each, -(-rows // each))
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda k: _hash(read, k, each, rows), range(-(-rows // each))))
-    return Seen(version, is_settled, _as_rows(b"".join(found)))
+        found = list(pool.map(lambda k: _hash(read, k, each, rows), stretches))
+    return stretches.start, _as_rows(b"".join(found))
+
+
+def first_difference(here: np.ndarray, there: np.ndarray, row_bytes: int) -> int:
+    """The first row of the first stretch whose hash is another one."""
+    length = min(len(here), len(there))
+    differs = np.any(here[:length] != there[:length], axis=1)
+    return int(np.argmax(np.append(differs, True))) * _rows_of_stretch(row_bytes)
 
 
 def are_as_seen(read: Reader, rows: int, row_bytes: int, seen: Seen) -> bool:

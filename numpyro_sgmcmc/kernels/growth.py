@@ -6,7 +6,8 @@ A run that goes on when rows have been added, or removed: what is fixed of it, a
 
 With :math:`N` rows known and :math:`N'` there, before the first step of a sample
 
-- the **anchor** gets what the new rows add to its sums; where rows have been removed, by a pass;
+- the **anchor** gets what the new rows add to its sums; where other rows are no longer those that
+  were known, or count otherwise, by a pass over all rows;
 - the **mode** of the posterior is about :math:`m' = \\hat\\theta - L' L'^\\top \\nabla
   U_{N'}(\\hat\\theta)`; if that is far from the anchor, in the mean over the coordinates by more
   than half a standard deviation, the anchor moves there, by a pass;
@@ -70,7 +71,7 @@ def with_rows_so_far(target: Target, state: SGMCMCState) -> SGMCMCState:
     several = jnp.ndim(state.i) > 0
     if several and axes_of(state).fixed.step_size == 0:
         return jax.vmap(partial(with_rows_so_far, target))(state)
-    has_changed = (now.rows > known.rows) | (now.version != known.version)
+    has_changed = jnp.any(now.digest != known.digest)
 
     def change(parts: tuple[Fixed, Values, SteinSums]) -> tuple[Fixed, Values, SteinSums]:
         fixed, z, stein = parts
@@ -115,12 +116,13 @@ def _changed(target: Target, fixed: Fixed) -> Fixed:
         if not isinstance(metric, IdentityMetric) and now.half_life is None:
             # more rows, and none removed or forgotten: else there is no such part
             shift = metric.coordinates(metric.center + moved) / jnp.sqrt(growth - 1)
-            shift = jnp.where(now.version == known.version, shift, jnp.nan)
+            has_more = now.begins_with(known.rows, known.digest)
+            shift = jnp.where(has_more, shift, jnp.nan)
     return fixed._replace(
         metric=metric,
         variances=metric.variances(none),
         anchor=anchor,
-        known=KnownRows(now.rows, now.version, known.rows, shift, worth),
+        known=KnownRows(now.rows, now.digest, known.rows, shift, worth),
     )
 
 
@@ -128,7 +130,7 @@ def _anchor_of_all(target: Target, metric: Metric, fixed: Fixed) -> Anchor:
     """The anchor with all rows that there are, near their mode."""
     known, now, anchor = fixed.known, target.known, fixed.anchor
     assert known is not None and now is not None and anchor is not None
-    has_other_rows = now.version != known.version
+    has_other_rows = ~now.begins_with(known.rows, known.digest)
     # of other rows there are no sums to which any could be added
     anchor = target.with_new_rows(anchor, jnp.where(has_other_rows, now.rows, known.rows))
     can_move = not isinstance(metric, IdentityMetric)

@@ -92,8 +92,8 @@ def initialised(
         dtype = target.view.dtype
         nothing, worth = jnp.zeros(target.view.dimension, dtype), known.rows.astype(dtype)
         # the tuning forgets nothing: the first sample then begins with what each row counts
-        version = known.version if known.half_life is None else -1 - known.version
-        fixed = fixed._replace(known=KnownRows(known.rows, version, known.rows, nothing, worth))
+        digest = known.digest if known.half_life is None else jnp.zeros_like(known.digest)
+        fixed = fixed._replace(known=KnownRows(known.rows, digest, known.rows, nothing, worth))
     method.check(target, num_warmup, fixed)
     own = with_metrics(fixed, metric)
     state = initial_state(method, args, kwargs, rng_key, own, tuning, init_params)

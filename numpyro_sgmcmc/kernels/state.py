@@ -63,7 +63,7 @@ class KnownRows(NamedTuple):
     """
     Which rows the chains know, where they keep coming.
 
-    - **rows**, **version** - as of :class:`~numpyro_sgmcmc.data.growing.Known`.
+    - **rows**, **digest** - as of :class:`~numpyro_sgmcmc.data.growing.Known`.
     - **before** - how many there were before the latest change.
     - **shift** - how far it has moved the mode, in the coordinates and as a part of what chance
       explains, :math:`(N' / N - 1)^{-1/2} L'^{-1} (m' - m)`, shape (d,): standard normal numbers if
@@ -72,7 +72,7 @@ class KnownRows(NamedTuple):
     """
 
     rows: Array
-    version: Array
+    digest: Array
     before: Array
     shift: Array
     worth: Array

@@ -333,9 +333,8 @@ def _is_likely(state: SGMCMCState, temperature: float) -> Array | bool:
 
 def _has_its_data(target: Target, fixed: Fixed) -> Array | bool:
     """Whether the data are those of the anchor, if that can be known."""
-    if fixed.known is not None and target.known is not None:
-        # of fewer rows than the state has seen there is no anchor
-        return fixed.known.rows == target.known.rows
+    if fixed.known is not None:
+        return True  # to which it has moved before the first step
     if fixed.anchor is None or (here := digest_of(target)) is None:
         return True
     return jnp.array_equal(fixed.data, here) | ~jnp.any(fixed.data)

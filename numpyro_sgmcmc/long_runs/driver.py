@@ -276,7 +276,8 @@ class LongRun(HostedRun):
             if found is not None:
                 progress = progress._replace(**found["progress"])
                 draws.cut(folder, found["draws"])
-                if self._rows != found["known"]:  # moments are of the posterior of these rows
+                if self._rows is not None and not self._rows.is_as(found["known"]):
+                    # moments are of the posterior of these rows
                     none = no_moments(shapes, self.num_chains, self._rank)
                     progress = progress._replace(moments=none, monitored=None)
             run = Running(

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.fingerprint import fingerprint_of
-from numpyro_sgmcmc.data.growing import known_of, replaced, without_room
+from numpyro_sgmcmc.data.growing import growing_in, known_by, known_of, replaced, without_room
+from numpyro_sgmcmc.data.row_identity import RowIdentity, identity_of
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.seen import Seen
 
@@ -21,26 +21,31 @@ class RowsOfRun(NamedTuple):
     Rows that keep coming, as a run knows them.
 
     - **begun** - how many there were when it was begun, of which its tuning is.
-    - **rows**, **version** - as of :class:`~numpyro_sgmcmc.data.growing.Known`.
-    - **content** - tells these rows from others.
+    - **identity** - tells these rows, and what each of them counts, from others.
     - **first** - the first draw of each chain that is of the posterior of all of them.
     """
 
     begun: int
-    rows: int
-    version: int
-    content: str
+    identity: RowIdentity
     first: int
+
+    @property
+    def rows(self) -> int:
+        """Their number."""
+        return self.identity.rows
+
+    def is_as(self, other: "RowsOfRun | None") -> bool:
+        """Whether these are the rows of another run, which count alike."""
+        return other is not None and np.array_equal(self.identity.digest, other.identity.digest)
 
     def as_begun(self, arguments: Arguments) -> Arguments:
         """The arguments of a run with the rows that there were when it was begun."""
-        return _of_first_rows(arguments, self.begun, self.version)
+        return _of_first_rows(arguments, self.begun)
 
     def as_known(self, arguments: Arguments) -> Arguments:
-        """The arguments of a run with its own name for the rows."""
-        known = known_of(arguments)
-        assert known is not None
-        return _of_first_rows(arguments, int(known.rows), self.version)
+        """The arguments of a run, which know that the first rows are these."""
+        now = _identity_of(arguments)
+        return replaced(lambda x: x._replace(known=known_by([self.identity, now])), arguments)
 
     def gone_on(self, arguments: Arguments, draws: int) -> "RowsOfRun":
         """
@@ -48,18 +53,17 @@ class RowsOfRun(NamedTuple):
 
         :param draws: how many there are of each chain.
         """
-        now = rows_of_run(self.as_known(arguments))
-        assert now is not None
+        now = _identity_of(arguments)
         first = draws if now.rows > self.rows else self.first
-        return now._replace(begun=self.begun, first=first)
+        return RowsOfRun(self.begun, now, first)
 
 
 def rows_of_run(arguments: Arguments) -> RowsOfRun | None:
-    """Of a run that is begun with these arguments; None if their rows do not keep coming."""
+    """The rows of a run that is begun with these arguments; None if they do not keep coming."""
     known = known_of(arguments)
     if known is None:
         return None
-    return RowsOfRun(int(known.rows), int(known.rows), int(known.version), _content(arguments), 0)
+    return RowsOfRun(int(known.rows), _identity_of(arguments), 0)
 
 
 def check_rows(path: Any, arguments: Arguments, before: RowsOfRun | None, seen: list[Seen]) -> None:
@@ -85,23 +89,32 @@ def check_rows(path: Any, arguments: Arguments, before: RowsOfRun | None, seen: 
             " that a run knows must be there when it goes on, in their order. Put them back,"
             f" {remedy}: a store does not go on when rows were removed."
         )
-    first = _of_first_rows(arguments, before.rows, before.version)
+    first = _of_first_rows(arguments, before.rows)
     for rows, one in zip(on_disk(without_room(first)), seen, strict=False):
         rows.remember(one)  # so that they need not all be read again
-    if _content(first) != before.content:
+    here, there = _identity_of(first), before.identity
+    if here.half_life != there.half_life:
         raise ValueError(
-            f"Of the {before.rows:,} rows that the store {path} knows some are others now, in"
-            f" another order, or forgotten after another `half_life`: put them back, {remedy}."
+            f"The store {path} was begun with `half_life={there.half_life}`, and these rows have"
+            f" `half_life={here.half_life}`: a store does not go on when rows count otherwise."
+            f" Give the `GrowingRows` the former, {remedy}."
+        )
+    if here.kinds != there.kinds or np.any(here.digest != there.digest):
+        differs = here.first_difference(there) if here.kinds == there.kinds else 0
+        raise ValueError(
+            f"Of the {before.rows:,} rows that the store {path} knows some are others now, or in"
+            f" another order, the first of them from row {differs:,} on: put them back, {remedy}."
         )
 
 
-def _content(arguments: Arguments) -> str:
-    """Tells the rows that there are, and what they count, from others."""
+def _identity_of(arguments: Arguments) -> RowIdentity:
+    """What tells the rows that there are, and what they count, from others."""
     known = known_of(arguments)
-    half_life = None if known is None or known.half_life is None else float(known.half_life)
-    return f"{fingerprint_of(*without_room(arguments))} {half_life}"
+    assert known is not None
+    half_life = None if known.half_life is None else float(known.half_life)
+    return identity_of([x.on_host() for x in growing_in(arguments)], half_life)
 
 
-def _of_first_rows(arguments: Arguments, rows: int, version: int) -> Arguments:
-    counts = {"rows": jnp.asarray(np.int32(rows)), "version": jnp.asarray(np.int32(version))}
-    return replaced(lambda x: x._replace(known=x.known._replace(**counts)), arguments)
+def _of_first_rows(arguments: Arguments, rows: int) -> Arguments:
+    count = jnp.asarray(np.int32(rows))
+    return replaced(lambda x: x._replace(known=x.known._replace(rows=count)), arguments)

@@ -64,20 +64,24 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
     """
     sources = _by_plate(target)
     steps = next(iter(block.rows.values())).numbers.shape[-2]
+    # arrays of the program that draws the rows, as arguments: a rule for `vmap` has no others
+    facts = target.known, dict(target.strata)
 
     def part_here() -> Array | None:
         return None if target.shards is None else target.shards.part
 
-    def numbers(rows_key: Array, start: Array) -> dict[str, DrawnRows]:
+    def numbers(facts: Any, rows_key: Array, start: Array) -> dict[str, DrawnRows]:
+        known, strata = facts
+
         def at(k: Array) -> dict[str, DrawnRows]:
-            rows = target.rows(rows_key, start + k)
+            rows = target._replace(known=known, strata=strata).rows(rows_key, start + k)
             return {name: drawn_rows(rows[name])._replace(weights=None) for name in sources}
 
         return jax.vmap(at)(jnp.arange(steps))
 
-    def filled(rows_key: Array, start: Array, chains: bool) -> Prefetched:
+    def filled(facts: Any, rows_key: Array, start: Array, chains: bool) -> Prefetched:
         drawn = jax.vmap(numbers) if chains else numbers
-        now, following = drawn(rows_key, start), drawn(rows_key, start + steps)
+        now, following = (drawn(facts, rows_key, k) for k in (start, start + steps))
         part = part_here()
         requests = [
             (source, numbers_in(now[name], part), numbers_in(following[name], part))
@@ -92,7 +96,9 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
         nowhere = jnp.zeros_like(start)
         return Prefetched(start, rows, nowhere if part is None else nowhere + part)
 
-    def kept_or_filled(block: Prefetched, rows_key: Array, i: Array, chains: bool) -> Prefetched:
+    def kept_or_filled(
+        block: Prefetched, facts: Any, rows_key: Array, i: Array, chains: bool
+    ) -> Prefetched:
         def is_needed(passed: tuple[Prefetched, Array]) -> Array:
             start, part = passed[0].start, part_here()
             is_of_another = False if part is None else passed[0].part != part
@@ -101,28 +107,26 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
         def read(passed: tuple[Prefetched, Array]) -> tuple[Prefetched, Array]:
             # without the count, XLA would read before the loop, whether or not there is need to
             _, count = passed
-            return filled(rows_key, i + count, chains), count + 1
+            return filled(facts, rows_key, i + count, chains), count + 1
 
         # a loop of one pass or none keeps the block where it is; a condition would copy it
         return lax.while_loop(is_needed, read, (block, jnp.zeros_like(i)))[0]
 
     @custom_vmap
-    def one(block: Prefetched, rows_key: Array, i: Array) -> Prefetched:
-        return kept_or_filled(block, rows_key, i, chains=False)
+    def one(block: Prefetched, facts: Any, rows_key: Array, i: Array) -> Prefetched:
+        return kept_or_filled(block, facts, rows_key, i, chains=False)
 
     @one.def_vmap
-    def several(
-        axis_size: int, in_batched: Any, block: Prefetched, rows_key: Array, i: Array
-    ) -> tuple[Prefetched, Any]:
+    def several(axis_size: int, in_batched: Any, *given: Any) -> tuple[Prefetched, Any]:
         # chains are at the same step, and their rows are read together
         def of_chains(x: Array, is_batched: bool) -> Array:
             return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
 
-        block, rows_key, i = jax.tree.map(of_chains, (block, rows_key, i), tuple(in_batched))
-        found = kept_or_filled(block, rows_key, i, chains=True)
+        block, facts, rows_key, i = jax.tree.map(of_chains, given, tuple(in_batched))
+        found = kept_or_filled(block, facts, rows_key, i, chains=True)
         return found, jax.tree.map(lambda _: True, found)
 
-    return one(block, rows_key, i)
+    return one(block, facts, rows_key, i)
 
 
 def rows_at(block: Prefetched, i: Array, drawn: Rows) -> Rows:

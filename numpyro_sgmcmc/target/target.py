@@ -219,10 +219,12 @@ class Target(NamedTuple):
             if plate.grows:
                 assert self.known is not None and self.scheme.draw_so_far is not None
                 count, size = self.known.rows, plate.subsample_size
-                numbers = self.scheme.draw_so_far(key, step, count, size)
-                share = (count / plate.size).astype(self.view.dtype)
+                # all rows, in places of their own, where they are fewer than a minibatch
+                numbers = self.scheme.draw_so_far(key, step, jnp.maximum(count, size), size)
+                is_there, numbers = numbers < count, jnp.minimum(numbers, count - 1)
+                share = (jnp.maximum(count, size) / plate.size).astype(self.view.dtype)
                 weights = share * self.known.weights(numbers, self.view.dtype)
-                return DrawnRows(numbers, weights=weights)
+                return DrawnRows(numbers, weights=jnp.where(is_there, weights, 0))
             if is_far(plate.size):
                 assert self.scheme.draw_far is not None
                 return far_rows(self.scheme.draw_far(key, step, plate.size, plate.subsample_size))
@@ -250,7 +252,8 @@ class Target(NamedTuple):
         if self.known is None:
             return {}
         count = self.known.rows.astype(self.view.dtype)
-        return {p.name: jnp.asarray(self.scheme.factor(count, p.subsample_size)) for p in plates}
+        factors = {p.name: self.scheme.factor(count, p.subsample_size) for p in plates}
+        return {name: jnp.maximum(jnp.asarray(factor), 0) for name, factor in factors.items()}
 
     @property
     def groups(self) -> dict[str, tuple[Group, ...]]:
