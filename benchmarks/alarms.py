@@ -140,8 +140,9 @@ def slopes(group, x, y, groups=12, batch=100):
     corr = numpyro.sample("corr", dist.LKJCholesky(2, 2.0))
     sigma = numpyro.sample("sigma", dist.HalfNormal(2))
     with numpyro.plate("groups", groups):
-        z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
-    effects = mean + z @ (scale[:, None] * corr).T
+        # and not `mean + z @ factor.T` by hand, which the tuning does not see through and doubts
+        law = dist.MultivariateNormal(mean, scale_tril=scale[:, None] * corr)
+        effects = numpyro.sample("effects", law)
     with numpyro.plate("rows", len(y), subsample_size=batch) as i:
         found = effects[group[i]]
         numpyro.sample("y", dist.Normal(found[:, 0] + found[:, 1] * x[i], sigma), obs=y[i])

@@ -427,7 +427,7 @@ def with_another_half_life(rows):
 
 
 OTHER_ROWS = [
-    corrected, copied_before, exchanged, edited, in_another_order, more_after_an_edit, fewer,
+    copied_before, exchanged, edited, in_another_order, more_after_an_edit, fewer,
     others, with_another_half_life,
 ]  # fmt: skip
 
@@ -451,7 +451,9 @@ def off(mcmc, rows):
     return np.max(np.abs(np.asarray(anchor.gradient["w"]) - slope)) / len(y) ** 0.5
 
 
-@pytest.mark.parametrize("other", OTHER_ROWS)
+@pytest.mark.parametrize(
+    "other", [corrected, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_ROWS)]
+)
 def test_other_rows_are_not_taken_for_known_ones(other, monkeypatch):
     mcmc, rows = run_of_two_days()
     state, there = mcmc.last_state, other(rows)
@@ -469,6 +471,7 @@ def test_other_rows_are_not_taken_for_known_ones(other, monkeypatch):
     assert off(mcmc, there) > 1
 
 
+@pytest.mark.slow
 def test_rows_that_were_read_anew_are_the_same():
     """Nothing is read again for them, and the draws go on; their room may be another one."""
     mcmc, rows = run_of_two_days()
@@ -509,6 +512,7 @@ def test_a_hash_of_rows_grows_with_them():
     assert first == 2_048
 
 
+@pytest.mark.slow
 def test_fewer_rows_than_a_minibatch():
     rows = GrowingRows(X[:1_000], Y[:1_000])
     mcmc = run_of(CCAdL(few_of(600), tuning=tuned(), progress_bar=False), 2_000, 100)
@@ -567,6 +571,22 @@ def test_metrics_at_members_of_an_ensemble_get_narrower_too():
     go_on(mcmc, rows)
     after = np.asarray(mcmc.last_state.fixed.metric.scale)
     np.testing.assert_allclose(after / before, np.sqrt(1_000 / 1_500), rtol=1e-5)
+
+
+def test_a_minibatch_of_which_few_rows_count():
+    rows = GrowingRows(X[:5_000], Y[:5_000], half_life=80)
+    kernel = SGHMC(linear, 1e-3, 5.0)
+    with pytest.raises(
+        ValueError, match=r"5,000 rows count as 116, and a minibatch of 100 as 2\.3"
+    ):
+        run_of(kernel, 5, 5).run(random.key(0), *rows)
+    rows.remove(np.arange(5_000) < 4_200)
+    mcmc = run_of(kernel, 20, 20)
+    mcmc.run(random.key(0), *rows)
+    assert "a minibatch counts as" not in str(growth(mcmc))
+    rows.append(X[5_000:9_000], Y[5_000:9_000])
+    go_on(mcmc, rows)
+    assert "a minibatch counts as 2.4 rows, of which 10 are needed" in growth(mcmc).problem
 
 
 BAD_ROWS = {
@@ -797,7 +817,7 @@ def old_times(folder):
     os.utime(folder / "y-0.npy", ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-@pytest.mark.parametrize("when", ["at once", "settled"])
+@pytest.mark.parametrize("when", [pytest.param("at once", marks=pytest.mark.slow), "settled"])
 @pytest.mark.parametrize(
     "change", [replaced, swapped, edited_in_place, linked_to_another, old_times]
 )

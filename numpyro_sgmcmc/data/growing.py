@@ -27,6 +27,10 @@ _FEWEST = 100
 #: A half-life with which all rows together count as so many, ``1.44 * 70``.
 _SHORTEST = 70
 
+#: As how many rows a minibatch must count where old ones are forgotten: its noise is else that of a
+#: few rows, which no estimate knows.
+FEWEST_COUNTED = 10
+
 #: As many times the rows that there are is room for them and those to come.
 _ROOM = 2
 
@@ -113,7 +117,7 @@ class GrowingRows:
 
         that of about :math:`1.44 H` rows, for parameters that drift. None forgets nothing. Rows
         older than ten half-lives count next to nothing, but are drawn as all others: ``remove``
-        them now and then.
+        them now and then. A minibatch must count as 10 rows.
     :raises ValueError: if they have not as many rows, too few or too many, or entries that are not
         finite.
     :raises UnreadableRows: if rows on disk cannot be read, or are not finite.

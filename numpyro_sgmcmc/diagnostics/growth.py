@@ -12,6 +12,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 from scipy import stats
 
+from numpyro_sgmcmc.data.growing import FEWEST_COUNTED
 from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
 
 #: Rows disagree if chance explains what is seen with less than this probability.
@@ -33,6 +34,7 @@ class Growth(NamedTuple):
     - **drift** - the largest difference between the means of the first and the second half of the
       draws since, over the parameters, in its standard errors.
     - **stein** - the Stein matrix of the draws since, or None.
+    - **counted** - as how many rows a minibatch counts, where old rows are forgotten; else NaN.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class Growth(NamedTuple):
     p_value: float
     drift: float
     stein: SteinReport | None
+    counted: float = math.nan
 
     @property
     def problem(self) -> str | None:
@@ -58,6 +61,11 @@ class Growth(NamedTuple):
             found.append(
                 "the draws have not settled: the means of their halves differ by"
                 f" {self.drift:.1f} standard errors; run again, from `mcmc.last_state`"
+            )
+        if self.counted < FEWEST_COUNTED:
+            found.append(
+                f"a minibatch counts as {self.counted:.1f} rows, of which {FEWEST_COUNTED} are"
+                " needed: take rows older than ten half-lives away, `rows.remove(...)`"
             )
         if self.stein is not None and (seen := self.stein.problem()) is not None:
             found.append(seen)
@@ -140,7 +148,16 @@ def growth(mcmc: MCMC) -> Growth:
     drift = max(
         (_drift(np.asarray(x)[:, first:]) for x in jax.tree.leaves(values)), default=math.nan
     )
-    return Growth(rows, rows - before, surprise, p_value, drift, report)
+    counted = _counted(mcmc, rows, float(np.ravel(known.worth)[0]))
+    return Growth(rows, rows - before, surprise, p_value, drift, report, counted)
+
+
+def _counted(mcmc: MCMC, rows: int, worth: float) -> float:
+    """As how many rows a minibatch counts; NaN if all of them count as one each."""
+    model = mcmc.sampler.context.model
+    if model is None or abs(worth / rows - 1) < 1e-6:
+        return math.nan
+    return model.plates[0].subsample_size * worth / rows
 
 
 def _drift(draws: np.ndarray) -> float:

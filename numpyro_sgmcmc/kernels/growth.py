@@ -34,7 +34,7 @@ from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.growing import RowsSoFar, growing_in, replaced
+from numpyro_sgmcmc.data.growing import FEWEST_COUNTED, RowsSoFar, growing_in, replaced
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 from numpyro_sgmcmc.kernels.chains import axes_of
 from numpyro_sgmcmc.kernels.state import Fixed, KnownRows, SGMCMCState
@@ -199,6 +199,15 @@ def check_growth(
             " `numpyro.plate('rows', y.shape[0], subsample_size=...)`; this one has"
             f" {', '.join(f'{p.name!r} of size {p.size:,}' for p in whole.view.plates) or 'none'},"
             f" and {int(size):,} rows."
+        )
+    worth = float(growing[0].known.worth(whole.view.dtype))
+    counted = whole.view.plates[0].subsample_size * worth / int(size)
+    if growing[0].known.half_life is not None and counted < FEWEST_COUNTED:
+        raise ValueError(
+            f"With half_life={float(growing[0].known.half_life):g} the {int(size):,} rows count as"
+            f" {worth:,.0f}, and a minibatch of {whole.view.plates[0].subsample_size} as"
+            f" {counted:.1f}; {FEWEST_COUNTED} are needed. Take rows older than ten half-lives"
+            " away, `rows.remove(...)`, or give the plate a larger `subsample_size`."
         )
     others = [x for x in jax.tree.leaves((args, kwargs), is_leaf=_has_rows) if _has_rows(x)]
     fixed = [x for x in others if not isinstance(x, RowsSoFar) and x.shape[:1] == (int(size),)]
