@@ -11,8 +11,8 @@ in 100 appends.
 Seconds from an append to the first draw of the posterior of all rows, and from the same arrays to
 the first draw of a run that starts anew; what a draw costs before and after; and after each tenth
 append the largest z-score of a mean and of a standard deviation of the draws, over the 20
-parameters, against those of importance sampling around the mode. With ``--identity`` instead: what
-the hash costs by which rows are known, of 10,000,000 rows of 20 numbers and of more rows after them.
+parameters, against those of importance sampling around the mode. With ``--identity`` instead: the
+seconds of the hash by which rows are known, of 10,000,000 rows of 20 numbers and of more of them.
 """
 
 import argparse
