@@ -193,9 +193,12 @@ def errors(draws, right):
     for name, (low, middle, high) in quantiles_of(draws).items():
         low0, middle0, high0 = right[name]
         width = np.where(high0 - low0 > 1e-6, high0 - low0, np.inf)
-        medians = max(medians, float(np.max(np.abs(middle - middle0) / (width / 2))))
+        of_medians, of_widths = np.abs(middle - middle0) / (width / 2), (high - low) / width - 1
+        # draws that are not finite are as wrong as can be
+        medians = max(medians, float(np.max(np.nan_to_num(of_medians, nan=np.inf))))
         moves = np.isfinite(width)
-        widths = max(widths, float(np.max(np.abs((high - low) / width - 1)[moves])))
+        of_widths = np.nan_to_num(np.abs(of_widths[moves]), nan=np.inf)
+        widths = max(widths, float(np.max(of_widths)))
     return medians, widths
 
 

@@ -5,12 +5,13 @@
 A long run in a process of its own, for tests that kill it.
 
     python tests/long_run.py STORE NUM_SAMPLES [hang=FILE:COUNT] [process=K:PORT] [fail=CHUNK]
-        [seconds=SECONDS] [flush=0] [resume=0]
+        [seconds=SECONDS] [flush=0] [resume=0] [rows=memory] [rows=FOLDER] [count=ROWS]
 
 ``hang=checkpoint:3`` stops for ever in the middle of the third checkpoint, with half of it written;
 ``process=1:12345`` is the second one of two processes; ``fail=20`` fails in the 20th chunk, and
 ``seconds=0.002`` is how long a chunk takes; ``flush=0`` leaves it to the system when files go to
-the disk, which only a failure of the machine would show; ``resume=0`` begins anew.
+the disk, which only a failure of the machine would show; ``resume=0`` begins anew; ``rows=`` are
+rows that keep coming, the first ``count`` of them in memory or all files of a folder.
 """
 
 import os
@@ -25,7 +26,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_sgmcmc import SGHMC, LongRun
+from numpyro_sgmcmc import SGHMC, GrowingRows, LongRun, RowsOnDisk
 from numpyro_sgmcmc.long_runs import checkpoint, running, store
 
 
@@ -38,6 +39,13 @@ def model(y):
 def data():
     # by NumPy: what JAX compiles with other options may differ in the last bit
     return jnp.asarray(1 + np.random.default_rng(0).standard_normal((100, 3)), jnp.float32)
+
+
+def growing(place: str, count: int) -> GrowingRows:
+    if place != "memory":
+        return GrowingRows(RowsOnDisk(f"{place}/*.npy"))
+    rows = 1 + np.random.default_rng(0).standard_normal((1_000, 3), np.float32)
+    return GrowingRows(rows[:count])
 
 
 def kernel(**settings):
@@ -79,6 +87,7 @@ def fail_in(count: int) -> None:
 def main() -> None:
     folder, num_samples, *options = sys.argv[1:]
     running._SECONDS, resume = 0.01, True  # many chunks in a short time
+    place, count, settings = None, 0, {}
     for option in options:
         name, value = option.split("=")
         if name == "hang":
@@ -92,16 +101,21 @@ def main() -> None:
             os.fsync = lambda file: None
         elif name == "resume":
             resume = False
+        elif name == "rows":
+            place, settings = value, {"gradient": "control_variate"}
+        elif name == "count":
+            count = int(value)
         else:
             index, port = map(int, value.split(":"))
             jax.distributed.initialize(f"localhost:{port}", 2, index)
     mcmc = LongRun(
-        kernel(), num_warmup=300, num_samples=int(num_samples), num_chains=2, thinning=2,
+        kernel(**settings), num_warmup=300, num_samples=int(num_samples), num_chains=2, thinning=2,
         chain_method="vectorized", store=folder, resume=resume, checkpoint_every=0,
         progress_bar=False,
     )  # fmt: skip
     print("begins", flush=True)
-    mcmc.run(random.key(1), data(), extra_fields=("z.mu",))
+    rows = (data(),) if place is None else growing(place, count)
+    mcmc.run(random.key(1), *rows, extra_fields=("z.mu",))
     print("done", mcmc.stopped, flush=True)
 
 

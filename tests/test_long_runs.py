@@ -863,6 +863,45 @@ def test_kills(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_kills_of_a_run_whose_rows_keep_coming(place, tmp_path):
+    """Ten times, before and after rows have come: the draws are those of an unbroken run."""
+    y = 1 + np.random.default_rng(0).standard_normal((1_000, 3), np.float32)
+    rng, rows = python_random.Random(1), tmp_path / "rows"
+    rows.mkdir()
+    draws = 0
+    for k, (first, count) in enumerate(((0, 300), (300, 500))):
+        np.save(rows / f"{k}.npy", y[first:count])
+        options = [f"rows={rows if place == 'disk' else place}", f"count={count}"]
+        settings = {"cache": tmp_path / "cache", "samples": 20_000 * (k + 1)}
+        with child(tmp_path / "whole.zarr", *options, **settings) as whole:
+            assert waits_for(whole, "done") and whole.wait() == 0
+        folder, kills = tmp_path / "killed.zarr", 0
+        while kills < 5:
+            with child(folder, *options, "seconds=0.002", **settings) as process:
+                assert waits_for(process, "begins")
+                while process.poll() is None and stored(folder) <= draws:
+                    time.sleep(0.01)
+                time.sleep(0.1 * rng.random())
+                assert process.poll() is None, "the run has ended before"
+                process.kill()
+            draws, kills = stored(folder), kills + 1
+        with child(folder, *options, **settings) as process:
+            assert waits_for(process, "done") and process.wait() == 0
+        draws = stored(folder)
+        assert draws == 10_000 * (k + 1)
+        one, other = (store.Store(tmp_path / name) for name in ("whole.zarr", "killed.zarr"))
+        for name in ("posterior/mu", "sample_stats/rows", "sample_stats/diverging"):
+            np.testing.assert_array_equal(one.read(name), other.read(name), name)
+    assert set(np.unique(one.read("sample_stats/rows"))) == {300, 500}
+
+
+def stored(folder):
+    """The draws that a store has, of which there may be none yet."""
+    return store.Store(folder).draws if (folder / "zarr.json").exists() else 0
+
+
+@pytest.mark.nightly
 def test_reader_sees_complete_draws(tmp_path):
     """Another process reads while the run writes: all variables have the same, complete draws."""
     seen = []
