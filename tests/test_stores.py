@@ -1,0 +1,292 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Nothing of a store is believed unchecked, and no file outside of it is touched."""
+
+from itertools import combinations
+import os
+from pathlib import Path
+import shutil
+import signal
+import socket
+
+from jax import random
+import jax.numpy as jnp
+from long_run import data, kernel
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+import xarray as xr
+
+from numpyro_sgmcmc import SGHMC, LongRun
+from numpyro_sgmcmc.long_runs import running, store
+from numpyro_sgmcmc.long_runs.folder import FOLDER
+
+KEY = random.key(1)
+
+
+def long_run(path, sampler=None, **changes):
+    settings = {"num_warmup": 20, "num_samples": 35, "progress_bar": False}
+    return LongRun(sampler or kernel(), **settings | {"store": path} | changes)
+
+
+def run(mcmc):
+    mcmc.run(KEY, data(), extra_fields=("z.mu",))
+    return mcmc
+
+
+def results(mcmc):
+    found = drawn(mcmc) | {f"moments/{name}": x for name, x in mcmc.moments.items()}
+    return {name: np.asarray(x) for name, x in found.items()}
+
+
+def drawn(mcmc):
+    found = (mcmc.get_samples(True), mcmc.get_extra_fields(True))
+    return {
+        f"{k}/{name}": np.asarray(x) for k, each in enumerate(found) for name, x in each.items()
+    }
+
+
+def are_same(one, other):
+    """To the last bit; moments, which depend on how draws are divided, up to rounding."""
+
+    def is_same(name, x, y):
+        if "moments" in name and x.dtype.kind == "f":
+            return np.allclose(x, y, rtol=1e-5, atol=1e-5, equal_nan=True)
+        return np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+
+    return one.keys() == other.keys() and all(is_same(k, x, other[k]) for k, x in one.items())
+
+
+def files_in(folder):
+    return sorted(str(x.relative_to(folder)) for x in folder.rglob("*") if not x.is_dir())
+
+
+class Runs:
+    """A run that was interrupted twice, and then went on to its end."""
+
+    def __init__(self, folder):
+        self.folder, self.sampler = folder / "run.zarr", kernel()
+        self.older, self.unfinished = folder / "older", folder / "unfinished"
+        for draws, kept in ((12, self.older), (25, self.unfinished)):
+            self.interrupted_at(draws)
+            shutil.copytree(self.folder, kept)
+        self.mcmc = self.again()
+        self.results, self.read = results(self.mcmc), self.as_read()
+        self.finished = folder / "finished"
+        shutil.copytree(self.folder, self.finished)
+
+    def interrupted_at(self, draws):
+        show = running.Running.show
+
+        def interrupting(self, bar):
+            show(self, bar)
+            if self.draws.count == draws:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(running.Running, "show", interrupting)
+            patch.setattr(running, "_SECONDS", 1e-9)  # a chunk is a sample
+            with pytest.warns(UserWarning, match="interrupted"):
+                self.again()
+
+    def again(self, **changes):
+        return run(long_run(self.folder, self.sampler, **changes))
+
+    def as_read(self):
+        """What any other reader of Zarr finds."""
+        with xr.open_datatree(self.folder, engine="zarr", chunks=None) as tree:
+            found = {name: np.asarray(x) for g in tree.subtree for name, x in _values(g)}
+            attributes = {k: np.asarray(v) for k, v in tree.attrs.items() if k != "sampling_time"}
+        return found | attributes
+
+    def put_back(self, kept):
+        shutil.rmtree(self.folder)
+        shutil.copytree(kept, self.folder)
+
+
+def _values(group):
+    return [(f"{group.path}/{name}", x) for name, x in group.variables.items()]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_MOST_DRAWS", 20)  # so that there are several chunks
+        yield Runs(tmp_path_factory.mktemp("runs"))
+
+
+def flipped(place):
+    def flip(file):
+        content = bytearray(file.read_bytes())
+        if content:
+            content[int(place * (len(content) - 1))] ^= 1
+        file.write_bytes(content)
+
+    return flip
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def a_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def a_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def a_socket(file):
+    file.unlink()
+    here = os.getcwd()
+    os.chdir(file.parent)  # a name may have a hundred letters
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(file.name)
+    finally:
+        os.chdir(here)
+
+
+def a_link(file):
+    elsewhere = file.parents[len(file.parts) - 3] / "elsewhere"
+    elsewhere.write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(elsewhere)
+
+
+OF_A_FILE = {
+    **{f"flipped at {place}": flipped(place) for place in (0.0, 0.31, 0.64, 1.0)},
+    "cut": cut,
+    "empty": lambda file: file.write_bytes(b""),
+    "deleted": Path.unlink,
+    "a folder": a_folder,
+    "a pipe": a_pipe,
+    "a socket": a_socket,
+}
+
+
+def mutations(folder, older):
+    """What may become of the files of a store, by its name."""
+    names = files_in(folder)
+    for name in names:
+        for kind, change in OF_A_FILE.items():
+            yield f"{name} {kind}", lambda name=name, change=change: change(folder / name)
+        if (older / name).is_file():
+            yield f"{name} of before", lambda name=name: shutil.copy(older / name, folder / name)
+    for one, other in combinations([x for x in names if not x.startswith(FOLDER)], 2):
+        if one.endswith("zarr.json") == other.endswith("zarr.json"):
+
+            def exchanged(one=one, other=other):
+                spare = folder.with_name("spare")
+                (folder / one).rename(spare)
+                (folder / other).rename(folder / one)
+                spare.rename(folder / other)
+
+            yield f"{one} and {other} exchanged", exchanged
+
+
+def outcome(runs, act):
+    """None if an action gives what it should; else the error, which must say enough."""
+    try:
+        found = act()
+    except (ValueError, OSError) as error:
+        text = str(error)
+        assert str(runs.folder) in text, f"does not name the store: {error!r}"
+        remedies = ("resume=False", "remove it", "is mended", "another path")
+        assert any(x in text for x in remedies), f"does not name a remedy: {error!r}"
+        return text
+    assert are_same(found, runs.results), "other draws, and nothing is said"
+    return None
+
+
+def told_of(runs):
+    """Whether a mutation is refused by whoever reads and whoever goes on, or does no harm."""
+
+    outcome(runs, lambda: runs.results | drawn(runs.mcmc))
+    told = outcome(runs, lambda: results(runs.again()))
+    if told is None:  # mended, or of no importance: then for other readers too
+        assert are_same(runs.as_read(), runs.read), "other readers find something else"
+    return told
+
+
+@pytest.mark.parametrize(
+    "kept, every",
+    [
+        ("finished", 173),
+        ("unfinished", 331),
+        pytest.param("finished", 1, marks=pytest.mark.nightly),
+        pytest.param("unfinished", 7, marks=pytest.mark.nightly),
+    ],
+)
+def test_mutations(kept, every, runs):
+    """Files flipped, cut, deleted, exchanged, of before: none is believed, and none ends raw."""
+    wrong, refused = {}, 0
+    before = getattr(runs, kept)
+    runs.put_back(before)
+    names = [name for name, _ in mutations(runs.folder, runs.older)]
+    for name in names[::every]:
+        runs.put_back(before)
+        dict(mutations(runs.folder, runs.older))[name]()
+        try:
+            refused += told_of(runs) is not None
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            wrong[name] = f"{type(error).__name__}: {error}"
+    print(len(names[::every]), "mutations,", refused, "refused")
+    assert not wrong, "\n".join(f"{k}: {v[:600]}" for k, v in wrong.items())
+    assert len(names) > 200 and refused
+
+
+def late(change=None, rows=250):
+    """Models that differ in later rows only, or in what they make of them."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with numpyro.plate("rows", len(y), subsample_size=20) as i:
+            mean = mu if change is None else change(mu, i)
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+    return SGHMC(model, step_size=0.001, friction=20.0, progress_bar=False)
+
+
+LATE = {
+    "a shift of later rows": lambda mu, i: mu + 2.0 * (i >= 250),
+    "a shift of very few rows": lambda mu, i: mu + 2.0 * (i == 377),
+    "far from here only": lambda mu, i: mu + jnp.where(mu > 40.0, 1.0, 0.0),
+    "another number": lambda mu, i: mu + 1e-7 * (i >= 250),
+    "another scale of late rows": lambda mu, i: mu * jnp.where(i > 450, 1.001, 1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("begun") / "run.zarr"
+    y = jnp.asarray(np.random.default_rng(0).standard_normal(500), jnp.float32)
+    long_run(folder, late()).run(KEY, y)
+    return folder, y
+
+
+@pytest.mark.parametrize("change", LATE)
+def test_another_model_of_later_rows_is_refused(change, begun):
+    folder, y = begun
+    with pytest.raises(ValueError, match="holds another run: .*another program of the model"):
+        long_run(folder, late(LATE[change]), num_samples=70).run(KEY, y)
+
+
+def test_the_density_of_later_rows_tells_models_apart(begun):
+    """By itself, as of other versions of JAX the programs are not compared."""
+    folder, y = begun
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numpyro, "__version__", "another")
+        with pytest.raises(ValueError, match="another run: log density of 'y.*") as caught:
+            long_run(folder, late(LATE["a shift of later rows"]), num_samples=70).run(KEY, y)
+        assert "program" not in str(caught.value)
+        again = long_run(folder, late(), num_samples=40)
+        again.run(KEY, y)
+    assert again.num_samples == 40
