@@ -675,7 +675,7 @@ def test_what_a_checkpoint_holds(tmp_path):
                **arrays, "count": np.int64(2**62)}  # fmt: skip
     checkpoint.save(tmp_path / "checkpoint", content)
     found = checkpoint.load(tmp_path / "checkpoint")
-    assert same(checkpoint.restored(found.pop("leaves"), state), state)
+    assert same(checkpoint.restored(tmp_path, found.pop("leaves"), state), state)
     assert found["tuning"] == tuning._replace(
         metric=found["tuning"].metric, anchor=found["tuning"].anchor
     )

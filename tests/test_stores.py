@@ -20,7 +20,7 @@ import pytest
 import xarray as xr
 
 from numpyro_sgmcmc import SGHMC, LongRun
-from numpyro_sgmcmc.long_runs import running, store
+from numpyro_sgmcmc.long_runs import checkpoint, running, store
 from numpyro_sgmcmc.long_runs.folder import FOLDER
 
 KEY = random.key(1)
@@ -290,3 +290,134 @@ def test_the_density_of_later_rows_tells_models_apart(begun):
         again = long_run(folder, late(), num_samples=40)
         again.run(KEY, y)
     assert again.num_samples == 40
+
+
+LINKED = {
+    name: name.rpartition("/")[2] in ("c", "moments", "posterior", FOLDER)
+    for name in (
+        f"{FOLDER}/lock", f"{FOLDER}/lock.new", f"{FOLDER}/checkpoint", f"{FOLDER}/checkpoint.new",
+        "zarr.json", "zarr.json.new", "posterior/mu/zarr.json.new", "posterior/mu/c/0/1/0",
+        "posterior/mu/c/0/1/0.new", "posterior/draw/c/1.new", "moments/mu/c/0/0",
+        "moments/mu/c/0/0.new", FOLDER, "posterior", "posterior/mu/c", "moments",
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", LINKED)
+def test_links_are_not_followed(name, resume, runs, tmp_path):
+    """What they lead to is neither read, nor emptied, written over or renamed."""
+    runs.put_back(runs.unfinished)
+    file, outside = runs.folder / name, tmp_path / "of value"
+    if LINKED[name]:
+        shutil.move(file, outside)
+    else:
+        outside.write_text("of value")
+        file.unlink(missing_ok=True)
+    file.symlink_to(outside)
+    before = {x: (tmp_path / x).read_bytes() for x in files_in(tmp_path)}
+    told = outcome(runs, lambda: results(runs.again(resume=resume)))
+    assert {x: (tmp_path / x).read_bytes() for x in files_in(tmp_path)} == before
+    is_looked_at = resume and name != f"{FOLDER}/lock.new" or name in (FOLDER, f"{FOLDER}/lock")
+    assert (told is not None) == is_looked_at
+    shutil.rmtree(f"{runs.folder}.1", ignore_errors=True)
+
+
+def test_a_lock_is_not_emptied(runs):
+    runs.put_back(runs.finished)
+    (runs.folder / FOLDER / "lock").write_text("of value")
+    assert are_same(results(runs.again()), runs.results)
+    assert (runs.folder / FOLDER / "lock").read_text() == "of value"
+
+
+@pytest.mark.parametrize("path", ["", b"run.zarr", 3, True, ["run.zarr"]])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(ValueError, match="`store` must be the path of a folder"):
+        long_run(path, resume=False)
+
+
+@pytest.mark.parametrize("kind", ["here", "folder", "hidden", "linked", "file", "pipe", "socket"])
+def test_what_is_no_store_is_not_renamed(kind, tmp_path, monkeypatch):
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "letter.txt").write_text("of value")
+    if kind == "hidden":
+        (path / FOLDER).mkdir()
+    elif kind == "linked":
+        (tmp_path / "other" / FOLDER).mkdir(parents=True)
+        (tmp_path / "other" / FOLDER / "lock").write_text("")
+        (path / FOLDER).symlink_to(tmp_path / "other" / FOLDER)
+    elif kind == "here":
+        monkeypatch.chdir(path)
+        path = "."
+    elif kind != "folder":
+        path = path / "letter.txt"
+        {"file": Path.touch, "pipe": a_pipe, "socket": a_socket}[kind](path)
+    before = sorted(tmp_path.rglob("*"))
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="is not a store of `LongRun`.*Nothing of it is ren"):
+            run(long_run(path, resume=resume))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_empty_folder_becomes_a_store(resume, tmp_path):
+    run(long_run(tmp_path, resume=resume))
+    assert (
+        store.Store(tmp_path).draws == 35 and not tmp_path.with_name(f"{tmp_path.name}.1").exists()
+    )
+
+
+@pytest.mark.parametrize(
+    "seconds", [0, -1, 0.0, np.nan, np.inf, -np.inf, "10", None, True, [10], 1j, np.ones(1)]
+)
+def test_seconds_between_checkpoints(seconds):
+    with pytest.raises(ValueError, match="`checkpoint_every` must be a positive number of seconds"):
+        long_run(None, checkpoint_every=seconds)
+
+
+@pytest.mark.parametrize("seconds", [1, 1e-9, np.float32(2.5), np.int64(3)])
+def test_numbers_of_numpy_are_numbers(seconds):
+    long_run(None, checkpoint_every=seconds)
+
+
+OTHERS = [None, True, -1, 2**70, 1.5, float("nan"), "x", [], [1], {}, {"x": 1}, (1,),
+          np.zeros((2, 2)), np.arange(3)]  # fmt: skip
+
+
+def others_of(content, path=()):
+    """Contents of a checkpoint without one of its parts, or with another one in its place."""
+    for name in content:
+        without = {k: x for k, x in content.items() if k != name}
+        yield (*path, name, "missing"), without
+        value = content[name]
+        others = list(OTHERS)
+        if isinstance(value, np.ndarray):
+            others += [value[None], value.astype("c8"), np.ravel(value)[:0]]
+        if hasattr(value, "_asdict"):
+            fields = type(value)._fields
+            others += [value._replace(**{k: x}) for k in fields for x in OTHERS[::3]]
+        for k, other in enumerate(others):
+            yield (*path, name, k), content | {name: other}
+        if isinstance(value, dict):
+            for words, changed in others_of(value, (*path, name)):
+                yield words, content | {name: changed}
+    yield (*path, "more"), content | {"more": 1}
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.nightly), 97])
+def test_checkpoints_of_other_content(every, runs):
+    """With a right checksum, as another program would write them: a sentence, or no harm."""
+    wrong, told = {}, 0
+    file = runs.folder / FOLDER / "checkpoint"
+    runs.put_back(runs.finished)
+    content = checkpoint.load(file)
+    for words, changed in list(others_of(content))[::every]:
+        runs.put_back(runs.finished)
+        checkpoint.save(file, changed)
+        try:
+            told += outcome(runs, lambda: results(runs.again())) is not None
+        except Exception as error:
+            wrong[words] = f"{type(error).__name__}: {error}"
+    assert not wrong, "\n".join(f"{k}: {v[:400]}" for k, v in wrong.items())
+    assert told

@@ -63,10 +63,10 @@ _KINDS = kinds_in(Key, Moments, Monitored, RowsOfRun, Seen, Tuning)
 #: tuning, what it has seen of rows on disk and knows of those that keep coming; samples taken,
 #: moments, draws that are monitored, and seconds; and of the store its metadata and its checksums.
 _FIELDS: dict[str, Any] = {
-    "about": dict[str, Any], "draws": int, "leaves": dict[str, np.ndarray | Key], "tuning": Any,
-    "rows": list[Seen | None], "known": RowsOfRun | None, "done": int, "moments": Moments,
-    "monitored": Monitored | None, "seconds": float, "metadata": str,
-    "manifest": dict[str, np.ndarray],
+    "about": dict[str, str | float | bool | dict[str, str]], "draws": int,
+    "leaves": dict[str, np.ndarray | Key], "tuning": Any, "rows": list[Seen | None],
+    "known": RowsOfRun | None, "done": int, "moments": Moments, "monitored": Monitored | None,
+    "seconds": float, "metadata": str, "manifest": dict[str, np.ndarray],
 }  # fmt: skip
 
 
@@ -194,19 +194,20 @@ def held(tree: Any) -> dict[str, Any]:
     return found
 
 
-def restored(leaves: Mapping[str, Any], template: Any) -> Any:
+def restored(path: Path, leaves: Mapping[str, Any], template: Any) -> Any:
     """
     The state with these leaves.
 
+    :param path: of the checkpoint that they are from.
     :param template: a state of the same structure, or shapes of one.
     :raises ValueError: if it has another structure, naming where.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path(template)
     names = [jax.tree_util.keystr(path) for path, _ in paths]
+    begin = f"The state in the checkpoint {path} is of another kernel or model"
     if missing := set(names) ^ set(leaves):
         raise ValueError(
-            "The state in the checkpoint is of another kernel or model: these are in only one of"
-            f" the two: {', '.join(sorted(missing))}. {REMEDY}"
+            f"{begin}: these are in only one of the two: {', '.join(sorted(missing))}. {REMEDY}"
         )
     values = []
     for name, (_, expected) in zip(names, paths, strict=True):
@@ -214,14 +215,11 @@ def restored(leaves: Mapping[str, Any], template: Any) -> Any:
         try:
             value = found.key() if isinstance(found, Key) else np.asarray(found)
         except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"`{name}` in the checkpoint is no random key: {error}. {REMEDY}"
-            ) from error
+            raise ValueError(f"{begin}: `{name}` is no random key: {error}. {REMEDY}") from error
         if value.shape != expected.shape or value.dtype != expected.dtype:
             raise ValueError(
-                f"The state in the checkpoint is of another kernel or model: `{name}` was"
-                f" {value.dtype}{list(value.shape)} and is {expected.dtype}{list(expected.shape)}."
-                f" {REMEDY}"
+                f"{begin}: `{name}` was {value.dtype}{list(value.shape)} and is"
+                f" {expected.dtype}{list(expected.shape)}. {REMEDY}"
             )
         several = isinstance(expected, jax.Array) and len(expected.sharding.device_set) > 1
         # the devices may be those of several processes, all of which have read the same

@@ -76,7 +76,7 @@ class RunFolder:
             with checkpoint.understood(file):
                 self.store.go_on(found["metadata"])
             leaves = found.pop("leaves")
-            self.checkpoint = found | {"restored": partial(checkpoint.restored, leaves)}
+            self.checkpoint = found | {"restored": partial(checkpoint.restored, file, leaves)}
         elif self.store.draws or any(self.path.glob("*/draw/c")):  # the first is after a checkpoint
             raise ValueError(
                 f"The store {self.path} has {self.store.draws:,} draws, but its checkpoint {file}"

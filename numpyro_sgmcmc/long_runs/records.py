@@ -104,7 +104,7 @@ def is_of_type(value: Any, kind: Any) -> bool:
         return isinstance(value, tuple)
     if args:
         return any(is_of_type(value, x) for x in args)
-    if kind in (bool, float, int, jax.Array, np.ndarray) and isinstance(
+    if kind in (bool, float, int, jax.Array) and isinstance(
         value, bool | int | float | np.ndarray
     ):  # numbers may be arrays without axes, and the other way round
         array = np.asarray(value)
