@@ -137,12 +137,14 @@ def check_rows(
 
 def densities_of(target: Target, compiled: Callable[..., Callable]) -> dict[str, float]:
     """
-    What :func:`check_rows` gives, without the look at every row.
+    What :func:`check_rows` gives, without the look at every row, and at other values too.
 
     :param target: the model with its data, on each of the devices that they are spread over.
     :param compiled: how a program is compiled, as :meth:`Target.program` does it.
     """
-    return _Look(target._replace(view=target.view.with_rule("point")), compiled).densities()
+    look = _Look(target._replace(view=target.view.with_rule("point")), compiled)
+    elsewhere = {f"{name} at other values": x for name, x in look.densities(-1.5).items()}
+    return look.densities() | elsewhere
 
 
 def program_of(target: Target) -> str:
@@ -254,19 +256,16 @@ class _Look:
             lengths = {plate.name: plate.subsample_size for plate in self.plates}
             return lengths, self.at(z, _first(lengths))
 
-    def densities(self) -> dict[str, float]:
+    def densities(self, scale: float = 1.0) -> dict[str, float]:
         """
-        The log density of each site, of rows that are spread over all of them, at two values of the
-        latent ones: models may differ in late rows only.
+        The log density of each site, of rows that are spread over all of them: models may differ in
+        late rows only.
         """
-        z, found = unremarkable_values(self.target.view), dict[str, float]()
         # scattered rows on disk take their time
         is_here = not on_disk((self.target.args, self.target.kwargs))
         rows = self.spread(self.many if is_here else self._working(_FEW)[0])
-        for scale, words in ((1.0, ""), (-1.5, " at other values")):
-            seen = self.at(jax.tree.map(lambda x, scale=scale: scale * x, z), rows)
-            found |= {f"{name}{words}": float(x.sum()) for name, x in seen.densities.items()}
-        return found
+        z = jax.tree.map(lambda x: scale * x, unremarkable_values(self.target.view))
+        return {name: float(x.sum()) for name, x in self.at(z, rows).densities.items()}
 
     def spread(self, lengths: dict[str, int]) -> dict[str, Any]:
         """So many rows of each plate all over the data, which may be sorted."""
