@@ -225,6 +225,11 @@ def told_of(runs):
 )
 def test_mutations(kept, every, runs):
     """Files flipped, cut, deleted, exchanged, of before: none is believed, and none ends raw."""
+
+    def waits(*_):
+        raise TimeoutError("waits for ever")
+
+    signal.signal(signal.SIGALRM, waits)
     wrong, refused = {}, 0
     before = getattr(runs, kept)
     runs.put_back(before)
@@ -232,12 +237,12 @@ def test_mutations(kept, every, runs):
     for name in names[::every]:
         runs.put_back(before)
         dict(mutations(runs.folder, runs.older))[name]()
+        signal.alarm(60)
         try:
             refused += told_of(runs) is not None
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
+        except Exception as error:
             wrong[name] = f"{type(error).__name__}: {error}"
+        signal.alarm(0)
     print(len(names[::every]), "mutations,", refused, "refused")
     assert not wrong, "\n".join(f"{k}: {v[:600]}" for k, v in wrong.items())
     assert len(names) > 200 and refused

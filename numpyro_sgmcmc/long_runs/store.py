@@ -88,8 +88,14 @@ class _Held(WrapperStore[MemoryStore]):
     ) -> Buffer | None:
         if key.endswith(_METADATA):
             return self.metadata.get(key)
+        found = self.on_disk(key)
+        buffer = (prototype or cpu.buffer_prototype).buffer
+        return None if found is None else buffer.from_bytes(found)
+
+    def on_disk(self, key: str) -> bytes | None:
+        """A file of the folder, if it is there."""
         try:
-            return (prototype or cpu.buffer_prototype).buffer.from_bytes(read(self._folder / key))
+            return read(self._folder / key)
         except FileNotFoundError:
             if self._is_read:
                 raise
@@ -163,8 +169,8 @@ class Store:
             warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
             zarr.consolidate_metadata(self._held)
         for key in sorted(self._held.metadata, key=_METADATA.__eq__):  # the root's last
-            file, value = self.path / key, self._held.metadata[key]
-            if not file.exists() or file.read_bytes() != value.to_bytes():
+            value = self._held.metadata[key]
+            if self._held.on_disk(key) != value.to_bytes():
                 self._held.write(key, value)
         flush_folder(self.path)
 
