@@ -297,6 +297,51 @@ def test_the_density_of_later_rows_tells_models_apart(begun):
     assert again.num_samples == 40
 
 
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        (
+            "posterior/mu/c/0/0/0 of before",
+            "`posterior/mu/c/0/0/0` .draws 0 to 19 of each chain.: is",
+        ),
+        ("posterior/mu/c/0/0/0 and posterior/mu/c/0/1/0 exchanged", "draws 20 to 34 of each chain"),
+        ("posterior/chain/c/0 deleted", "`posterior/chain/c/0` .coordinates.: FileNotFoundError"),
+        (
+            "posterior/mu/c/0/1/0 a pipe",
+            "draws 20 to 34 of each chain.*it is not a file: remove it",
+        ),
+        (f"{FOLDER}/lock a pipe", "cannot be written: it is not a file: remove it"),
+        (f"{FOLDER}/checkpoint a socket", "cannot be read: .*it is not a file: remove it"),
+        ("moments/mu/zarr.json a pipe", "cannot be written: it is not a file: remove it"),
+    ],
+)
+def test_what_does_not_fit_is_named(name, said, runs):
+    runs.put_back(runs.finished)
+    dict(mutations(runs.folder, runs.older))[name]()
+    with pytest.raises((ValueError, OSError), match=said):
+        runs.again()
+    if name.startswith("posterior/mu"):
+        with pytest.raises(ValueError, match=said):
+            runs.mcmc.get_samples()
+
+
+def test_two_sites_exchanged(tmp_path):
+    written = store.Store(tmp_path)
+    node = store.variable((2, 3), np.float32, ["chain", "draw", "d"], 100)
+    written.create({"posterior": {"x": node, "y": node}})
+    written.publish(0)
+    x = np.random.default_rng(0).standard_normal((2, 2, 70, 3)).astype(np.float32)
+    manifest = written.append(0, {"posterior/x": x[0], "posterior/y": x[1]}, written.manifest)
+    written.publish(70)
+    written.check(manifest, 70)
+    one, other, spare = (tmp_path / "posterior" / name for name in ("x", "y", "z"))
+    one.rename(spare), other.rename(one), spare.rename(other)
+    with pytest.raises(ValueError, match="posterior/x/c/0/0/0` .draws 0 to .*`posterior/y/c/0/0"):
+        store.Store(tmp_path).check(manifest, 70)
+    with pytest.raises(ValueError, match="is not what the run wrote there.*nothing of it is used"):
+        store.Store(tmp_path).read("posterior/x", manifest, 70)
+
+
 LINKED = (
     f"{FOLDER}/lock", f"{FOLDER}/checkpoint.new", "zarr.json.new", "posterior/mu/c/0/1/0.new",
     "posterior/mu/c/0/1/0", FOLDER, "posterior/mu/c",
