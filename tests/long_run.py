@@ -110,7 +110,7 @@ def main() -> None:
             jax.distributed.initialize(f"localhost:{port}", 2, index)
     mcmc = LongRun(
         kernel(**settings), num_warmup=300, num_samples=int(num_samples), num_chains=2, thinning=2,
-        chain_method="vectorized", store=folder, resume=resume, checkpoint_every=0,
+        chain_method="vectorized", store=folder, resume=resume, checkpoint_every=1e-9,
         progress_bar=False,
     )  # fmt: skip
     print("begins", flush=True)

@@ -931,7 +931,10 @@ def test_what_is_there_is_kept(tmp_path):
     file.write_text("mine")
     folder.mkdir()
     (folder / "mine").touch()
-    for store, what in ((file, "is a file"), (folder, "has files in it")):
+    (link := tmp_path / "link.zarr").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    stores = ((file, "is a file"), (folder, "has files in it"), (link, "is a link"))
+    for store, what in stores:
         with pytest.raises(ValueError, match=f"{store} {what}, and nothing is written over it"):
             with on_disk(store):
                 raise AssertionError("nothing is to be computed")

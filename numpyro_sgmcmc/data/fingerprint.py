@@ -59,6 +59,40 @@ def fingerprints_of_captured(traced: Any) -> tuple[str, str]:
     return fingerprint_of((arrays,), {}) or "", fingerprint_of((numbers,), {}) or ""
 
 
+def fingerprint_of_program(traced: Any) -> str:
+    """
+    Tells what a traced function does from what others do, in every process alike, if their versions
+    of JAX and NumPyro are the same.
+
+    :param traced: what :func:`jax.make_jaxpr` gives.
+    """
+    return hashlib.blake2b("\n".join(_equations(traced)).encode()).hexdigest()
+
+
+def _equations(traced: Any) -> Iterator[str]:
+    """The equations in words, without names of functions and of variables, and addresses."""
+    jaxpr = getattr(traced, "jaxpr", traced)
+    known = {x: k for k, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+
+    def word(x: Any) -> str:
+        if not isinstance(x, Literal):
+            return f"{x.aval} {known[x]}"
+        # arrays are told apart elsewhere
+        is_number = np.ndim(x.val) == 0 and not _is_key(x.val)
+        return f"{x.aval} {np.asarray(x.val).item() if is_number else 'given'}"
+
+    for eqn in jaxpr.eqns:
+        known |= {x: len(known) + k for k, x in enumerate(eqn.outvars)}
+        yield f"{eqn.primitive} of {', '.join(map(word, eqn.invars))}"
+        for name, value in sorted(eqn.params.items()):
+            for x in jax.tree.leaves(value, is_leaf=_is_program):
+                if _is_program(x):
+                    yield from _equations(x)
+                elif name != "name" and isinstance(x, bool | int | float | str | np.dtype):
+                    yield f"{name} {x}"
+    yield f"gives {', '.join(map(word, jaxpr.outvars))}"
+
+
 def _is_key(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key))
 

@@ -251,7 +251,7 @@ class SGMCMCKernel(MCMCKernel):
         """Settings of the kernel, as words and numbers, for a record of the run."""
         return record_of(self)
 
-    def identity(self, args: tuple, kwargs: dict, samples: int = 1) -> dict[str, str | float]:
+    def identity(self, args: tuple, kwargs: dict, samples: int = 1) -> dict[str, Any]:
         """
         What the law of a run depends on, for telling a run from others also in another process.
 

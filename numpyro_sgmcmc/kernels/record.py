@@ -3,16 +3,17 @@
 
 """What a kernel says of itself to others: a record of its run, and what tells it from another."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jax import Array
+import jax
+import numpyro
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.kernels.cyclical import Cyclical
 from numpyro_sgmcmc.kernels.settings import check_schedule
 from numpyro_sgmcmc.target.control_variate import GRADIENTS, GRADIENTS_OF_A_STEP, order_of
 from numpyro_sgmcmc.target.metric import name_of
-from numpyro_sgmcmc.target.model import Values, unremarkable_values
+from numpyro_sgmcmc.target.row_checks import densities_of, program_of
 from numpyro_sgmcmc.target.target import Target
 
 if TYPE_CHECKING:
@@ -70,29 +71,27 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
     return record
 
 
-def identity_of(kernel: "SGMCMCKernel", target: Target, num_steps: int) -> dict[str, str | float]:
+def identity_of(kernel: "SGMCMCKernel", target: Target, num_steps: int) -> dict[str, Any]:
     """
     What the law of a run depends on: the class of the kernel, its settings, the shapes of the
-    latent sites, the density of every site at some values of them and the first rows, a
-    fingerprint of the data, and the devices.
+    latent sites, the density of every site at some values of them and rows all over the data, what
+    the model computes (by the versions that tell it), a fingerprint of the data, and the devices.
 
     :param target: the model with its data.
     :param int num_steps: number of steps of the run, over which schedules are compared.
     """
     if callable(kernel.given.step_size):
         check_schedule(kernel.given.step_size, num_steps)
-    identity: dict[str, str | float] = {"kernel": type(kernel).__name__}
+    identity: dict[str, Any] = {"kernel": type(kernel).__name__}
     settings = kernel.given.described(num_steps)
     identity |= {f"kernel's {name}": words for name, words in settings.items()}
     latents = sorted(target.view.latents.items())
     identity["latent sites"] = ", ".join(f"{k}: {x.dtype}{list(x.shape)}" for k, x in latents)
 
-    def densities(target: Target, z: Values) -> dict[str, Array]:
-        return target.view.log_densities(z, target.args, target.kwargs)
-
-    program = kernel.context.compiled("densities", densities, target)
-    found = program(unremarkable_values(target.view))
-    identity |= {f"log density of '{k}'": float(x) for k, x in found.items()}
+    found = densities_of(target, kernel.context.compiled)
+    identity |= {f"log density of '{k}'": x for k, x in found.items()}
+    versions = f"JAX {jax.__version__}, NumPyro {numpyro.__version__}, {jax.default_backend()}"
+    identity["program of the model"] = {versions: program_of(target)}
     data = fingerprint_of(target.args, target.kwargs)
     identity["data"] = "" if data is None else data
     identity["data that are no arguments"] = target.view.captured

@@ -9,7 +9,8 @@ of what follows; then the length of some JSON, the JSON, which describes values 
 (:mod:`numpyro_sgmcmc.long_runs.records`), and the arrays, byte by byte. Reading it runs nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 import hashlib
 import json
 import math
@@ -24,14 +25,14 @@ import numpy as np
 
 from numpyro_sgmcmc.data.seen import Seen
 from numpyro_sgmcmc.long_runs.effective_size import Monitored
-from numpyro_sgmcmc.long_runs.files import flush_folder, write_atomically
+from numpyro_sgmcmc.long_runs.files import flush_folder, read, write_atomically
 from numpyro_sgmcmc.long_runs.growing import RowsOfRun
 from numpyro_sgmcmc.long_runs.moments import Moments
-from numpyro_sgmcmc.long_runs.records import as_words, from_words, kinds_in
+from numpyro_sgmcmc.long_runs.records import as_words, from_words, is_of_type, kinds_in
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 #: Up to version 2 the file was a pickle, which can run any program when it is read.
-_MAGIC, VERSION = b"SGMCMCRN", 3
+_MAGIC, VERSION = b"SGMCMCRN", 4
 _HEADER, _LENGTH = struct.Struct("<8sIQ32s"), struct.Struct("<Q")
 
 REMEDY = (
@@ -58,6 +59,16 @@ class Key(NamedTuple):
 #: What a checkpoint has, besides numbers, words and arrays.
 _KINDS = kinds_in(Key, Moments, Monitored, RowsOfRun, Seen, Tuning)
 
+#: What the checkpoint of a run has: what makes it this run, the draws of each chain, the state, the
+#: tuning, what it has seen of rows on disk and knows of those that keep coming; samples taken,
+#: moments, draws that are monitored, and seconds; and of the store its metadata and its checksums.
+_FIELDS: dict[str, Any] = {
+    "about": dict[str, str | float | bool | dict[str, str]], "draws": int,
+    "leaves": dict[str, np.ndarray | Key], "tuning": Any, "rows": list[Seen | None],
+    "known": RowsOfRun | None, "done": int, "moments": Moments, "monitored": Monitored | None,
+    "seconds": float, "metadata": str, "manifest": dict[str, np.ndarray],
+}  # fmt: skip
+
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """
@@ -80,7 +91,7 @@ def load(path: Path) -> dict[str, Any]:
     :raises ValueError: if it is not whole, or not a checkpoint of this version.
     """
     try:
-        content = path.read_bytes()
+        content = read(path)
     except OSError as error:
         raise ValueError(f"The checkpoint {path} cannot be read: {error}. {REMEDY}") from error
     if len(content) < _HEADER.size or not content.startswith(_MAGIC):
@@ -99,11 +110,45 @@ def load(path: Path) -> dict[str, Any]:
         )
     if _checksum(body) != checksum:
         raise ValueError(f"The checkpoint {path} is corrupted: its checksum differs. {REMEDY}")
+    with understood(path):
+        try:
+            return _content_of(body)
+        except ValueError as error:
+            raise TypeError(error) from error
+
+
+def load_run(path: Path) -> dict[str, Any]:
+    """
+    The same of a run.
+
+    :raises ValueError: also if something of a run is not there, or is of another kind.
+    """
+    found = load(path)
+    with understood(path):
+        if names := sorted(_FIELDS.keys() ^ found.keys()):
+            raise TypeError(f"of a run it lacks, or has besides, {', '.join(names)}")
+        for name, kind in _FIELDS.items():
+            if not is_of_type(found[name], kind):
+                raise TypeError(f"its `{name}` is not what a run has there")
+        least = min(found["draws"], found["done"], found["seconds"])
+        if not 0 <= least <= max(found["done"], found["seconds"]) < math.inf:
+            raise TypeError("its numbers of draws, samples and seconds are not those of a run")
+    return found
+
+
+@contextmanager
+def understood(path: Path | None) -> Iterator[None]:
+    """
+    Within it a checkpoint is used whose checksum is right, and whose content may not be.
+
+    :raises ValueError: instead of whatever content of another kind ends in.
+    """
     try:
-        return _content_of(body)
-    except (ValueError, TypeError, KeyError, struct.error, RecursionError) as error:
+        yield
+    except (TypeError, LookupError, ArithmeticError, RecursionError, struct.error) as error:
         raise ValueError(
-            f"The checkpoint {path} was written by something else: {error}. {REMEDY}"
+            f"The checkpoint {path} was written by something else:"
+            f" {error if isinstance(error, TypeError) else repr(error)}. {REMEDY}"
         ) from error
 
 
@@ -149,29 +194,32 @@ def held(tree: Any) -> dict[str, Any]:
     return found
 
 
-def restored(leaves: Mapping[str, Any], template: Any) -> Any:
+def restored(path: Path, leaves: Mapping[str, Any], template: Any) -> Any:
     """
     The state with these leaves.
 
+    :param path: of the checkpoint that they are from.
     :param template: a state of the same structure, or shapes of one.
     :raises ValueError: if it has another structure, naming where.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path(template)
     names = [jax.tree_util.keystr(path) for path, _ in paths]
+    begin = f"The state in the checkpoint {path} is of another kernel or model"
     if missing := set(names) ^ set(leaves):
         raise ValueError(
-            "The state in the checkpoint is of another kernel or model: these are in only one of"
-            f" the two: {', '.join(sorted(missing))}. {REMEDY}"
+            f"{begin}: these are in only one of the two: {', '.join(sorted(missing))}. {REMEDY}"
         )
     values = []
     for name, (_, expected) in zip(names, paths, strict=True):
         found = leaves[name]
-        value = found.key() if isinstance(found, Key) else np.asarray(found)
+        try:
+            value = found.key() if isinstance(found, Key) else np.asarray(found)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{begin}: `{name}` is no random key: {error}. {REMEDY}") from error
         if value.shape != expected.shape or value.dtype != expected.dtype:
             raise ValueError(
-                f"The state in the checkpoint is of another kernel or model: `{name}` was"
-                f" {value.dtype}{list(value.shape)} and is {expected.dtype}{list(expected.shape)}."
-                f" {REMEDY}"
+                f"{begin}: `{name}` was {value.dtype}{list(value.shape)} and is"
+                f" {expected.dtype}{list(expected.shape)}. {REMEDY}"
             )
         several = isinstance(expected, jax.Array) and len(expected.sharding.device_set) > 1
         # the devices may be those of several processes, all of which have read the same

@@ -5,17 +5,21 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import xarray as xr
 
-from numpyro_sgmcmc.long_runs.folder import RunFolder
+from numpyro_sgmcmc.long_runs.checkpoint import load_run
+from numpyro_sgmcmc.long_runs.folder import FOLDER, RunFolder
 from numpyro_sgmcmc.long_runs.growing import RowsOfRun
 from numpyro_sgmcmc.long_runs.program import Fields
 from numpyro_sgmcmc.results.facts import variable_name
+
+if TYPE_CHECKING:
+    from numpyro_sgmcmc.long_runs.store import Manifest
 
 #: Names of ArviZ for fields of NumPyro's states.
 _NAMES = {
@@ -59,6 +63,8 @@ class Draws:
         self._path: Path | None = None
         self._rows = rows
         self._stored = 0
+        #: of the draws in the store, if this process writes them
+        self.manifest: Manifest | None = None
         #: draws of each chain
         self.count = 0
         self.waiting_bytes = 0
@@ -84,9 +90,7 @@ class Draws:
             return found
         known = np.full(self.count, self._rows.rows)
         if self._path is not None:
-            from numpyro_sgmcmc.long_runs.store import Store
-
-            known[: self._stored] = Store(self._path).read(_ROWS)[: self._stored]
+            known[: self._stored] = self._from_store([_ROWS])[0]
         return found | {"rows": jnp.asarray(np.tile(known, (self._num_chains, 1)))}
 
     def _read(self) -> Fields:
@@ -97,17 +101,27 @@ class Draws:
                 draws = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *self._waiting)
                 self._waiting = [draws]
             return jax.tree.map(jnp.asarray, draws)
-        from numpyro_sgmcmc.long_runs.store import Store
-
-        store = Store(self._path)  # which another process may have written
         # the names are in the order of the leaves
-        values = [store.read(path)[:, : self._stored] for path, _ in self._paths(self._shapes)]
+        values = self._from_store([path for path, _ in self._paths(self._shapes)])
         if self._waiting:  # it could not write all of them
             waiting = [jax.tree.leaves(draws) for draws in self._waiting]
             values = [np.concatenate(x, axis=1) for x in zip(values, *waiting, strict=True)]
         dtypes = [x.dtype for x in jax.tree.leaves(self._shapes)]
         leaves = [jnp.asarray(x, dtype) for x, dtype in zip(values, dtypes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
+
+    def _from_store(self, names: list[str]) -> list[np.ndarray]:
+        """
+        :raises ValueError: if it has other values than those that were written.
+        """
+        from numpyro_sgmcmc.long_runs.store import Store
+
+        assert self._path is not None
+        manifest = self.manifest
+        if manifest is None:  # another process has written them
+            manifest = load_run(self._path / FOLDER / "checkpoint")["manifest"]
+        store = Store(self._path)
+        return [store.read(name, manifest, self._stored) for name in names]
 
     def begin_store(self, folder: RunFolder, dims: dict[str, list[str]], num_draws: int) -> None:
         """
@@ -118,7 +132,10 @@ class Draws:
         from numpyro_sgmcmc.long_runs.store import variable
 
         self._path = folder.path
-        if folder.checkpoint is not None or not folder.writes:
+        if not folder.writes:
+            return
+        if folder.checkpoint is not None:
+            self.manifest = folder.checkpoint["manifest"]
             return
         groups: dict[str, dict[str, dict]] = {"posterior": {}, "sample_stats": {}}
         constants: dict[str, dict[str, Any]] = {name: {} for name in groups}
@@ -147,9 +164,12 @@ class Draws:
             for group, coordinates in constants.items():
                 folder.store.write(group, xr.Dataset(coords=coordinates))
             folder.store.publish(0)
+            self.manifest = folder.store.manifest
 
     def write(self, folder: RunFolder, moments: xr.Dataset | None) -> None:
         """Appends what waits to the store, and shows it to readers."""
+        manifest = self.manifest
+        assert manifest is not None
         if self._waiting:
             draws = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *self._waiting)
             values = dict(self._paths(draws))
@@ -158,10 +178,11 @@ class Draws:
                 values[_ROWS] = np.full(len(numbers), self._rows.rows)
             for group in {path.split("/")[0] for path in values}:
                 values[f"{group}/draw"] = numbers
-            folder.store.append(self._stored, values)
+            manifest = folder.store.append(self._stored, values, manifest)
         if moments is not None:
             folder.store.write("moments", moments)
         folder.store.publish(self.count)
+        self.manifest = manifest
         self.forget()
 
     def cut(self, folder: RunFolder, count: int) -> None:

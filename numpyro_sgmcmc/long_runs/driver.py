@@ -3,7 +3,9 @@
 
 """Runs that last for days: :class:`LongRun`."""
 
+from contextlib import nullcontext
 from importlib import import_module
+import math
 import os
 from pathlib import Path
 import time
@@ -12,19 +14,22 @@ from typing import Any
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
+import numpy as np
 from numpyro.util import is_prng_key
 import xarray as xr
 
 from numpyro_sgmcmc.data.growing import without_room
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.long_runs import identity
+from numpyro_sgmcmc.long_runs.checkpoint import understood
 from numpyro_sgmcmc.long_runs.draws import Draws
+from numpyro_sgmcmc.long_runs.effective_size import places
 from numpyro_sgmcmc.long_runs.folder import RunFolder
 from numpyro_sgmcmc.long_runs.growing import RowsOfRun, check_rows, rows_of_run
 from numpyro_sgmcmc.long_runs.moments import Moments, no_moments, summary_of
 from numpyro_sgmcmc.long_runs.processes import watched
 from numpyro_sgmcmc.long_runs.program import Program, joined, separated
-from numpyro_sgmcmc.long_runs.running import Limits, Progress, Running
+from numpyro_sgmcmc.long_runs.running import Limits, Progress, Running, restored_progress
 from numpyro_sgmcmc.results.inference_data import plate_dims
 from numpyro_sgmcmc.results.kept_rows import site_shapes
 from numpyro_sgmcmc.target.argument_checks import checked_arrays
@@ -66,7 +71,8 @@ class LongRun(HostedRun):
     :param store: path of the folder of the store, for instance ``"run.zarr"``; None keeps draws
         in memory, without checkpoints.
     :param bool resume: whether to go on with what is in the store. ``False`` begins anew, and
-        renames a store that is there to ``run.zarr.1``, or the next that is free.
+        renames a store that is there to ``run.zarr.1``, or the next that is free; of what is no
+        store nothing is renamed.
     :param float max_time: stop after so many seconds of this call, everything included.
     :param float target_ess: stop when the smallest bulk effective sample size is so large.
     :param float target_mcse: stop when the largest Monte-Carlo standard error of a mean is so
@@ -140,11 +146,19 @@ class LongRun(HostedRun):
         ):  # fmt: skip
             if value is not None and not value > 0:
                 raise ValueError(f"`{name}` must be a positive number; got {value!r}.")
-        if checkpoint_every < 0:
-            raise ValueError(f"`checkpoint_every` must not be negative; got {checkpoint_every!r}.")
+        if not _is_number(checkpoint_every) or not 0 < checkpoint_every < math.inf:
+            raise ValueError(
+                "`checkpoint_every` must be a positive number of seconds; got"
+                f" {checkpoint_every!r}."
+            )
         if not isinstance(rank, int) or rank < 0:
             raise ValueError(f"`rank` must be a whole number, 0 or more; got {rank!r}.")
         if store is not None:
+            if not isinstance(store, str | os.PathLike) or not os.fspath(store):
+                raise ValueError(
+                    "`store` must be the path of a folder, for instance 'run.zarr', or None; got"
+                    f" {store!r}."
+                )
             import_module("numpyro_sgmcmc.long_runs.store")  # without zarr, say so at once
         self._path = None if store is None else Path(store).absolute()
         self._resume = resume
@@ -234,17 +248,18 @@ class LongRun(HostedRun):
             if found is None:
                 self._rows = rows_of_run(arguments)
             else:
-                known = found["known"] = found.get("known")  # which older versions do not write
-                check_rows(path, arguments, known, found["rows"])
-                if known is None:
-                    for rows, seen in zip(on_disk(arguments), found["rows"], strict=False):
-                        rows.remember(seen)  # so that they need not all be read again
-                else:
-                    begun, arguments = known.as_begun(arguments), known.as_known(arguments)
-                    self._rows = known.gone_on(arguments, found["draws"])
+                known = found["known"]
+                with understood(folder.file):
+                    check_rows(path, arguments, known, found["rows"])
+                    if known is None:
+                        for rows, seen in zip(on_disk(arguments), found["rows"], strict=False):
+                            rows.remember(seen)  # so that they need not all be read again
+                    else:
+                        begun, arguments = known.as_begun(arguments), known.as_known(arguments)
+                        self._rows = known.gone_on(arguments, found["draws"])
             if path is not None:
                 same = begun, rng_key, init_params, extra_fields
-                samples = upper if found is None else found["about"][COMPARED]
+                samples = upper if found is None else _compared(folder, found["about"])
                 about = self._identity(samples, *same)
                 if found is not None and folder.writes:
                     folder.check(about, self._asked // self.thinning)
@@ -253,7 +268,8 @@ class LongRun(HostedRun):
             if found is not None:
                 if found["tuning"] is not None:
                     self.sampler.tuning = found["tuning"]
-            states = self._started(keys, init_params, begun, found)
+            with understood(folder.file) if found is not None else nullcontext():
+                states = self._started(keys, init_params, begun, found)
             program = Program(
                 self.sampler, self.postprocess_fn, names, *arguments,
                 method=self.chain_method, num_chains=self.num_chains, thinning=self.thinning,
@@ -274,7 +290,10 @@ class LongRun(HostedRun):
                 seconds=0.0,
             )
             if found is not None:
-                progress = progress._replace(**found["progress"])
+                kept = max(0, found["done"] - skipped) // self.thinning
+                with understood(folder.file):
+                    numbers = sum(map(len, places(shapes).values()))
+                    progress = restored_progress(found, progress, kept, numbers)
                 draws.cut(folder, found["draws"])
                 if self._rows is not None and not self._rows.is_as(found["known"]):
                     # moments are of the posterior of these rows
@@ -360,6 +379,20 @@ class LongRun(HostedRun):
         if found is not None:
             state = found.pop("restored")(state)
         return separated(state, self.chain_method, self.num_chains, arguments)
+
+
+def _is_number(value: Any) -> bool:
+    is_real = isinstance(value, int | float | np.integer | np.floating)
+    return is_real and not isinstance(value, bool)
+
+
+def _compared(folder: RunFolder, about: dict[str, Any]) -> int:
+    """Over how many samples the run of a checkpoint was compared with others."""
+    with understood(folder.file):
+        samples = about[COMPARED]
+        if not _is_number(samples) or not 0 < samples < 2**63 or samples % 1:
+            raise TypeError(f"it says nothing of `{COMPARED}`")
+        return int(samples)
 
 
 def _fields_of(mcmc: LongRun, extra_fields: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -6,6 +6,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 import errno
+from functools import partial
+import os
 from pathlib import Path
 import shutil
 from typing import TYPE_CHECKING, Any, Self
@@ -34,7 +36,7 @@ class RunFolder:
 
     def __init__(self, path: Path | None, resume: bool) -> None:
         # a link stays one, wherever the store behind it goes
-        self.path = None if path is None else path.resolve()
+        self.path = None if path is None else Path(os.path.realpath(path))
         #: whether it is this process that writes
         self.writes = path is not None and jax.process_index() == 0
         self._resume = resume
@@ -67,11 +69,15 @@ class RunFolder:
 
         assert self.path is not None
         self.store = Store(self.path)
-        file = self.path / FOLDER / "checkpoint"
-        if file.exists():
-            self.checkpoint = self._loaded(file)
-            self.store.check_metadata()
-        elif self.store.draws:
+        file = self.file
+        assert file is not None
+        if os.path.lexists(file):
+            found = checkpoint.load_run(file)
+            with checkpoint.understood(file):
+                self.store.go_on(found["metadata"])
+            leaves = found.pop("leaves")
+            self.checkpoint = found | {"restored": partial(checkpoint.restored, file, leaves)}
+        elif self.store.draws or any(self.path.glob("*/draw/c")):  # the first is after a checkpoint
             raise ValueError(
                 f"The store {self.path} has {self.store.draws:,} draws, but its checkpoint {file}"
                 f" is lost: the run cannot go on. {checkpoint.REMEDY}"
@@ -118,26 +124,37 @@ class RunFolder:
         """The folder of what is not for readers of Zarr."""
         return None if self.path is None else self.path / FOLDER
 
+    @property
+    def file(self) -> Path | None:
+        """The checkpoint."""
+        return None if self.path is None else self.path / FOLDER / "checkpoint"
+
     def _put_aside(self) -> None:
-        """Renames what is there, unless another process is at work in it."""
+        """Renames a store that is there, unless another process is at work in it."""
         assert self.path is not None
-        if (self.path / FOLDER).exists():
+        if self._is_store:
             # until it has its new name, nobody else can begin
             held = self._locked()
             try:
                 put_aside(self.path)
             finally:
                 held.release()
-        elif self.path.exists():
-            put_aside(self.path)
+
+    @property
+    def _is_store(self) -> bool:
+        """Whether there is something that a run has begun, whatever has become of it since."""
+        assert self.path is not None
+        hidden = self.path / FOLDER
+        is_folder = hidden.is_dir() and not hidden.is_symlink()
+        return is_folder and any(os.path.lexists(hidden / x) for x in ("lock", "checkpoint"))
 
     def _begin_to_write(self) -> None:
         assert self.path is not None
-        is_other = self.path.exists() and not (self.path / FOLDER).exists()
-        if is_other and not (self.path.is_dir() and not any(self.path.iterdir())):
+        is_empty = self.path.is_dir() and not any(self.path.iterdir())
+        if os.path.lexists(self.path) and not is_empty and not self._is_store:
             raise ValueError(
                 f"{self.path} is not a store of `LongRun`, and is a file or has files in it: choose"
-                " another path for `store`, or begin anew with `resume=False`, which renames it."
+                " another path for `store`. Nothing of it is renamed or written over."
             )
         (self.path / FOLDER).mkdir(parents=True, exist_ok=True)
         self._lock = self._locked()
@@ -154,11 +171,6 @@ class RunFolder:
                 f"Another process is writing into the store {self.path}: wait for it, or give this"
                 " run a `store` of its own."
             ) from error
-
-    def _loaded(self, file: Path) -> dict[str, Any]:
-        found = checkpoint.load(file)
-        leaves = found.pop("leaves")
-        return found | {"restored": lambda template: checkpoint.restored(leaves, template)}
 
     def check(self, about: Mapping[str, Any], num_draws: int) -> None:
         """
@@ -184,7 +196,7 @@ class RunFolder:
                 f" checkpoint knows of {draws:,}: files of the store are lost. `resume=False`"
                 " begins anew and keeps the store under another name."
             )
-        self.store.check()
+        self.store.check(self.checkpoint["manifest"], draws)
 
     def save(self, about: Mapping[str, Any], *, state: Any, **content: Any) -> None:
         """
@@ -192,11 +204,11 @@ class RunFolder:
 
         :raises ValueError: if something of a kernel cannot be in one.
         """
-        assert self.path is not None
+        assert self.file is not None
         content["tuning"] = jax.device_get(content["tuning"])
         content |= {"about": about, "leaves": checkpoint.held(state)}
         try:
-            checkpoint.save(self.path / FOLDER / "checkpoint", content)
+            checkpoint.save(self.file, content)
         except TypeError as error:
             raise ValueError(
                 f"There can be no checkpoint in {self.path}: {error}. The state, `tuning` and"
@@ -208,7 +220,7 @@ class RunFolder:
 def put_aside(path: Path) -> Path:
     """Renames a store to the first free of ``NAME.1``, ``NAME.2``, ..."""
     k = 1
-    while (new := path.with_name(f"{path.name}.{k}")).exists():
+    while os.path.lexists(new := path.with_name(f"{path.name}.{k}")):
         k += 1
     path.rename(new)
     return new

@@ -52,6 +52,8 @@ def differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
         mine, its = here.get(name), there.get(name)
         if isinstance(mine, float) and isinstance(its, float):
             same = math.isclose(mine, its, rel_tol=_TOLERANCE) or (mine != mine and its != its)
+        elif isinstance(mine, dict) and isinstance(its, dict):  # by what was known of it
+            same = all(mine[key] == its[key] for key in mine.keys() & its.keys())
         else:
             same = mine == its
         if not same:

@@ -24,7 +24,7 @@ import time
 import jax
 import numpy as np
 
-from numpyro_sgmcmc.long_runs.files import write_atomically
+from numpyro_sgmcmc.long_runs.files import plain, read, write_atomically
 
 #: Seconds between signs of life, without any until a process is given up, and until a process
 #: that waits for a failed one is ended.
@@ -129,8 +129,9 @@ class Watch:
     """
 
     def __init__(self, folder: Path, index: int, count: int) -> None:
+        file = plain(folder / str(index))
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / str(index)).unlink(missing_ok=True)  # of an earlier run
+        file.unlink(missing_ok=True)  # of an earlier run
         self._folder, self._index, self._count = folder, index, count
         self._beats, self._state, self._text = 0, "runs", ""
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -165,8 +166,14 @@ class Watch:
                 continue
             before = self._seen.get(k, ({"state": "runs"}, now))
             try:
-                said = json.loads((self._folder / str(k)).read_text())
-            except (OSError, ValueError):  # the folder is gone, or cannot be read just now
+                said = json.loads(read(self._folder / str(k)))
+                said = {name: said[name] for name in ("state", "error", "beat")}
+            except (
+                OSError,
+                ValueError,
+                LookupError,
+                TypeError,
+            ):  # the folder is gone, or cannot be read just now
                 said = before[0]
             self._seen[k] = before if said == before[0] else (said, now)
             since = now - self._seen[k][1]

@@ -10,7 +10,8 @@ A value is None, a truth value, number, word or array, or a list, tuple, mapping
 """
 
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -76,10 +77,45 @@ def from_words(words: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) 
             case {"record": [str(name), dict(fields)]} if name in kinds:
                 kind: Any = kinds[name]
                 if set(fields) == set(kind._fields):
-                    return kind(**{field: value(x) for field, x in fields.items()})
+                    found = kind(**{field: value(x) for field, x in fields.items()})
+                    if is_of_type(found, kind):
+                        return found
         raise ValueError(f"{str(words)[:80]!r} is nothing that this version writes")
 
     return value(words)
+
+
+def is_of_type(value: Any, kind: Any) -> bool:
+    """
+    Whether a value that was read is what an annotation says, as far as types go.
+
+    :param kind: a type, a ``NamedTuple``, a union, or a list or mapping of values of one.
+    """
+    args, origin = get_args(kind), get_origin(kind)
+    if _is_record(kind):
+        hints = _hints(kind).items()
+        return isinstance(value, kind) and all(is_of_type(getattr(value, k), x) for k, x in hints)
+    if origin in (list, dict, Mapping):
+        each = value if origin is list else value.values() if isinstance(value, dict) else ()
+        return isinstance(value, dict if origin is Mapping else origin) and all(
+            is_of_type(x, args[-1]) for x in each
+        )
+    if origin is tuple:
+        return isinstance(value, tuple)
+    if args:
+        return any(is_of_type(value, x) for x in args)
+    if kind in (bool, float, int, jax.Array) and isinstance(
+        value, bool | int | float | np.ndarray
+    ):  # numbers may be arrays without axes, and the other way round
+        array = np.asarray(value)
+        kinds = {bool: "b", int: "iu", float: "iuf"}.get(kind)
+        return kinds is None or array.ndim == 0 and array.dtype.kind in kinds
+    return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _is_record(kind: Any) -> bool:

@@ -71,6 +71,29 @@ class Progress(NamedTuple):
     seconds: float
 
 
+def restored_progress(found: dict[str, Any], begun: Progress, kept: int, numbers: int) -> Progress:
+    """
+    How far the run of a checkpoint has come.
+
+    :param begun: a run that begins.
+    :param int kept: draws of each chain of so many samples.
+    :param int numbers: how many are monitored.
+    :raises TypeError: if it is not that of this run.
+    """
+    moments, monitored = found["moments"], found["monitored"]
+
+    def described(moments: Moments) -> Any:
+        return jax.tree.map(lambda x: (np.shape(x), np.asarray(x).dtype), moments)
+
+    shape = (len(next(iter(begun.moments.mean.values()))), numbers)
+    is_alike = monitored is None or monitored.kept.shape[::2] == shape and monitored.stride > 0
+    if described(moments) != described(begun.moments) or not is_alike:
+        raise TypeError("its moments, or monitored draws, are of other sites or chains")
+    if found["draws"] != kept:
+        raise TypeError(f"{found['done']:,} samples are not {found['draws']:,} draws")
+    return begun._replace(**{k: found[k] for k in ("done", "moments", "monitored", "seconds")})
+
+
 class Running:
     """A run on its way; what it shows, writes and decides."""
 
@@ -246,7 +269,9 @@ class Running:
                 tuning=getattr(self.mcmc.sampler, "tuning", None),
                 rows=[rows.seen for rows in on_disk(arguments(self.mcmc))],
                 known=self.rows,
-                progress={k: v for k, v in progress._asdict().items() if k != "states"},
+                metadata=self.folder.store.metadata,
+                manifest=self.draws.manifest,
+                **{k: v for k, v in progress._asdict().items() if k != "states"},
             )
 
     def finish(self) -> None:

@@ -9,23 +9,27 @@ others. So chunks go to disk at once, and metadata wait in memory for :meth:`Sto
 writes those of the arrays and last those of the root, which repeat all shapes. Each file is flushed
 and replaced as a whole, so a reader of the root's ("consolidated") metadata sees all variables with
 the same number of complete draws, whatever happens. Each chunk ends in its CRC-32C checksum,
-which every reader of Zarr compares.
+which every reader of Zarr compares. It says that a chunk is whole, and not that it is the right
+one: so there is a manifest too, kept by the checkpoint, of the draws that each place has.
 """
 
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import product
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 import warnings
+from zlib import crc32
 
 import numpy as np
 import xarray as xr
 
-from numpyro_sgmcmc.long_runs.files import flush_folder, write_atomically
+from numpyro_sgmcmc.long_runs.files import flush_folder, plain, read, write_atomically
 
 try:
     import zarr
@@ -33,7 +37,7 @@ try:
     from zarr.abc.store import ByteRequest
     from zarr.buffer import cpu
     from zarr.codecs import Crc32cCodec
-    from zarr.storage import LocalStore, MemoryStore, WrapperStore
+    from zarr.storage import MemoryStore, WrapperStore
 except ImportError as error:
     raise ImportError(
         "`LongRun(store=...)` writes with zarr 3.1.6 or later: pip install 'numpyro_sgmcmc[zarr]'."
@@ -44,30 +48,58 @@ _CHUNK_BYTES, _FEWEST_DRAWS, _MOST_DRAWS = 1 << 20, 64, 8_192
 
 _METADATA = "zarr.json"
 
+#: How many damaged files an error names.
+_NAMED = 5
+
+#: A checksum of the values in each chunk of an array, by its path: those of the draws that there
+#: are, draw by draw, so that draws which come later need none of those before.
+Manifest = dict[str, np.ndarray]
+
 
 class _Held(WrapperStore[MemoryStore]):
     """
     A folder whose metadata are held in memory. Nothing in it is deleted: a reader may need it.
 
     :param folder: the folder.
+    :param root: the metadata of the root, which repeat all the others; None of a new store.
+    :param bool is_read: whether a file that is not there was lost, and is not to be written yet.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, root: bytes | None = None, is_read: bool = False) -> None:
         self.metadata: dict[str, Buffer] = {}
         super().__init__(MemoryStore(self.metadata))
-        self._folder, self._disk = folder, LocalStore(folder)
+        self._folder, self._is_read = folder, is_read
+        if root is not None:
+            found = _separated(root)
+            self.metadata |= {k: cpu.Buffer.from_bytes(x) for k, x in found.items()}
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        return await self._place(key).get(key, prototype, byte_range)
+        return await asyncio.to_thread(self.get_sync, key, prototype=prototype)
 
     async def set(self, key: str, value: Buffer) -> None:
         await asyncio.to_thread(self.set_sync, key, value)
 
-    # some versions of zarr call these two in the place of the two above
-    def get_sync(self, key: str, **options: Any) -> Buffer | None:
-        return self._place(key).get_sync(key, **options)
+    # some versions of zarr call these two in the place of the two above; of chunks, which end in
+    # their checksum, all is read
+    def get_sync(
+        self, key: str, *, prototype: BufferPrototype | None = None, **options: Any
+    ) -> Buffer | None:
+        if key.endswith(_METADATA):
+            return self.metadata.get(key)
+        found = self.on_disk(key)
+        buffer = (prototype or cpu.buffer_prototype).buffer
+        return None if found is None else buffer.from_bytes(found)
+
+    def on_disk(self, key: str) -> bytes | None:
+        """A file of the folder, if it is there."""
+        try:
+            return read(self._folder / key)
+        except FileNotFoundError:
+            if self._is_read:
+                raise
+            return None
 
     def set_sync(self, key: str, value: Buffer) -> None:
         if key.endswith(_METADATA):
@@ -78,11 +110,8 @@ class _Held(WrapperStore[MemoryStore]):
     def write(self, key: str, value: Buffer) -> None:
         """Puts a file into the folder."""
         file = self._folder / key
-        file.parent.mkdir(parents=True, exist_ok=True)
+        plain(file).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, value.as_numpy_array().data)
-
-    def _place(self, key: str) -> MemoryStore | LocalStore:
-        return self._store if key.endswith(_METADATA) else self._disk
 
 
 class Store:
@@ -93,12 +122,9 @@ class Store:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._held = _Held(path)
-        if self._exists:
-            with self._metadata_named():
-                found = _separated((path / _METADATA).read_bytes())
-                self._held.metadata |= {k: cpu.Buffer.from_bytes(x) for k, x in found.items()}
+        self.path = Path(os.path.realpath(path))
+        with self._metadata_named():
+            self._held = _Held(self.path, self._root_on_disk if self._exists else None)
 
     def create(self, groups: Mapping[str, Mapping[str, dict]], **attributes: Any) -> None:
         """
@@ -112,19 +138,27 @@ class Store:
             for name, settings in arrays.items():
                 root.create_array(f"{group}/{name}", **settings)
 
-    def append(self, start: int, values: Mapping[str, np.ndarray]) -> None:
+    def append(self, start: int, values: Mapping[str, np.ndarray], manifest: Manifest) -> Manifest:
         """
         Writes draws after the first ``start`` ones, which no reader sees before
         :meth:`publish`.
 
         :param values: for each array over draws, by its path, its new values.
+        :param manifest: of the draws before.
+        :return: the manifest with these.
         :raises ValueError: if a file of the store is not whole.
         """
+        found = dict(manifest)
         for name, array in values.items():
             place, axis = self._growing[name]
+            array = array.astype(place.dtype)
             _resize(place, axis, start + array.shape[axis])
-            with _damage_named(self.path, name):
-                place[(slice(None),) * axis + (slice(start, None),)] = array.astype(place.dtype)
+            try:
+                place[(slice(None),) * axis + (slice(start, None),)] = array
+            except ValueError as error:
+                raise self._damage([f"`{name}`, to which draws are added: {error}"]) from error
+            found[name] = _checksums(found[name], start, array, place.chunks, axis)
+        return found
 
     def publish(self, draws: int) -> None:
         """Shows readers this many draws: those that have been appended, or fewer."""
@@ -135,8 +169,8 @@ class Store:
             warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
             zarr.consolidate_metadata(self._held)
         for key in sorted(self._held.metadata, key=_METADATA.__eq__):  # the root's last
-            file, value = self.path / key, self._held.metadata[key]
-            if not file.exists() or file.read_bytes() != value.to_bytes():
+            value = self._held.metadata[key]
+            if self._held.on_disk(key) != value.to_bytes():
                 self._held.write(key, value)
         flush_folder(self.path)
 
@@ -167,44 +201,93 @@ class Store:
         """Paths of the groups and arrays that readers see."""
         return [name for name, _ in self._seen.members(max_depth=None)]
 
-    def read(self, name: str) -> np.ndarray:
+    @property
+    def metadata(self) -> str:
+        """All of them, as they were published last."""
+        return self._held.metadata[_METADATA].to_bytes().decode()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the draws that readers see, and of the coordinates."""
+        return {
+            name: _checksums(np.zeros((0,) * x.ndim), 0, np.asarray(x[...]), x.chunks, _axis_of(x))
+            for name, x in _arrays_in(self._seen).items()
+        }
+
+    def read(self, name: str, manifest: Manifest | None = None, draws: int = 0) -> np.ndarray:
         """
         All values of an array that readers see.
 
-        :raises ValueError: if a file of the store is lost or not whole.
+        :param manifest: of the values that it should have.
+        :param int draws: how many draws these are.
+        :raises ValueError: if they are others, or a file of the store is lost or not whole.
         """
-        array: Any = self._seen[name]
-        with _damage_named(self.path, name):
-            _check_files(array)
-            return array[...]
+        with self._metadata_named():
+            array: Any = self._seen[name]
+            axis = _axis_of(array)
+            stop = array.shape[axis] if manifest is None or "draw" not in _dims_of(array) else draws
+            expected = None if manifest is None else manifest[name]
+            found = np.empty((*array.shape[:axis], stop, *array.shape[axis + 1 :]), array.dtype)
+        if damaged := list(_damaged(name, array, expected, stop, found)):
+            raise self._damage(damaged)
+        return found
 
-    def check(self) -> None:
+    def check(self, manifest: Manifest, draws: int) -> None:
         """
         Reads all draws, a chunk at a time.
 
-        :raises ValueError: if a file of the store is lost or not whole, naming it.
+        :param manifest: of the values that it should have.
+        :param int draws: how many draws these are.
+        :raises ValueError: if some are others, or a file of the store is lost or not whole, naming
+            file and draws.
         """
-        for name, (array, _) in _growing_in(self._seen).items():
-            with _damage_named(self.path, name):
-                _check_files(array)
-            for block in np.ndindex(array.cdata_shape):
-                with _damage_named(self.path, f"{name}/{'/'.join(map(str, ('c', *block)))}"):
-                    array.get_block_selection(block)
+        arrays = _arrays_in(self._seen)
+        names = {name for name in arrays if name.split("/")[0] != "moments"}
+        damaged = [f"only one of store and checkpoint has `{k}`" for k in names ^ manifest.keys()]
+        for name in sorted(names & manifest.keys()):
+            array = arrays[name]
+            stop = draws if "draw" in _dims_of(array) else array.shape[0]
+            damaged += _damaged(name, array, manifest[name], stop)
+        if damaged:
+            raise self._damage(damaged)
 
-    def check_metadata(self) -> None:
+    def go_on(self, metadata: str) -> None:
         """
-        :raises ValueError: if they are lost or not whole.
+        Goes on from what a checkpoint says of the store.
+
+        :param metadata: of the store, as they were then.
+        :raises ValueError: if they are lost or not whole, or say something else now.
+        :raises TypeError: if those of the checkpoint are none.
         """
-        _growing_in(self._seen)
+        try:
+            there = _described(metadata.encode())
+        except Exception as error:
+            raise TypeError(f"its `metadata` are not those of a store ({error!r})") from error
+        with self._metadata_named():
+            here = _described(self._root_on_disk)
+            zarr.open_group(
+                _Held(self.path, self._root_on_disk),
+                mode="r+",
+                zarr_format=3,
+                use_consolidated=True,
+            )
+            if others := sorted(k for k in here.keys() | there if here.get(k) != there.get(k)):
+                raise ValueError(f"what it says of {', '.join(others)} is not what a run wrote")
+        self._held = _Held(self.path, metadata.encode())
 
     @property
     def _exists(self) -> bool:
-        return (self.path / _METADATA).exists()
+        return os.path.lexists(self.path / _METADATA)
+
+    @property
+    def _root_on_disk(self) -> bytes:
+        return read(self.path / _METADATA)
 
     @property
     def _seen(self) -> zarr.Group:
         with self._metadata_named():
-            return zarr.open_group(self.path, mode="r", use_consolidated=True)
+            held = _Held(self.path, self._root_on_disk, is_read=True)
+            return zarr.open_group(held, mode="r+", zarr_format=3, use_consolidated=True)
 
     @contextmanager
     def _metadata_named(self) -> Iterator[None]:
@@ -215,13 +298,21 @@ class Store:
         try:
             yield
         except Exception as error:
-            cause = f"is damaged ({type(error).__name__}: {error})" if file.exists() else "is lost"
+            cause = f"is damaged ({type(error).__name__}: {error})" if self._exists else "is lost"
             raise ValueError(
                 f"{file}, which describes the store, {cause}. Something else has written into the"
                 " store, or removed it. Put the file back, or begin anew with `resume=False`, which"
                 " keeps the store under another name; its groups open one by one, for instance with"
                 f" `xarray.open_zarr('{self.path / 'posterior'}', consolidated=False)`."
             ) from error
+
+    def _damage(self, files: list[str]) -> ValueError:
+        more = f"; and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
+        return ValueError(
+            f"The store {self.path} is damaged: {'; '.join(files[:_NAMED])}{more}. Something else"
+            " has written into the store, or the disk fails; nothing of it is used. Put the files"
+            " back, or begin anew with `resume=False`, which keeps the store under another name."
+        )
 
     @cached_property
     def _growing(self) -> dict[str, tuple[Any, int]]:
@@ -266,11 +357,36 @@ def variable(shape: tuple[int, ...], dtype: Any, dims: list[str], num_draws: int
     }
 
 
+def _arrays_in(root: zarr.Group) -> dict[str, Any]:
+    return {k: x for k, x in root.members(max_depth=None) if isinstance(x, zarr.Array)}
+
+
+def _dims_of(array: Any) -> tuple[str | None, ...]:
+    return getattr(array.metadata, "dimension_names", None) or ()
+
+
+def _axis_of(array: Any) -> int:
+    """The axis of the draws, or the first one."""
+    dims = _dims_of(array)
+    return dims.index("draw") if "draw" in dims else 0
+
+
 def _growing_in(root: zarr.Group) -> dict[str, tuple[Any, int]]:
     """The arrays over draws by their path, and which of the axes that is."""
-    arrays = {k: x for k, x in root.members(max_depth=None) if isinstance(x, zarr.Array)}
-    dims = {k: getattr(x.metadata, "dimension_names", None) or () for k, x in arrays.items()}
-    return {k: (x, dims[k].index("draw")) for k, x in arrays.items() if "draw" in dims[k]}
+    return {k: (x, _axis_of(x)) for k, x in _arrays_in(root).items() if "draw" in _dims_of(x)}
+
+
+def _described(root: bytes) -> dict[str, Any]:
+    """
+    What the metadata of the root say of every node, without what later draws change: their number,
+    and the moments.
+    """
+    found = json.loads(root)["consolidated_metadata"]["metadata"]
+    for node in found.values():
+        node.pop("consolidated_metadata", None)
+        if "draw" in (dims := node.get("dimension_names") or []):
+            node["shape"][dims.index("draw")] = 0
+    return {name: node for name, node in found.items() if name.split("/")[0] != "moments"}
 
 
 def _separated(root: bytes) -> dict[str, bytes]:
@@ -285,25 +401,73 @@ def _separated(root: bytes) -> dict[str, bytes]:
     return found
 
 
-def _check_files(array: Any) -> None:
-    """
-    :raises ValueError: if some are lost, of which zarr would make zeros.
-    """
-    if lost := array.nchunks - array.nchunks_initialized:
-        raise ValueError(f"{lost:,} of {array.nchunks:,} files are lost")
-
-
 def _resize(array: zarr.Array, axis: int, draws: int) -> None:
     array.resize((*array.shape[:axis], draws, *array.shape[axis + 1 :]))
 
 
-@contextmanager
-def _damage_named(path: Path, name: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(
-            f"`{name}` in the store {path} is damaged: {error}. Something else has written into the"
-            " store, or the disk fails. Put the file back, or begin anew with `resume=False`, which"
-            " keeps the store under another name."
-        ) from error
+def _checksums(
+    before: np.ndarray, start: int, values: np.ndarray, chunks: tuple[int, ...], axis: int
+) -> np.ndarray:
+    """
+    The checksums of an array with values after the first ``start`` ones along an axis.
+
+    :param before: those of the array without them.
+    """
+    shape = list(values.shape)
+    shape[axis] += start
+    blocks = [range(-(-n // chunk)) for n, chunk in zip(shape, chunks, strict=True)]
+    found = np.zeros(tuple(map(len, blocks)), np.uint32)
+    found[tuple(map(slice, before.shape))] = before
+    blocks[axis] = blocks[axis][start // chunks[axis] :]
+    for block in product(*blocks):
+        place = _place(block, chunks)
+        place[axis] = slice(max(0, place[axis].start - start), place[axis].stop - start)
+        found[block] = _checksum(values[tuple(place)], axis, int(found[block]))
+    return found
+
+
+def _place(block: tuple[int, ...], chunks: tuple[int, ...]) -> list[slice]:
+    """Where a chunk is."""
+    return [slice(k * n, (k + 1) * n) for k, n in zip(block, chunks, strict=True)]
+
+
+def _checksum(values: np.ndarray, axis: int, before: int = 0) -> int:
+    return crc32(np.moveaxis(values, axis, 0).tobytes(), before)
+
+
+def _damaged(
+    name: str,
+    array: Any,
+    expected: np.ndarray | None,
+    stop: int,
+    values: np.ndarray | None = None,
+) -> Iterator[str]:
+    """
+    Files of an array that are lost, not whole or not the right ones, and what is lost with them.
+
+    :param expected: its checksums, if they are known.
+    :param int stop: so many draws are in these.
+    :param values: is filled with the values, if it is there.
+    """
+    axis, chunks = _axis_of(array), array.chunks
+    has_draws = "draw" in _dims_of(array)
+    grid = [-(-n // chunk) for n, chunk in zip(array.shape, chunks, strict=True)]
+    grid[axis] = -(-stop // chunks[axis])
+    if array.shape[axis] < stop or expected is not None and expected.shape != tuple(grid):
+        yield f"`{name}` has shape {array.shape}, and not that of {stop:,} draws"
+        return
+    for block in np.ndindex(*grid):
+        place = _place(block, chunks)
+        first, last = place[axis].start, min(place[axis].stop, stop)
+        place[axis] = slice(first, last)
+        try:
+            found = np.asarray(array[tuple(place)])
+            cause = "is not what the run wrote there"
+            is_right = expected is None or _checksum(found, axis) == expected[block]
+        except Exception as error:  # whatever a file of other content ends in
+            is_right, cause = False, f"{type(error).__name__}: {error}"
+        if not is_right:
+            lost = f"draws {first:,} to {last - 1:,} of each chain" if has_draws else "coordinates"
+            yield f"`{name}/{'/'.join(map(str, ('c', *block)))}` ({lost}): {cause}"
+        elif values is not None:
+            values[tuple(place)] = found

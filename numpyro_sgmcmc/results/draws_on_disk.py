@@ -8,6 +8,7 @@ there when it is whole.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+import os
 from pathlib import Path
 import secrets
 import shutil
@@ -84,9 +85,10 @@ def check_free(folder: Path) -> None:
     """
     :raises ValueError: unless this is an empty folder or nothing.
     """
-    is_empty = folder.is_dir() and not any(folder.iterdir())
-    if (folder.exists() or folder.is_symlink()) and not is_empty:
-        what = "has files in it" if folder.is_dir() else "is a file"
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    if os.path.lexists(folder) and not (is_folder and not any(folder.iterdir())):
+        what = "is a link" if folder.is_symlink() else "is a file"
+        what = "has files in it" if is_folder else what
         raise ValueError(
             f"The store {folder} {what}, and nothing is written over it: choose another path for"
             " `store`, or remove it; `xarray.open_zarr(path, chunks=None)` opens draws that are"

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program
 from numpyro_sgmcmc.data.row_numbers import is_far
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
@@ -111,7 +112,7 @@ def check_rows(
     target, whole = (x._replace(view=x.view.with_rule("point")) for x in (target, whole))
     look, values = _Look(target, compiled), unremarkable_values(target.view)
     if not target.view.plates:
-        return look.densities
+        return look.densities()
     check_supports(whole)
     with ExitStack() as stack:
         for source in on_disk((target.args, target.kwargs)):
@@ -131,7 +132,27 @@ def check_rows(
         raise dependent_on_others(whole, site, plate)
     for site, plate, sizes in look.places_that_depend_on_the_number(values):
         raise dependent_on_number(whole, site, plate, sizes)
-    return look.densities
+    return look.densities()
+
+
+def densities_of(target: Target, compiled: Callable[..., Callable]) -> dict[str, float]:
+    """
+    What :func:`check_rows` gives, without the look at every row, and at other values too.
+
+    :param target: the model with its data, on each of the devices that they are spread over.
+    :param compiled: how a program is compiled, as :meth:`Target.program` does it.
+    """
+    look = _Look(target._replace(view=target.view.with_rule("point")), compiled)
+    elsewhere = {f"{name} at other values": x for name, x in look.densities(-1.5).items()}
+    return look.densities() | elsewhere
+
+
+def program_of(target: Target) -> str:
+    """Tells what the model computes of rows from others, in this version of JAX and NumPyro."""
+    target = target._replace(view=target.view.with_rule("point"))
+    program, data, _ = target.program(seen_of, outputs=PartitionSpec(ROWS))
+    arguments = unremarkable_values(target.view), target.view.first_rows(), random.key(0)
+    return fingerprint_of_program(jax.make_jaxpr(program)(data, *arguments))
 
 
 def seen_of(target: Target, z: Values, rows: Any, rng_key: Array) -> Seen:
@@ -219,7 +240,6 @@ class _Look:
         self.compiled = compiled
         is_small = math.prod(plate.size for plate in self.plates) <= _QUICKLY_SEEN
         self.many, seen = self._working(_FEW if is_small else _CHUNK)
-        self.densities = {name: float(x.sum()) for name, x in seen.densities.items()}
         sites = [site for site, _ in seen.terms]
         self.are_nested = len(sites) > len(set(sites))
 
@@ -235,6 +255,26 @@ class _Look:
             # a model that has written out the size of its minibatches
             lengths = {plate.name: plate.subsample_size for plate in self.plates}
             return lengths, self.at(z, _first(lengths))
+
+    def densities(self, scale: float = 1.0) -> dict[str, float]:
+        """
+        The log density of each site, of rows that are spread over all of them: models may differ in
+        late rows only.
+        """
+        # scattered rows on disk take their time
+        is_here = not on_disk((self.target.args, self.target.kwargs))
+        rows = self.spread(self.many if is_here else self._working(_FEW)[0])
+        z = jax.tree.map(lambda x: scale * x, unremarkable_values(self.target.view))
+        return {name: float(x.sum()) for name, x in self.at(z, rows).densities.items()}
+
+    def spread(self, lengths: dict[str, int]) -> dict[str, Any]:
+        """So many rows of each plate all over the data, which may be sorted."""
+        return {
+            plate.name: rows_of(
+                np.linspace(0, plate.size - 1, lengths[plate.name]).round().astype(int), plate.size
+            )
+            for plate in self.plates
+        }
 
     def at(self, z: Values, rows: dict[str, Array], key: int = 0) -> Seen:
         """What is seen of the rows, by all devices one after the other."""
