@@ -19,7 +19,7 @@ import numpyro.distributions as dist
 import pytest
 import xarray as xr
 
-from numpyro_sgmcmc import SGHMC, LongRun
+from numpyro_sgmcmc import SGHMC, CCAdL, LongRun
 from numpyro_sgmcmc.long_runs import checkpoint, running, store
 from numpyro_sgmcmc.long_runs.folder import FOLDER
 
@@ -473,3 +473,20 @@ def test_checkpoints_of_other_content(every, runs):
             wrong[words] = f"{type(error).__name__}: {error}"
     assert not wrong, "\n".join(f"{k}: {v[:400]}" for k, v in wrong.items())
     assert told
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rows", ["strata", "importance"])
+def test_a_store_of_rows_that_are_not_drawn_alike(rows, tmp_path):
+    """What the tuning has found of them goes to the checkpoint, and comes back."""
+    y = jnp.asarray(np.random.default_rng(0).standard_normal(2_000), jnp.float32)
+    options = {"strata": np.arange(2_000) % 2} if rows == "strata" else {"subsampling": rows}
+
+    def drawn(path, samples):
+        sampler = CCAdL(late().given.model, progress_bar=False, **options)
+        mcmc = long_run(path, sampler, num_samples=samples)
+        mcmc.run(KEY, y)
+        return mcmc.get_samples()["mu"]
+
+    drawn(tmp_path / "run.zarr", 20)
+    assert np.array_equal(drawn(tmp_path / "run.zarr", 40), drawn(None, 40))

@@ -4,12 +4,14 @@
 """
 Values as JSON and arrays: what is read of them is data, whoever wrote them, and never a program.
 
-A value is None, a truth value, number, word or array, or a list, tuple, mapping by words or
-``NamedTuple`` of values. In JSON the latter are mappings with a single entry, ``{"array": 3}``,
-``{"tuple": [...]}``, ``{"mapping": {...}}`` and ``{"record": ["Moments", {...}]}``.
+A value is None, a truth value, number, word or array, or a list, tuple, mapping by words,
+``NamedTuple`` or dataclass of values. In JSON the latter are mappings with a single entry,
+``{"array": 3}``, ``{"tuple": [...]}``, ``{"mapping": {...}}`` and
+``{"record": ["Moments", {...}]}``.
 """
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -47,7 +49,8 @@ def as_words(value: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) ->
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         return {"mapping": {name: as_words(x, arrays, kinds) for name, x in value.items()}}
     if type(value) in kinds.values():
-        fields = {name: as_words(x, arrays, kinds) for name, x in value._asdict().items()}
+        kind: Any = type(value)
+        fields = {name: as_words(getattr(value, name), arrays, kinds) for name in _hints(kind)}
         return {"record": [type(value).__name__, fields]}
     if type(value) is tuple:
         return {"tuple": [as_words(x, arrays, kinds) for x in value]}
@@ -76,7 +79,7 @@ def from_words(words: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) 
                 return {name: value(x) for name, x in items.items()}
             case {"record": [str(name), dict(fields)]} if name in kinds:
                 kind: Any = kinds[name]
-                if set(fields) == set(kind._fields):
+                if set(fields) == set(_hints(kind)):
                     found = kind(**{field: value(x) for field, x in fields.items()})
                     if is_of_type(found, kind):
                         return found
@@ -119,4 +122,5 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _is_record(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+    is_named = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return is_named or isinstance(kind, type) and is_dataclass(kind)
