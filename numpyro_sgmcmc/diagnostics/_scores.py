@@ -15,6 +15,7 @@ import numpy as np
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_uniform
 
+from numpyro_sgmcmc.converters import instance, one_of, random_key, whole
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, group
 from numpyro_sgmcmc.results.facts import parameters, variable_name
@@ -45,7 +46,14 @@ class RunModel(NamedTuple):
     kwargs: dict | None = None
 
     def or_of(self, *runs: Run) -> "RunModel":
-        """This one if it is known, and else that of the first ``MCMC`` object."""
+        """
+        This one if it is known, and else that of the first ``MCMC`` object.
+
+        :raises ValueError: if it is none.
+        """
+        instance("model", self.model, Callable | None, "a function with NumPyro primitives")
+        instance("model_args", self.args, tuple | list, "a tuple, such as `(x, y)`")
+        instance("model_kwargs", self.kwargs, dict | None, "a dict")
         if self.model is None:
             for run in runs:
                 if isinstance(run, MCMC):
@@ -80,10 +88,8 @@ def scores_of(
     :param str scores: ``"full"``, ``"minibatch"`` or ``"auto"``.
     :raises ValueError: if the model is not known, or does not belong to the draws.
     """
-    if scores not in ("auto", "full", "minibatch"):
-        raise ValueError(f"`scores` must be 'auto', 'full' or 'minibatch'; got {scores!r}.")
-    if draws < 2:
-        raise ValueError(f"`draws` must be at least 2; got {draws}.")
+    one_of("scores", scores, ("auto", "full", "minibatch"))
+    draws, key = whole("draws", draws, least=2), random_key(rng_key)
     model, args, kwargs = run_model.or_of(run)
     if model is None:
         raise ValueError(
@@ -102,7 +108,7 @@ def scores_of(
     if exact:
         found = _full_scores(target, every)
     else:
-        found = _estimated_scores(target, every, random.key(0) if rng_key is None else rng_key)
+        found = _estimated_scores(target, every, key)
     temperature = float(data.attrs.get("temperature", 1.0))
     return Scores(
         flat.astype(np.float64),

@@ -12,6 +12,7 @@ from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 import pandas as pd
 
+from numpyro_sgmcmc.converters import MOST_OF_64_BITS, array, whole
 from numpyro_sgmcmc.diagnostics._sandwich import RARE, Sandwich, sandwich_of
 from numpyro_sgmcmc.diagnostics._scores import checked_target, constrained, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
@@ -295,7 +296,9 @@ def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
         return {}
     found = {}
     for name, x in _by_plate("weights", weights, target).items():
-        x = np.asarray(x, np.float64)
+        if x.dtype.kind not in "biuf":
+            raise ValueError(f"`weights` must be positive numbers; got {x.dtype}.")
+        x = x.astype(np.float64)
         bad = ~np.isfinite(x) | (x <= 0)
         if bad.any():
             k = int(np.argmax(bad))
@@ -323,6 +326,7 @@ def _by_plate(what: str, given: Any, target: Target) -> dict[str, Any]:
         raise ValueError(
             f"`{what}` is for plates {unknown}, but the subsampled plates are {sorted(plates)}."
         )
+    given = {name: array(f"{what}[{name!r}]", x) for name, x in given.items()}
     for name, x in given.items():
         if np.shape(x) != (plates[name],):
             raise ValueError(
@@ -338,6 +342,7 @@ def _unseen(population: int | None, number: int) -> float:
     """
     if population is None:
         return 1.0
+    population = whole("population", population, most=MOST_OF_64_BITS)
     if population < number:
         raise ValueError(f"`population` is {population:,}, but the data have {number:,} of it.")
     return 1 - number / population

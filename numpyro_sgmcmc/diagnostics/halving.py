@@ -3,7 +3,7 @@
 
 """The bias of expectations, from a second run with half the step size."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax import Array, random
@@ -12,6 +12,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
+from numpyro_sgmcmc.converters import instance, random_key, whole
 from numpyro_sgmcmc.diagnostics._scores import check_rows_of
 from numpyro_sgmcmc.diagnostics.runs import (
     Functions,
@@ -88,14 +89,15 @@ def step_halving(
         >>> bool(abs(row.extrapolated - 0.01) < 4 * row.bias_error)  # the posterior's
         True
     """
+    key = random.key(1) if rng_key is None else random_key(rng_key)
+    order = None if order is None else whole("order", order)
+    instance("functions", functions, Callable | None, "a function of the values of one draw")
     if halved is None:
-        halved = _run_again(run, rng_key)
+        halved = _run_again(run, key)
     coarse, fine = as_data(run), as_data(halved)
     _check_pair(coarse.attrs, fine.attrs)
     if order is None:
         order = int(coarse.attrs.get("order", 1))
-    if order < 1:
-        raise ValueError(f"`order` must be 1 or more; got {order}.")
     factor = 2**order / (2**order - 1)
     draws = [draws_of(data, var_names) for data in (coarse, fine)]
     first, second = (
@@ -114,7 +116,7 @@ def step_halving(
     )
 
 
-def _run_again(run: Run, rng_key: Array | None) -> MCMC:
+def _run_again(run: Run, rng_key: Array) -> MCMC:
     """The same run with half the step size and twice as many steps."""
     kernel: Any = getattr(run, "sampler", None)
     if not hasattr(kernel, "with_step_size"):
@@ -142,7 +144,7 @@ def _run_again(run: Run, rng_key: Array | None) -> MCMC:
     )
     check_rows_of(run)
     args, kwargs = arguments_of(run)
-    again.run(random.key(1) if rng_key is None else rng_key, *args, **kwargs)
+    again.run(rng_key, *args, **kwargs)
     return again
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
+from numpyro_sgmcmc.converters import random_key, whole
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.diagnostics._scores import RunModel, positions_of, target_of
 from numpyro_sgmcmc.gradients.covariance import Full
@@ -81,6 +82,7 @@ def gradient_noise(
         True
     """
     settings, state = _settings_and_state(mcmc)
+    max_rows, key = whole("max_rows", max_rows, least=2), random_key(rng_key)
     target = target_of(RunModel(None).or_of(mcmc))
     target = target._replace(scheme=SCHEMES[settings["subsampling"]])
     plates, size = target.view.plates, target.view.dimension
@@ -92,7 +94,7 @@ def gradient_noise(
             f" {_LARGEST_SPECTRUM}: it needs a matrix of {size:,} x {size:,}. The mean of the"
             " eigenvalues is `to_arviz(mcmc).attrs['noise_variance']` of a tuned run."
         )
-    rows_key, model_key = random.split(random.key(0) if rng_key is None else rng_key)
+    rows_key, model_key = random.split(key)
     rows = _some_rows(target, rows_key, max_rows)
     # the oracle is for a minibatch of these rows, the sampler has another
     factors = {

@@ -13,6 +13,7 @@ import jax
 from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 
+from numpyro_sgmcmc.converters import positive
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
@@ -309,7 +310,7 @@ class SGMCMCKernel(MCMCKernel):
         :param int steps_per_sample: number of steps between two samples, if that is to be
             another one too.
         """
-        step_size = arguments.positive("step_size", step_size)
+        step_size = positive("step_size", step_size)
         each = self.steps_per_sample if steps_per_sample is None else steps_per_sample
         values: dict[str, Any] = {"step_size": step_size, "steps_per_sample": each}
         tuning = self.tuning

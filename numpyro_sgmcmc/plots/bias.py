@@ -12,6 +12,7 @@ from numpyro.infer import MCMC
 from scipy import stats
 import xarray as xr
 
+from numpyro_sgmcmc.converters import instance
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import (
     Run,
@@ -111,7 +112,7 @@ def plot_bias(
     """
     data, step_sizes = _sorted_runs(runs)
     if axes is None:
-        panels = new_axes(3, figsize or (10.0, 7.0), sharex=True, height_ratios=(3, 1, 1))
+        panels = new_axes(3, figsize, (10.0, 7.0), sharex=True, height_ratios=(3, 1, 1))
     else:
         panels = given_axes(axes, 3, "for errors, effective sample sizes and R-hat")
     compared = data if reference is None else [*data, as_data(reference)]
@@ -147,6 +148,7 @@ def _sorted_runs(runs: Sequence[Run] | Mapping[str, Run]) -> tuple[list[Any], li
             "`runs` is a single run, but must be a list or a dict of runs that differ in their step"
             " size: `plot_bias([first, second])`."
         )
+    instance("runs", runs, list | tuple | Mapping, "a list or a dict of runs")
     named = runs if isinstance(runs, Mapping) else dict(enumerate(runs))
     found = []
     for name, run in named.items():

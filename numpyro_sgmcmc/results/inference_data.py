@@ -19,6 +19,15 @@ from numpyro.handlers import uncondition
 from numpyro.infer import MCMC, Predictive
 import xarray as xr
 
+from numpyro_sgmcmc.converters import (
+    MOST_OF_64_BITS,
+    instance,
+    positive,
+    random_key,
+    shown,
+    truth,
+    whole,
+)
 from numpyro_sgmcmc.results.facts import (
     attributes,
     latent_shapes,
@@ -141,7 +150,14 @@ def to_arviz(
     import arviz
 
     args, kwargs = arguments_of(mcmc)
-    key = random.key(0) if rng_key is None else rng_key
+    log_likelihood = truth("log_likelihood", log_likelihood)
+    posterior_predictive = truth("posterior_predictive", posterior_predictive)
+    constant_data = truth("constant_data", constant_data)
+    key, max_values = random_key(rng_key), whole("max_values", max_values, most=MOST_OF_64_BITS)
+    for name, given in (("coords", coords), ("dims", dims), ("attrs", attrs)):
+        instance(name, given, Mapping | None, "a dict")
+    if sampling_time is not None:
+        sampling_time = positive("sampling_time", sampling_time, zero=True)
     _warn_if_nonfinite(mcmc)
     _warn_if_friction_is_exceeded(mcmc)
     _warn_if_seldom_exchanged(mcmc)
@@ -292,7 +308,14 @@ def marginal_of(mcmc: MCMC) -> Marginal | None:
 
 
 def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:
-    """The arguments of the model in the run."""
+    """
+    The arguments of the model in the run.
+
+    :raises TypeError: if it is none.
+    :raises ValueError: if it has no draws.
+    """
+    if not isinstance(mcmc, MCMC):
+        raise TypeError(f"`mcmc` must be an `MCMC` object after its run; got {shown(mcmc)}.")
     if mcmc.last_state is None:
         raise ValueError("The `MCMC` object has no draws yet: call `mcmc.run(...)` first.")
     return as_arrays(arguments(mcmc))
