@@ -122,16 +122,23 @@ def names(name: str, value: Any) -> list[str]:
     return list(found)
 
 
-def random_key(value: Any, name: str = "rng_key") -> Array:
+def random_key(value: Any) -> Array:
+    """A random key, an argument ``rng_key`` that may be left out."""
+    return random.key(0) if value is None else given_key(value)
+
+
+def given_key(value: Any, chains: int | None = 1) -> Array:
     """
-    :param value: None is ``jax.random.key(0)``.
-    :raises ValueError: if ``value`` is not a single random key.
+    :param chains: as many keys will do as well; None is any number of them.
+    :raises ValueError: if ``value`` is not a random key, of whichever kind.
     """
-    if value is None:
-        return random.key(0)
-    if not is_prng_key(value):
+    count = 0 if is_prng_key(value) else len(getattr(value, "shape", ()) and value)
+    is_of_chains = count > 0 and chains in (None, count) and is_prng_key(value[0])
+    if not is_prng_key(value) and not is_of_chains:
+        several = f", or one for each of {chains} chains" if chains and chains > 1 else ""
         raise ValueError(
-            f"`{name}` must be a random key, such as `jax.random.key(0)`; got {shown(value)}."
+            f"`rng_key` must be a random key, such as `jax.random.key(0)`{several}; got"
+            f" {shown(value)}."
         )
     return value
 

@@ -212,3 +212,87 @@ def test_what_jax_cannot_count_is_refused(value):
 def test_what_is_infinite_or_zero_in_single_precision_is_refused(value):
     with pytest.raises(ValueError, match="positive finite .*, beyond what float32 holds"):
         CCAdL(model, step_size=value)
+
+
+@pytest.mark.parametrize("value", [None, 5, np.int64(5), "a", np.array([1, 2]), 1.0])
+@pytest.mark.parametrize("kind", [MCMC, LongRun])
+def test_what_is_no_random_key_is_refused(kind, value):
+    mcmc = kind(CCAdL(model, 0.05, 10.0), num_warmup=1, num_samples=1, progress_bar=False)
+    with pytest.raises(ValueError, match="`rng_key` must be a random key, such as"):
+        mcmc.run(value, np.zeros(40, np.float32))
+    with pytest.raises(ValueError, match="`rng_key` must be a random key, such as"):
+        CCAdL(model).tune(value, np.zeros(40, np.float32))
+
+
+def test_keys_of_chains_are_as_many_as_these():
+    mcmc = LongRun(CCAdL(model, 0.05, 10.0), num_warmup=1, num_samples=1, num_chains=2)
+    with pytest.raises(ValueError, match="or one for each of 2 chains; got"):
+        mcmc.run(jax.random.split(jax.random.key(0), 3), np.zeros(40, np.float32))
+
+
+def effects(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("groups", len(y), subsample_size=20) as g:
+        a = numpyro.sample("a", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(a, 1), obs=y[g])
+
+
+def a_run(of, **options):
+    mcmc = MCMC(
+        CCAdL(of, step_size=0.05, friction=10.0, progress_bar=False),
+        num_warmup=100,
+        num_samples=200,
+        progress_bar=False,
+    )
+    y = np.random.default_rng(0).normal(size=200).astype(np.float32)
+    mcmc.run(jax.random.key(0), y, **options)
+    return mcmc
+
+
+def functions():
+    """Functions of a run, with arguments that are right."""
+    mcmc = a_run(model, extra_fields=("kinetic_temperature", "thermostat"))
+    data, halved = to_arviz(mcmc), to_arviz(mcmc, attrs={"step_size": 0.025})
+
+    def scores(mcmc, var_name=None, rng_key=None):
+        return predictive_scores(mcmc, np.zeros(20), var_name=var_name, rng_key=rng_key)
+
+    of_data = (autocorrelation_time, kinetic_temperature, moments, plot_stein, plot_temperature)
+    found = {f.__name__: (f, {"run": data}) for f in (*of_data, stein_matrix, summary)}
+    of_run = (calibrated, debiased, gradient_noise, growth, loo, to_arviz)
+    found |= {f.__name__: (f, {"mcmc": mcmc}) for f in of_run}
+    return found | {
+        "certify": (certify, {"mcmc": mcmc, "num_draws": 100}),
+        "compare": (compare, {"runs": {"a": mcmc}, "reference": data}),
+        "kernel_stein_discrepancy": (kernel_stein_discrepancy, {"run": mcmc}),
+        "local_draws": (local_draws, {"mcmc": a_run(effects)}),
+        "plot_bias": (plot_bias, {"runs": [data, halved]}),
+        "plot_calibrated": (plot_calibrated, {"found": calibrated(mcmc)}),
+        "plot_noise_spectrum": (plot_noise_spectrum, {"noise": gradient_noise(mcmc)}),
+        "predictive_scores": (scores, {"mcmc": mcmc}),
+        "stein_matrix": (stein_matrix, {"run": mcmc}),
+        "step_halving": (step_halving, {"run": mcmc, "halved": halved}),
+    }
+
+
+#: Whose names are those of what they must be: "A run is an `MCMC` object ...".
+RUNS = ("run", "runs", "halved", "reference", "mcmc", "noise")
+
+
+@pytest.mark.nightly
+def test_functions_of_a_run_use_or_refuse_whatever_they_are_given(tmp_path, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.chdir(tmp_path)
+    for case, (function, valid) in functions().items():
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind != p.VAR_KEYWORD]
+        wrong, _ = attacked(function, valid, names)
+        plt.close("all")
+        wrong = {
+            (name, label): said
+            for (name, label), said in wrong.items()
+            if not (name in RUNS and said.startswith("does not name it"))
+            # a model that raises is the user's
+            and not (name == "model" and "lambda" in said)
+        }
+        assert not wrong, case

@@ -188,6 +188,8 @@ def target_of(run_model: RunModel) -> Target:
 def _thinned(data: Any, target: Target, draws: int) -> dict[str, np.ndarray]:
     """Values of the latent sites at evenly spaced draws, shape (chains, draws, ...)."""
     known, latents = group(data, "posterior"), sorted(target.view.latents)
+    if not latents:
+        raise ValueError("The model has no latent sites: give that of this run as `model`.")
     missing = [name for name in latents if known is None or variable_name(name) not in known]
     if missing:
         raise ValueError(

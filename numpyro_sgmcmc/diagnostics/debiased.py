@@ -221,7 +221,7 @@ def debiased(
         True
     """
     args, kwargs = arguments_of(mcmc)
-    quantiles = [share("quantiles", p) for p in array("quantiles", quantiles)]
+    quantiles = [share("quantiles", p) for p in np.atleast_1d(array("quantiles", quantiles))]
     if num_draws is not None:
         num_draws = whole("num_draws", num_draws, least=_FEWEST)
     key = random_key(rng_key)

@@ -73,7 +73,8 @@ def draws_of(data: Any, var_names: str | Sequence[str] | None = None) -> xr.Data
         unknown = [name for name in var_names if name not in posterior]
         if unknown:
             raise ValueError(
-                f"The posterior has no variables {unknown}; it has {sorted(posterior.data_vars)}."
+                f"`var_names`: the posterior has no variables {unknown}; it has"
+                f" {sorted(posterior.data_vars)}."
             )
         posterior = posterior[var_names]
     bad = {

@@ -13,7 +13,7 @@ import jax
 from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_sgmcmc.converters import positive
+from numpyro_sgmcmc.converters import given_key, positive
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
@@ -296,6 +296,7 @@ class SGMCMCKernel(MCMCKernel):
             >>> print(str(tuning).splitlines()[0])
             step size 1, friction 0.7, 4 steps per sample, dense metric
         """
+        rng_key = given_key(rng_key)
         args, kwargs = self.context.without_room(self.given.model, args, kwargs)
         self.context.read(self, args, kwargs)
         target = self.context.target(self.given, args, kwargs)

@@ -166,7 +166,7 @@ class SGHMC(MomentumKernel):
                 if splitting and not splitting.gradient_before_middle:
                     check_not_matrix_free(noise, self.integrator, "aboba")
                 return
-            given = self.noise_variance
+            given: Any = self.noise_variance
             # a value of each site may have any shape
             is_tree = isinstance(given, dict)
             given = given if is_tree else array("noise_variance", given)

@@ -18,7 +18,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 import xarray as xr
 
-from numpyro_sgmcmc.converters import instance, one_of, path, positive, truth, whole
+from numpyro_sgmcmc.converters import given_key, instance, one_of, path, positive, truth, whole
 from numpyro_sgmcmc.data.growing import without_room
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.long_runs import identity
@@ -219,6 +219,7 @@ class LongRun(HostedRun):
         :raises ValueError: if the store holds another run, or is damaged.
         """
         begin = time.monotonic()
+        rng_key = given_key(rng_key, self.num_chains)
         init_params = jax.tree.map(
             lambda x: lax.convert_element_type(x, jnp.result_type(x)), init_params
         )

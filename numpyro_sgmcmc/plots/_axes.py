@@ -44,7 +44,7 @@ def given_axes(axes: Any, count: int, what: str) -> np.ndarray:
     """
     from matplotlib.axes import Axes as Drawn
 
-    found = np.ravel(np.asarray(axes, object))
+    found = np.ravel(array("axes", axes).astype(object))
     for ax in found:
         instance("axes", ax, Drawn, "axes of matplotlib, such as those of `plt.subplots`")
     if len(found) != count:

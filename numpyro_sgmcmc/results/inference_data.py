@@ -22,6 +22,7 @@ import xarray as xr
 from numpyro_sgmcmc.converters import (
     MOST_OF_64_BITS,
     instance,
+    names,
     positive,
     random_key,
     shown,
@@ -183,7 +184,9 @@ def to_arviz(
     }
     known_values = {name: np.asarray(site["value"]) for name, site in observed.items()}
     groups: dict[str, Any] = {}
-    all_dims = plate_dims(sites) | {variable_name(k): list(v) for k, v in (dims or {}).items()}
+    all_dims = plate_dims(sites) | {
+        variable_name(k): names(f"dims[{k!r}]", v) for k, v in (dims or {}).items()
+    }
     if posterior_predictive:
         values = sum(math.prod(site["fn"].shape()) for site in observed.values())
         check_size("posterior_predictive", mcmc, values, max_values)
