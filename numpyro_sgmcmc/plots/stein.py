@@ -130,7 +130,7 @@ def _chosen(sites: list[str], var_names: str | Sequence[str] | None) -> list[str
         return sites
     chosen = names("var_names", var_names)
     if unknown := [name for name in chosen if name not in sites]:
-        raise ValueError(f"`var_names`: there are no latent sites {unknown}; choose some of {sites}.")
+        raise ValueError(f"`var_names`: the latent sites are {sites}; there are no {unknown}.")
     return chosen
 
 
