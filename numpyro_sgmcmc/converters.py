@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax import Array, random
+from jax.experimental.sparse import JAXSparse
 import jax.numpy as jnp
 import numpy as np
 from numpyro.util import is_prng_key
@@ -155,6 +156,11 @@ def array(name: str, value: Any) -> np.ndarray:
         hint = "an array" if found is None else "an array without masked entries"
         raise ValueError(f"`{name}` must be {hint}; got {shown(value)}.")
     return found
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether it is a sparse matrix, of JAX, SciPy, CuPy or PyData."""
+    return isinstance(value, JAXSparse) or (hasattr(value, "nnz") and hasattr(value, "shape"))
 
 
 def path(name: str, value: Any) -> Path:

@@ -15,13 +15,15 @@ import traceback
 import warnings
 
 import jax
+from jax.experimental.sparse import BCOO, BCSR
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, NUTS, BarkerMH, Predictive
 import pandas as pd
 import pytest
+import scipy.sparse
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import (
@@ -36,6 +38,7 @@ from numpyro_sgmcmc import (
     ApproximateScaleAdaptedSGHMC,
     CCAdL,
     Ensemble,
+    GrowingRows,
     LongRun,
     NoiseEstimate,
     Replicas,
@@ -228,6 +231,63 @@ def test_keys_of_chains_are_as_many_as_these():
     mcmc = LongRun(CCAdL(model, 0.05, 10.0), num_warmup=1, num_samples=1, num_chains=2)
     with pytest.raises(ValueError, match="or one for each of 2 chains; got"):
         mcmc.run(jax.random.split(jax.random.key(0), 3), np.zeros(40, np.float32))
+
+
+def regression(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=20) as i:
+        numpyro.sample("y", dist.Normal(x["x"][i] @ w, 1), obs=y[i])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        BCOO.fromdense,
+        BCSR.fromdense,
+        lambda x: BCOO.fromdense(x, n_batch=1),
+        scipy.sparse.csr_matrix,
+        scipy.sparse.coo_array,
+        scipy.sparse.dok_matrix,
+    ],
+)
+def test_sparse_matrices_are_refused_before_anything_is_compiled(made):
+    x, y = np.eye(3, dtype=np.float32)[np.arange(40) % 3], np.zeros(40, np.float32)
+    for kind in (MCMC, LongRun):
+        mcmc = kind(CCAdL(regression), num_warmup=1, num_samples=1, progress_bar=False)
+        with pytest.raises(ValueError, match=r"Argument 'x\['x'\]' .* sparse matrix.* `.todense"):
+            mcmc.run(jax.random.key(0), {"x": made(x)}, y)
+    with pytest.raises(ValueError, match=r"`arrays\[0\]` must be"):
+        spread_rows(jax.make_mesh((1,), ("rows",)), made(x))
+    with pytest.raises(TypeError, match="is a sparse matrix"):
+        RowsOnDisk(made(x))
+
+
+def of_shape(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with numpyro.plate("rows", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def of_mean(y):
+    numpyro.sample("mu", dist.Normal(y.mean(), 10))
+
+
+def of_rows(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with numpyro.plate("rows", 150) as i:
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+
+@pytest.mark.parametrize("own", [of_shape, of_mean, of_rows])
+def test_growing_rows_say_what_other_samplers_take(own):
+    rows = GrowingRows(np.zeros(150, np.float32))
+    for kernel in (NUTS(own), BarkerMH(own)):
+        mcmc = MCMC(kernel, num_warmup=1, num_samples=1, progress_bar=False)
+        with pytest.raises((AttributeError, TypeError), match=r"is no array, .*\*rows\.arrays"):
+            mcmc.run(jax.random.key(0), *rows)
+    with pytest.raises((AttributeError, TypeError), match=r"is no array, .*\*rows\.arrays"):
+        Predictive(own, num_samples=1)(jax.random.key(0), *rows)
+    Predictive(own, num_samples=1)(jax.random.key(0), *rows.arrays)
 
 
 def effects(y):

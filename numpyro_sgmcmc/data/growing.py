@@ -25,6 +25,13 @@ _FEWEST = 100
 _ROOM = 2
 
 
+#: What its arguments are for.
+_FOR_OTHERS = (
+    "`*rows` are arguments for the kernels of `numpyro_sgmcmc`; NUTS, `Predictive` and other"
+    " samplers take the rows that there are, `mcmc.run(rng_key, *rows.arrays)`."
+)
+
+
 class Known(NamedTuple):
     """
     Which rows are known: as many, of this version of them.
@@ -64,6 +71,14 @@ class RowsSoFar(NamedTuple):
 
     values: Array | RowsSoFarOnDisk
     known: Known
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"A `GrowingRows` is no array, and has no `{name}`: {_FOR_OTHERS}")
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int | slice):
+            return tuple.__getitem__(self, index)
+        raise TypeError(f"A `GrowingRows` is no array, and has no rows by numbers: {_FOR_OTHERS}")
 
 
 class GrowingRows:

@@ -18,6 +18,7 @@ import weakref
 import jax
 import numpy as np
 
+from numpyro_sgmcmc.converters import is_sparse
 from numpyro_sgmcmc.data.seen import Version, version_of
 
 #: More bytes than this are not read into one array: whoever asks for them wants all the rows.
@@ -98,6 +99,11 @@ def opened(source: Any) -> Source:
         raise ValueError(
             f"The source is a masked array with {np.ma.count_masked(source):,} masked entries: fill"
             " them, `x.filled(0)`, and mask the site with `numpyro.handlers.mask`."
+        )
+    if is_sparse(source):
+        raise TypeError(
+            f"{type(source).__name__} is a sparse matrix, which has no rows of numbers: write its"
+            " `.todense()`, or the columns and values of each row, padded, as arrays (N, k)."
         )
     if isinstance(source, str | Path):
         if not str(source).endswith(".npy"):
