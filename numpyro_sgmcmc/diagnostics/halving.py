@@ -3,7 +3,7 @@
 
 """The bias of expectations, from a second run with half the step size."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax import Array, random
@@ -12,7 +12,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
-from numpyro_sgmcmc.converters import instance, random_key, whole
+from numpyro_sgmcmc.converters import random_key, whole
 from numpyro_sgmcmc.diagnostics._scores import check_rows_of
 from numpyro_sgmcmc.diagnostics.runs import (
     Functions,
@@ -24,6 +24,7 @@ from numpyro_sgmcmc.diagnostics.runs import (
     values_of,
 )
 from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.run_data import check_data
 from numpyro_sgmcmc.target.host import has_traced_arguments
 
 
@@ -91,7 +92,8 @@ def step_halving(
     """
     key = random.key(1) if rng_key is None else random_key(rng_key)
     order = None if order is None else whole("order", order)
-    instance("functions", functions, Callable | None, "a function of the values of one draw")
+    if functions is not None:
+        values_of(functions, draws_of(as_data(run), var_names))  # before another run
     if halved is None:
         halved = _run_again(run, key)
     coarse, fine = as_data(run), as_data(halved)
@@ -144,6 +146,7 @@ def _run_again(run: Run, rng_key: Array) -> MCMC:
     )
     check_rows_of(run)
     args, kwargs = arguments_of(run)
+    check_data(run, "Halve the steps of")
     again.run(rng_key, *args, **kwargs)
     return again
 

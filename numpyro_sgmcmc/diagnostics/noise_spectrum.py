@@ -16,11 +16,12 @@ import xarray as xr
 
 from numpyro_sgmcmc.converters import random_key, whole
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.diagnostics._scores import RunModel, positions_of, target_of
+from numpyro_sgmcmc.diagnostics._scores import check_rows_of, positions_of
 from numpyro_sgmcmc.gradients.covariance import Full
 from numpyro_sgmcmc.gradients.estimators import per_example_gradient, sub_batch_gradient
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.kept_draws import kept_draws
+from numpyro_sgmcmc.results.run_data import check_data, target_of
 from numpyro_sgmcmc.target.handlers import Plate
 from numpyro_sgmcmc.target.potential import ravel
 from numpyro_sgmcmc.target.target import Target
@@ -83,7 +84,9 @@ def gradient_noise(
     """
     settings, state = _settings_and_state(mcmc)
     max_rows, key = whole("max_rows", max_rows, least=2), random_key(rng_key)
-    target = target_of(RunModel(None).or_of(mcmc))
+    check_rows_of(mcmc)
+    target = target_of(mcmc.sampler.model, *arguments_of(mcmc))
+    check_data(mcmc, "Look at", target)
     target = target._replace(scheme=SCHEMES[settings["subsampling"]])
     plates, size = target.view.plates, target.view.dimension
     if not plates:

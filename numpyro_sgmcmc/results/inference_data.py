@@ -46,6 +46,7 @@ from numpyro_sgmcmc.results.kept_rows import (
     subsampled_plates,
 )
 from numpyro_sgmcmc.results.parts import of_each
+from numpyro_sgmcmc.results.run_data import check_data
 from numpyro_sgmcmc.stein import advice, problem_of_undone_steps
 from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.host import arguments, view_of
@@ -165,6 +166,8 @@ def to_arviz(
     stein = stein_of(mcmc)
     if stein is not None and (problem := stein.problem()) is not None:
         warnings.warn(advice(problem), stacklevel=2)
+    if log_likelihood or posterior_predictive:
+        check_data(mcmc, "Evaluate")
     mcmc = kept_draws(mcmc)
     draws = mcmc.get_samples(group_by_chain=True)
     model, draws, chosen = keep_rows(mcmc.sampler.model, draws, args, kwargs, rows, key)

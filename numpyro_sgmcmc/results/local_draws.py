@@ -26,6 +26,7 @@ from numpyro_sgmcmc.results.kept_rows import (
     site_shapes,
     subsampled_plates,
 )
+from numpyro_sgmcmc.results.run_data import check_data
 
 
 def local_draws(
@@ -101,6 +102,7 @@ def local_draws(
             "The model has no latent sites inside of subsampled plates: all of them are in"
             " `mcmc.get_samples()`."
         )
+    check_data(mcmc, "Draw the groups of")
     draws = kept_draws(mcmc).get_samples(group_by_chain=True)
     chains, length = next(iter(draws.values())).shape[:2]
     numbers = np.unique(np.linspace(0, length - 1, min(num_draws, length)).round().astype(int))

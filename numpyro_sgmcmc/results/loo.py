@@ -37,6 +37,7 @@ from numpyro_sgmcmc.results.kept_rows import (
     subsampled_plates,
 )
 from numpyro_sgmcmc.results.parts import of_each
+from numpyro_sgmcmc.results.run_data import check_data
 from numpyro_sgmcmc.target.handlers import Plate
 
 #: Selection whose log likelihood is computed at once.
@@ -119,6 +120,7 @@ def loo(
     pointwise = None if pointwise is None else truth("pointwise", pointwise)
     instance("var_name", var_name, str | None, "the name of a site")
     observations = array("observations", observations)
+    check_data(mcmc, "Score")
     model, draws = mcmc.sampler.model, kept_draws(mcmc).get_samples(group_by_chain=True)
     sites = site_shapes(model, draws, args, kwargs)
     plates = subsampled_plates(sites)
