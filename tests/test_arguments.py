@@ -69,7 +69,7 @@ from numpyro_sgmcmc import (
     summary,
     to_arviz,
 )
-from numpyro_sgmcmc.converters import MOST, positive, truth, whole
+from numpyro_sgmcmc.data.converters import MOST, positive, truth, whole
 
 COMPILE_QUICKLY = True
 

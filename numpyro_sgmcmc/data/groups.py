@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 
-from numpyro_sgmcmc.converters import array, whole
+from numpyro_sgmcmc.data.converters import array, whole
 
 #: Of so many entries for each row something is said; with so many the remedy is content.
 _MUCH_PADDING, _LITTLE_PADDING = 4.0, 1.5

@@ -32,7 +32,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from numpyro_sgmcmc.converters import array, shown
+from numpyro_sgmcmc.data.converters import array, shown
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, on_disk
 from numpyro_sgmcmc.data.spread_on_disk import SpreadRowsOnDisk
 

@@ -18,7 +18,7 @@ import weakref
 import jax
 import numpy as np
 
-from numpyro_sgmcmc.converters import is_sparse
+from numpyro_sgmcmc.data.converters import is_sparse
 from numpyro_sgmcmc.data.seen import Version, version_of
 
 #: More bytes than this are not read into one array: whoever asks for them wants all the rows.

@@ -7,7 +7,7 @@ from typing import Any
 
 import xarray as xr
 
-from numpyro_sgmcmc.converters import one_of
+from numpyro_sgmcmc.data.converters import one_of
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, passes_per_draw
 
 _UNITS = ("draws", "steps", "passes")

@@ -14,7 +14,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 from scipy import stats
 
-from numpyro_sgmcmc.converters import MOST_OF_64_BITS, array, whole
+from numpyro_sgmcmc.data.converters import MOST_OF_64_BITS, array, whole
 from numpyro_sgmcmc.diagnostics._sandwich import RARE, Sandwich, sandwich_of
 from numpyro_sgmcmc.diagnostics._scores import checked_target, constrained, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws

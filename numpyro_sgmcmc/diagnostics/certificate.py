@@ -11,7 +11,7 @@ import numpy as np
 from numpyro.infer import MCMC
 import pandas as pd
 
-from numpyro_sgmcmc.converters import random_key, whole
+from numpyro_sgmcmc.data.converters import random_key, whole
 from numpyro_sgmcmc.diagnostics._mixture import fitted
 from numpyro_sgmcmc.diagnostics._scores import constrained, exact_target, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws

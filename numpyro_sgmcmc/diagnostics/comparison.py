@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from numpyro_sgmcmc.converters import truth, whole
+from numpyro_sgmcmc.data.converters import truth, whole
 from numpyro_sgmcmc.diagnostics._scores import RunModel, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import discrepancy_of
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, effective_sizes, flat_draws

@@ -16,7 +16,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
-from numpyro_sgmcmc.converters import array, random_key, share, whole
+from numpyro_sgmcmc.data.converters import array, random_key, share, whole
 from numpyro_sgmcmc.diagnostics._coupled import CHAINS, Levels, coupled
 from numpyro_sgmcmc.diagnostics._scores import constrained, exact_target, positions_of
 from numpyro_sgmcmc.diagnostics.runs import (

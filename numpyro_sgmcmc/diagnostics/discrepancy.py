@@ -13,7 +13,7 @@ from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.converters import array, one_of
+from numpyro_sgmcmc.data.converters import array, one_of
 from numpyro_sgmcmc.diagnostics._scores import RunModel, Scores, scores_of
 from numpyro_sgmcmc.diagnostics.runs import Run
 from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, from_covariance

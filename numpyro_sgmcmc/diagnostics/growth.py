@@ -12,7 +12,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 from scipy import stats
 
-from numpyro_sgmcmc.converters import shown
+from numpyro_sgmcmc.data.converters import shown
 from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
 
 #: Rows disagree if chance explains what is seen with less than this probability.

@@ -12,7 +12,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
-from numpyro_sgmcmc.converters import random_key, whole
+from numpyro_sgmcmc.data.converters import random_key, whole
 from numpyro_sgmcmc.diagnostics._scores import check_rows_of
 from numpyro_sgmcmc.diagnostics.runs import (
     Functions,

@@ -14,7 +14,7 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
-from numpyro_sgmcmc.converters import random_key, whole
+from numpyro_sgmcmc.data.converters import random_key, whole
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.diagnostics._scores import check_rows_of, positions_of
 from numpyro_sgmcmc.gradients.covariance import Full

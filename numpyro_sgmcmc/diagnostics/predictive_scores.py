@@ -14,7 +14,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
-from numpyro_sgmcmc.converters import instance, random_key
+from numpyro_sgmcmc.data.converters import instance, random_key
 from numpyro_sgmcmc.diagnostics._pooled import of_numbers, pooled, shapes_of
 from numpyro_sgmcmc.diagnostics._proper_scores import scores_of, standard_error
 from numpyro_sgmcmc.results.facts import variable_name

@@ -13,7 +13,7 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
-from numpyro_sgmcmc.converters import instance, names
+from numpyro_sgmcmc.data.converters import instance, names
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import to_arviz
 

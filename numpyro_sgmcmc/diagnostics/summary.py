@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from numpyro_sgmcmc.converters import instance
+from numpyro_sgmcmc.data.converters import instance
 from numpyro_sgmcmc.diagnostics.calibrated import Calibrated
 from numpyro_sgmcmc.diagnostics.debiased import Debiased
 from numpyro_sgmcmc.diagnostics.runs import (

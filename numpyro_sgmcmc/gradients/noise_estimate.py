@@ -11,7 +11,7 @@ from typing import Any
 from jax import Array, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.converters import one_of, whole
+from numpyro_sgmcmc.data.converters import one_of, whole
 from numpyro_sgmcmc.data.subsampling import sub_batches
 from numpyro_sgmcmc.gradients.covariance import (
     LANCZOS_STEPS,

@@ -12,7 +12,7 @@ import jax
 from jax import Array, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.converters import one_of, positive
+from numpyro_sgmcmc.data.converters import one_of, positive
 from numpyro_sgmcmc.gradients.covariance import FEW_LANCZOS_STEPS, LANCZOS_STEPS
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance

@@ -10,7 +10,7 @@ from typing import Any
 from jax import Array
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.converters import positive, share, whole
+from numpyro_sgmcmc.data.converters import positive, share, whole
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 from numpyro.util import is_prng_key
 
-from numpyro_sgmcmc.converters import given_key
+from numpyro_sgmcmc.data.converters import given_key
 from numpyro_sgmcmc.data.growing import known_of
 from numpyro_sgmcmc.data.sharding import found_shards
 from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed, with_chains

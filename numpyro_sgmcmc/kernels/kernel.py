@@ -13,7 +13,7 @@ import jax
 from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 
-from numpyro_sgmcmc.converters import given_key, positive
+from numpyro_sgmcmc.data.converters import given_key, positive
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments

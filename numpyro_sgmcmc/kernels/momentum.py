@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from jax import Array, random
 
-from numpyro_sgmcmc.converters import positive
+from numpyro_sgmcmc.data.converters import positive
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
 from numpyro_sgmcmc.kernels.state import Fixed
 from numpyro_sgmcmc.target.handlers import Model

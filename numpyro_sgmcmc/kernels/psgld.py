@@ -11,7 +11,7 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.converters import positive, whole
+from numpyro_sgmcmc.data.converters import positive, whole
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.integrators import langevin
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel

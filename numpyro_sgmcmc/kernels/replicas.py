@@ -12,7 +12,7 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.converters import array, instance, shown, whole
+from numpyro_sgmcmc.data.converters import array, instance, shown, whole
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.target.handlers import count_of

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax import Array, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.converters import positive
+from numpyro_sgmcmc.data.converters import positive
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
 from numpyro_sgmcmc.kernels.momentum import fresh_momentum

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import numpy as np
 from numpyro.infer.initialization import init_to_uniform
 
-from numpyro_sgmcmc.converters import instance, one_of, positive, shown, truth, whole
+from numpyro_sgmcmc.data.converters import instance, one_of, positive, shown, truth, whole
 from numpyro_sgmcmc.data.fingerprint import description_of
 from numpyro_sgmcmc.data.sharding import checked_mesh
 from numpyro_sgmcmc.data.subsampling import SCHEMES

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import brentq
 
-from numpyro_sgmcmc.converters import array, one_of, shown, whole
+from numpyro_sgmcmc.data.converters import array, one_of, shown, whole
 from numpyro_sgmcmc.gradients.covariance import Covariance, Diagonal
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import (

@@ -10,7 +10,7 @@ from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.converters import one_of, positive
+from numpyro_sgmcmc.data.converters import one_of, positive
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
 from numpyro_sgmcmc.kernels.integrators import drift, euler_kick, ornstein_uhlenbeck, thermostat
 from numpyro_sgmcmc.kernels.kernel import Traits

@@ -18,7 +18,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 import xarray as xr
 
-from numpyro_sgmcmc.converters import given_key, instance, one_of, path, positive, truth, whole
+from numpyro_sgmcmc.data.converters import given_key, instance, one_of, path, positive, truth, whole
 from numpyro_sgmcmc.data.growing import without_room
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.long_runs import identity

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_sgmcmc.converters import array, instance, positive, shown
+from numpyro_sgmcmc.data.converters import array, instance, positive, shown
 
 #: A ``matplotlib.axes.Axes``, which is imported when something is drawn.
 Axes = Any

@@ -12,7 +12,7 @@ from numpyro.infer import MCMC
 from scipy import stats
 import xarray as xr
 
-from numpyro_sgmcmc.converters import instance, names
+from numpyro_sgmcmc.data.converters import instance, names
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import (
     Run,

@@ -6,7 +6,7 @@
 import numpy as np
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc.converters import instance, share
+from numpyro_sgmcmc.data.converters import instance, share
 from numpyro_sgmcmc.diagnostics.calibrated import Calibrated
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
 from numpyro_sgmcmc.plots._axes import Axes, legend_above, single_axes, text_color

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 import xarray as xr
 
-from numpyro_sgmcmc.converters import names
+from numpyro_sgmcmc.data.converters import names
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, group
 from numpyro_sgmcmc.plots._axes import (
     ABOVE_GRID,

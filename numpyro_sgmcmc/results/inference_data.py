@@ -19,7 +19,7 @@ from numpyro.handlers import uncondition
 from numpyro.infer import MCMC, Predictive
 import xarray as xr
 
-from numpyro_sgmcmc.converters import (
+from numpyro_sgmcmc.data.converters import (
     MOST_OF_64_BITS,
     instance,
     names,

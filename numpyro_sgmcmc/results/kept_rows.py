@@ -13,7 +13,7 @@ import numpy as np
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import log_likelihood
 
-from numpyro_sgmcmc.converters import array, shown
+from numpyro_sgmcmc.data.converters import array, shown
 from numpyro_sgmcmc.data.drawn_rows import ShapeOf
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.results.parts import compiled

@@ -14,7 +14,7 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
-from numpyro_sgmcmc.converters import MOST_OF_64_BITS, path, random_key, whole
+from numpyro_sgmcmc.data.converters import MOST_OF_64_BITS, path, random_key, whole
 from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws

@@ -16,7 +16,14 @@ import numpy as np
 from numpyro.infer import MCMC
 from numpyro.infer.util import constrain_fn, unconstrain_fn
 
-from numpyro_sgmcmc.converters import MOST_OF_64_BITS, array, instance, random_key, truth, whole
+from numpyro_sgmcmc.data.converters import (
+    MOST_OF_64_BITS,
+    array,
+    instance,
+    random_key,
+    truth,
+    whole,
+)
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import (
     MAX_VALUES,

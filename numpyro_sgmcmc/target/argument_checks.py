@@ -13,7 +13,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.converters import is_sparse
+from numpyro_sgmcmc.data.converters import is_sparse
 
 #: What can be an array of JAX: truth values, whole numbers, floating point and complex numbers.
 _NUMBERS = "biufc"

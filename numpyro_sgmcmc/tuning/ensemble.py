@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from numpyro_sgmcmc.converters import instance, positive, shown, whole
+from numpyro_sgmcmc.data.converters import instance, positive, shown, whole
 from numpyro_sgmcmc.target.handlers import log_density
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.model import Values

@@ -10,7 +10,7 @@ from jax import random
 from jax.flatten_util import ravel_pytree
 import numpy as np
 
-from numpyro_sgmcmc.converters import array, instance, one_of, shown
+from numpyro_sgmcmc.data.converters import array, instance, one_of, shown
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.target.control_variate import GRADIENTS, order_of
 from numpyro_sgmcmc.target.metric import IdentityMetric, Metric, from_covariance

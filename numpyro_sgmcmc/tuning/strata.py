@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_sgmcmc.converters import MOST, array, shown
+from numpyro_sgmcmc.data.converters import MOST, array, shown
 from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.data.strata import Strata, by_labels
 from numpyro_sgmcmc.target.target import Target
