@@ -196,8 +196,8 @@ def metric_of(found: Scores, covariance: np.ndarray | None) -> DiagonalMetric | 
     is_real = covariance.dtype.kind in "iuf"
     if not is_real or covariance.shape not in ((size,), (size, size)):
         raise ValueError(
-            f"`covariance` is {covariance.dtype} of shape {covariance.shape}, but the model has"
-            f" {size} unconstrained parameters: give variances, shape ({size},), or a matrix,"
+            f"`covariance` has shape {covariance.shape} and type {covariance.dtype}, but the model"
+            f" has {size} unconstrained parameters: give variances, shape ({size},), or a matrix,"
             f" ({size}, {size})."
         )
     return from_covariance(covariance, every.mean(axis=0), jnp.result_type(float))
