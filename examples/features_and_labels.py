@@ -5,9 +5,11 @@
 
 from collections import Counter
 import csv
+from decimal import Decimal
 import io
 import math
 from pathlib import Path
+import re
 from typing import NamedTuple
 import zipfile
 
@@ -16,11 +18,17 @@ import numpy as np
 #: A fifth of the rows is held out.
 FEWEST_ROWS, MOST_CLASSES = 10, 100
 
+#: So many numbers in their order are those of columns, and not a row that happens to have them.
+MANY_NUMBERS = 6
+
 LABELS = ("label", "labels", "target", "class", "y")
 PAIRS = [("x", "y"), ("X", "y"), ("X", "Y"), ("features", "labels"), ("data", "target")]
 PAIRS += [("x_train", "y_train"), ("X_train", "y_train"), ("images", "labels")]
 
 MISSING = {"", "?", "-", "na", "n/a", "nan", "null", "none"}
+#: Names of a column that counts the rows, as tools write it.
+INDEX = {"unnamed: 0", "index", "id", "rownames", "row.names", "row", "x", "rn"}
+
 WORDS = {"true": 1.0, "false": 0.0}
 
 #: What else a file may be, by its first bytes.
@@ -124,7 +132,7 @@ def _from_text(path: Path, text: str, label: str | None) -> Data:
     delimiter = _delimiter(text)
     lines, rows = _rows(path, text, delimiter)
     commas = delimiter != ","  # of decimal fractions
-    has_header = _is_header(rows, commas)
+    has_header = _is_numbering(path, rows, commas) or _is_header(rows, commas)
     names = [f"x{k}" for k in range(len(rows[0]))]
     if has_header:
         names = [name.strip().lstrip("#").strip() for name in rows[0]]
@@ -139,8 +147,7 @@ def _from_text(path: Path, text: str, label: str | None) -> Data:
                     f" {name!r}: rename one, or leave it out."
                 )
     columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-    if columns.get("", ()) == tuple(str(k) for k in range(len(rows))):
-        del columns[""]  # the index that pandas writes
+    without_index = _drop_index(path, columns, names[0], has_header)
     if label is not None and label not in columns:
         raise UnusableFile(f"{path} has no column {label!r}; it has {', '.join(columns)}.")
     label = label or next((k for k in columns if k.lower() in LABELS), list(columns)[-1])
@@ -159,7 +166,30 @@ def _from_text(path: Path, text: str, label: str | None) -> Data:
     kind = {",": "commas", ";": "semicolons", "\t": "tabs"}.get(delimiter, "spaces")
     header = "a header" if has_header else "no header"
     seen = f"{kind}, {header}, the label in column {names.index(label) + 1}"
-    return Data(x, y, list(columns), classes, seen + (f", {label!r}" if has_header else ""))
+    seen += f", {label!r}" if has_header else ""
+    return Data(x, y, list(columns), classes, seen + without_index)
+
+
+def _drop_index(path: Path, columns: dict[str, tuple], name: str, has_header: bool) -> str:
+    """
+    Takes the numbers of the rows that pandas and R write from the columns, and says so.
+
+    :raises UnusableFile: if the first column has no name, and is no such index.
+    """
+    cells = [cell.strip() for cell in columns[name]]
+    counts = any(cells == [str(k + start) for k in range(len(cells))] for start in (0, 1))
+    # rows that were shuffled or left out keep their numbers
+    is_numbered = len(set(cells)) == len(cells) and all(cell.isdecimal() for cell in cells)
+    if has_header and not name and not is_numbered:
+        raise UnusableFile(
+            f"The first column of {path} has no name: give it one, or leave it out if it is an"
+            " index."
+        )
+    is_index = counts and (not has_header or name.lower() in INDEX)
+    if len(columns) < 3 or not (is_index or (has_header and not name)):
+        return ""
+    del columns[name]
+    return ", without the row numbers of column 1"
 
 
 def _delimiter(text: str) -> str:
@@ -227,6 +257,29 @@ def _is_header(rows: list[list[str]], commas: bool) -> bool:
     return mostly_words and (above_numbers or (all(words) and new))
 
 
+def _is_numbering(path: Path, rows: list[list[str]], commas: bool) -> bool:
+    """
+    Whether the first line has the numbers of the columns, as pandas writes them.
+
+    :raises UnusableFile: if it may as well be a row.
+    """
+    first = [cell.strip() for cell in rows[0]]
+    places = [k for k, cell in enumerate(first) if cell and not _is_word(cell, commas)]
+    numbers = [first[k] for k in places]
+    if len(places) < 2 or not any(
+        numbers == [str(k + start) for k in range(len(numbers))] for start in (0, 1)
+    ):
+        return False
+    others = [row[k].strip() for row in rows[1:] for k in places]
+    is_alike = len(places) == len(first) and all(cell.isdecimal() for cell in others)
+    if is_alike and others and len(places) < MANY_NUMBERS:
+        raise UnusableFile(
+            f"The first line of {path}, {', '.join(first)}, may be the numbers of its columns or a"
+            " row: put a line of names before it, or in its place."
+        )
+    return True
+
+
 def _check_words(path: Path, columns: dict, x: np.ndarray, places: list, commas: bool) -> None:
     words = {}
     for name, cells in columns.items():
@@ -244,13 +297,23 @@ def _check_words(path: Path, columns: dict, x: np.ndarray, places: list, commas:
 
 
 def _classes(words: tuple[str, ...], commas: bool = False) -> tuple[list[str], np.ndarray]:
-    """Labels as they are named, and as 0, 1, ...: numbers in their order, words in theirs."""
-    numbers = np.array([_number(word, commas) for word in words])
-    if np.isnan(numbers).any():
-        names, y = np.unique([word.strip() for word in words], return_inverse=True)
+    """
+    Labels as they are named, and as 0, 1, ...: numbers in their order, words in theirs. Numbers
+    with zeros before them are codes, and those of other digits are others, however long.
+    """
+    words = tuple(word.strip() for word in words)
+    truths = {word.lower() in WORDS for word in words}
+    is_code = any(re.fullmatch(r"[+-]?0[0-9]+", word) for word in words)
+    is_word = any(math.isnan(_number(word, commas)) for word in words)
+    if is_word or is_code or len(truths) > 1:
+        names, y = np.unique(words, return_inverse=True)
         return names.tolist(), y
-    values, y = np.unique(numbers, return_inverse=True)
-    return [f"{value:.10g}" for value in values], y
+    if truths == {True}:
+        words = tuple(f"{WORDS[word.lower()]:g}" for word in words)
+    values = [Decimal(word.replace(",", ".") if commas else word) for word in words]
+    order = {value: k for k, value in enumerate(sorted(set(values)))}
+    names = [f"{value.normalize():f}" if abs(value) < 1e20 else f"{value:g}" for value in order]
+    return names, np.array([order[value] for value in values])
 
 
 # --- arrays -------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import warnings
 
 import jax
 from jax import random
+from jax.experimental.sparse import BCOO
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -669,6 +670,10 @@ BAD_ARGUMENTS = {
             Y,
         ),
         "`tuning` was found without subsampling='importance'.*Tune a kernel with",
+    ),
+    "a sparse matrix of JAX": (
+        chain_of(sgld(regression), BCOO.fromdense(X), Y),
+        r"Argument 'x' of the model is a sparse matrix, a BCOO of shape \(40, 3\), of which",
     ),
     "rows that are not numbers": (
         partial(RowsOnDisk, np.array(["a", "b"])),

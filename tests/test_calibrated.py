@@ -10,6 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
+import pandas as pd
 import pytest
 
 from numpyro_sgmcmc import (
@@ -138,7 +139,9 @@ def test_what_is_said_of_the_ratio(is_right):
         alone = factor @ factor.T / np.linalg.norm(factor, axis=1)
         bends = (x @ alone) ** 2 * (w * p * (1 - p))[:, None]
         scores = scores - scores.mean(axis=0)
-        found = Sandwich(mode, factor, scores @ factor, bends, np.zeros((2, 2)), 1.0, 1.0)
+        found = Sandwich(
+            mode, factor, scores @ factor, bends, np.zeros((2, 2)), np.zeros(2), 1.0, 1.0
+        )
         stretched = found.stretch @ inverse @ found.stretch.T
         ratios.append(np.sqrt(np.diag(stretched) / np.diag(inverse)))
         errors.append(found.error_of(np.eye(2)))
@@ -153,7 +156,9 @@ def test_the_size_of_the_test(few):
         scores = rng.standard_normal((size, 2)) / size**0.5
         scores -= scores.mean(axis=0)
         bends = np.full((size, 2), 1.0 / size)
-        found = Sandwich(np.zeros(2), np.eye(2), scores, bends, np.zeros((2, 2)), 1.0, 1.0)
+        found = Sandwich(
+            np.zeros(2), np.eye(2), scores, bends, np.zeros((2, 2)), np.zeros(2), 1.0, 1.0
+        )
         rejected += found.test()[2] < 0.05
     assert rejected <= 300 * 0.05 + 4 * (300 * 0.05 * 0.95) ** 0.5
     twice = found._replace(scores=1.5 * scores)
@@ -167,7 +172,7 @@ def test_few_clusters_are_shrunk():
         scores = rng.standard_normal((size, 20)) / size**0.5
         scores -= scores.mean(axis=0)
         none = np.zeros((20, 20))
-        found = Sandwich(np.zeros(20), np.eye(20), scores, scores, none, 1.0, 1.0)
+        found = Sandwich(np.zeros(20), np.eye(20), scores, scores, none, none[0], 1.0, 1.0)
         away = np.abs(found.meat - np.cov(scores.T, bias=True) * size).max()
         assert (away < 1e-10) == same
         assert np.linalg.eigvalsh(found.meat).min() > 0.3
@@ -345,6 +350,71 @@ def test_runs_that_cannot_be_calibrated(run):
     hot.run(random.key(0), *DATA)
     with pytest.raises(ValueError, match="temperature=2.0"):
         calibrated(hot)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 49])
+def test_few_draws_say_nothing_of_intervals(run, samples):
+    draws = run.get_samples(group_by_chain=True)["b"][:, :samples]
+    few = view_of(run, run.sampler.model, {"b": draws}, DATA, {})
+    with pytest.raises(ValueError, match=f"The run has {2 * samples} draws: 100 are needed"):
+        calibrated(few)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"), [(float, np.nan), (object, None), (object, pd.NA), ("M8[D]", "NaT")]
+)
+def test_rows_of_no_cluster(run, kind, missing):
+    clusters = CLUSTER.astype("M8[D]" if kind == "M8[D]" else kind)
+    clusters[[7, 12]] = missing
+    with pytest.raises(ValueError, match="`clusters` .* not known for 2 rows, the first is row 7"):
+        calibrated(run, clusters)
+
+
+def test_clusters_of_numbers_and_words(run):
+    """One and "1" are two of them."""
+    mixed = np.where(CLUSTER < 50, CLUSTER, "").astype(object)
+    mixed[CLUSTER < 50] = CLUSTER[CLUSTER < 50]
+    mixed[CLUSTER >= 50] = [str(k - 50) for k in CLUSTER[CLUSTER >= 50]]
+    assert calibrated(run, mixed).clusters == CLUSTERS
+
+
+def bounded(site, prior, likelihood):
+    def model(y):
+        value = numpyro.sample(site, prior)
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", likelihood(value), obs=y[i])
+
+    return model
+
+
+NOISE = np.random.default_rng(1).standard_normal(1_000).astype(np.float32)
+BEYOND = {
+    "a mean beyond its bound": ("mu", dist.Uniform(0, 3), lambda m: dist.Normal(m, 1), NOISE + 3.3),
+    "a mean below zero": ("mu", dist.HalfNormal(1), lambda m: dist.Normal(m, 1), NOISE - 0.5),
+    "a scale beyond its bound": ("s", dist.Uniform(0, 1), lambda s: dist.Normal(0, s), 1.5 * NOISE),
+    "a share beyond its bound": (
+        "p", dist.Uniform(0, 0.2), dist.Bernoulli, (NOISE > 0).astype(np.float32)
+    ),
+    "a narrow prior": ("mu", dist.Normal(0, 0.01), lambda m: dist.Normal(m, 1), NOISE + 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_rows_that_contradict_the_prior(case):
+    """At a bound the draws have a width that has nothing to do with that of an estimate."""
+    site, prior, likelihood, y = BEYOND[case]
+    run = run_of(bounded(site, prior, likelihood), (y,), 200, NUTS)
+    said = f"contradict each other: these would have '{site}' .* standard errors away"
+    with pytest.raises(ValueError, match=said):
+        calibrated(run)
+
+
+def test_rows_near_a_bound_and_priors_that_say_much():
+    near = bounded("mu", dist.Uniform(0, 3), lambda m: dist.Normal(m, 1))
+    found = calibrated(run_of(near, (NOISE - NOISE.mean() + 2.9,), 500, NUTS))
+    assert 0.8 < found.table["ratio"]["mu"] < 1.2
+    informed = bounded("mu", dist.Normal(0.02, 0.03), lambda m: dist.Normal(m, 1))
+    assert calibrated(run_of(informed, (NOISE,), 500, NUTS)).table["ratio"]["mu"] > 0.8
 
 
 def crossed(y):

@@ -3,7 +3,7 @@
 
 """Certificates: weighted draws are right where the run is not, and say where they cannot be."""
 
-from functools import cache
+from functools import cache, partial
 
 from jax import random
 import jax.numpy as jnp
@@ -14,7 +14,19 @@ from numpyro.infer import MCMC, NUTS
 import pytest
 from scipy import stats
 
-from numpyro_sgmcmc import SGHMC, CCAdL, RowsOnDisk, certify
+from numpyro_sgmcmc import (
+    SGHMC,
+    CCAdL,
+    RowsOnDisk,
+    calibrated,
+    certify,
+    debiased,
+    gradient_noise,
+    loo,
+    stein_matrix,
+    step_halving,
+    to_arviz,
+)
 from numpyro_sgmcmc.diagnostics._mixture import Mixture, fitted
 from numpyro_sgmcmc.target.host import view_of
 
@@ -184,8 +196,13 @@ def test_data_that_were_changed_since():
     mcmc.run(random.key(0), x, Y)
     assert certify(mcmc, 200).k_hat < 0.7
     x[0] += 1
-    with pytest.raises(ValueError, match="not those of the run: they have been changed in place"):
-        certify(mcmc, 200)
+    functions = [certify, debiased, calibrated, loo, stein_matrix, gradient_noise, step_halving]
+    functions.append(partial(to_arviz, log_likelihood=True))
+    functions.append(partial(to_arviz, posterior_predictive=True))
+    for function in functions:
+        with pytest.raises(ValueError, match="not those of the run: they have been changed in pla"):
+            function(mcmc)
+    to_arviz(mcmc)  # the draws are what they were
 
 
 def test_runs_that_cannot_be_certified():

@@ -133,11 +133,11 @@ def test_a_run_goes_on_with_its_cycle_and_is_tuned_with_one():
 def test_what_has_no_meaning_is_refused():
     with pytest.raises(ValueError, match=r"`smallest=0\.2` .* more than `largest=0\.1`"):
         cyclical(0.1, 0.2, 10)
-    with pytest.raises(ValueError, match="`largest` .* must be positive; got nan"):
+    with pytest.raises(ValueError, match="`largest` must be a positive finite number; got nan"):
         cyclical(float("nan"), 0.2, 10)
-    with pytest.raises(ValueError, match="`steps` of a cycle must be a whole number above 1"):
+    with pytest.raises(ValueError, match="`steps` must be an integer of 2 or more; got 1"):
         cyclical(0.1, 0.01, 1)
-    with pytest.raises(ValueError, match=r"`sampling` must be a part .* got 1\.0"):
+    with pytest.raises(ValueError, match=r"`sampling` must be a number between 0 and 1; got 1\.0"):
         cyclical(0.1, 0.01, 10, 1.0)
     with pytest.raises(ValueError, match="`steps_per_sample=30` does not go with cycles of 100"):
         SGLD(gaussian_mean, cyclical(0.1, 0.01, 100), steps_per_sample=30)

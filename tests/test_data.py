@@ -3,10 +3,17 @@
 
 """Rows on disk: draws are those of the same rows in memory; what cannot be read is named."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+import errno
 from functools import partial
 import os
+from pathlib import Path
 import pickle
+import resource
 import shutil
+import socket
+from unittest.mock import Mock
 
 import h5py
 import jax
@@ -20,8 +27,17 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
 
-from numpyro_sgmcmc import SGLD, CCAdL, LongRun, NoiseEstimate, RowsOnDisk, UnreadableRows, to_arviz
-from numpyro_sgmcmc.data import seen
+from numpyro_sgmcmc import (
+    SGLD,
+    CCAdL,
+    GrowingRows,
+    LongRun,
+    NoiseEstimate,
+    RowsOnDisk,
+    UnreadableRows,
+    to_arviz,
+)
+from numpyro_sgmcmc.data import seen, sources
 from numpyro_sgmcmc.data.drawn_rows import Numbers
 from numpyro_sgmcmc.data.rows_on_disk import read_ahead
 
@@ -252,9 +268,21 @@ def without(path):
     pass
 
 
+def bound(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))  # a longer name would not do
+
+
 FILES = {
     "missing": (without, r"cannot be opened \(No such file or directory\). Give the path"),
-    "a folder": (lambda path: path.mkdir(), r"cannot be opened \(Is a directory\)"),
+    "a folder": (lambda path: path.mkdir(), r"cannot be opened \(it is no file, but a folder"),
+    "a pipe": (os.mkfifo, r"cannot be opened \(it is no file, but a folder, a pipe or a device"),
+    "a link to a pipe": (
+        lambda path: os.mkfifo(path.parent / "p") or path.symlink_to(path.parent / "p"),
+        "cannot be opened .* a pipe",
+    ),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "cannot be opened .* or a device"),
+    "a socket": (bound, r"cannot be opened \(it is no file"),
     "empty": (lambda path: path.touch(), "has 0 bytes and is not a whole .npy file .* got 0"),
     "cut off": (
         lambda path: np.save(path, ROWS) or os.truncate(path, 1_000),
@@ -271,7 +299,8 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_what_is_no_file_of_rows(kind, tmp_path):
+def test_what_is_no_file_of_rows(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     write, said = FILES[kind]
     write(tmp_path / "x.npy")
     with pytest.raises(UnreadableRows, match=f"'.*x.npy' {said}"):
@@ -384,6 +413,78 @@ def test_a_file_in_the_place_of_another(tmp_path):
     assert np.array_equal(x.read([3]), ROWS[3:4])
     with pytest.raises(UnreadableRows, match="x.npy' has been replaced by another file"):
         assert x.digest
+
+
+def test_a_pipe_in_the_place_of_a_file_that_was_closed(tmp_path, monkeypatch):
+    """It is not waited for, and other rows are not taken for those that were there."""
+    monkeypatch.setattr(sources, "_MOST_OPEN", 1)
+    x, other = npy(tmp_path, ROWS), tmp_path / "other.npy"
+    for make, said in (
+        (os.mkfifo, "x.npy' has been replaced by another file since it was opened"),
+        (lambda path: np.save(path, ROWS + 1), "x.npy' has been replaced by another file"),
+        (lambda path: None, "x.npy' cannot be opened .* Put the file back"),
+    ):
+        np.save(other, ROWS)
+        RowsOnDisk(other).read([0])  # closes the first
+        (tmp_path / "x.npy").rename(tmp_path / "kept.npy")
+        make(tmp_path / "x.npy")
+        with pytest.raises(UnreadableRows, match=said):
+            x.read([3])
+        (tmp_path / "kept.npy").rename(tmp_path / "x.npy")
+        assert np.array_equal(x.read([3]), ROWS[3:4])
+
+
+@contextmanager
+def few_descriptors(more):
+    """No more than these may be opened besides those that are open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors there")
+def test_more_shards_than_files_that_may_be_open(tmp_path):
+    for k in range(400):
+        np.save(tmp_path / f"X-{k:03}.npy", ROWS[3 * (k % 100) :][:3] + k)
+    with few_descriptors(200):
+        x = RowsOnDisk(str(tmp_path / "X-*.npy"))
+        rows = np.random.default_rng(0).permutation(1_200)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(x.read, np.split(rows, 24)))
+        copy = pickle.loads(pickle.dumps(x))
+        assert np.array_equal(copy.read(rows[:50]), x.read(rows[:50])) and copy.digest == x.digest
+    right = np.concatenate([ROWS[3 * (k % 100) :][:3] + k for k in range(400)])
+    assert np.array_equal(np.concatenate(found), right[rows])
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors there")
+def test_more_refreshes_than_files_that_may_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_MOST_OPEN", 10)
+    np.save(tmp_path / "X-000.npy", ROWS)
+    with few_descriptors(40):
+        rows = GrowingRows(RowsOnDisk(str(tmp_path / "X-*.npy")))
+        for k in range(1, 60):
+            np.save(tmp_path / f"X-{k:03}.npy", ROWS[:2] + k)
+            assert rows.refresh() == 2
+    assert np.array_equal(rows.arrays[0].read([300, 417]), [ROWS[0] + 1, ROWS[1] + 59])
+
+
+def test_what_may_not_be_open_is_said(tmp_path, monkeypatch):
+    npy(tmp_path, ROWS)
+    full = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr(np.lib.format, "open_memmap", Mock(side_effect=full))
+    with pytest.raises(UnreadableRows, match="Too many open files.* Close other files, or raise"):
+        RowsOnDisk(tmp_path / "x.npy")
+
+
+def test_masked_rows_are_refused():
+    hidden = np.ma.masked_array(ROWS, np.arange(300)[:, None] == 7 * np.ones(4))
+    with pytest.raises(ValueError, match="a masked array with 4 masked entries: fill them"):
+        RowsOnDisk(hidden)
 
 
 def test_a_map_that_is_a_copy(tmp_path):

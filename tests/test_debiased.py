@@ -14,10 +14,10 @@ import pytest
 from scipy import stats
 from test_certificate import X, Y, exact, linear
 
-from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, debiased, full_data, summary
+from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, debiased, full_data, step_halving, summary
 from numpyro_sgmcmc.diagnostics import _coupled
 from numpyro_sgmcmc.diagnostics._coupled import coupled
-from numpyro_sgmcmc.diagnostics._scores import RunModel, target_of
+from numpyro_sgmcmc.results.run_data import target_of
 from numpyro_sgmcmc.target.host import view_of
 from numpyro_sgmcmc.target.metric import DiagonalMetric
 
@@ -93,7 +93,7 @@ def square_of_quarter():
 
 @pytest.mark.slow
 def test_differences_are_small_and_of_second_order(monkeypatch):
-    target = target_of(RunModel(quarter, (1.0,)))
+    target = target_of(quarter, (1.0,))
     metric = DiagonalMetric(jnp.zeros(1), jnp.full(1, 0.8))
     rng = np.random.default_rng(0)
     starts = rng.standard_normal((_coupled.CHAINS, 1))
@@ -311,9 +311,9 @@ def test_what_cannot_be_debiased_is_said():
     with pytest.raises(ValueError, match="temperature=2.0"):
         debiased(hot)
     right = with_draws(linear, (X, Y), {"w": mean + sd * normal})
-    with pytest.raises(ValueError, match="`quantiles` must be probabilities"):
+    with pytest.raises(ValueError, match="`quantiles` must be a number between 0 and 1"):
         debiased(right, quantiles=(1.5,))
-    with pytest.raises(ValueError, match="`num_draws` must be at least 100; got 7"):
+    with pytest.raises(ValueError, match="`num_draws` must be an integer of 100 or more; got 7"):
         debiased(right, num_draws=7)
     x = normal[..., 0]
     with pytest.raises(ValueError, match="do not stay together: at the step size 0.0156"):
@@ -323,6 +323,29 @@ def test_what_cannot_be_debiased_is_said():
     wandering = {"a": level + away, "b": y.mean() - away}
     found = debiased(with_draws(improper, (y,), wandering))
     assert "Nothing is known: 64 coupled chains" in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [
+        (lambda draw: {"f": jnp.log(-(draw["w"] ** 2))}, "not finite, of 'f'"),
+        (lambda draw: {"f": draw["w"][0], "g": 1 / (draw["w"] * 0)}, "not finite, of 'g'"),
+        (lambda draw: {"f": jnp.where(draw["w"][0] > 0, jnp.nan, 1.0)}, "not finite, of 'f'"),
+        (lambda draw: {}, "gives nothing"),
+        (lambda draw: draw["v"], "must give a dict .* it raises KeyError: 'v'"),
+        (lambda draw: float(draw["w"][0]), "must give a dict .* it raises Concretization"),
+        (lambda draw: None, "must give a dict .* it raises TypeError"),
+        ("w", "must be a function of the values of one draw, by name; got 'w'"),
+    ],
+)
+def test_functions_without_a_mean_are_refused(functions, said):
+    mean, sd, _ = exact()
+    normal = np.random.default_rng(0).standard_normal((4, 50, 3))
+    run = with_draws(linear, (X, Y), {"w": mean + sd * normal})
+    with pytest.raises(ValueError, match=f"`functions` .*{said}"):
+        debiased(run, functions)
+    with pytest.raises(ValueError, match=f"`functions` .*{said}"):
+        step_halving(run, run, functions=functions)
 
 
 @pytest.mark.slow
@@ -340,5 +363,5 @@ def test_changed_data_are_noticed():
     x, y = X[:500].copy(), Y[:500].copy()
     mcmc = run_of(CCAdL(linear, progress_bar=False), x, y, draws=200, chains=1)
     x[:] += 1.0
-    with pytest.raises(ValueError, match="changed in place since. Debias the run"):
+    with pytest.raises(ValueError, match="changed in place since, .* Debias the run"):
         debiased(mcmc)

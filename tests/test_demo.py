@@ -69,6 +69,19 @@ READABLE = {
     "quoted.csv": table([[f'"{cell}"' for cell in row] for row in CELLS], '"a","b, c","y"'),
     "label first.csv": table([row[::-1] for row in CELLS], "y,b,a"),
     "index.csv": table(INDEX, ",a,b,y"),
+    "index of R.csv": table([[f'"{k + 1}"', *row] for k, row in enumerate(CELLS)], '"",a,b,y'),
+    "index of rows that were shuffled.csv": table(
+        [[str(7 * k % 20), *row] for k, row in enumerate(CELLS)], ",a,b,y"
+    ),
+    "index that was saved twice.csv": table(INDEX, "Unnamed: 0,a,b,y"),
+    "rownames.csv": table([[str(k + 1), *row] for k, row in enumerate(CELLS)], "rownames,a,b,y"),
+    "index without a header.csv": table(INDEX, header=None),
+    "numbers of columns.csv": table(header="0,1,2"),
+    "numbers of columns and an index.csv": table(INDEX, ",0,1,2"),
+    "numbers from one.csv": table(header="1,2,3"),
+    "numbers and a word.csv": table(header="0,1,y"),
+    "frame.csv": pd.DataFrame(np.column_stack([X, Y])).to_csv(index=False),
+    "frame with its index.csv": pd.DataFrame(np.column_stack([X, Y])).to_csv(),
     "no extension": table(),
     "x and y.npz": npz(x=X, y=Y),
     "others.npz": npz(data=X, target=Y, about=np.array("iris")),
@@ -97,6 +110,42 @@ def test_labels_in_words(tmp_path):
         np.testing.assert_array_equal(data.x, X)
         assert data.classes == ["setosa", "versicolor", "virginica"]
         np.testing.assert_array_equal(data.y, Y)
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        ([2**60, 2**60 + 1], ["1152921504606846976", "1152921504606846977"]),
+        (["01", "1"], ["01", "1"]),
+        (["007", "7"], ["007", "7"]),
+        (["0.12345678901", "0.12345678902"], ["0.12345678901", "0.12345678902"]),
+        (["true", "1"], ["1", "true"]),
+        (["1e2", "100", "3.0", "3"], ["3", "100"]),
+        (["True", "False"], ["0", "1"]),
+        (["-2", "10"], ["-2", "10"]),
+    ],
+)
+def test_labels_that_differ_are_classes_of_their_own(labels, classes, tmp_path):
+    given = [str(labels[k % len(labels)]) for k in range(20)]
+    (tmp_path / "data.csv").write_text(table(with_labels(given)))
+    assert read(tmp_path / "data.csv").classes == classes
+    if isinstance(labels[0], int):
+        np.savez(tmp_path / "data.npz", x=X, y=np.array(given, np.int64))
+        assert read(tmp_path / "data.npz").classes == classes
+
+
+def test_labels_in_words_under_numbers_of_columns(tmp_path):
+    """The name of the last column is no class of one row."""
+    (tmp_path / "data.csv").write_text(table(with_labels(["cat", "dog"] * 10), "0,1,label"))
+    assert read(tmp_path / "data.csv").classes == ["cat", "dog"]
+
+
+def test_columns_that_count_may_be_features(tmp_path):
+    (tmp_path / "data.csv").write_text(table(INDEX, "week,a,b,y"))
+    data = read(tmp_path / "data.csv")
+    assert data.names == ["week", "a", "b"] and "without" not in data.seen
+    (tmp_path / "data.csv").write_text(table(INDEX, ",a,b,y"))
+    assert read(tmp_path / "data.csv").seen.endswith("'y', without the row numbers of column 1")
 
 
 def test_a_named_label(tmp_path):
@@ -161,6 +210,11 @@ REFUSED = {
     "same names.csv": (table(header="a,a,y"), "Columns 1 and 2 .* the same name 'a'"),
     "short row.csv": (table(SHORT), "Line 6 .* has 2 cells where line 1 has 3"),
     "long row.csv": (table(LONG), "Line 6 .* has 4 cells where line 1 has 3"),
+    "numbers of columns or a row.csv": (
+        table([["3", "1", str(k % 2)] for k in range(20)], "0,1,2"),
+        "first line .*, 0, 1, 2, may be the numbers of its columns or a row: put a line of names",
+    ),
+    "no name.csv": (table([["Rome", *row] for row in CELLS], ",a,b,y"), "first column .* no name"),
     "open quotation.csv": (table(changed(4, 0, '"1')), "cannot be read from line 6 on .*: close"),
     "excel.xlsx": (b"PK\x03\x04" + bytes(50), "an Excel or zip file and not text: save it as CSV"),
     "packed.csv": (b"\x1f\x8b\x08" + bytes(50), "a gzip file and not text"),

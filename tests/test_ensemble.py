@@ -130,7 +130,7 @@ def test_members_that_are_lost_are_told():
 def test_what_cannot_start_is_said():
     with pytest.raises(ValueError, match="must be None, 'ensemble' or an `Ensemble`; got 'best'"):
         SGMCLMC(network, start="best")
-    with pytest.raises(ValueError, match="`learning_rate` of an ensemble must be positive; got 0"):
+    with pytest.raises(ValueError, match="`learning_rate` must be a positive finite number; got 0"):
         Ensemble(learning_rate=0)
     with pytest.raises(ValueError, match="there is no common `metric` or `tuning`"):
         SGMCLMC(network, start="ensemble", metric="dense")
@@ -173,7 +173,7 @@ def test_members_are_the_best_along_their_descent_by_rows_that_were_held_out(mon
 
 
 def test_rows_that_were_held_out_are_checked():
-    with pytest.raises(ValueError, match="`held_out` of an ensemble must be a tuple"):
+    with pytest.raises(ValueError, match="`held_out` must be a tuple"):
         Ensemble(held_out=[X, Y])
 
     def of_columns(x, y):

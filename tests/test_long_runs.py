@@ -792,7 +792,7 @@ def test_warns_of_another_law():
 
 
 def test_callable_chain_method_is_refused():
-    with pytest.raises(ValueError, match="needs chain_method='sequential'"):
+    with pytest.raises(ValueError, match="`chain_method` must be one of 'sequential'"):
         long_run(chain_method=jax.vmap)
 
 

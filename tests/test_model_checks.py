@@ -230,7 +230,7 @@ def test_sweeps_need_a_partition():
     [
         ({"v": 1.0}, r"entry for each latent site \['w'\]; found \['v'\]"),
         ({"w": np.ones(2)}, r"noise_variance\['w'\]` has shape \(2,\)"),
-        (np.ones(3), r"dict with an array for each latent site, .* an array of shape \(3,\)"),
+        (np.ones(3), r"a number, a dict with an array for each latent site, .* got array"),
         (-1.0, "finite and not negative"),
         (np.nan, "finite and not negative"),
     ],

@@ -170,7 +170,7 @@ def test_stein_of_chosen_sites_in_given_axes(mcmc):
     assert plot_stein(mcmc, "level", ax=ax) is ax
     assert len(points_of(ax)) == 1
     assert len(plot_stein(mcmc, ["mu"], figsize=(4, 3)).get_yticks()) == 1
-    with pytest.raises(ValueError, match=r"no latent sites \['nu'\]; choose some of \['level'"):
+    with pytest.raises(ValueError, match=r"sites are \['level', 'mu'\]; there are no \['nu'"):
         plot_stein(mcmc, ["nu"])
 
 

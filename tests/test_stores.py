@@ -384,7 +384,7 @@ def test_a_lock_is_not_emptied(runs):
 
 @pytest.mark.parametrize("path", ["", b"run.zarr", 3, True, ["run.zarr"]])
 def test_what_is_no_path_is_refused(path):
-    with pytest.raises(ValueError, match="`store` must be the path of a folder"):
+    with pytest.raises(ValueError, match="`store` must be a path"):
         long_run(path, resume=False)
 
 
@@ -421,10 +421,12 @@ def test_an_empty_folder_becomes_a_store(resume, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seconds", [0, -1, 0.0, np.nan, np.inf, -np.inf, "10", None, True, [10], 1j, np.ones(1)]
+    "seconds", [-1, -1e-9, np.nan, np.inf, -np.inf, "10", None, True, [10], 1j, np.ones(1)]
 )
 def test_seconds_between_checkpoints(seconds):
-    with pytest.raises(ValueError, match="`checkpoint_every` must be a positive number of seconds"):
+    with pytest.raises(
+        ValueError, match="`checkpoint_every` must be a positive finite number or zero"
+    ):
         long_run(None, checkpoint_every=seconds)
 
 

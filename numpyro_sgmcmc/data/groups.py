@@ -3,11 +3,12 @@
 
 """Which rows belong to each group, as arrays that plates of the groups can index."""
 
-import operator
 from typing import Any, NamedTuple, overload
 import warnings
 
 import numpy as np
+
+from numpyro_sgmcmc.data.converters import array, whole
 
 #: Of so many entries for each row something is said; with so many the remedy is content.
 _MUCH_PADDING, _LITTLE_PADDING = 4.0, 1.5
@@ -101,14 +102,14 @@ def group_rows(group: Any, buckets: int | None = None) -> GroupRows | tuple[Buck
         >>> many.groups.tolist(), many.members.tolist()
         ([0], [[0, 4, 5, 6]])
     """
-    numbers = np.asarray(group)
+    numbers = array("group", group)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
         raise ValueError(
             "`group` must be whole numbers, one for each row, and has the shape"
             f" {numbers.shape} and the dtype {numbers.dtype}: `numpy.unique(names,"
             " return_inverse=True)[1]` makes numbers of names."
         )
-    most = None if buckets is None else _checked(buckets)
+    most = None if buckets is None else whole("buckets", buckets)
     sizes = np.bincount(numbers) if numbers.min() >= 0 else np.zeros(1, int)
     if not sizes.all():
         missing = "negative ones" if numbers.min() < 0 else f"no rows of {np.argmin(sizes)}"
@@ -127,22 +128,6 @@ def group_rows(group: Any, buckets: int | None = None) -> GroupRows | tuple[Buck
         lower = largest
     _warn_of_padding(sizes, sum(table.observed.size for table in tables))
     return GroupRows(*tables[0][:2]) if most is None else tuple(tables)
-
-
-def _checked(buckets: Any) -> int:
-    """
-    :raises ValueError: if this is not a number of tables.
-    """
-    try:
-        found = operator.index(buckets)
-    except TypeError:
-        found = 0
-    if found < 1 or isinstance(buckets, bool):
-        raise ValueError(
-            "`buckets` must be a whole number of tables, 1 or more, or None for one table of all"
-            f" groups; got {buckets!r}."
-        )
-    return found
 
 
 def _largest_of_buckets(sizes: np.ndarray, buckets: int) -> list[int]:

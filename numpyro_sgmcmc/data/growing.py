@@ -12,6 +12,7 @@ from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.converters import positive, shown
 from numpyro_sgmcmc.data.growing_on_disk import (
     RowsSoFarOnDisk,
     looked_at_again,
@@ -36,6 +37,13 @@ _ROOM = 2
 
 #: A run that knew the rows before one of the latest appends, so many, need not read them again.
 _REMEMBERED = 64
+
+
+#: What its arguments are for.
+_FOR_OTHERS = (
+    "`*rows` are arguments for the kernels of `numpyro_sgmcmc`; NUTS, `Predictive` and other"
+    " samplers take the rows that there are, `mcmc.run(rng_key, *rows.arrays)`."
+)
 
 
 class Known(NamedTuple):
@@ -92,6 +100,14 @@ class RowsSoFar(NamedTuple):
     def on_host(self) -> Any:
         """The rows that there are, with no program compiled for their number."""
         return _on_host(self.values, int(self.known.rows))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"A `GrowingRows` is no array, and has no `{name}`: {_FOR_OTHERS}")
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int | slice):
+            return tuple.__getitem__(self, index)
+        raise TypeError(f"A `GrowingRows` is no array, and has no rows by numbers: {_FOR_OTHERS}")
 
 
 class GrowingRows:
@@ -326,14 +342,14 @@ def _checked_half_life(half_life: Any) -> float | None:
     """
     if half_life is None:
         return None
-    is_number = isinstance(half_life, int | float | np.number) and not isinstance(half_life, bool)
-    if not is_number or not _SHORTEST <= half_life <= MOST_ROWS:
+    found = positive("half_life", half_life)
+    if not _SHORTEST <= found <= MOST_ROWS:
         raise ValueError(
             "`half_life` is the number of rows after which a row counts half, or None to forget"
             f" nothing: from {_SHORTEST}, with which all rows count as {_FEWEST}, to"
-            f" {MOST_ROWS:,}; got {half_life!r}."
+            f" {MOST_ROWS:,}; got {shown(half_life)}."
         )
-    return float(np.float32(half_life))
+    return float(np.float32(found))
 
 
 def _check_alike(k: int, x: Any, there: Any) -> None:

@@ -32,6 +32,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from numpyro_sgmcmc.data.converters import array, shown
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, on_disk
 from numpyro_sgmcmc.data.spread_on_disk import SpreadRowsOnDisk
 
@@ -135,7 +136,9 @@ def checked_mesh(mesh: Any) -> Mesh | None:
     if mesh is None:
         return None
     if not isinstance(mesh, Mesh):
-        raise ValueError(f"`mesh` must be a `jax.sharding.Mesh`; got {mesh!r}: {_MAKE_A_MESH}.")
+        raise ValueError(
+            f"`mesh` must be a `jax.sharding.Mesh`; got {shown(mesh)}: {_MAKE_A_MESH}."
+        )
     if ROWS not in mesh.axis_names or not set(mesh.axis_names) <= {ROWS, CHAINS}:
         raise ValueError(
             f"The mesh has the axes {mesh.axis_names}, but needs 'rows', and may have 'chains':"
@@ -180,6 +183,7 @@ def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
         raise ValueError("`spread_rows` needs a mesh and arrays: `spread_rows(mesh, X, y)`.")
     sharding = NamedSharding(checked, PartitionSpec(ROWS))
     several = Shards(checked, ()).processes > 1
+    arrays = tuple(_rows_of(f"arrays[{k}]", x) for k, x in enumerate(arrays))
     _check_rows(checked, [np.shape(array) for array in arrays], several)
     put = jax.make_array_from_process_local_data if several else _device_put
     placed = tuple(
@@ -189,6 +193,17 @@ def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
         for array in arrays
     )
     return placed[0] if len(placed) == 1 else placed
+
+
+def _rows_of(name: str, value: Any) -> Any:
+    """
+    :raises ValueError: if it is no array that devices could hold.
+    """
+    if isinstance(value, jax.Array | RowsOnDisk):
+        return value
+    if (found := array(name, value)).dtype.kind not in "biufc":
+        raise ValueError(f"`{name}` must be an array of numbers; got {shown(value)}.")
+    return found
 
 
 def _device_put(sharding: NamedSharding, array: Any) -> Array:

@@ -4,17 +4,21 @@
 """Where rows on disk come from: a file, something that can be indexed, a table."""
 
 from abc import ABC, abstractmethod
+from collections import deque
+import errno
 from itertools import repeat
 import math
 import mmap
 import os
 from pathlib import Path
+import stat
 from typing import Any
 import weakref
 
 import jax
 import numpy as np
 
+from numpyro_sgmcmc.data.converters import is_sparse
 from numpyro_sgmcmc.data.seen import Version, version_of
 
 #: More bytes than this are not read into one array: whoever asks for them wants all the rows.
@@ -32,6 +36,15 @@ _MOST_HEADER = 4_096
 
 #: So many places in a file are asked whether they are in memory.
 _ASKED = 16
+
+
+_PUT_BACK = "Put the file back, or wrap it where it is now."
+
+#: So many files stay open.
+_MOST_OPEN = 128
+
+#: Those that were opened last, the latest at the end.
+_LAST_OPENED: "deque[weakref.ref[_File]]" = deque()
 
 
 class UnreadableRows(OSError):
@@ -82,6 +95,16 @@ def opened(source: Any) -> Source:
     """
     if isinstance(source, Source):
         return source
+    if np.ma.is_masked(source):
+        raise ValueError(
+            f"The source is a masked array with {np.ma.count_masked(source):,} masked entries: fill"
+            " them, `x.filled(0)`, and mask the site with `numpyro.handlers.mask`."
+        )
+    if is_sparse(source):
+        raise TypeError(
+            f"{type(source).__name__} is a sparse matrix, which has no rows of numbers: write its"
+            " `.todense()`, or the columns and values of each row, padded, as arrays (N, k)."
+        )
     if isinstance(source, str | Path):
         if not str(source).endswith(".npy"):
             raise ValueError(
@@ -109,10 +132,12 @@ def _mapped(path: str | Path) -> np.memmap:
     :raises UnreadableRows: if it is not a whole ``.npy`` file.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise OSError(errno.EINVAL, "it is no file, but a folder, a pipe or a device")
         return np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
-        cause = f"cannot be opened ({error.strerror})"
         remedy = "Give the path of a .npy file that can be read."
+        raise _unopened(f"'{path}'", error, remedy) from error
     except ValueError as error:
         cause = f"has {os.path.getsize(path):,} bytes and is not a whole .npy file of numbers"
         cause += f" ({error})"
@@ -120,8 +145,33 @@ def _mapped(path: str | Path) -> np.memmap:
     raise UnreadableRows(f"'{path}' {cause}. {remedy}")
 
 
+def _unopened(name: str, error: OSError, remedy: str) -> UnreadableRows:
+    """What is said of a file that cannot be opened."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "Close other files, or raise the number that may be open, `ulimit -n`."
+    return UnreadableRows(f"{name} cannot be opened ({error.strerror}). {remedy}")
+
+
+class _Open:
+    """A file that is open for as long as somebody holds this."""
+
+    def __init__(self, path: str) -> None:
+        # what is no file any more is not waited for
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    @property
+    def status(self) -> os.stat_result:
+        return os.fstat(self.descriptor)
+
+
 class _File(Source):
-    """A memory map, read by position: pages that are mapped would count as resident memory."""
+    """
+    A memory map, read by position: pages that are mapped would count as resident memory. Of many
+    files those that were opened last stay open, of which a process may have about a thousand.
+    """
+
+    _open: _Open | None = None
 
     def __init__(self, mapped: np.memmap) -> None:
         self.path, self.shape, self.dtype = str(mapped.filename), mapped.shape, mapped.dtype
@@ -132,45 +182,68 @@ class _File(Source):
         first = np.frombuffer(whole, np.uint8).ctypes.data
         self._offset = mapped.ctypes.data - first
         self._offset += mapped.offset - mapped.offset % mmap.ALLOCATIONGRANULARITY
-        self._open()
-        self._bytes = os.fstat(self._descriptor).st_size
-        header = os.pread(self._descriptor, min(mapped.offset, _MOST_HEADER), 0)
+        self._found = self._status()
+        self._bytes = self._found.st_size
+        header = os.pread(self._opened().descriptor, min(mapped.offset, _MOST_HEADER), 0)
         self._header = header if header.startswith(_MAGIC) else b""
 
-    def _open(self) -> None:
+    def _status(self) -> os.stat_result:
+        """Of the file that is open, or else of that which has its name."""
+        held = self._open
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
+            return os.stat(self.path) if held is None else held.status
         except OSError as error:
-            raise UnreadableRows(
-                f"{self.name} cannot be opened ({error.strerror}). Put the file back, or wrap it"
-                " where it is now."
-            ) from error
-        weakref.finalize(self, os.close, self._descriptor)
+            raise _unopened(self.name, error, _PUT_BACK) from error
+
+    def _opened(self) -> _Open:
+        """
+        :raises UnreadableRows: if it is not there any more.
+        """
+        held = self._open
+        if held is None:
+            try:
+                held = _Open(self.path)
+            except OSError as error:
+                raise _unopened(self.name, error, _PUT_BACK) from error
+            if not os.path.samestat(held.status, self._found):
+                raise self._replaced()
+            self._open = held
+            _LAST_OPENED.append(weakref.ref(self))
+            while len(_LAST_OPENED) > _MOST_OPEN:
+                if (other := _LAST_OPENED.popleft()()) is not None:
+                    other._open = None  # closed when nobody reads it
+        return held
+
+    def _replaced(self) -> UnreadableRows:
+        return UnreadableRows(
+            f"{self.name} has been replaced by another file since it was opened: begin another run,"
+            " with a `RowsOnDisk` of the new one."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: x for k, x in self.__dict__.items() if k != "_descriptor"}
+        return {k: x for k, x in self.__dict__.items() if k != "_open"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open()
+        self._found = self._status()  # that of another machine is another one
 
     def version(self) -> Version:
-        return version_of(os.fstat(self._descriptor))
+        return version_of(self._status())
 
     @property
     def is_replaced(self) -> bool:
         try:
-            return not os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
-        except OSError:  # what has no name any more can still be read
+            return not os.path.samestat(self._found, os.stat(self.path))
+        except OSError:  # what has no name any more can still be read while it is open
             return False
 
-    def _check(self, first: int) -> None:
+    def _check(self, descriptor: int, first: int) -> None:
         """
         :param int first: a row that is wanted.
         :raises UnreadableRows: if the file has another size or header than when it was opened.
         """
-        size = os.fstat(self._descriptor).st_size
-        header = os.pread(self._descriptor, len(self._header), 0)
+        size = os.fstat(descriptor).st_size
+        header = os.pread(descriptor, len(self._header), 0)
         if header != self._header and size >= len(self._header):
             raise UnreadableRows(
                 f"{self.name} has been rewritten since it was opened: its header was"
@@ -187,15 +260,17 @@ class _File(Source):
             )
 
     def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
-        self._check(numbers[0])
+        held = self._opened()  # until the end, whoever else opens files
+        descriptor = held.descriptor
+        self._check(descriptor, numbers[0])
         starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
         lengths = (np.diff(starts, append=len(numbers)) * self._row_bytes).tolist()
         places = (self._offset + numbers[starts] * self._row_bytes).tolist()
-        if self._is_elsewhere(places):
+        if _is_elsewhere(descriptor, places):
             for place, length in zip(places, lengths, strict=True):
-                os.posix_fadvise(self._descriptor, place, length, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(descriptor, place, length, os.POSIX_FADV_WILLNEED)
         if sum(lengths) < _SHORT_STRETCH * len(lengths):
-            parts = map(os.pread, repeat(self._descriptor), lengths, places)
+            parts = map(os.pread, repeat(descriptor), lengths, places)
             found[...] = np.frombuffer(b"".join(parts), self.dtype).reshape(found.shape)
             return
         values = found if found.dtype == self.dtype else np.empty(found.shape, self.dtype)
@@ -204,25 +279,26 @@ class _File(Source):
         for length, place in zip(lengths, places, strict=True):
             end = begin + length
             while begin < end:
-                count = os.preadv(self._descriptor, [buffer[begin:end]], place)
+                count = os.preadv(descriptor, [buffer[begin:end]], place)
                 if not count:
                     raise OSError("the file ends there")
                 begin, place = begin + count, place + count
         if values is not found:
             found[...] = values
 
-    def _is_elsewhere(self, places: list[int]) -> bool:
-        """Whether some of these places are not in memory: the system can fetch them at once."""
-        if not hasattr(os, "RWF_NOWAIT"):
-            return False
-        try:
-            for place in places[:: 1 + len(places) // _ASKED]:
-                os.preadv(self._descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:  # some file systems do not tell
-            return False
+
+def _is_elsewhere(descriptor: int, places: list[int]) -> bool:
+    """Whether some of these places are not in memory: the system can fetch them at once."""
+    if not hasattr(os, "RWF_NOWAIT"):
         return False
+    try:
+        for place in places[:: 1 + len(places) // _ASKED]:
+            os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:  # some file systems do not tell
+        return False
+    return False
 
 
 class _Indexed(Source):

@@ -60,6 +60,7 @@ class Sandwich(NamedTuple):
       in the direction :math:`v_j = J^{-1} e_j / (J^{-1})_{jj}^{1/2}` in which parameter :math:`j`
       alone is seen.
     - **prior** - :math:`L^\\top J_0 L`, with :math:`J_0` the curvature of the prior.
+    - **pull** - :math:`L^\\top \\nabla \\log p(\\hat\\theta)`, the slope of the prior.
     - **correction** - for few clusters, :math:`\\frac{G}{G - 1} \\frac{N - 1}{N - d}`.
     - **unseen** - the part of the population that is not in the data.
     """
@@ -69,8 +70,18 @@ class Sandwich(NamedTuple):
     scores: np.ndarray
     bends: np.ndarray
     prior: np.ndarray
+    pull: np.ndarray
     correction: float
     unseen: float
+
+    @property
+    def contradiction(self) -> np.ndarray:
+        """
+        By how many of its standard errors the prior keeps each parameter from where the rows would
+        have it: the slope of the prior over the square root of the sum of squared scores.
+        """
+        errors = np.linalg.norm(self.scores @ self.marginal, axis=0)
+        return np.abs(self.pull @ self.marginal) / np.maximum(errors, np.finfo(float).tiny)
 
     @property
     def meat(self) -> np.ndarray:
@@ -270,7 +281,9 @@ def sandwich_of(
     rows, size = sum(plate.size for plate in target.view.plates), len(center)
     correction = number / (number - 1) * (rows - 1) / (rows - size)
     prior = factor.T @ prior @ factor
-    return Sandwich(center, factor, scores - scores.mean(axis=0), bends, prior, correction, unseen)
+    pull = -factor.T @ here.slope - scores.sum(axis=0)
+    scores = scores - scores.mean(axis=0)
+    return Sandwich(center, factor, scores, bends, prior, pull, correction, unseen)
 
 
 def _weighted(rows: Rows, weights: Mapping[str, Array]) -> Rows:

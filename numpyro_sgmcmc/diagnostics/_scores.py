@@ -13,18 +13,14 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import MCMC
-from numpyro.infer.initialization import init_to_uniform
 
-from numpyro_sgmcmc.data.fingerprint import fingerprint_of
+from numpyro_sgmcmc.data.converters import instance, one_of, random_key, whole
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, group
 from numpyro_sgmcmc.results.facts import parameters, variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
-from numpyro_sgmcmc.target.argument_checks import as_arrays
-from numpyro_sgmcmc.target.handlers import full_data
+from numpyro_sgmcmc.results.run_data import check_data, target_of
 from numpyro_sgmcmc.target.host import half_life_of
-from numpyro_sgmcmc.target.local_latents import Marginal
 from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.target import Target
 
 #: Scores on all data are made for up to so many rows times draws, if nothing is said.
@@ -45,7 +41,14 @@ class RunModel(NamedTuple):
     kwargs: dict | None = None
 
     def or_of(self, *runs: Run) -> "RunModel":
-        """This one if it is known, and else that of the first ``MCMC`` object."""
+        """
+        This one if it is known, and else that of the first ``MCMC`` object.
+
+        :raises ValueError: if it is none.
+        """
+        instance("model", self.model, Callable | None, "a function with NumPyro primitives")
+        instance("model_args", self.args, tuple | list, "a tuple, such as `(x, y)`")
+        instance("model_kwargs", self.kwargs, dict | None, "a dict")
         if self.model is None:
             for run in runs:
                 if isinstance(run, MCMC):
@@ -80,10 +83,8 @@ def scores_of(
     :param str scores: ``"full"``, ``"minibatch"`` or ``"auto"``.
     :raises ValueError: if the model is not known, or does not belong to the draws.
     """
-    if scores not in ("auto", "full", "minibatch"):
-        raise ValueError(f"`scores` must be 'auto', 'full' or 'minibatch'; got {scores!r}.")
-    if draws < 2:
-        raise ValueError(f"`draws` must be at least 2; got {draws}.")
+    one_of("scores", scores, ("auto", "full", "minibatch"))
+    draws, key = whole("draws", draws, least=2), random_key(rng_key)
     model, args, kwargs = run_model.or_of(run)
     if model is None:
         raise ValueError(
@@ -91,7 +92,9 @@ def scores_of(
             " object `model=` and `model_args=`, as they were in `mcmc.run(rng_key, *model_args)`."
         )
     data = as_data(run)
-    target = target_of(RunModel(model, args, kwargs))
+    target = target_of(model, args, kwargs)
+    if isinstance(run, MCMC):
+        check_data(run, "Judge", target)
     flat = positions_of(target, _thinned(data, target, draws))
     every = flat.reshape(-1, flat.shape[-1])
     labels, sites = parameters({name: x.shape for name, x in target.view.latents.items()})
@@ -102,7 +105,7 @@ def scores_of(
     if exact:
         found = _full_scores(target, every)
     else:
-        found = _estimated_scores(target, every, random.key(0) if rng_key is None else rng_key)
+        found = _estimated_scores(target, every, key)
     temperature = float(data.attrs.get("temperature", 1.0))
     return Scores(
         flat.astype(np.float64),
@@ -144,7 +147,9 @@ def checked_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
             f" posterior. {asked} a run at temperature 1."
         )
     check_rows_of(mcmc)
-    return target_of(RunModel(mcmc.sampler.model, args, kwargs))
+    target = target_of(mcmc.sampler.model, args, kwargs)
+    check_data(mcmc, asked, target)
+    return target
 
 
 def exact_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
@@ -160,28 +165,14 @@ def exact_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
             f" density is random. {asked} runs of groups with up to two numbers, whose density is"
             " not."
         )
-    seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
-    data = fingerprint_of(target.args, target.kwargs)
-    if seen is not None and data is not None and data + target.view.captured != seen:
-        raise ValueError(
-            f"The data are not those of the run: they have been changed in place since. {asked} the"
-            " run with the data it had, or run again."
-        )
     return target
-
-
-def target_of(run_model: RunModel) -> Target:
-    """The model with its minibatches, of which the kernels show the full-data view."""
-    model: Any = run_model.model
-    args, kwargs = as_arrays((tuple(run_model.args), run_model.kwargs or {}))
-    raw = model.fn if isinstance(model, full_data) else model
-    raw = raw.model if isinstance(raw, Marginal) else raw
-    return Target(read_model(raw, init_to_uniform, args, kwargs), args, kwargs)
 
 
 def _thinned(data: Any, target: Target, draws: int) -> dict[str, np.ndarray]:
     """Values of the latent sites at evenly spaced draws, shape (chains, draws, ...)."""
     known, latents = group(data, "posterior"), sorted(target.view.latents)
+    if not latents:
+        raise ValueError("The model has no latent sites: give that of this run as `model`.")
     missing = [name for name in latents if known is None or variable_name(name) not in known]
     if missing:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import one_of
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, passes_per_draw
 
 _UNITS = ("draws", "steps", "passes")
@@ -69,8 +70,7 @@ def time_of(posterior: xr.Dataset) -> xr.Dataset:
 
 def _draw_in(unit: str, data: Any) -> float:
     """A draw in this unit."""
-    if unit not in _UNITS:
-        raise ValueError(f"`unit` must be one of {_UNITS}; got {unit!r}.")
+    one_of("unit", unit, _UNITS)
     if unit == "draws":
         return 1.0
     if unit == "steps" and "steps_per_sample" in data.attrs:

@@ -4,6 +4,7 @@
 """Intervals that cover where the model is wrong."""
 
 from collections.abc import Mapping
+import math
 from typing import Any, NamedTuple
 
 from jax import Array
@@ -11,10 +12,13 @@ import numpy as np
 from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 import pandas as pd
+from scipy import stats
 
+from numpyro_sgmcmc.data.converters import MOST_OF_64_BITS, array, whole
 from numpyro_sgmcmc.diagnostics._sandwich import RARE, Sandwich, sandwich_of
 from numpyro_sgmcmc.diagnostics._scores import checked_target, constrained, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
+from numpyro_sgmcmc.results.facts import parameters
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.results.kept_rows import site_shapes
@@ -27,6 +31,12 @@ _MOST_CLUSTERS = 50_000
 
 #: Chains that disagree by so much have not found one mode.
 _NOT_MIXED = 1.1
+
+#: Intervals of fewer draws than these say little.
+_FEWEST = 100
+
+#: A p value of rows that contradict the prior.
+_CONTRADICTION = 1e-6
 
 #: A ratio of standard deviations that differs from 1 by so much is worth a word.
 _WORTH = 0.05
@@ -143,8 +153,9 @@ def calibrated(
     :param int population: of how many rows, or clusters if there are some, the data are a sample
         without replacement: :math:`I` then has the factor one less their part of it.
     :return: a :class:`Calibrated`.
-    :raises ValueError: if there are fewer clusters than parameters, if the posterior has no single
-        mode with a curvature, or if an argument does not fit the data.
+    :raises ValueError: if there are fewer than 100 draws, or fewer clusters than parameters, if the
+        posterior has no single mode with a curvature, if prior and rows contradict each other, or
+        if an argument does not fit the data.
 
     **References:**
 
@@ -199,6 +210,7 @@ def calibrated(
     flat = positions.reshape(-1, dimension)
     center = flat.mean(axis=0)
     sandwich = sandwich_of(target, center, labels, known, unseen)
+    _check_prior(sandwich, target)
     moved = sandwich.center + (flat - center) @ sandwich.stretch.T
     values = constrained(target, moved.reshape(positions.shape))
     values = {name: values.get(name, x) for name, x in draws.items()}
@@ -250,8 +262,13 @@ def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: d
 
 def _check_draws(positions: np.ndarray) -> None:
     """
-    :raises ValueError: if the draws do not have a single mode.
+    :raises ValueError: if there are too few draws, or if they do not have a single mode.
     """
+    if (number := math.prod(positions.shape[:2])) < _FEWEST:
+        raise ValueError(
+            f"The run has {number:,} draws: {_FEWEST} are needed, whose intervals are calibrated."
+            " Run with a larger `num_samples`."
+        )
     if positions.shape[1] >= 4:
         found = np.asarray(split_gelman_rubin(positions.astype(np.float64)))
         if np.nanmax(found) > _NOT_MIXED:
@@ -259,6 +276,23 @@ def _check_draws(positions: np.ndarray) -> None:
                 f"The chains do not agree: R-hat is up to {np.nanmax(found):.2f}. A sandwich is of"
                 " one mode, and there may be several, or the run was too short."
             )
+
+
+def _check_prior(sandwich: Sandwich, target: Target) -> None:
+    """
+    :raises ValueError: if the rows would have a parameter where the prior does not let it be, as
+        beyond a bound of it: no interval of these draws covers that.
+    """
+    away = sandwich.contradiction
+    k, (count, dimension) = int(np.argmax(away)), sandwich.scores.shape
+    if 2 * dimension * stats.t.sf(away[k], count - 1) < _CONTRADICTION:
+        label = parameters({name: x.shape for name, x in target.view.latents.items()})[0][k]
+        raise ValueError(
+            f"Prior and rows contradict each other: these would have '{label}' {away[k]:.1f}"
+            " standard errors away from where the prior, or a bound of it, keeps the draws, and no"
+            " interval around these covers that. Widen the prior, move its bound, or correct the"
+            " rows."
+        )
 
 
 def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], int, bool]:
@@ -270,10 +304,17 @@ def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], 
     plates, found, number = target.view.plates, {}, 0
     given = {} if clusters is None else _by_plate("clusters", clusters, target)
     if given:
-        labels = [np.asarray(given[plate.name]) for plate in plates if plate.name in given]
-        names, flat = np.unique(np.concatenate(labels), return_inverse=True)
+        labels = [given[plate.name] for plate in plates if plate.name in given]
+        for name, x in given.items():
+            if (unknown := pd.isnull(x)).any():
+                raise ValueError(
+                    f"`clusters` of plate '{name}' are not known for {int(unknown.sum()):,} rows,"
+                    f" the first is row {int(np.argmax(unknown)):,}: give each of these a cluster"
+                    " of its own, or leave them out of the data."
+                )
+        flat, names = pd.factorize(np.concatenate(labels))
         ends = np.cumsum([len(x) for x in labels])[:-1]
-        found = dict(zip(given, np.split(flat.ravel(), ends), strict=True))
+        found = dict(zip(given, np.split(flat, ends), strict=True))
         number = len(names)
         if number < 2:
             raise ValueError(
@@ -295,7 +336,9 @@ def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
         return {}
     found = {}
     for name, x in _by_plate("weights", weights, target).items():
-        x = np.asarray(x, np.float64)
+        if x.dtype.kind not in "biuf":
+            raise ValueError(f"`weights` must be positive numbers; got {x.dtype}.")
+        x = x.astype(np.float64)
         bad = ~np.isfinite(x) | (x <= 0)
         if bad.any():
             k = int(np.argmax(bad))
@@ -323,6 +366,7 @@ def _by_plate(what: str, given: Any, target: Target) -> dict[str, Any]:
         raise ValueError(
             f"`{what}` is for plates {unknown}, but the subsampled plates are {sorted(plates)}."
         )
+    given = {name: array(f"{what}[{name!r}]", x) for name, x in given.items()}
     for name, x in given.items():
         if np.shape(x) != (plates[name],):
             raise ValueError(
@@ -338,6 +382,7 @@ def _unseen(population: int | None, number: int) -> float:
     """
     if population is None:
         return 1.0
+    population = whole("population", population, most=MOST_OF_64_BITS)
     if population < number:
         raise ValueError(f"`population` is {population:,}, but the data have {number:,} of it.")
     return 1 - number / population

@@ -11,6 +11,7 @@ import numpy as np
 from numpyro.infer import MCMC
 import pandas as pd
 
+from numpyro_sgmcmc.data.converters import random_key, whole
 from numpyro_sgmcmc.diagnostics._mixture import fitted
 from numpyro_sgmcmc.diagnostics._scores import constrained, exact_target, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws
@@ -183,6 +184,7 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
         True
     """
     args, kwargs = arguments_of(mcmc)
+    num_draws, key = whole("num_draws", num_draws, least=_FEWEST), random_key(rng_key)
     draws = kept_draws(mcmc).get_samples(group_by_chain=True)
     target = exact_target(mcmc, args, kwargs, "Certify")
     target = target._replace(view=target.view.with_rule("fine"))
@@ -192,7 +194,6 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
     each = np.linspace(0, count - 1, min(count, -(-_FITTED // chains))).round().astype(int)
     flat = positions.reshape(-1, d)
     center, factor = flat.mean(axis=0), _factor_of(flat)
-    key = random.key(0) if rng_key is None else rng_key
     rng = np.random.default_rng(np.asarray(random.key_data(random.fold_in(key, 0))))
     standard = np.linalg.solve(factor, (positions[:, each].reshape(-1, d) - center).T).T
     mixture = fitted(standard.reshape(chains, len(each), d), rng)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from numpyro_sgmcmc.data.converters import truth, whole
 from numpyro_sgmcmc.diagnostics._scores import RunModel, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import discrepancy_of
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, effective_sizes, flat_draws
@@ -164,6 +165,7 @@ def compare(
         >>> table["sd_z"].round().tolist()[1] > 10
         True
     """
+    discrepancy, draws = truth("discrepancy", discrepancy), whole("draws", draws, least=2)
     if not isinstance(runs, dict):  # ArviZ objects are mappings, too
         runs = {str(as_data(runs).attrs.get("algorithm", "run")): runs}
     run_model = RunModel(model, model_args, model_kwargs).or_of(reference, *runs.values())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array, random
+from jax import Array
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import array, random_key, share, whole
 from numpyro_sgmcmc.diagnostics._coupled import CHAINS, Levels, coupled
 from numpyro_sgmcmc.diagnostics._scores import constrained, exact_target, positions_of
 from numpyro_sgmcmc.diagnostics.runs import (
@@ -220,7 +221,13 @@ def debiased(
         True
     """
     args, kwargs = arguments_of(mcmc)
-    _check_asked(quantiles, num_draws)
+    quantiles = [share("quantiles", p) for p in np.atleast_1d(array("quantiles", quantiles))]
+    if num_draws is not None:
+        num_draws = whole("num_draws", num_draws, least=_FEWEST)
+    key = random_key(rng_key)
+    posterior = draws_of(as_data(mcmc), var_names)
+    if functions is not None:
+        values_of(functions, posterior)  # before anything that takes long
     draws = kept_draws(mcmc).get_samples(group_by_chain=True)
     target = exact_target(mcmc, args, kwargs, "Debias")
     positions = positions_of(target, draws).astype(np.float64)
@@ -230,9 +237,7 @@ def debiased(
     starts = flat[np.linspace(0, len(flat) - 1, CHAINS).round().astype(int)]
     asked = min(len(flat), _MOST) if num_draws is None else num_draws
     each = max(_FEWEST_OF_CHAIN, -(-asked // CHAINS))
-    key = random.key(0) if rng_key is None else rng_key
     levels = coupled(target, metric, anchor, starts, each, key)
-    posterior = draws_of(as_data(mcmc), var_names)
     coarse, fine = (_values(target, metric, x, posterior) for x in levels[:2])
     if functions is None:
         table, scale = _moments(posterior, coarse, fine)
@@ -242,16 +247,6 @@ def debiased(
     table, scale = (pd.concat(x) for x in zip(*parts, strict=True))
     effective = float(((scale / table["error"]) ** 2).min())
     return Debiased(table, levels.step_size, effective, _passes(levels, target), scale)
-
-
-def _check_asked(quantiles: Sequence[float], num_draws: int | None) -> None:
-    """
-    :raises ValueError: if an argument has no meaning.
-    """
-    if not all(0 < p < 1 for p in quantiles):
-        raise ValueError(f"`quantiles` must be probabilities between 0 and 1; got {quantiles}.")
-    if num_draws is not None and num_draws < _FEWEST:
-        raise ValueError(f"`num_draws` must be at least {_FEWEST}; got {num_draws}.")
 
 
 def _check_draws(positions: np.ndarray) -> None:

@@ -13,6 +13,7 @@ from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.converters import array, one_of
 from numpyro_sgmcmc.diagnostics._scores import RunModel, Scores, scores_of
 from numpyro_sgmcmc.diagnostics.runs import Run
 from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, from_covariance
@@ -145,8 +146,7 @@ def kernel_stein_discrepancy(
         True
         False
     """
-    if statistic not in ("U", "V"):
-        raise ValueError(f"`statistic` must be 'U' or 'V'; got {statistic!r}.")
+    one_of("statistic", statistic, ("U", "V"))
     run_model = RunModel(model, model_args, model_kwargs)
     found = scores_of(run, run_model, draws, scores, rng_key)
     return discrepancy_of(found, covariance, statistic)
@@ -192,11 +192,13 @@ def metric_of(found: Scores, covariance: np.ndarray | None) -> DiagonalMetric | 
     if covariance is None:
         full = size <= _FULL_COVARIANCE and count > 2 * size
         covariance = np.cov(every, rowvar=False).reshape(size, size) if full else every.var(axis=0)
-    covariance = np.asarray(covariance, np.float64)
-    if covariance.shape not in ((size,), (size, size)):
+    covariance = array("covariance", covariance)
+    is_real = covariance.dtype.kind in "iuf"
+    if not is_real or covariance.shape not in ((size,), (size, size)):
         raise ValueError(
-            f"`covariance` has shape {covariance.shape}, but the model has {size} unconstrained"
-            f" parameters: give variances, shape ({size},), or a matrix, ({size}, {size})."
+            f"`covariance` has shape {covariance.shape} and type {covariance.dtype}, but the model"
+            f" has {size} unconstrained parameters: give variances, shape ({size},), or a matrix,"
+            f" ({size}, {size})."
         )
     return from_covariance(covariance, every.mean(axis=0), jnp.result_type(float))
 

@@ -12,6 +12,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 from scipy import stats
 
+from numpyro_sgmcmc.data.converters import shown
 from numpyro_sgmcmc.data.growing import FEWEST_COUNTED
 from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
 
@@ -129,6 +130,8 @@ def growth(mcmc: MCMC) -> Growth:
 
     1. *Asymptotic Statistics*, Aad van der Vaart (1998), section 5.3.
     """
+    if not isinstance(mcmc, MCMC):
+        raise TypeError(f"`mcmc` must be an `MCMC` object after its run; got {shown(mcmc)}.")
     known = getattr(getattr(mcmc.last_state, "fixed", None), "known", None)
     if known is None:
         raise ValueError(

@@ -12,6 +12,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import random_key, whole
 from numpyro_sgmcmc.diagnostics._scores import check_rows_of
 from numpyro_sgmcmc.diagnostics.runs import (
     Functions,
@@ -23,6 +24,7 @@ from numpyro_sgmcmc.diagnostics.runs import (
     values_of,
 )
 from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.run_data import check_data
 from numpyro_sgmcmc.target.host import has_traced_arguments
 
 
@@ -88,14 +90,16 @@ def step_halving(
         >>> bool(abs(row.extrapolated - 0.01) < 4 * row.bias_error)  # the posterior's
         True
     """
+    key = random.key(1) if rng_key is None else random_key(rng_key)
+    order = None if order is None else whole("order", order)
+    if functions is not None:
+        values_of(functions, draws_of(as_data(run), var_names))  # before another run
     if halved is None:
-        halved = _run_again(run, rng_key)
+        halved = _run_again(run, key)
     coarse, fine = as_data(run), as_data(halved)
     _check_pair(coarse.attrs, fine.attrs)
     if order is None:
         order = int(coarse.attrs.get("order", 1))
-    if order < 1:
-        raise ValueError(f"`order` must be 1 or more; got {order}.")
     factor = 2**order / (2**order - 1)
     draws = [draws_of(data, var_names) for data in (coarse, fine)]
     first, second = (
@@ -114,7 +118,7 @@ def step_halving(
     )
 
 
-def _run_again(run: Run, rng_key: Array | None) -> MCMC:
+def _run_again(run: Run, rng_key: Array) -> MCMC:
     """The same run with half the step size and twice as many steps."""
     kernel: Any = getattr(run, "sampler", None)
     if not hasattr(kernel, "with_step_size"):
@@ -142,7 +146,8 @@ def _run_again(run: Run, rng_key: Array | None) -> MCMC:
     )
     check_rows_of(run)
     args, kwargs = arguments_of(run)
-    again.run(random.key(1) if rng_key is None else rng_key, *args, **kwargs)
+    check_data(run, "Halve the steps of")
+    again.run(rng_key, *args, **kwargs)
     return again
 
 

@@ -14,12 +14,14 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import random_key, whole
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.diagnostics._scores import RunModel, positions_of, target_of
+from numpyro_sgmcmc.diagnostics._scores import check_rows_of, positions_of
 from numpyro_sgmcmc.gradients.covariance import Full
 from numpyro_sgmcmc.gradients.estimators import per_example_gradient, sub_batch_gradient
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.kept_draws import kept_draws
+from numpyro_sgmcmc.results.run_data import check_data, target_of
 from numpyro_sgmcmc.target.handlers import Plate
 from numpyro_sgmcmc.target.potential import ravel
 from numpyro_sgmcmc.target.target import Target
@@ -81,7 +83,10 @@ def gradient_noise(
         True
     """
     settings, state = _settings_and_state(mcmc)
-    target = target_of(RunModel(None).or_of(mcmc))
+    max_rows, key = whole("max_rows", max_rows, least=2), random_key(rng_key)
+    check_rows_of(mcmc)
+    target = target_of(mcmc.sampler.model, *arguments_of(mcmc))
+    check_data(mcmc, "Look at", target)
     target = target._replace(scheme=SCHEMES[settings["subsampling"]])
     plates, size = target.view.plates, target.view.dimension
     if not plates:
@@ -92,7 +97,7 @@ def gradient_noise(
             f" {_LARGEST_SPECTRUM}: it needs a matrix of {size:,} x {size:,}. The mean of the"
             " eigenvalues is `to_arviz(mcmc).attrs['noise_variance']` of a tuned run."
         )
-    rows_key, model_key = random.split(random.key(0) if rng_key is None else rng_key)
+    rows_key, model_key = random.split(key)
     rows = _some_rows(target, rows_key, max_rows)
     # the oracle is for a minibatch of these rows, the sampler has another
     factors = {

@@ -14,6 +14,7 @@ from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import instance, random_key
 from numpyro_sgmcmc.diagnostics._pooled import of_numbers, pooled, shapes_of
 from numpyro_sgmcmc.diagnostics._proper_scores import scores_of, standard_error
 from numpyro_sgmcmc.results.facts import variable_name
@@ -196,13 +197,13 @@ def predictive_scores(
         True
     """
     model, samples = _model_and_samples(mcmc)
+    key = random_key(rng_key)
     args, kwargs = checked_arrays(model, args, kwargs)
     count = _check_samples(samples)
     draws = {name: jnp.asarray(x) for name, x in samples.items()}
     sites = shapes_of(model, draws, args, kwargs)
     name = _observed_site(sites, samples, var_name)
     _check_latents(sites, samples, name)
-    key = random.key(0) if rng_key is None else rng_key
     latents = {k: x for k, x in draws.items() if k in sites and sites[k]["type"] == "sample"}
     arrays, classes, predictive = pooled(model, latents, count, args, kwargs, sites, name, key)
     _check_found(arrays, classes, name, of_numbers(sites[name]["fn"]))
@@ -288,6 +289,7 @@ def _observed_site(
             " `to_arviz(mcmc, log_likelihood=True)`. For rows of new groups score the model itself"
             " with draws of its effects, `(model, samples)`."
         )
+    instance("var_name", var_name, str | None, "the name of a site")
     if var_name in unknown or not observed:
         which = f"'{var_name}'" if var_name in unknown else f"any of {unknown or list(of_model)}"
         raise ValueError(

@@ -13,6 +13,7 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import instance, names
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import to_arviz
 
@@ -68,12 +69,12 @@ def draws_of(data: Any, var_names: str | Sequence[str] | None = None) -> xr.Data
     posterior = group(data, "posterior")
     assert posterior is not None
     if var_names is not None:
-        var_names = [var_names] if isinstance(var_names, str) else var_names
-        var_names = [variable_name(name) for name in var_names]
+        var_names = [variable_name(name) for name in names("var_names", var_names)]
         unknown = [name for name in var_names if name not in posterior]
         if unknown:
             raise ValueError(
-                f"The posterior has no variables {unknown}; it has {sorted(posterior.data_vars)}."
+                f"`var_names`: the posterior has no variables {unknown}; it has"
+                f" {sorted(posterior.data_vars)}."
             )
         posterior = posterior[var_names]
     bad = {
@@ -110,8 +111,19 @@ def flat_draws(posterior: xr.Dataset) -> tuple[np.ndarray, list[str]]:
 
 def values_of(functions: Functions, posterior: xr.Dataset) -> tuple[np.ndarray, list[str]]:
     """The same of functions of each draw."""
+    instance("functions", functions, Callable, "a function of the values of one draw, by name")
     draws = {str(k): x.transpose("chain", "draw", ...).values for k, x in posterior.items()}
-    found = jax.vmap(jax.vmap(lambda draw: dict(functions(draw))))(draws)
+    try:
+        found = jax.vmap(jax.vmap(lambda draw: dict(functions(draw))))(draws)
+        wrong = [f"'{name}'" for name, x in found.items() if not np.all(np.isfinite(x))]
+    except Exception as error:
+        raise ValueError(
+            "`functions` must give a dict of numbers or arrays for the values of one draw, a dict"
+            f" by name, with operations of JAX; it raises {type(error).__name__}: {error}"
+        ) from error
+    if wrong or not found:
+        what = f"values that are not finite, of {', '.join(wrong)}" if wrong else "nothing"
+        raise ValueError(f"`functions` gives {what}: there is no mean of it to be known.")
     dataset = xr.Dataset(
         {
             name: (

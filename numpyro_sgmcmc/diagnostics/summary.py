@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import instance
 from numpyro_sgmcmc.diagnostics.calibrated import Calibrated
 from numpyro_sgmcmc.diagnostics.debiased import Debiased
 from numpyro_sgmcmc.diagnostics.runs import (
@@ -131,6 +132,8 @@ def summary(
 
     data = as_data(run)
     posterior = draws_of(data, var_names)
+    instance("calibrated", calibrated, Calibrated | None, "what `calibrated(mcmc)` gives")
+    instance("debiased", debiased, Debiased | None, "what `debiased(mcmc)` gives")
     names = None if var_names is None else list(posterior.data_vars)
     options = {"round_to": "none"} | options
     with np.errstate(invalid="ignore", divide="ignore"):  # R-hat of what never moves

@@ -11,6 +11,7 @@ from typing import Any
 from jax import Array, random
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.converters import one_of, whole
 from numpyro_sgmcmc.data.subsampling import sub_batches
 from numpyro_sgmcmc.gradients.covariance import (
     LANCZOS_STEPS,
@@ -90,17 +91,13 @@ class NoiseEstimate:
 
     def __post_init__(self) -> None:
         for name, options in (("covariance", COVARIANCES), ("estimator", tuple(ESTIMATORS))):
-            if (value := getattr(self, name)) is not None and value not in options:
-                raise ValueError(
-                    f"`{name}` must be one of {', '.join(map(repr, options))}; got {value!r}."
-                )
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, one_of(name, value, options))
         for name in ("window", "rank"):
             value = getattr(self, name)
-            infinite = name == "window" and value == math.inf
-            if value is None or infinite:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+            is_all = name == "window" and isinstance(value, float) and value == math.inf
+            if value is not None and not is_all:
+                object.__setattr__(self, name, whole(name, value))
         if self.rank is not None and self.covariance != "low_rank":
             raise ValueError(
                 f"`rank={self.rank}` is the number of directions of covariance='low_rank', but"

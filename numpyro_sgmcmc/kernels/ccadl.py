@@ -12,6 +12,7 @@ import jax
 from jax import Array, random
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.converters import one_of, positive
 from numpyro_sgmcmc.gradients.covariance import FEW_LANCZOS_STEPS, LANCZOS_STEPS
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance
@@ -28,8 +29,6 @@ from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.settings import (
     check_not_matrix_free,
     covariance_settings,
-    one_of,
-    positive,
     recorded,
 )
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
@@ -209,8 +208,9 @@ class CCAdL(MomentumKernel):
         def __post_init__(self) -> None:
             super().__post_init__()
             one_of("integrator", self.integrator, ("auto", *_OWN, *SPLITTINGS))
-            if self.thermal_mass is not None and self.thermal_mass != math.inf:
-                self.set(thermal_mass=positive("thermal_mass", self.thermal_mass))
+            if self.thermal_mass is not None:
+                mass = positive("thermal_mass", self.thermal_mass, infinite=True)
+                self.set(thermal_mass=mass)
             noise = covariance_settings(self.noise, self.covariance, True, "")
             self.set(noise=noise, covariance=None)
             splitting = _splitting_of(self.integrator)

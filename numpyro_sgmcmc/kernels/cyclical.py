@@ -10,6 +10,8 @@ from typing import Any
 from jax import Array
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.converters import positive, share, whole
+
 
 @dataclass(frozen=True)
 class Cyclical:
@@ -95,19 +97,14 @@ def cyclical(largest: float, smallest: float, steps: int, sampling: float = 0.25
         >>> [round(float(step_size(i)), 3) for i in (0, 40, 80, 99, 100)]
         [0.1, 0.055, 0.01, 0.01, 0.1]
     """
-    for name, value in (("largest", largest), ("smallest", smallest)):
-        if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-            raise ValueError(f"`{name}` of a cyclical step size must be positive; got {value!r}.")
+    largest, smallest = positive("largest", largest), positive("smallest", smallest)
+    steps, sampling = whole("steps", steps, least=2), share("sampling", sampling)
     if smallest > largest:
         raise ValueError(
             f"`smallest={smallest:g}` of a cyclical step size is more than `largest={largest:g}`."
         )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
-        raise ValueError(f"`steps` of a cycle must be a whole number above 1; got {steps!r}.")
-    if not 0 < sampling < 1:
-        raise ValueError(f"`sampling` must be a part of a cycle, in (0, 1); got {sampling!r}.")
     last = min(max(1, round(sampling * steps)), steps - 1)
-    return Cyclical(float(largest), float(smallest), steps, last)
+    return Cyclical(largest, smallest, steps, last)
 
 
 def is_for_samples(step_size: Any, i: Array) -> Array | bool:

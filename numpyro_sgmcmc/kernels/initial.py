@@ -12,6 +12,7 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 from numpyro.util import is_prng_key
 
+from numpyro_sgmcmc.data.converters import given_key
 from numpyro_sgmcmc.data.growing import known_of
 from numpyro_sgmcmc.data.sharding import found_shards
 from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed, with_chains
@@ -55,6 +56,7 @@ def initialised(
 
     :raises ValueError: if the method, the model, the data and the chains do not go together.
     """
+    rng_key = given_key(rng_key, chains=None)
     given, context = method.given, method.context
     growing = args, kwargs
     args, kwargs = context.without_room(method.given.model, args, kwargs)

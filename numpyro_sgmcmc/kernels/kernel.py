@@ -13,6 +13,7 @@ import jax
 from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 
+from numpyro_sgmcmc.data.converters import given_key, positive
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
@@ -295,6 +296,7 @@ class SGMCMCKernel(MCMCKernel):
             >>> print(str(tuning).splitlines()[0])
             step size 1, friction 0.7, 4 steps per sample, dense metric
         """
+        rng_key = given_key(rng_key)
         args, kwargs = self.context.without_room(self.given.model, args, kwargs)
         self.context.read(self, args, kwargs)
         target = self.context.target(self.given, args, kwargs)
@@ -309,7 +311,7 @@ class SGMCMCKernel(MCMCKernel):
         :param int steps_per_sample: number of steps between two samples, if that is to be
             another one too.
         """
-        step_size = arguments.positive("step_size", step_size)
+        step_size = positive("step_size", step_size)
         each = self.steps_per_sample if steps_per_sample is None else steps_per_sample
         values: dict[str, Any] = {"step_size": step_size, "steps_per_sample": each}
         tuning = self.tuning

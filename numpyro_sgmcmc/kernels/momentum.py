@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Self
 
 from jax import Array, random
 
+from numpyro_sgmcmc.data.converters import positive
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
-from numpyro_sgmcmc.kernels.settings import positive
 from numpyro_sgmcmc.kernels.state import Fixed
 from numpyro_sgmcmc.target.handlers import Model
 

@@ -11,10 +11,11 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.converters import positive, whole
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.integrators import langevin
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
-from numpyro_sgmcmc.kernels.settings import positive, recorded, whole
+from numpyro_sgmcmc.kernels.settings import recorded
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
 from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel
@@ -113,8 +114,6 @@ class PSGLD(SGMCMCKernel):
             self.set(
                 damping=positive("damping", self.damping),
                 window=whole("window", self.window),
-                frozen=bool(self.frozen),
-                gamma_term=bool(self.gamma_term),
             )
             if self.frozen and self.gamma_term:
                 raise ValueError(

@@ -12,6 +12,7 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.converters import array, instance, shown, whole
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.target.handlers import count_of
@@ -98,20 +99,16 @@ class Replicas:
     minibatches: int = 10
 
     def __post_init__(self) -> None:
-        try:
-            found = tuple(float(x) for x in self.temperatures)
-        except (TypeError, ValueError):
-            found = ()
+        given = array("temperatures", self.temperatures)
+        is_vector = given.dtype.kind in "iuf" and given.ndim == 1
+        found = tuple(given.astype(float).tolist()) if is_vector else ()
         rises = all(b > a for a, b in zip(found, found[1:], strict=False))
         if len(found) < 2 or found[0] != 1 or not rises or not math.isfinite(found[-1]):
             raise ValueError(
                 "`temperatures` of replicas must rise from 1, for instance"
-                f" `np.geomspace(1, 50, 6)`; got {self.temperatures!r}."
+                f" `np.geomspace(1, 50, 6)`; got {shown(self.temperatures)}."
             )
-        if isinstance(self.minibatches, bool) or not isinstance(self.minibatches, int):
-            raise ValueError(f"`minibatches` must be a whole number; got {self.minibatches!r}.")
-        if self.minibatches < 1:
-            raise ValueError(f"`minibatches` must be positive; got {self.minibatches}.")
+        object.__setattr__(self, "minibatches", whole("minibatches", self.minibatches))
         object.__setattr__(self, "temperatures", found)
 
 
@@ -132,11 +129,8 @@ def checked_replicas(replicas: Any) -> Replicas | None:
     """
     :raises ValueError: if it is neither None nor a :class:`Replicas`.
     """
-    if replicas is None or isinstance(replicas, Replicas):
-        return replicas
-    raise ValueError(
-        f"`replicas` must be a `Replicas`, such as `Replicas([1, 3, 10, 30])`; got {replicas!r}."
-    )
+    example = "a `Replicas`, such as `Replicas([1, 3, 10, 30])`"
+    return instance("replicas", replicas, Replicas | None, example)
 
 
 def check_replicas(method: "SGMCMCKernel", target: Target) -> None:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 from jax import Array, random
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.converters import positive
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
 from numpyro_sgmcmc.kernels.momentum import fresh_momentum
-from numpyro_sgmcmc.kernels.settings import StepSize, positive, recorded
+from numpyro_sgmcmc.kernels.settings import StepSize, recorded
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
 from numpyro_sgmcmc.target.target import Target
 

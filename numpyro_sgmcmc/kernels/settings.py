@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 import numpy as np
 from numpyro.infer.initialization import init_to_uniform
 
+from numpyro_sgmcmc.data.converters import instance, one_of, positive, shown, truth, whole
 from numpyro_sgmcmc.data.fingerprint import description_of
 from numpyro_sgmcmc.data.sharding import checked_mesh
 from numpyro_sgmcmc.data.subsampling import SCHEMES
@@ -148,11 +149,11 @@ class Settings:
     def __post_init__(self) -> None:
         if self.step_size is not None and not callable(self.step_size):
             self.set(step_size=positive("step_size", self.step_size))
-        if not callable(self.init_strategy):
-            raise ValueError(
-                "`init_strategy` must be one of NumPyro's functions, for instance"
-                f" `numpyro.infer.init_to_value(values={{...}})`; got {self.init_strategy!r}."
-            )
+        example = "one of NumPyro's functions, such as `numpyro.infer.init_to_value(values={...})`"
+        instance("init_strategy", self.init_strategy, Callable, example)
+        for one in fields(self):
+            if isinstance(one.default, bool):
+                self.set(**{one.name: truth(one.name, getattr(self, one.name))})
         one_of("subsampling", self.subsampling, tuple(SCHEMES))
         one_of("on_failure", self.on_failure, ("raise", "warn"))
         one_of("gradient", self.gradient, ("auto", *GRADIENTS))
@@ -314,15 +315,12 @@ def covariance_settings(
     :param str remedy: what to do where it does not.
     :raises ValueError: if both are given, or one that would be ignored.
     """
-    if noise is not None and not isinstance(noise, NoiseEstimate):
-        raise ValueError(
-            "`noise` must be a `NoiseEstimate`, for instance"
-            f" `NoiseEstimate(covariance='full')`; got {noise!r}."
-        )
+    example = "a `NoiseEstimate`, such as `NoiseEstimate(covariance='full')`"
+    instance("noise", noise, NoiseEstimate | None, example)
     if noise is not None and covariance is not None:
         raise ValueError(
-            f"`covariance={covariance!r}` is short for `noise=NoiseEstimate(covariance="
-            f"{covariance!r})`, and `noise` is given too: give one of them."
+            f"`covariance={shown(covariance)}` is short for `noise=NoiseEstimate(covariance="
+            f"{shown(covariance)})`, and `noise` is given too: give one of them."
         )
     if not used and (noise is not None or covariance is not None):
         name = "noise" if covariance is None else "covariance"
@@ -344,37 +342,6 @@ def check_not_matrix_free(noise: NoiseEstimate | None, integrator: str, instead:
             f"integrator='{integrator}' needs the covariance before the gradient, which"
             f" covariance='matrix_free' does not hold; use integrator='{instead}'."
         )
-
-
-def positive(name: str, value: Any) -> float:
-    """
-    :raises ValueError: if ``value`` is not a positive finite number.
-    """
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, bool | str) or not (math.isfinite(number) and number > 0):
-        raise ValueError(f"`{name}` must be a positive finite number; got {value!r}.")
-    return number
-
-
-def whole(name: str, value: Any) -> int:
-    """
-    :raises ValueError: if ``value`` is not a positive integer.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
-    return value
-
-
-def one_of(name: str, value: Any, options: Any) -> str:
-    """
-    :raises ValueError: if ``value`` is not among ``options``, which the message lists.
-    """
-    if value not in options:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, options))}; got {value!r}.")
-    return value
 
 
 #: Arguments of earlier versions, and where they are now.
@@ -406,7 +373,8 @@ def bound(kernel: type, settings: type[Settings], args: tuple, kwargs: dict) -> 
         raise TypeError(f"{kernel.__name__}: {error}; {remedy}.") from None
     if not callable(model):
         raise ValueError(
-            f"{kernel.__name__} needs a model, a function with NumPyro primitives; got {model!r}."
+            f"{kernel.__name__} needs a model, a function with NumPyro primitives; got"
+            f" {shown(model)}."
         )
     return settings(*args, **kwargs)
 

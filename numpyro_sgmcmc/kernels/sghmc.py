@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import brentq
 
+from numpyro_sgmcmc.data.converters import array, one_of, shown, whole
 from numpyro_sgmcmc.gradients.covariance import Covariance, Diagonal
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import (
@@ -28,9 +29,7 @@ from numpyro_sgmcmc.kernels.momentum import Momentum, MomentumKernel, fresh_mome
 from numpyro_sgmcmc.kernels.settings import (
     check_not_matrix_free,
     covariance_settings,
-    one_of,
     recorded,
-    whole,
 )
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
@@ -155,7 +154,8 @@ class SGHMC(MomentumKernel):
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.resample_momentum is not None:
-                whole("resample_momentum", self.resample_momentum)
+                every = whole("resample_momentum", self.resample_momentum)
+                self.set(resample_momentum=every)
             one_of("integrator", self.integrator, ("euler", *SPLITTINGS))
             remedy = "give `noise_variance='estimated'`"
             noise = covariance_settings(self.noise, self.covariance, self.estimates, remedy)
@@ -166,16 +166,19 @@ class SGHMC(MomentumKernel):
                 if splitting and not splitting.gradient_before_middle:
                     check_not_matrix_free(noise, self.integrator, "aboba")
                 return
-            given = self.noise_variance
-            if not isinstance(given, dict) and np.ndim(given) > 0:
-                raise ValueError(
-                    "`noise_variance` must be a number, a dict with an array for each latent site,"
-                    f" or 'estimated'; got an array of shape {np.shape(given)}."
-                )
-            variances = jax.tree.map(np.asarray, given)
-            leaves = jax.tree.leaves(variances)
-            if not all(np.all(np.isfinite(v)) and np.all(v >= 0) for v in leaves):
-                raise ValueError(f"`noise_variance` must be finite and not negative; got {given}.")
+            given: Any = self.noise_variance
+            # a value of each site may have any shape
+            is_tree = isinstance(given, dict)
+            given = given if is_tree else array("noise_variance", given)
+            variances = jax.tree.map(lambda x: array("noise_variance", x), given)
+            for x in jax.tree.leaves(variances):
+                known = x.dtype.kind in "iuf" and (is_tree or x.ndim == 0)
+                if not known or not np.all((x >= 0) & (x < np.inf)):
+                    raise ValueError(
+                        "`noise_variance` must be a number, a dict with an array for each latent"
+                        " site, finite and not negative, or 'estimated'; got"
+                        f" {shown(self.noise_variance)}."
+                    )
             self.set(noise_variance=variances)
 
         @property

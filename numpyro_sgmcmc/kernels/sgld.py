@@ -96,7 +96,6 @@ class SGLD(SGMCMCKernel):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.set(modified=bool(self.modified))
             noise = covariance_settings(
                 self.noise, self.covariance, self.modified, "give `modified=True`"
             )

@@ -10,11 +10,12 @@ from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.converters import one_of, positive
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
 from numpyro_sgmcmc.kernels.integrators import drift, euler_kick, ornstein_uhlenbeck, thermostat
 from numpyro_sgmcmc.kernels.kernel import Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
-from numpyro_sgmcmc.kernels.settings import one_of, positive, recorded
+from numpyro_sgmcmc.kernels.settings import recorded
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, whitened_step

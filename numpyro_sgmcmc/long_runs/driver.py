@@ -3,9 +3,10 @@
 
 """Runs that last for days: :class:`LongRun`."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
-import math
 import os
 from pathlib import Path
 import time
@@ -15,9 +16,11 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
+from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import given_key, instance, one_of, path, positive, truth, whole
 from numpyro_sgmcmc.data.growing import without_room
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.long_runs import identity
@@ -38,6 +41,15 @@ from numpyro_sgmcmc.target.host import HostedRun, is_initialised
 
 #: How many samples of a run have been compared with those of another.
 COMPARED = "samples compared"
+
+
+#: What arguments of ``MCMC`` are to be.
+_CHECKS: dict[str, Callable] = {
+    "num_chains": whole,
+    "thinning": whole,
+    "progress_bar": truth,
+    "chain_method": partial(one_of, options=("sequential", "vectorized", "parallel")),
+}
 
 
 class LongRun(HostedRun):
@@ -133,37 +145,23 @@ class LongRun(HostedRun):
         rank: int = 0,
         **mcmc: Any,
     ) -> None:
-        self._asked = num_samples
+        instance("sampler", sampler, MCMCKernel, "a kernel, such as `CCAdL(model)`")
+        num_warmup = whole("num_warmup", num_warmup, least=0)
+        self._asked = num_samples = whole("num_samples", num_samples)
         self._draws: Draws | None = None
+        mcmc = {k: _CHECKS[k](k, x) if k in _CHECKS else x for k, x in mcmc.items()}
         super().__init__(sampler, num_warmup=num_warmup, num_samples=num_samples, **mcmc)
-        if not isinstance(self.chain_method, str):
-            raise ValueError(
-                "`LongRun` needs chain_method='sequential', 'vectorized' or 'parallel'; got"
-                f" {self.chain_method!r}."
-            )
-        for name, value in (
-            ("max_time", max_time), ("target_ess", target_ess), ("target_mcse", target_mcse),
-        ):  # fmt: skip
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` must be a positive number; got {value!r}.")
-        if not _is_number(checkpoint_every) or not 0 < checkpoint_every < math.inf:
-            raise ValueError(
-                "`checkpoint_every` must be a positive number of seconds; got"
-                f" {checkpoint_every!r}."
-            )
-        if not isinstance(rank, int) or rank < 0:
-            raise ValueError(f"`rank` must be a whole number, 0 or more; got {rank!r}.")
+        limits = {"max_time": max_time, "target_ess": target_ess, "target_mcse": target_mcse}
+        for name, value in limits.items():
+            limits[name] = None if value is None else positive(name, value, infinite=True)
+        every = positive("checkpoint_every", checkpoint_every, zero=True)
         if store is not None:
-            if not isinstance(store, str | os.PathLike) or not os.fspath(store):
-                raise ValueError(
-                    "`store` must be the path of a folder, for instance 'run.zarr', or None; got"
-                    f" {store!r}."
-                )
+            path("store", store)
             import_module("numpyro_sgmcmc.long_runs.store")  # without zarr, say so at once
         self._path = None if store is None else Path(store).absolute()
-        self._resume = resume
-        self._limits = Limits(max_time, target_ess, target_mcse, checkpoint_every)
-        self._rank = rank
+        self._resume = truth("resume", resume)
+        self._limits = Limits(**limits, checkpoint_every=every)
+        self._rank = whole("rank", rank, least=0)
         self._moments: tuple[Moments, dict[str, list[str]]] | None = None
         self._stopped: str | None = None
         self._rows: RowsOfRun | None = None
@@ -226,6 +224,7 @@ class LongRun(HostedRun):
         :raises ValueError: if the store holds another run, or is damaged.
         """
         begin = time.monotonic()
+        rng_key = given_key(rng_key, self.num_chains)
         init_params = jax.tree.map(
             lambda x: lax.convert_element_type(x, jnp.result_type(x)), init_params
         )

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from numpyro_sgmcmc.data.converters import array, instance, positive, shown
+
 #: A ``matplotlib.axes.Axes``, which is imported when something is drawn.
 Axes = Any
 
@@ -20,10 +22,18 @@ MARKERS = ("o", "s", "^", "D")
 ABOVE_GRID = 1.6
 
 
-def new_axes(count: int, figsize: tuple[float, float], **options: Any) -> np.ndarray:
-    """Axes below each other in a new figure in which nothing is cut off."""
+def new_axes(count: int, figsize: Any, default: tuple[float, float], **options: Any) -> np.ndarray:
+    """
+    Axes below each other in a new figure in which nothing is cut off.
+
+    :raises ValueError: if its size is none.
+    """
     import matplotlib.pyplot as plt
 
+    figsize = default if figsize is None else array("figsize", figsize)
+    if np.shape(figsize) != (2,):
+        raise ValueError(f"`figsize` must be width and height in inches; got {shown(figsize)}.")
+    figsize = tuple(positive("figsize", x) for x in figsize)
     _, axes = plt.subplots(count, figsize=figsize, layout="constrained", squeeze=False, **options)
     return axes[:, 0]
 
@@ -32,10 +42,20 @@ def given_axes(axes: Any, count: int, what: str) -> np.ndarray:
     """
     :raises ValueError: if it is another number of axes.
     """
-    found = np.ravel(np.asarray(axes, object))
+    from matplotlib.axes import Axes as Drawn
+
+    found = np.ravel(array("axes", axes).astype(object))
+    for ax in found:
+        instance("axes", ax, Drawn, "axes of matplotlib, such as those of `plt.subplots`")
     if len(found) != count:
         raise ValueError(f"`axes` has {len(found)} axes, but {count} are needed: {what}.")
     return found
+
+
+def single_axes(ax: Any, figsize: Any, default: tuple[float, float]) -> Axes:
+    """The axes that were given, or else those of a new figure."""
+    given = new_axes(1, figsize, default) if ax is None else given_axes(ax, 1, "a single one")
+    return given[0]
 
 
 def legend_beside(ax: Axes, without: str = "") -> None:

@@ -12,6 +12,7 @@ from numpyro.infer import MCMC
 from scipy import stats
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import instance, names
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import (
     Run,
@@ -111,7 +112,7 @@ def plot_bias(
     """
     data, step_sizes = _sorted_runs(runs)
     if axes is None:
-        panels = new_axes(3, figsize or (10.0, 7.0), sharex=True, height_ratios=(3, 1, 1))
+        panels = new_axes(3, figsize, (10.0, 7.0), sharex=True, height_ratios=(3, 1, 1))
     else:
         panels = given_axes(axes, 3, "for errors, effective sample sizes and R-hat")
     compared = data if reference is None else [*data, as_data(reference)]
@@ -147,6 +148,7 @@ def _sorted_runs(runs: Sequence[Run] | Mapping[str, Run]) -> tuple[list[Any], li
             "`runs` is a single run, but must be a list or a dict of runs that differ in their step"
             " size: `plot_bias([first, second])`."
         )
+    instance("runs", runs, list | tuple | Mapping, "a list or a dict of runs")
     named = runs if isinstance(runs, Mapping) else dict(enumerate(runs))
     found = []
     for name, run in named.items():
@@ -176,22 +178,22 @@ def _compared_draws(
 
     :raises ValueError: if there are none, or if their shapes differ.
     """
-    if var_names is None:
+    if var_names is not None:
+        common = names("var_names", var_names)
+    else:
         groups = [group(data, "posterior") for data in runs]
-        names = [
+        common = [
             str(name)
             for name in groups[0].data_vars  # type: ignore[union-attr]
             if all(posterior is not None and name in posterior for posterior in groups)
         ]
-    else:
-        names = [var_names] if isinstance(var_names, str) else list(var_names)
-    if not names:
+    if not common:
         raise ValueError("The runs have no variable in common.")
-    draws = [flat_draws(draws_of(data, names)) for data in runs]
+    draws = [flat_draws(draws_of(data, common)) for data in runs]
     sizes = [values.shape[2] for values, _ in draws]
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"The variables {names} have {sizes} numbers in these runs, the reference last: they"
+            f"The variables {common} have {sizes} numbers in these runs, the reference last: they"
             " must be of the same model and data."
         )
     return draws

@@ -6,9 +6,10 @@
 import numpy as np
 from numpyro.infer import MCMC
 
+from numpyro_sgmcmc.data.converters import instance, share
 from numpyro_sgmcmc.diagnostics.calibrated import Calibrated
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
-from numpyro_sgmcmc.plots._axes import Axes, legend_above, new_axes, text_color
+from numpyro_sgmcmc.plots._axes import Axes, legend_above, single_axes, text_color
 
 #: More lines than these cannot be read.
 _MOST = 60
@@ -56,14 +57,15 @@ def plot_calibrated(
         >>> ax.get_xlabel()
         'posterior standard deviations from the posterior mean'
     """
+    instance("found", found, Calibrated, "what `calibrated(mcmc)` gives")
+    probability = share("probability", probability)
     plain, labels = _flat(found.run, var_names)
     moved, _ = _flat(found.mcmc, var_names)
     ratio = found.table["ratio"].reindex(labels).to_numpy()
     order = np.arange(len(labels))
     if len(labels) > _MOST:
         order = np.sort(np.argsort(-np.abs(np.log(np.nan_to_num(ratio, nan=1.0))))[:_MOST])
-    if ax is None:
-        (ax,) = new_axes(1, figsize or (8.0, 1.2 + 0.3 * len(order)))
+    ax = single_axes(ax, figsize, (8.0, 1.2 + 0.3 * len(order)))
     mean, sd = plain.mean(axis=0), plain.std(axis=0)
     ends = [(1 - probability) / 2, (1 + probability) / 2]
     places = np.arange(len(order))[::-1]

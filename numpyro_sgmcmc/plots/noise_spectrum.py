@@ -13,7 +13,7 @@ from numpyro_sgmcmc.diagnostics.noise_spectrum import gradient_noise
 from numpyro_sgmcmc.plots._axes import (
     Axes,
     legend_above,
-    new_axes,
+    single_axes,
     text_color,
 )
 
@@ -56,8 +56,7 @@ def plot_noise_spectrum(
 
     if not isinstance(noise, xr.Dataset):
         noise = gradient_noise(noise)
-    if ax is None:
-        (ax,) = new_axes(1, figsize or (8.0, 5.0))
+    ax = single_axes(ax, figsize, (8.0, 5.0))
     values, rank = noise["eigenvalue"].values, noise["rank"].values
     balance = noise.attrs.get("balance", math.inf)
     positive, beyond = values > 0, values > balance

@@ -11,13 +11,14 @@ import numpy as np
 from scipy import stats
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import names
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, group
 from numpyro_sgmcmc.plots._axes import (
     ABOVE_GRID,
     ERRORS_OF_VERDICT,
     Axes,
     legend_above,
-    new_axes,
+    single_axes,
 )
 from numpyro_sgmcmc.stein import FEWEST_BATCHES
 
@@ -89,11 +90,10 @@ def plot_stein(
     blocks = [np.flatnonzero(site_of == site) for site in sites]
     # those best known first: eigenvalues of a site are so alike, and stay in their order
     blocks = [block[np.argsort(half[block], kind="stable")] for block in blocks]
-    if ax is None:
-        # sites of many parameters need more room for theirs
-        row = max(0.2 + 0.05 * min(max(map(len, blocks)), 8), _label_height())
-        height = min(max(_AROUND_ROWS + row * len(sites), 2.5), _HIGHEST)
-        (ax,) = new_axes(1, figsize or (8.0, height))
+    # sites of many parameters need more room for theirs
+    row = max(0.2 + 0.05 * min(max(map(len, blocks)), 8), _label_height())
+    height = min(max(_AROUND_ROWS + row * len(sites), 2.5), _HIGHEST)
+    ax = single_axes(ax, figsize, (8.0, height))
     ax.axvline(1.0, color="gray", linestyle="--", linewidth=1, zorder=ABOVE_GRID)
     known = bool(np.all(np.isfinite(half)))
     places = [k + _beside_each_other(len(block)) for k, block in enumerate(blocks)]
@@ -128,11 +128,10 @@ def _chosen(sites: list[str], var_names: str | Sequence[str] | None) -> list[str
     """
     if var_names is None:
         return sites
-    names = [var_names] if isinstance(var_names, str) else list(var_names)
-    unknown = [name for name in names if name not in sites]
-    if unknown or not names:
-        raise ValueError(f"There are no latent sites {unknown}; choose some of {sites}.")
-    return names
+    chosen = names("var_names", var_names)
+    if unknown := [name for name in chosen if name not in sites]:
+        raise ValueError(f"`var_names`: the latent sites are {sites}; there are no {unknown}.")
+    return chosen
 
 
 def _values_and_band(stein: xr.Dataset) -> tuple[str, np.ndarray, np.ndarray]:

@@ -80,7 +80,7 @@ def plot_temperature(
     data = as_data(run)
     found = _collected(data)
     if axes is None:
-        panels = new_axes(len(found), figsize or (10.0, 2.5 * len(found)), sharex=True)
+        panels = new_axes(len(found), figsize, (10.0, 2.5 * len(found)), sharex=True)
     else:
         panels = given_axes(axes, len(found), f"one for each of {', '.join(found)}")
     draw = {

@@ -19,6 +19,16 @@ from numpyro.handlers import uncondition
 from numpyro.infer import MCMC, Predictive
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import (
+    MOST_OF_64_BITS,
+    instance,
+    names,
+    positive,
+    random_key,
+    shown,
+    truth,
+    whole,
+)
 from numpyro_sgmcmc.results.facts import (
     attributes,
     latent_shapes,
@@ -36,6 +46,7 @@ from numpyro_sgmcmc.results.kept_rows import (
     subsampled_plates,
 )
 from numpyro_sgmcmc.results.parts import of_each
+from numpyro_sgmcmc.results.run_data import check_data
 from numpyro_sgmcmc.stein import advice, problem_of_undone_steps
 from numpyro_sgmcmc.target.argument_checks import as_arrays
 from numpyro_sgmcmc.target.host import arguments, view_of
@@ -141,13 +152,22 @@ def to_arviz(
     import arviz
 
     args, kwargs = arguments_of(mcmc)
-    key = random.key(0) if rng_key is None else rng_key
+    log_likelihood = truth("log_likelihood", log_likelihood)
+    posterior_predictive = truth("posterior_predictive", posterior_predictive)
+    constant_data = truth("constant_data", constant_data)
+    key, max_values = random_key(rng_key), whole("max_values", max_values, most=MOST_OF_64_BITS)
+    for name, given in (("coords", coords), ("dims", dims), ("attrs", attrs)):
+        instance(name, given, Mapping | None, "a dict")
+    if sampling_time is not None:
+        sampling_time = positive("sampling_time", sampling_time, zero=True)
     _warn_if_nonfinite(mcmc)
     _warn_if_friction_is_exceeded(mcmc)
     _warn_if_seldom_exchanged(mcmc)
     stein = stein_of(mcmc)
     if stein is not None and (problem := stein.problem()) is not None:
         warnings.warn(advice(problem), stacklevel=2)
+    if log_likelihood or posterior_predictive:
+        check_data(mcmc, "Evaluate")
     mcmc = kept_draws(mcmc)
     draws = mcmc.get_samples(group_by_chain=True)
     model, draws, chosen = keep_rows(mcmc.sampler.model, draws, args, kwargs, rows, key)
@@ -167,7 +187,9 @@ def to_arviz(
     }
     known_values = {name: np.asarray(site["value"]) for name, site in observed.items()}
     groups: dict[str, Any] = {}
-    all_dims = plate_dims(sites) | {variable_name(k): list(v) for k, v in (dims or {}).items()}
+    all_dims = plate_dims(sites) | {
+        variable_name(k): names(f"dims[{k!r}]", v) for k, v in (dims or {}).items()
+    }
     if posterior_predictive:
         values = sum(math.prod(site["fn"].shape()) for site in observed.values())
         check_size("posterior_predictive", mcmc, values, max_values)
@@ -292,7 +314,14 @@ def marginal_of(mcmc: MCMC) -> Marginal | None:
 
 
 def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:
-    """The arguments of the model in the run."""
+    """
+    The arguments of the model in the run.
+
+    :raises TypeError: if it is none.
+    :raises ValueError: if it has no draws.
+    """
+    if not isinstance(mcmc, MCMC):
+        raise TypeError(f"`mcmc` must be an `MCMC` object after its run; got {shown(mcmc)}.")
     if mcmc.last_state is None:
         raise ValueError("The `MCMC` object has no draws yet: call `mcmc.run(...)` first.")
     return as_arrays(arguments(mcmc))

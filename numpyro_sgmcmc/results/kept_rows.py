@@ -13,6 +13,7 @@ import numpy as np
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import log_likelihood
 
+from numpyro_sgmcmc.data.converters import array, shown
 from numpyro_sgmcmc.data.drawn_rows import ShapeOf
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.results.parts import compiled
@@ -138,10 +139,11 @@ def choose_rows(
     known = ", ".join(f"'{name}' ({size:,} rows)" for name, size in sizes.items())
     if not plates:
         raise ValueError(
-            f"`{argument}={rows}` chooses from the plates that have a `subsample_size`, but the"
-            f" model has none. Give the plate of the data one, or leave `{argument}` out."
+            f"`{argument}={shown(rows)}` chooses from the plates that have a `subsample_size`, but"
+            f" the model has none. Give the plate of the data one, or leave `{argument}` out."
         )
     if not isinstance(rows, Mapping):
+        rows = array(argument, rows)
         if len(plates) > 1 and np.ndim(rows) > 0:
             raise ValueError(
                 f"`{argument}` holds row numbers, but the model has several subsampled plates:"
@@ -161,7 +163,7 @@ def choose_rows(
 
 def row_numbers(where: str, rows: Selection, size: int, rng_key: Array) -> np.ndarray:
     """The numbers of the rows, checked, or as many drawn at random."""
-    numbers = np.asarray(rows)
+    numbers = array(where, rows)
     if numbers.dtype.kind not in "iu" or numbers.ndim > 1 or numbers.size == 0:
         raise ValueError(
             f"The rows of {where} are an array of dtype {numbers.dtype} and shape {numbers.shape},"

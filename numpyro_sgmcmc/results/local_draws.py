@@ -8,12 +8,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jax import Array, random
+from jax import Array
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
+from numpyro_sgmcmc.data.converters import MOST_OF_64_BITS, path, random_key, whole
 from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws
@@ -25,6 +26,7 @@ from numpyro_sgmcmc.results.kept_rows import (
     site_shapes,
     subsampled_plates,
 )
+from numpyro_sgmcmc.results.run_data import check_data
 
 
 def local_draws(
@@ -91,17 +93,20 @@ def local_draws(
         True
     """
     args, kwargs = arguments_of(mcmc)
+    num_draws, key = whole("num_draws", num_draws), random_key(rng_key)
+    max_values = whole("max_values", max_values, most=MOST_OF_64_BITS)
+    folder = None if store is None else path("store", store)
     marginal = marginal_of(mcmc)
     if marginal is None:
         raise ValueError(
             "The model has no latent sites inside of subsampled plates: all of them are in"
             " `mcmc.get_samples()`."
         )
+    check_data(mcmc, "Draw the groups of")
     draws = kept_draws(mcmc).get_samples(group_by_chain=True)
     chains, length = next(iter(draws.values())).shape[:2]
     numbers = np.unique(np.linspace(0, length - 1, min(num_draws, length)).round().astype(int))
     kept = {name: jnp.asarray(x[:, numbers]) for name, x in draws.items()}
-    key = random.key(0) if rng_key is None else rng_key
     plates = subsampled_plates(site_shapes(mcmc.sampler.model, draws, args, kwargs))
     local = {plate.name for plate in marginal.plates}
     if groups is None:
@@ -109,12 +114,12 @@ def local_draws(
     chosen = choose_rows(groups, tuple(p for p in plates if p.name in local), key, "groups")
     parts = GroupDraws(marginal.draws, plates, kept, key, args, kwargs)
     shapes = {name: parts.shapes(name, len(rows)) for name, rows in chosen.items() if name in local}
-    if store is None:
+    if folder is None:
         _check_size([x.shape for found in shapes.values() for x in found.values()], max_values)
     coords = {"chain": np.arange(chains), "draw": numbers}
     coords |= {variable_name(name): chosen[name] for name in shapes}
     variables: dict[str, Any] = {}
-    with in_memory() if store is None else on_disk(Path(store)) as create:
+    with in_memory() if folder is None else on_disk(folder) as create:
         for plate, found in shapes.items():
             arrays = {}
             for name, x in found.items():
@@ -127,12 +132,12 @@ def local_draws(
             for here, values in parts.of(plate, np.asarray(chosen[plate]), found):
                 for name, array in arrays.items():
                     array[here] = values[name]
-        if store is not None:
+        if folder is not None:
             for name, coordinate in coords.items():
                 shape = coordinate.shape
                 create(name, shape, coordinate.dtype, [name], shape)[...] = coordinate
-    if store is not None:
-        return xr.open_zarr(Path(store), chunks=None)
+    if folder is not None:
+        return xr.open_zarr(folder, chunks=None)
     return xr.Dataset(variables, coords)
 
 

@@ -10,12 +10,20 @@ from typing import Any
 import warnings
 
 import jax
-from jax import Array, lax, random
+from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import MCMC
 from numpyro.infer.util import constrain_fn, unconstrain_fn
 
+from numpyro_sgmcmc.data.converters import (
+    MOST_OF_64_BITS,
+    array,
+    instance,
+    random_key,
+    truth,
+    whole,
+)
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import (
     MAX_VALUES,
@@ -36,6 +44,7 @@ from numpyro_sgmcmc.results.kept_rows import (
     subsampled_plates,
 )
 from numpyro_sgmcmc.results.parts import of_each
+from numpyro_sgmcmc.results.run_data import check_data
 from numpyro_sgmcmc.target.handlers import Plate
 
 #: Selection whose log likelihood is computed at once.
@@ -114,6 +123,11 @@ def loo(
     import xarray
 
     args, kwargs = arguments_of(mcmc)
+    key, max_values = random_key(rng_key), whole("max_values", max_values, most=MOST_OF_64_BITS)
+    pointwise = None if pointwise is None else truth("pointwise", pointwise)
+    instance("var_name", var_name, str | None, "the name of a site")
+    observations = array("observations", observations)
+    check_data(mcmc, "Score")
     model, draws = mcmc.sampler.model, kept_draws(mcmc).get_samples(group_by_chain=True)
     sites = site_shapes(model, draws, args, kwargs)
     plates = subsampled_plates(sites)
@@ -143,8 +157,8 @@ def loo(
         return arviz.loo(data, var_name=variable, pointwise=pointwise)
 
     if np.ndim(observations) == 0:
-        observations = np.minimum(observations, math.prod(shape))
-    key = random.key(0) if rng_key is None else rng_key
+        most = math.prod(shape)
+        observations = min(whole("observations", observations, most=MOST_OF_64_BITS), most)
     chosen = np.sort(row_numbers(f"site '{name}'", observations, math.prod(shape), key))
     positions = np.unravel_index(chosen, shape)
     rows = others | {plate: np.unique(positions[axis]) for plate, axis in axes.items()}
@@ -152,7 +166,7 @@ def loo(
     terms = data["log_likelihood"][variable]
     chain_and_draw, dims = terms.dims[:2], terms.dims[2:]
     known = {2 + axis: rows[plate] for plate, axis in axes.items()}
-    whole = _only_known(terms.values, known, (*terms.shape[:2], *shape))
+    every = _only_known(terms.values, known, (*terms.shape[:2], *shape))
     point = _posterior_mean(model, plates, draws, sites, args, kwargs)
 
     chunked, axis = next(iter(axes.items()))
@@ -168,7 +182,7 @@ def loo(
         {
             "posterior": data["posterior"].to_dataset(),
             "log_likelihood": xarray.Dataset(
-                {variable: (terms.dims, whole)}, {dim: terms[dim] for dim in chain_and_draw}
+                {variable: (terms.dims, every)}, {dim: terms[dim] for dim in chain_and_draw}
             ),
             "observed_data": xarray.Dataset({variable: (dims, at_point)}),
         }

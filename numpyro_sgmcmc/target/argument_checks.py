@@ -13,6 +13,8 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.converters import is_sparse
+
 #: What can be an array of JAX: truth values, whole numbers, floating point and complex numbers.
 _NUMBERS = "biufc"
 
@@ -39,8 +41,18 @@ def checked_arrays(model: Callable | None, args: tuple, kwargs: dict) -> tuple[t
     """
     The arguments of a model with JAX arrays for those of NumPy.
 
-    :raises ValueError: if this would change their values, or leave out which ones are masked.
+    :raises ValueError: if this would change their values, or leave out which ones are masked, and
+        for a sparse matrix, whose rows no program takes without a look at all of its entries.
     """
+    for name, x in _named(model, args, kwargs, is_leaf=is_sparse):
+        if is_sparse(x):
+            raise ValueError(
+                f"Argument '{name}' of the model is a sparse matrix, a {type(x).__name__} of shape"
+                f" {tuple(x.shape)}, of which the rows of a minibatch would take a look at all"
+                " entries: pass `.todense()` of it, as an array; or, of each row, the numbers of"
+                " its columns and the values there, padded with zeros, two arrays of shape (N, k),"
+                " for `(values[i] * w[columns[i]]).sum(-1)` in the model."
+            )
     for name, x in _named(model, args, kwargs):
         if not _is_numeric(x):
             continue
@@ -107,8 +119,10 @@ def _arguments(model: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
         return {f"args[{i}]": x for i, x in enumerate(args)} | dict(kwargs)
 
 
-def _named(model: Callable | None, args: tuple, kwargs: dict) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(_arguments(model, args, kwargs))
+def _named(
+    model: Callable | None, args: tuple, kwargs: dict, is_leaf: Callable | None = None
+) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(_arguments(model, args, kwargs), is_leaf=is_leaf)
     return [(name.key + jax.tree_util.keystr(tuple(path)), x) for (name, *path), x in leaves]
 
 
@@ -191,8 +205,6 @@ def _not_an_array(value: Any) -> list[tuple[str, str]]:
                 " `np.unique(df['x'], return_inverse=True)[1]`",
             )
         ]
-    if package == "scipy" and hasattr(value, "toarray"):
-        return [(name, "JAX has no such matrix here; pass `.toarray()`, or its few columns")]
     if package in ("h5py", "zarr"):
         return [(name, "pass `RowsOnDisk(...)` of it, or its rows in memory, `[:]`")]
     if package == "torch":

@@ -5,7 +5,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-import math
 from typing import Any, NamedTuple
 import warnings
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from numpyro_sgmcmc.data.converters import instance, positive, shown, whole
 from numpyro_sgmcmc.target.handlers import log_density
 from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.target.model import Values
@@ -92,17 +92,11 @@ class Ensemble:
     def __post_init__(self) -> None:
         for name in ("steps", "learning_rate", "energy_variance"):
             value = getattr(self, name)
-            if name == "energy_variance" and value is None:
-                continue
-            if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-                raise ValueError(f"`{name}` of an ensemble must be positive; got {value!r}.")
-        if not isinstance(self.steps, int):
-            raise ValueError(f"`steps` of an ensemble must be a whole number; got {self.steps!r}.")
-        if self.held_out is not None and not isinstance(self.held_out, tuple):
-            raise ValueError(
-                "`held_out` of an ensemble must be a tuple of the arguments of the model, such as"
-                f" `(x, y)`; got a {type(self.held_out).__name__}."
-            )
+            if name != "energy_variance" or value is not None:
+                check = whole if name == "steps" else positive
+                object.__setattr__(self, name, check(name, value))
+        example = "a tuple of the arguments of the model, such as `(x, y)`"
+        instance("held_out", self.held_out, tuple | None, example)
 
 
 class Members(NamedTuple):
@@ -142,9 +136,9 @@ def checked_start(start: object) -> Ensemble | None:
     """
     if start is None or isinstance(start, Ensemble):
         return start
-    if start == "ensemble":
+    if isinstance(start, str) and start == "ensemble":
         return Ensemble()
-    raise ValueError(f"`start` must be None, 'ensemble' or an `Ensemble`; got {start!r}.")
+    raise ValueError(f"`start` must be None, 'ensemble' or an `Ensemble`; got {shown(start)}.")
 
 
 def find_members(

@@ -10,6 +10,7 @@ from jax import random
 from jax.flatten_util import ravel_pytree
 import numpy as np
 
+from numpyro_sgmcmc.data.converters import array, instance, one_of, shown
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.target.control_variate import GRADIENTS, order_of
 from numpyro_sgmcmc.target.metric import IdentityMetric, Metric, from_covariance
@@ -22,22 +23,19 @@ def checked_metric(metric: Any) -> Any:
     """
     :raises ValueError: if it is not of a kind that can be a metric.
     """
-    if metric is None or isinstance(metric, tuple):
+    is_guide = isinstance(metric, tuple) and hasattr(next(iter(metric), None), "sample_posterior")
+    if metric is None or (is_guide and len(metric) == 2):
         return metric
     if isinstance(metric, str):
-        words = ("identity", "diagonal", "low_rank", "dense")
-        if metric not in words:
-            raise ValueError(
-                f"`metric` must be one of {', '.join(map(repr, words))}; got {metric!r}."
-            )
+        one_of("metric", metric, ("identity", "diagonal", "low_rank", "dense"))
         return IdentityMetric() if metric == "identity" else metric
-    array = np.asarray(metric)
-    if array.dtype.kind not in "iuf" or array.ndim not in (1, 2):
+    found = array("metric", metric)
+    if isinstance(metric, tuple) or found.dtype.kind not in "iuf" or found.ndim not in (1, 2):
         raise ValueError(
             "`metric` must be an array of variances or a covariance matrix, a pair (guide, params),"
-            f" 'diagonal', 'low_rank', 'dense' or 'identity'; got {metric!r}."
+            f" 'diagonal', 'low_rank', 'dense' or 'identity'; got {shown(metric)}."
         )
-    return array
+    return found
 
 
 def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuning | None:
@@ -46,8 +44,7 @@ def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuni
     """
     if tuning is None:
         return None
-    if not isinstance(tuning, Tuning):
-        raise ValueError(f"`tuning` must be the result of `kernel.tune(...)`; got {tuning!r}.")
+    instance("tuning", tuning, Tuning, "the result of `kernel.tune(...)`")
     if metric is not None:
         raise ValueError("`tuning` has a metric already: give `metric` to the kernel that tunes.")
     kind = GRADIENTS[order_of(tuning.anchor)]

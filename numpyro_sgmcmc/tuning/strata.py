@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from numpyro_sgmcmc.data.converters import MOST, array, shown
 from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.data.strata import Strata, by_labels
 from numpyro_sgmcmc.target.target import Target
@@ -25,7 +26,7 @@ def checked_strata(strata: Any, subsampling: str) -> Any:
         if strata not in (None, "auto"):
             raise ValueError(
                 "`strata` must be an array with the number of the stratum of each row, a dictionary"
-                f" of arrays by plate, 'auto' or None; got {strata!r}."
+                f" of arrays by plate, 'auto' or None; got {shown(strata)}."
             )
         return strata
     if subsampling != STRATIFIED:
@@ -36,20 +37,21 @@ def checked_strata(strata: Any, subsampling: str) -> Any:
     checked = {}
     for plate, labels in (strata if isinstance(strata, dict) else {None: strata}).items():
         where = "`strata`" if plate is None else f"`strata[{plate!r}]`"
-        array = np.asarray(labels)
-        if array.ndim != 1 or array.dtype.kind not in "biu":
+        found = array(where.strip("`"), labels)
+        if found.ndim != 1 or found.dtype.kind not in "biu":
             raise ValueError(
                 f"{where} must be a vector with the number of the stratum of each row, whole"
-                f" numbers; got {array.dtype} of shape {array.shape}. Number categories with"
+                f" numbers; got {found.dtype} of shape {found.shape}. Number categories with"
                 " `numpy.unique(labels, return_inverse=True)[1]`."
             )
-        if array.size and array.min() < 0:
-            row = int(np.argmin(array))
+        wrong = (found < 0) | (found > MOST)
+        if wrong.any():
+            row = int(np.argmax(wrong))
             raise ValueError(
-                f"{where} has the stratum {array[row]} at row {row}: numbers of strata are 0 or"
-                " more, and every row has one."
+                f"{where} has the stratum {found[row]} at row {row}: numbers of strata are 0 or"
+                f" more, at most {MOST:,}, and every row has one."
             )
-        checked[plate] = array.astype(np.int32)
+        checked[plate] = found.astype(np.int32)
     return checked
 
 

@@ -1,0 +1,183 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a user gives as what is meant by it: numbers of any package, words, names, random keys."""
+
+from collections.abc import Iterable
+import math
+from numbers import Integral, Real
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import Array, random
+from jax.experimental.sparse import JAXSparse
+import jax.numpy as jnp
+import numpy as np
+from numpyro.util import is_prng_key
+
+#: The largest number of steps or of rows that JAX counts with, unless it is told to use 64 bits,
+#: and the largest number that any program counts with.
+MOST, MOST_OF_64_BITS = 2**31 - 1, 2**63 - 1
+
+#: More characters of what was given are not shown.
+_SHOWN = 200
+
+
+def shown(value: Any) -> str:
+    """What was given, for a message: in few characters, and whatever its ``repr`` does."""
+    try:
+        text = repr(value)
+    except Exception:  # also of a number of many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _scalar(value: Any) -> Any:
+    """A number of Python, whatever package it is of; None if it is none. A truth value is none."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        is_number = jnp.issubdtype(value.dtype, jnp.number) and value.dtype.kind not in "mM"
+        hidden = isinstance(value, np.ma.MaskedArray | jax.core.Tracer)
+        value = value.item() if is_number and not hidden and value.ndim == 0 else None
+    return value if isinstance(value, Real) and not isinstance(value, bool) else None
+
+
+def _real(value: Any) -> float:
+    """A number in double precision; NaN if it is none, or has no place there."""
+    found = _scalar(value)
+    try:
+        return math.nan if found is None else float(found)
+    except OverflowError:
+        return math.nan
+
+
+def positive(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> float:
+    """
+    :param zero: whether zero will do.
+    :param infinite: whether infinity will do.
+    :raises ValueError: if ``value`` is not a positive finite number, in the precision in use.
+    """
+    number, limits = _real(value), jnp.finfo(jnp.result_type(float))
+    is_special = (zero and number == 0) or (infinite and number == math.inf)
+    if not (float(limits.tiny) <= number <= float(limits.max) or is_special):
+        kind = f"positive {'' if infinite else 'finite '}number{' or zero' if zero else ''}"
+        beyond = f", beyond what {limits.dtype} holds" if 0 < number < math.inf else ""
+        raise ValueError(f"`{name}` must be a {kind}; got {shown(value)}{beyond}.")
+    return number
+
+
+def share(name: str, value: Any) -> float:
+    """
+    :raises ValueError: if ``value`` is not between 0 and 1.
+    """
+    if not 0 < (number := _real(value)) < 1:
+        raise ValueError(f"`{name}` must be a number between 0 and 1; got {shown(value)}.")
+    return number
+
+
+def whole(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
+    """
+    :raises ValueError: if ``value`` is not an integer from ``least`` to ``most``.
+    """
+    found = _scalar(value)
+    number = int(found) if isinstance(found, Integral) else None
+    if number is None or number < least:
+        kind = "a positive integer" if least == 1 else f"an integer of {least:,} or more"
+        raise ValueError(f"`{name}` must be {kind}; got {shown(value)}.")
+    if number > most:
+        raise ValueError(f"`{name}` must be at most {most:,}; got {shown(value)}.")
+    return number
+
+
+def truth(name: str, value: Any) -> bool:
+    """
+    :raises ValueError: if ``value`` is not a truth value.
+    """
+    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
+    is_scalar = is_array and value.ndim == 0 and value.dtype == np.bool_
+    if not isinstance(value, bool) and (not is_scalar or isinstance(value, jax.core.Tracer)):
+        raise ValueError(f"`{name}` must be True or False; got {shown(value)}.")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, options: Iterable[str]) -> str:
+    """
+    :raises ValueError: if ``value`` is not among ``options``, which the message lists.
+    """
+    if not isinstance(value, str) or value not in options:
+        words = ", ".join(map(repr, options))
+        raise ValueError(f"`{name}` must be one of {words}; got {shown(value)}.")
+    return value
+
+
+def names(name: str, value: Any) -> list[str]:
+    """
+    :raises ValueError: if ``value`` is neither a name nor some of them.
+    """
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(x, str) for x in found):
+        raise ValueError(f"`{name}` must be a name or a list of names; got {shown(value)}.")
+    if not found:
+        raise ValueError(f"`{name}` is empty: name some, or leave it out for all.")
+    return list(found)
+
+
+def random_key(value: Any) -> Array:
+    """A random key, an argument ``rng_key`` that may be left out."""
+    return random.key(0) if value is None else given_key(value)
+
+
+def given_key(value: Any, chains: int | None = 1) -> Array:
+    """
+    :param chains: as many keys will do as well; None is any number of them.
+    :raises ValueError: if ``value`` is not a random key, of whichever kind.
+    """
+    count = 0 if is_prng_key(value) else len(getattr(value, "shape", ()) and value)
+    is_of_chains = count > 0 and chains in (None, count) and is_prng_key(value[0])
+    if not is_prng_key(value) and not is_of_chains:
+        several = f", or one for each of {chains} chains" if chains and chains > 1 else ""
+        raise ValueError(
+            f"`rng_key` must be a random key, such as `jax.random.key(0)`{several}; got"
+            f" {shown(value)}."
+        )
+    return value
+
+
+def array(name: str, value: Any) -> np.ndarray:
+    """
+    :raises ValueError: if ``value`` is no array, or hides some of its entries.
+    """
+    try:
+        found = np.asarray(value)
+    except Exception:  # whatever the package says whose object it is
+        found = None
+    if found is None or np.ma.is_masked(value):
+        hint = "an array" if found is None else "an array without masked entries"
+        raise ValueError(f"`{name}` must be {hint}; got {shown(value)}.")
+    return found
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether it is a sparse matrix, of JAX, SciPy, CuPy or PyData."""
+    return isinstance(value, JAXSparse) or (hasattr(value, "nnz") and hasattr(value, "shape"))
+
+
+def path(name: str, value: Any) -> Path:
+    """
+    :raises ValueError: if ``value`` is not the path of a file or a folder.
+    """
+    if not isinstance(value, str | os.PathLike) or os.fspath(value) in ("", b""):
+        raise ValueError(f"`{name}` must be a path; got {shown(value)}.")
+    return Path(os.fsdecode(value))
+
+
+def instance(name: str, value: Any, kind: Any, what: str) -> Any:
+    """
+    :param kind: a type, some of them, or ``Callable``.
+    :param what: what that is in words, with an example.
+    :raises ValueError: if ``value`` is not of this kind.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"`{name}` must be {what}; got {shown(value)}.")
+    return value

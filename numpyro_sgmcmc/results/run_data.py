@@ -1,0 +1,44 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The model of a run with its data, for whatever is computed of them after it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from numpyro.infer import MCMC
+from numpyro.infer.initialization import init_to_uniform
+
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of
+from numpyro_sgmcmc.target.argument_checks import as_arrays
+from numpyro_sgmcmc.target.handlers import full_data
+from numpyro_sgmcmc.target.host import arguments
+from numpyro_sgmcmc.target.local_latents import Marginal
+from numpyro_sgmcmc.target.model import read_model
+from numpyro_sgmcmc.target.target import Target
+
+
+def target_of(model: Callable, args: tuple, kwargs: dict | None = None) -> Target:
+    """The model with its minibatches, of which the kernels show the full-data view."""
+    args, kwargs = as_arrays((tuple(args), kwargs or {}))
+    raw: Any = model.fn if isinstance(model, full_data) else model
+    raw = raw.model if isinstance(raw, Marginal) else raw
+    return Target(read_model(raw, init_to_uniform, args, kwargs), args, kwargs)
+
+
+def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
+    """
+    :param asked: what is to be done with the run, a verb.
+    :param target: the model with the data that there are now, if it has been read.
+    :raises ValueError: if the data have been changed in place since the run.
+    """
+    seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
+    if seen is None:  # of another package, or traced
+        return
+    target = target or target_of(mcmc.sampler.model, *arguments(mcmc))
+    data = fingerprint_of(target.args, target.kwargs)
+    if data is not None and data + target.view.captured != seen:
+        raise ValueError(
+            "The data are not those of the run: they have been changed in place since, or its"
+            f" kernel has been used for others. {asked} the run with the data it had, or run again."
+        )
