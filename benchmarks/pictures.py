@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-The pictures of the documentation of the diagnostics: a hierarchical regression by SGHMC that
-is too wide in some directions, by CCAdL, and SGLD at several step sizes.
+The picture of the documentation of the diagnostics: a hierarchical regression by SGHMC that is too
+wide in some directions.
 
     python benchmarks/pictures.py --folder docs
 """
@@ -17,19 +17,10 @@ import matplotlib
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import MCMC
 from PIL import Image
 
-from numpyro_sgmcmc import (
-    SGHMC,
-    SGLD,
-    SGNHT,
-    full_data,
-    plot_bias,
-    plot_noise_spectrum,
-    plot_stein,
-    plot_temperature,
-)
+from numpyro_sgmcmc import SGHMC, plot_stein
 
 matplotlib.use("Agg")
 
@@ -56,16 +47,16 @@ def data():
     return jnp.asarray(x, jnp.float32), jnp.asarray(group), jnp.asarray(y, jnp.float32)
 
 
-def run(kernel, data, num_samples=2_000, extra_fields=()):
+def run(kernel, data):
     mcmc = MCMC(
         kernel,
         num_warmup=1_000,
-        num_samples=num_samples,
+        num_samples=2_000,
         num_chains=4,
         chain_method="vectorized",
         progress_bar=False,
     )
-    mcmc.run(random.key(0), *data, extra_fields=extra_fields)
+    mcmc.run(random.key(0), *data)
     return mcmc
 
 
@@ -84,21 +75,6 @@ def main():
     tuning = SGHMC(model, **options).tune(random.key(1), *rows)
     wide = run(SGHMC(model, step_size=0.15, friction=0.7, tuning=tuning, steps_per_sample=10), rows)
     save(plot_stein(wide), folder / "plot_stein.png")
-    save(plot_noise_spectrum(wide), folder / "plot_noise_spectrum.png")
-    fields = ("thermostat", "kinetic_temperature")
-    thermostatted = SGNHT(model, step_size=0.1, friction=0.7, tuning=tuning, steps_per_sample=10)
-    save(
-        plot_temperature(run(thermostatted, rows, extra_fields=fields)),
-        folder / "plot_temperature.png",
-    )
-    # SGLD moves in the same coordinates
-    overdamped = SGLD(model, **options).tune(random.key(1), *rows)
-    runs = [
-        run(SGLD(model, step_size=h, tuning=overdamped, steps_per_sample=20), rows, 5_000)
-        for h in (0.002, 0.005, 0.01, 0.02, 0.05)
-    ]
-    reference = run(NUTS(full_data(model), dense_mass=True), rows, 2_000)
-    save(plot_bias(runs, reference), folder / "plot_bias.png")
 
 
 if __name__ == "__main__":

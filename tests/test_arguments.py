@@ -43,13 +43,11 @@ from numpyro_sgmcmc import (
     NoiseEstimate,
     Replicas,
     RowsOnDisk,
-    autocorrelation_time,
     calibrated,
     certify,
     compare,
     cyclical,
     debiased,
-    gradient_noise,
     group_rows,
     growth,
     kernel_stein_discrepancy,
@@ -57,15 +55,11 @@ from numpyro_sgmcmc import (
     local_draws,
     loo,
     moments,
-    plot_bias,
     plot_calibrated,
-    plot_noise_spectrum,
     plot_stein,
-    plot_temperature,
     predictive_scores,
     spread_rows,
     stein_matrix,
-    step_halving,
     summary,
     to_arviz,
 )
@@ -312,31 +306,28 @@ def a_run(of, **options):
 def functions():
     """Functions of a run, with arguments that are right."""
     mcmc = a_run(model, extra_fields=("kinetic_temperature", "thermostat"))
-    data, halved = to_arviz(mcmc), to_arviz(mcmc, attrs={"step_size": 0.025})
+    data = to_arviz(mcmc)
 
     def scores(mcmc, var_name=None, rng_key=None):
         return predictive_scores(mcmc, np.zeros(20), var_name=var_name, rng_key=rng_key)
 
-    of_data = (autocorrelation_time, kinetic_temperature, moments, plot_stein, plot_temperature)
+    of_data = (kinetic_temperature, moments, plot_stein)
     found = {f.__name__: (f, {"run": data}) for f in (*of_data, stein_matrix, summary)}
-    of_run = (calibrated, debiased, gradient_noise, growth, loo, to_arviz)
+    of_run = (calibrated, debiased, growth, loo, to_arviz)
     found |= {f.__name__: (f, {"mcmc": mcmc}) for f in of_run}
     return found | {
         "certify": (certify, {"mcmc": mcmc, "num_draws": 100}),
         "compare": (compare, {"runs": {"a": mcmc}, "reference": data}),
         "kernel_stein_discrepancy": (kernel_stein_discrepancy, {"run": mcmc}),
         "local_draws": (local_draws, {"mcmc": a_run(effects)}),
-        "plot_bias": (plot_bias, {"runs": [data, halved]}),
         "plot_calibrated": (plot_calibrated, {"found": calibrated(mcmc)}),
-        "plot_noise_spectrum": (plot_noise_spectrum, {"noise": gradient_noise(mcmc)}),
         "predictive_scores": (scores, {"mcmc": mcmc}),
         "stein_matrix": (stein_matrix, {"run": mcmc}),
-        "step_halving": (step_halving, {"run": mcmc, "halved": halved}),
     }
 
 
 #: Whose names are those of what they must be: "A run is an `MCMC` object ...".
-RUNS = ("run", "runs", "halved", "reference", "mcmc", "noise")
+RUNS = ("run", "runs", "reference", "mcmc")
 
 
 @pytest.mark.nightly

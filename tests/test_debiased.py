@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 from test_certificate import X, Y, exact, linear
 
-from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, debiased, full_data, step_halving, summary
+from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, debiased, full_data, summary
 from numpyro_sgmcmc.diagnostics import _coupled
 from numpyro_sgmcmc.diagnostics._coupled import coupled
 from numpyro_sgmcmc.results.run_data import target_of
@@ -344,8 +344,6 @@ def test_functions_without_a_mean_are_refused(functions, said):
     run = with_draws(linear, (X, Y), {"w": mean + sd * normal})
     with pytest.raises(ValueError, match=f"`functions` .*{said}"):
         debiased(run, functions)
-    with pytest.raises(ValueError, match=f"`functions` .*{said}"):
-        step_halving(run, run, functions=functions)
 
 
 @pytest.mark.slow

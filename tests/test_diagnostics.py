@@ -26,14 +26,12 @@ from numpyro_sgmcmc import (
     SGHMC,
     SGLD,
     CCAdL,
-    autocorrelation_time,
     compare,
     configurational_temperature,
     kernel_stein_discrepancy,
     kinetic_temperature,
     moments,
     stein_matrix,
-    step_halving,
     summary,
     to_arviz,
 )
@@ -364,95 +362,6 @@ def test_temperatures_that_were_not_collected(wide, nuts):
         configurational_temperature(epochs)
 
 
-# Autocorrelation times
-
-
-def test_autocorrelation_time_of_an_autoregression():
-    noise = np.random.default_rng(0).standard_normal((4, 50_000))
-    series = lfilter([1.0], [1.0, -0.9], noise)
-    data = as_arviz({"x": series, "constant": np.ones((4, 50_000)), "white": noise})
-    found = autocorrelation_time(data)
-    # the standard error of tau by Sokal's formula, with a window of 6 tau
-    assert abs(float(found["x"]) - 19) < 4 * 19 * (2 * 13 * 19 / 200_000) ** 0.5
-    assert abs(float(found["white"]) - 1) < 0.05
-    assert np.isnan(found["constant"])
-
-
-def test_autocorrelation_time_in_steps_and_passes(wide, nuts):
-    draws = autocorrelation_time(wide)
-    assert float(autocorrelation_time(wide, unit="steps")["mu"][0]) == pytest.approx(
-        10 * float(draws["mu"][0])
-    )
-    assert float(autocorrelation_time(wide, unit="passes")["mu"][0]) == pytest.approx(
-        10 * BATCH / N * float(draws["mu"][0])
-    )
-    leapfrogs = np.mean(np.asarray(nuts.get_extra_fields()["num_steps"]))
-    assert float(autocorrelation_time(nuts, unit="passes")["mu"][0]) == pytest.approx(
-        float(autocorrelation_time(nuts)["mu"][0]) * leapfrogs, rel=1e-5
-    )
-    # of every second draw only, with as many steps between them as there were
-    data = to_arviz(nuts)
-    thinned = data.isel(draw=slice(None, None, 2))
-    thinned.attrs.update(data.attrs | {"thinning": 2})
-    each = float(autocorrelation_time(thinned)["mu"][0])
-    kept = group(thinned, "sample_stats")["n_steps"].values
-    assert float(autocorrelation_time(thinned, unit="passes")["mu"][0]) == pytest.approx(
-        2 * kept.mean() * each
-    )
-    assert summary(thinned).facts["passes"] == pytest.approx(2 * kept.sum())
-    assert list(autocorrelation_time(nuts, var_names="mu").data_vars) == ["mu"]
-    with pytest.raises(ValueError, match="`unit` must be one of"):
-        autocorrelation_time(wide, unit="seconds")
-
-
-# Half the step size
-
-
-@pytest.mark.nightly
-def test_step_halving_of_sgld():
-    """The variance at h, h / 2 and extrapolated, against the exact ones."""
-    mcmc = run(SGLD(model, 0.2 / PRECISION, steps_per_sample=8), 5_000, num_warmup=100)
-    table = step_halving(mcmc, rng_key=random.key(8))
-
-    def exact(h):
-        return (1 + h * noise_ratio() / 2) / (1 - h / 2) / PRECISION
-
-    for k in range(D):
-        row = table.loc[f"variance of mu[{k}]"]
-        assert abs(row.estimate - exact(0.2)) < 0.1 * exact(0.2)
-        assert abs(row.halved - exact(0.1)) < 0.1 * exact(0.1)
-        # what is left by Richardson's extrapolation is known too
-        assert abs(row.bias - 2 * (exact(0.2) - exact(0.1))) < 4 * row.bias_error + 0.05 * row.bias
-        assert row.bias > 4 * row.bias_error
-        assert row.extrapolated == pytest.approx(row.estimate - row.bias)
-        mean = table.loc[f"mean of mu[{k}]"]
-        assert abs(mean.bias) < 4 * mean.bias_error
-
-
-def test_step_halving_of_any_expectation(good):
-    again = run(good.sampler.with_step_size(0.15 / N**0.5, 10), key=1)
-    table = step_halving(
-        good,
-        again,
-        functions=lambda draw: {"norm": jnp.sum(draw["mu"] ** 2), "both": draw["mu"][:2]},
-    )
-    assert list(table.index) == ["both[0]", "both[1]", "norm"]
-    draws = [np.asarray(m.get_samples()["mu"], float) for m in (good, again)]
-    norms = [np.sum(x**2, 1).mean() for x in draws]
-    assert table.loc["norm", "bias"] == pytest.approx(4 / 3 * (norms[0] - norms[1]), rel=1e-3)
-    assert np.all(np.abs(table.bias) < 4 * table.bias_error)
-    first = step_halving(good, again, order=1)
-    second = step_halving(good, again)  # the order of NOGIN
-    np.testing.assert_allclose(first.bias, 1.5 * second.bias)
-
-
-def test_step_halving_of_runs_that_do_not_belong_together(good, nuts):
-    with pytest.raises(ValueError, match="half the step size: 0.015 and 0.015"):
-        step_halving(good, good)
-    with pytest.raises(ValueError, match="a kernel of this package"):
-        step_halving(nuts)
-
-
 # The summary
 
 
@@ -584,9 +493,6 @@ def test_thinned_runs():
     mcmc = run(sgld(0.01), 1_000, thinning=5)
     found = summary(mcmc)
     assert found.facts["passes"] == 4 * 1_200 * 10 * BATCH / N
-    assert float(autocorrelation_time(mcmc, unit="steps")["mu"][0]) == pytest.approx(
-        50 * float(autocorrelation_time(mcmc)["mu"][0])
-    )
     assert kernel_stein_discrepancy(mcmc).draws == 800
 
 
@@ -641,9 +547,8 @@ def test_what_is_not_a_run():
         summary(idle)
     bad = np.zeros((2, 10))
     bad[0, :3] = np.inf
-    for judge in (summary, autocorrelation_time):
-        with pytest.raises(ValueError, match="not finite among the draws: 3 of 'x'"):
-            judge(as_arviz({"x": bad}))
+    with pytest.raises(ValueError, match="not finite among the draws: 3 of 'x'"):
+        summary(as_arviz({"x": bad}))
     with pytest.raises(ValueError, match=r"no variables \['z'\]; it has \['x'\]"):
         summary(as_arviz({"x": np.ones((2, 10))}), var_names=["z"])
 

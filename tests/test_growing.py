@@ -35,7 +35,6 @@ from numpyro_sgmcmc import (
     certify,
     growth,
     stein_matrix,
-    step_halving,
     to_arviz,
 )
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
@@ -303,7 +302,7 @@ def test_rows_that_are_forgotten():
         assert growth(mcmc).problem is None, str(growth(mcmc))
 
 
-@pytest.mark.parametrize("judge", [certify, calibrated, stein_matrix, step_halving])
+@pytest.mark.parametrize("judge", [certify, calibrated, stein_matrix])
 def test_what_is_forgotten_is_not_judged_by_all_rows(judge):
     mcmc = run_of(SGLD(linear, 1e-5), 200, 5)
     mcmc.run(random.key(0), *GrowingRows(X[:1_000], Y[:1_000], half_life=300))

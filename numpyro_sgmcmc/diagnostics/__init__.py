@@ -3,7 +3,6 @@
 
 """Whether to trust a run: what effective sample sizes and R-hat cannot see."""
 
-from numpyro_sgmcmc.diagnostics.autocorrelation import autocorrelation_time as autocorrelation_time
 from numpyro_sgmcmc.diagnostics.calibrated import Calibrated as Calibrated
 from numpyro_sgmcmc.diagnostics.calibrated import calibrated as calibrated
 from numpyro_sgmcmc.diagnostics.certificate import Certificate as Certificate
@@ -19,8 +18,6 @@ from numpyro_sgmcmc.diagnostics.discrepancy import (
 )
 from numpyro_sgmcmc.diagnostics.growth import Growth as Growth
 from numpyro_sgmcmc.diagnostics.growth import growth as growth
-from numpyro_sgmcmc.diagnostics.halving import step_halving as step_halving
-from numpyro_sgmcmc.diagnostics.noise_spectrum import gradient_noise as gradient_noise
 from numpyro_sgmcmc.diagnostics.predictive_scores import PredictiveScores as PredictiveScores
 from numpyro_sgmcmc.diagnostics.predictive_scores import predictive_scores as predictive_scores
 from numpyro_sgmcmc.diagnostics.stein_matrix import stein_matrix as stein_matrix

@@ -208,7 +208,7 @@ def coupled(
         raise ValueError(
             f"Chains with a step size and half of it do not stay together: {tried}. The posterior"
             " may have several modes, or none, or bend so much that its scale is another in each"
-            " place; `step_halving` compares two runs that need not stay together."
+            " place. `compare` this run with one of half the step size, `kernel.with_step_size`."
         )
     # for two levels of costs c and variances v the draws are in proportion to (v / c)^(1/2)
     coarse_cost, fine_cost = run.costs
@@ -221,7 +221,8 @@ def coupled(
     if not (np.isfinite(coarse).all() and np.isfinite(fine).all()):
         raise ValueError(
             f"Chains at the step size {step_size:g} are not finite: the posterior bends too much in"
-            " places that are reached rarely, or has no mode. `step_halving` compares two runs."
+            " places that are reached rarely, or has no mode. `compare` this run with one of half"
+            " the step size, `kernel.with_step_size`."
         )
     return Levels(coarse, fine, step_size, run.gradients, everything)
 

@@ -75,7 +75,7 @@ class Certificate(NamedTuple):
                 f"Nothing is certified (k-hat {self.k_hat:.2f}, above {USABLE}): the mixture that"
                 " was fitted to the draws is too far from the posterior, which has too many"
                 " parameters for it or another shape, and the weights say little. The table is no"
-                " correction; look at `step_halving` and `stein_matrix`."
+                " correction; look at `debiased` and `stein_matrix`."
             )
         trust = f"k-hat {self.k_hat:.2f}, {self.effective:,.0f} effective draws"
         # weights that hardly differ do no harm, whatever the shape of their tail

@@ -265,7 +265,7 @@ def _check_draws(positions: np.ndarray) -> None:
         raise ValueError(
             f"The chains do not agree: R-hat is up to {worst:.2f}. Coupled chains start at draws of"
             " the run, and these are not yet draws of its posterior, which may have several modes,"
-            " or none. Run longer; `step_halving` compares two runs."
+            " or none. Run longer."
         )
     if np.any(np.ptp(positions, axis=(0, 1)) == 0):
         raise ValueError("A parameter never moves: the run is stuck, and has no law to be judged.")
