@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-The noise of the gradient with rows drawn alike, in strata, and by probability.
+The noise of the gradient with rows drawn alike and in strata.
 
 Two posteriors that know some parameters from a few rows only: 20,000 rows in 40 groups, of which
 some have four and one outcome, in minibatches of 500; and a logistic regression on a million
 rows with 0.5 % positives and ten features that one row of a thousand has, in minibatches of 1,000.
-Strata are those of the tuning; probabilities are those of ``subsampling="importance"``, or in
-proportion to the true importance, which would be the best.
+Strata are those of the tuning.
 
 Run with ``python benchmarks/strata.py``; writes a Markdown table of the variance of the noise in
 the coordinates of the posterior, with the control variate: its mean and its largest entry.
@@ -25,7 +24,6 @@ import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import CCAdL
-from numpyro_sgmcmc.data.importance import probabilities_of
 from numpyro_sgmcmc.data.strata import by_importance
 from numpyro_sgmcmc.target.model import read_model
 from numpyro_sgmcmc.target.potential import of_all_rows, ravel
@@ -114,13 +112,9 @@ def measured(name, model, args, n):
     squares = squares_of(target, tuning)
     size = len(squares)
     found = find_importance(target, random.key(2), Gaussian(tuning.start, 0.0), order=1)
-    importance = found.sizes["rows"]
-    true = np.sqrt(squares.sum(axis=1))
     ways = {
         "alike": size / n - 1,
-        "strata": by_importance(importance, n).row_weights - 1,
-        "by probability": size / n * np.asarray(probabilities_of(importance, n).weights),
-        "by the true probability": 1 / (n * np.maximum(true / true.sum(), 1e-30)),
+        "strata": by_importance(found.sizes["rows"], n).row_weights - 1,
     }
     for way, weights in ways.items():
         variances = (squares * np.broadcast_to(weights, size)[:, None]).sum(axis=0)

@@ -586,8 +586,6 @@ def test_runs_refused():
     with pytest.raises(ValueError, match="different numbers of rows: 40, 80"):
         kernel = SGLD(lambda x, y, groups: kernel_table.model(x, y), mesh=MESH, **some)
         run(kernel, spread_rows(MESH, X, Y, np.ones(40)))
-    with pytest.raises(ValueError, match="'importance' cannot be used with rows that are spread"):
-        run(CCAdL(kernel_table.model, mesh=MESH, subsampling="importance"))
     with pytest.raises(ValueError, match=r"use `MCMC\(..., jit_model_args=True\)`"):
         run(jit_model_args=False)
     with pytest.raises(ValueError, match="use chain_method='vectorized'"):

@@ -144,7 +144,7 @@ def test_a_new_scheme(monkeypatch):
     assert np.all(np.diff(rows) % 100 == 10)
     kernel.sample(state, (x, factor), {})
     assert kernel.settings["subsampling"] == "systematic"
-    with pytest.raises(ValueError, match="one of .*'importance', 'systematic'; got 'other'"):
+    with pytest.raises(ValueError, match="one of .*'blocks', 'systematic'; got 'other'"):
         SGLD(gaussian_mean, step_size=1e-3, subsampling="other")
 
 

@@ -78,8 +78,7 @@ def test_counts_must_be_positive_integers(name, value):
     [
         (
             "subsampling",
-            "'without_replacement', 'with_replacement', 'epochs', 'symmetric_sweeps', 'blocks',"
-            " 'importance'",
+            "'without_replacement', 'with_replacement', 'epochs', 'symmetric_sweeps', 'blocks'",
         ),
         ("covariance", "'diagonal', 'full', 'low_rank', 'matrix_free'"),
         ("estimator", "'sub_batches', 'two_cotangents', 'per_example'"),

@@ -478,14 +478,13 @@ def test_checkpoints_of_other_content(every, runs):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("rows", ["strata", "importance"])
-def test_a_store_of_rows_that_are_not_drawn_alike(rows, tmp_path):
+def test_a_store_of_rows_that_are_not_drawn_alike(tmp_path):
     """What the tuning has found of them goes to the checkpoint, and comes back."""
     y = jnp.asarray(np.random.default_rng(0).standard_normal(2_000), jnp.float32)
-    options = {"strata": np.arange(2_000) % 2} if rows == "strata" else {"subsampling": rows}
+    strata = np.arange(2_000) % 2
 
     def drawn(path, samples):
-        sampler = CCAdL(late().given.model, progress_bar=False, **options)
+        sampler = CCAdL(late().given.model, strata=strata, progress_bar=False)
         mcmc = long_run(path, sampler, num_samples=samples)
         mcmc.run(KEY, y)
         return mcmc.get_samples()["mu"]

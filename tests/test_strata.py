@@ -19,7 +19,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 import pytest
 
-from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk
+from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk, gradient_noise
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.strata import Allocation, Strata, by_importance, by_labels
 from numpyro_sgmcmc.gradients.covariance import Full
@@ -103,7 +103,7 @@ def test_over_all_minibatches(model, allocation):
     position = W["w"]
 
     def observed(numbers):
-        rows = {"rows": DrawnRows(numbers, weights=strata.weights_of(numbers))}
+        rows = {"rows": DrawnRows(numbers, weights=strata.weights)}
         plain = minibatch_gradient(potential, rows, key)(position)
         factors, groups = {"rows": allocation.factor}, {"rows": allocation.groups}
         held = sub_batch_gradient(potential, rows, key, factors, Full(3), groups)(position)
@@ -273,7 +273,7 @@ def test_law_with_strata(uneven):
 
 def test_forgotten_weights_are_noticed(uneven, monkeypatch):
     x, labels = uneven
-    monkeypatch.setattr(Strata, "weights_of", lambda self, rows: jnp.ones(BATCH))
+    monkeypatch.setattr(Strata, "weights", jnp.ones(BATCH))
     kernel = SGLD(gaussian_mean, 0.5, strata=labels)
     mcmc = MCMC(kernel, num_warmup=500, num_samples=1_500, progress_bar=False)
     mcmc.run(random.key(1), x, 1.0 / N, init_params={"theta": jnp.asarray(x.mean(0))})
@@ -427,6 +427,7 @@ def test_kept_with_the_kernel(grouped, tuned):
     mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=False)
     mcmc.run(random.key(0), *grouped)
     assert kernel.settings["strata"] == str(tuned.strata["rows"])
+    assert np.all(np.isfinite(gradient_noise(mcmc)["eigenvalue"]))
     other = pickle.loads(pickle.dumps(kernel)).with_step_size(0.1)
     again = MCMC(other, num_warmup=5, num_samples=5, progress_bar=False)
     again.run(random.key(0), *grouped)
@@ -437,6 +438,24 @@ def test_kept_with_the_kernel(grouped, tuned):
     strata = turned.last_state.fixed.strata["rows"]
     whole = np.asarray(strata.order)[: strata.allocation.sizes[0]]
     assert np.isin(np.flatnonzero(np.asarray(group[::-1]) < 2), whole).all()
+
+
+def test_several_plates(uneven):
+    """Each has strata of its own."""
+    x, labels = uneven
+
+    def model(x, z):
+        theta = numpyro.sample("theta", dist.Normal(0, 10).expand([D]).to_event(1))
+        for name, y, n in (("rows", x, BATCH), ("others", z, 10)):
+            with numpyro.plate(name, len(y), subsample_size=n) as i:
+                numpyro.sample(f"y of {name}", dist.Normal(theta, 20).to_event(1), obs=y[i])
+
+    strata = {"rows": labels, "others": np.arange(40) % 2}
+    mcmc = MCMC(SGLD(model, 1e-3, strata=strata), num_warmup=5, num_samples=5, progress_bar=False)
+    mcmc.run(random.key(0), x, x[:40])
+    found = mcmc.last_state.fixed.strata
+    sizes = {name: (one.allocation.sizes, one.allocation.batch_size) for name, one in found.items()}
+    assert sizes == {"rows": ((10, 400, 190), BATCH), "others": ((20, 20), 10)}
 
 
 def test_rows_from_disk(uneven, tmp_path):

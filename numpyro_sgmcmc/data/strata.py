@@ -131,11 +131,7 @@ class Strata(NamedTuple):
         return weights
 
     @property
-    def kind(self) -> str:
-        """What this is called in a record."""
-        return "strata"
-
-    def weights_of(self, rows: Array) -> Array:
+    def weights(self) -> Array:
         """The relative weights of the rows of a minibatch, by their places, shape ``(n,)``."""
         return jnp.asarray(self.allocation.weights, jnp.result_type(float))
 

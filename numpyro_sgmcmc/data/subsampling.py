@@ -282,9 +282,6 @@ class Scheme(NamedTuple):
     - **distinct** - whether no row is drawn twice into a minibatch.
     - **blocks** - whether neighbouring rows are drawn together, so that the noise must be
       estimated from whole blocks.
-    - **by_importance** - whether rows are drawn with probabilities that a tuning finds
-      (:mod:`~numpyro_sgmcmc.data.importance`); before it has, and where a minibatch has all rows,
-      they are drawn as ``draw`` says.
     - **draw_so_far** - the same as ``draw`` for a number of rows that is an array, or None.
     - **draw_far** - the same for more rows than 2\\ :sup:`31`, or None.
     """
@@ -293,7 +290,6 @@ class Scheme(NamedTuple):
     independent: bool = True
     distinct: bool = True
     blocks: bool = False
-    by_importance: bool = False
     draw_so_far: Callable[[Array, Array, Array, int], Array] | None = None
     draw_far: Callable[[Array, Array, int, int], Pair] | None = None
 
@@ -324,5 +320,4 @@ SCHEMES: dict[str, Scheme] = {
     "epochs": Scheme(epochs, independent=False),
     "symmetric_sweeps": Scheme(symmetric_sweeps, independent=False),
     "blocks": Scheme(blocks, blocks=True, draw_far=_far_blocks),
-    "importance": Scheme(without_replacement, by_importance=True),
 }

@@ -112,8 +112,6 @@ class Context:
                 " subsampling='without_replacement'."
             )
         self._check_number_of_rows(given, model)
-        if SCHEMES[given.subsampling].by_importance:
-            _check_importance(given, name, self.shards)
         if not model.plates and not independent:
             raise ValueError(
                 f"{name} with subsampling='{given.subsampling}' needs minibatches, but no plate of"
@@ -203,23 +201,6 @@ class Context:
         """
         kept = target._replace(programs=self.programs)
         return kept.compiled(function, name, *facts, outputs=outputs)
-
-
-def _check_importance(given: Settings, name: str, shards: Shards | None) -> None:
-    """
-    :raises ValueError: if rows cannot be drawn by importance.
-    """
-    if shards is not None:
-        raise ValueError(
-            "subsampling='importance' cannot be used with rows that are spread over devices, each"
-            " of which draws from its own rows: leave it out, or sample on one device."
-        )
-    if not given.takes_weights:
-        raise ValueError(
-            f"{name} with subsampling='importance' needs an estimate of the noise from sub-batches:"
-            " use estimator='sub_batches', and another covariance than 'matrix_free', or leave"
-            " `subsampling` out."
-        )
 
 
 def _shapes(tree: Any) -> Any:

@@ -174,7 +174,7 @@ def check_growth(
         when they do.
     """
     begin = f"{kernel} cannot go on when rows are added"
-    if whole.scheme.draw_so_far is None or whole.scheme.by_importance:
+    if whole.scheme.draw_so_far is None:
         raise ValueError(
             f"{begin} with subsampling={given.subsampling!r}, which is of a fixed number of rows:"
             " use 'without_replacement' or 'with_replacement'."

@@ -45,8 +45,7 @@ def record_of(kernel: "SGMCMCKernel") -> dict[str, str | int | float]:
         if tuning.passes:
             record["tuning_passes"] = sum(tuning.passes.values())
         if tuning.strata:
-            kind = next(iter(tuning.strata.values())).kind
-            record[kind] = "; ".join(map(str, tuning.strata.values()))
+            record["strata"] = "; ".join(map(str, tuning.strata.values()))
         if tuning.noise is not None:
             record["noise_variance"] = tuning.noise.mean
     if friction is not None:

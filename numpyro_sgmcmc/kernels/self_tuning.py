@@ -17,7 +17,7 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.data.importance import Probabilities, SamplingDesign
+from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.kernels.chains import axes_for
 from numpyro_sgmcmc.kernels.identity import data_of, digest, other_sites
 from numpyro_sgmcmc.kernels.state import Fixed, Layout, SGMCMCState
@@ -91,13 +91,12 @@ def tuning_for(method: "SGMCMCKernel", target: Target) -> Tuning:
         given.rates_are_given
         and not isinstance(given.metric, str)
         and given.gradient in ("auto", "minibatch")
-        and not target.scheme.by_importance
     ):
         step_size = given.first_step_size
         assert step_size is not None
         metric = metric_for(given.metric, target) or IdentityMetric()
         friction, strata = getattr(given, "friction", None), given_strata(given.strata, target)
-        return Tuning(step_size, friction, metric, strata={**strata})
+        return Tuning(step_size, friction, metric, strata=strata)
     data = known_data(method, target)
     densities = method.context.densities
     if latest is not None and latest.data == data:
@@ -138,14 +137,6 @@ def _adopted(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> Tuning:
             f" {', '.join(map(repr, others))} differ. Let the kernel tune itself, or give it the"
             " tuning of this model."
         )
-    weighted = any(isinstance(design, Probabilities) for design in tuning.strata.values())
-    if any(target.factors.values()) and weighted != target.scheme.by_importance:
-        kind = "with" if weighted else "without"
-        raise ValueError(
-            f"`tuning` was found {kind} subsampling='importance', but"
-            f" subsampling={given.subsampling!r}: the noise is another one. Tune a kernel with"
-            f" subsampling={given.subsampling!r}."
-        )
     tuning = tuning._replace(
         step_size=given.first_step_size or tuning.step_size,
         friction=getattr(given, "friction", None) or tuning.friction,
@@ -170,9 +161,9 @@ def _adopted(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> Tuning:
 
 def _strata_anew(
     method: "SGMCMCKernel", target: Target, tuning: Tuning, data: str | None
-) -> dict[str, SamplingDesign]:
+) -> dict[str, Strata]:
     """
-    Strata or probabilities of other data, or for minibatches of another size.
+    Strata of other data, or for minibatches of another size.
 
     :param data: tells the data from others, or None if their values are not known.
     :raises ValueError: if there cannot be any.
@@ -183,7 +174,7 @@ def _strata_anew(
     if are_strata_of(target, tuning.strata):
         return tuning.strata  # unbiased for any rows
     raise ValueError(
-        "`tuning` has strata or probabilities of other rows, or for minibatches of another size:"
+        "`tuning` has strata of other rows, or for minibatches of another size:"
         f" {type(method).__name__} cannot make them anew inside `jit` or `vmap` of its data. Call"
         " `tune` before with data of this shape."
     )

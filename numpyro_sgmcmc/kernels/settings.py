@@ -93,9 +93,7 @@ class Settings:
         within a minibatch and independently of other minibatches, ``"with_replacement"``,
         ``"epochs"``, in shuffled passes over the data, ``"symmetric_sweeps"``, forward
         and backward through random partitions of them, or ``"blocks"``, of neighbouring rows,
-        which are read from disk much faster (:func:`~numpyro_sgmcmc.data.subsampling.blocks`); or
-        ``"importance"``, with replacement, with probabilities that the tuning finds, which this
-        asks for, and weights to match (:mod:`~numpyro_sgmcmc.data.importance`).
+        which are read from disk much faster (:func:`~numpyro_sgmcmc.data.subsampling.blocks`).
     :param strata: strata of the rows, of each of which a minibatch has a number of its own: an
         array of whole numbers, the number of the stratum of each row, or a dictionary of them by
         the name of the plate; None for none; or ``"auto"``, strata that the tuning finds, where
@@ -154,6 +152,12 @@ class Settings:
         for one in fields(self):
             if isinstance(one.default, bool):
                 self.set(**{one.name: truth(one.name, getattr(self, one.name))})
+        # a word of earlier versions, refused by itself for one release
+        if isinstance(self.subsampling, str) and self.subsampling == "importance":
+            raise ValueError(
+                "subsampling='importance' was taken out: leave `subsampling` out. Strata do the"
+                " same, which the tuning finds by itself."
+            )
         one_of("subsampling", self.subsampling, tuple(SCHEMES))
         one_of("on_failure", self.on_failure, ("raise", "warn"))
         one_of("gradient", self.gradient, ("auto", *GRADIENTS))
@@ -222,13 +226,8 @@ class Settings:
     @property
     def can_stratify(self) -> bool:
         """Whether minibatches may be stratified, as far as these settings go."""
-        return self.subsampling == STRATIFIED and self.takes_weights
-
-    @property
-    def takes_weights(self) -> bool:
-        """Whether the method is right for rows that are not drawn alike, and weighted."""
         noise = getattr(self, "noise", None)
-        return noise is None or noise.can_stratify
+        return self.subsampling == STRATIFIED and (noise is None or noise.can_stratify)
 
     @property
     def record(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from jax import Array, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel, Traits
@@ -95,17 +94,15 @@ class SGFS(SGMCMCKernel):
             super().__post_init__()
             noise = covariance_settings(self.noise, self.covariance, True, "")
             self.set(noise=noise, covariance=None)
-            by_importance = SCHEMES[self.subsampling].by_importance
-            if by_importance or isinstance(self.strata, dict):
-                given = f"subsampling={self.subsampling!r}" if by_importance else "strata"
+            if isinstance(self.strata, dict):
                 raise ValueError(
                     "SGFS takes the Fisher information from rows that are drawn alike, which those"
-                    f" of `{given}` are not: leave `{given}` out, or use another kernel, such as"
+                    " of `strata` are not: leave `strata` out, or use another kernel, such as"
                     " CCAdL."
                 )
 
         @property
-        def takes_weights(self) -> bool:
+        def can_stratify(self) -> bool:
             return False
 
     given: "SGFS.Settings"

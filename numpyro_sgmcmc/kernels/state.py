@@ -12,7 +12,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.data.importance import SamplingDesign
+from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.gradients.estimators import Evaluation
 from numpyro_sgmcmc.kernels.replicas import HotReplicas
 from numpyro_sgmcmc.stein import SteinSums
@@ -90,7 +90,7 @@ class Fixed(NamedTuple):
     - **warmup_steps** - number of steps of the warm-up, after which nothing adapts.
     - **anchor** - of the control variate, or None; one for each chain if it moves.
     - **data** - tells the data of the anchor from others, shape (4,).
-    - **strata** - of the rows by plate, or their probabilities, where rows are not drawn alike.
+    - **strata** - of the rows by plate, where rows are not drawn alike.
     - **centring** - the coordinates of hierarchies, those of the metric and the anchor.
     - **constants** - what the method has decided for this model.
     - **layout** - facts that are part of the program.
@@ -104,7 +104,7 @@ class Fixed(NamedTuple):
     warmup_steps: Array
     anchor: Anchor | None
     data: Array
-    strata: dict[str, SamplingDesign]
+    strata: dict[str, Strata]
     centring: dict[str, Coordinates]
     constants: Any
     layout: Layout

@@ -19,11 +19,10 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.growing import Known
-from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.data.row_numbers import is_far
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
-from numpyro_sgmcmc.data.strata import Group
+from numpyro_sgmcmc.data.strata import Group, Strata
 from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
 from numpyro_sgmcmc.target.centring import (
     Centring,
@@ -62,8 +61,8 @@ class Target(NamedTuple):
     scheme: Scheme = SCHEMES["without_replacement"]
     #: how the data lie on the devices, or None if they are not spread
     shards: Shards | None = None
-    #: strata of the rows by plate, or their probabilities, where rows are not drawn alike
-    strata: Mapping[str, SamplingDesign] = {}
+    #: strata of the rows by plate, where rows are not drawn alike
+    strata: Mapping[str, Strata] = {}
     #: the coordinates of hierarchies, by site
     centring: Centring = {}
     #: how many rows there are so far, where they keep coming; or None
@@ -213,9 +212,8 @@ class Target(NamedTuple):
         rng_key, step = self.own(rng_key), jnp.asarray(step)
 
         def drawn(plate: Plate, key: Array) -> BatchRows:
-            if (design := self.strata.get(plate.name)) is not None:
-                numbers = design.draw(key, step)
-                return DrawnRows(numbers, weights=design.weights_of(numbers))
+            if (strata := self.strata.get(plate.name)) is not None:
+                return DrawnRows(strata.draw(key, step), weights=strata.weights)
             if plate.grows:
                 assert self.known is not None and self.scheme.draw_so_far is not None
                 count, size = self.known.rows, plate.subsample_size
@@ -258,7 +256,7 @@ class Target(NamedTuple):
     @property
     def groups(self) -> dict[str, tuple[Group, ...]]:
         """The sub-batches that show the noise, by stratum, where rows are not drawn alike."""
-        return {name: design.allocation.groups for name, design in self.strata.items()}
+        return {name: strata.allocation.groups for name, strata in self.strata.items()}
 
     @property
     def minibatch_share(self) -> float:

@@ -11,7 +11,6 @@ from jax.flatten_util import ravel_pytree
 import numpy as np
 
 from numpyro_sgmcmc.data.converters import array, instance, one_of, shown
-from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.target.control_variate import GRADIENTS, order_of
 from numpyro_sgmcmc.target.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.target.target import Target
@@ -52,9 +51,8 @@ def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuni
         raise ValueError(
             f"`tuning` was found for gradient='{kind}': tune a kernel with gradient='{gradient}'."
         )
-    stratified = any(isinstance(design, Strata) for design in tuning.strata.values())
-    if not isinstance(strata, str) and (strata is not None or stratified):
-        kind = "with strata" if stratified else "without strata"
+    if not isinstance(strata, str) and (strata is not None or tuning.strata):
+        kind = "with strata" if tuning.strata else "without strata"
         raise ValueError(
             f"`tuning` was found {kind}, and uses the same again: give `strata` to the kernel that"
             " tunes."

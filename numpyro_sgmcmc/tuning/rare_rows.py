@@ -36,8 +36,7 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtri
 import numpy as np
 
-from numpyro_sgmcmc.data.importance import SamplingDesign, probabilities_of
-from numpyro_sgmcmc.data.strata import by_importance
+from numpyro_sgmcmc.data.strata import Strata, by_importance
 from numpyro_sgmcmc.gradients.estimators import PER_EXAMPLE_NUMBERS
 from numpyro_sgmcmc.target.control_variate import Anchor
 from numpyro_sgmcmc.target.handlers import Plate
@@ -247,12 +246,12 @@ def _fourth_cumulant_of(
 
 class RareRows(NamedTuple):
     """
-    - **strata** - of the rows by plate, or their probabilities, where rows are not drawn alike.
+    - **strata** - of the rows by plate, where rows are not drawn alike.
     - **fourth_cumulant** - :math:`Q` in the worst direction, or a bound that is small enough.
     - **passes** - the cost in passes over the data.
     """
 
-    strata: dict[str, SamplingDesign] = {}
+    strata: dict[str, Strata] = {}
     fourth_cumulant: float = 0.0
     passes: float = 0.0
 
@@ -267,8 +266,7 @@ def find_rare_rows(
     error: Callable[[float], float],
 ) -> RareRows:
     """
-    Looks for rows that few minibatches have, and for strata of which minibatches have enough; or
-    for probabilities, where rows are drawn by importance.
+    Looks for rows that few minibatches have, and for strata of which minibatches have enough.
 
     :param target: the model with its data, or with a sample of them.
     :param rng_key: a random key.
@@ -285,7 +283,7 @@ def find_rare_rows(
     # of a sample a row stands for so many
     each = float(target.view.parts)
 
-    def cumulant(strata: Mapping[str, SamplingDesign]) -> float:
+    def cumulant(strata: Mapping[str, Strata]) -> float:
         weights = {
             plate.name: strata[plate.name].row_weights
             if plate.name in strata
@@ -301,9 +299,7 @@ def find_rare_rows(
         looked_at = target, others, gaussian, metric, order
         return each * fourth_cumulant(*looked_at, importance, weights)
 
-    chosen: dict[str, SamplingDesign] = {**given_strata(strata, target, importance)}
-    if target.scheme.by_importance:
-        chosen = _by_importance(target, importance)
+    chosen = given_strata(strata, target, importance)
     largest = cumulant(chosen)
     if isinstance(strata, str) and error(largest) > TOLERABLE:
         chosen = _by_importance(target, importance)
@@ -313,18 +309,14 @@ def find_rare_rows(
 
 def strata_by_importance(
     target: Target, rng_key: Array, gaussian: Gaussian, order: int
-) -> dict[str, SamplingDesign]:
-    """
-    The strata of like rows, or their probabilities, in any case. Parameters are those of
-    :func:`find_rare_rows`.
-    """
+) -> dict[str, Strata]:
+    """The strata of like rows, in any case. Parameters are those of :func:`find_rare_rows`."""
     return _by_importance(target, find_importance(target, rng_key, gaussian, order).sizes)
 
 
-def _by_importance(target: Target, importance: dict[str, np.ndarray]) -> dict[str, SamplingDesign]:
-    made = probabilities_of if target.scheme.by_importance else by_importance
+def _by_importance(target: Target, importance: dict[str, np.ndarray]) -> dict[str, Strata]:
     return {
-        plate.name: made(importance[plate.name], plate.subsample_size)
+        plate.name: by_importance(importance[plate.name], plate.subsample_size)
         for plate in target.view.plates
         if target.factors[plate.name] > 0
     }

@@ -74,7 +74,7 @@ def sample_of(target: Target) -> Target | None:
     rows = min(_ROWS, _BYTES // bytes_of_a_row) // target.parts
     rows = max(rows, 2 * plate.subsample_size) // _STRETCH * _STRETCH
     is_enough = rows * target.parts >= _ROWS_FOR_EACH * view.dimension
-    if not is_enough or plate.size < _FEWEST_TIMES * rows or target.scheme.by_importance:
+    if not is_enough or plate.size < _FEWEST_TIMES * rows:
         return None
     starts = np.random.default_rng(0).choice(plate.size // _STRETCH, rows // _STRETCH, False)
     numbers = (np.sort(starts)[:, None] * _STRETCH + np.arange(_STRETCH)).ravel()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from numpyro_sgmcmc.data.converters import MOST, array, shown
-from numpyro_sgmcmc.data.importance import SamplingDesign
 from numpyro_sgmcmc.data.strata import Strata, by_labels
 from numpyro_sgmcmc.target.target import Target
 
@@ -55,7 +54,7 @@ def checked_strata(strata: Any, subsampling: str) -> Any:
     return checked
 
 
-def are_strata_of(target: Target, strata: dict[str, SamplingDesign]) -> bool:
+def are_strata_of(target: Target, strata: dict[str, Strata]) -> bool:
     """Whether the plates have as many rows and minibatches as large as these are for."""
     sizes = {plate.name: (plate.size, plate.subsample_size) for plate in target.view.plates}
     return all(

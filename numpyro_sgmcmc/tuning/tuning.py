@@ -11,7 +11,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.importance import SamplingDesign
+from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.stein import SteinReport, advice
 from numpyro_sgmcmc.target.centring import Coordinates
 from numpyro_sgmcmc.target.control_variate import Anchor, order_of
@@ -67,7 +67,7 @@ class Tuning(NamedTuple):
     - **steps_per_sample** - number of steps after which a chain has forgotten most of where it
       was, with a step size that was tuned; else 1.
     - **seconds_per_sample** - what that takes in one chain, measured.
-    - **strata** - of the rows by plate, or their probabilities, where rows are not drawn alike.
+    - **strata** - of the rows by plate, where rows are not drawn alike.
     - **centring** - the coordinates of hierarchies by site, those of metric, start and anchor
       (:mod:`numpyro_sgmcmc.target.centring`).
     - **fourth_cumulant** - of the gradient's noise, what rows that few minibatches have add to it
@@ -100,7 +100,7 @@ class Tuning(NamedTuple):
     densities: dict[str, float] = {}
     steps_per_sample: int = 1
     seconds_per_sample: float = 0.0
-    strata: dict[str, SamplingDesign] = {}
+    strata: dict[str, Strata] = {}
     centring: dict[str, Coordinates] = {}
     fourth_cumulant: float = 0.0
     integrals: float = 0.0
@@ -244,8 +244,7 @@ class Tuning(NamedTuple):
             lines.append(f"minibatches do not pay: {_no_gain(self)}")
         if self.multimodal:
             lines.append("several modes, of which the chains see one")
-        designs = self.strata.items()
-        lines += [f"{design.kind} of '{name}': {design}" for name, design in designs]
+        lines += [f"strata of '{name}': {strata}" for name, strata in self.strata.items()]
         if self.has_rare_rows:
             lines.append(f"rows that few minibatches have: {_about(self.rare_rows_error)}")
         if self.integrals:
