@@ -19,7 +19,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 import pytest
 
-from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk, gradient_noise
+from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.strata import Allocation, Strata, by_importance, by_labels
 from numpyro_sgmcmc.gradients.covariance import Full
@@ -427,7 +427,6 @@ def test_kept_with_the_kernel(grouped, tuned):
     mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=False)
     mcmc.run(random.key(0), *grouped)
     assert kernel.settings["strata"] == str(tuned.strata["rows"])
-    assert np.all(np.isfinite(gradient_noise(mcmc)["eigenvalue"]))
     other = pickle.loads(pickle.dumps(kernel)).with_step_size(0.1)
     again = MCMC(other, num_warmup=5, num_samples=5, progress_bar=False)
     again.run(random.key(0), *grouped)
