@@ -32,8 +32,8 @@ from numpyro.util import fori_collect
 from workloads import logistic
 
 from numpyro_sgmcmc import SGHMC, CCAdL, RowsOnDisk
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.target import Target
 
 COLUMNS, BATCH_SIZE, STEPS, ROUNDS = 100, 500, 1_000, 5
 KERNELS = {

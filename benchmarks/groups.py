@@ -24,11 +24,11 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 
 from numpyro_sgmcmc import CCAdL
-from numpyro_sgmcmc.target import inner_rules
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.potential import full_data_gradient, over_all_data, ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior import inner_rules
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.potential import full_data_gradient, over_all_data, ravel
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import whitened_hessian
 
 #: Groups of the first table; rows of a group; slopes of a group, besides an intercept.

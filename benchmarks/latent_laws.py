@@ -25,10 +25,10 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 from scipy.interpolate import CubicSpline
 
-from numpyro_sgmcmc.target.metric import IdentityMetric, from_covariance
-from numpyro_sgmcmc.target.model import read_model, unremarkable_values
-from numpyro_sgmcmc.target.potential import full_data_gradient, ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import IdentityMetric, from_covariance
+from numpyro_sgmcmc.posterior.model import read_model, unremarkable_values
+from numpyro_sgmcmc.posterior.potential import full_data_gradient, ravel
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.integrals import error_of_integrals
 

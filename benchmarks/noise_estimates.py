@@ -25,9 +25,9 @@ from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_sgmcmc.gradients.covariance import Diagonal, Full, LowRank
 from numpyro_sgmcmc.gradients.estimators import ESTIMATORS, minibatch_gradient, product_gradient
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.target import Target
 
 N, BATCH = 12_214, 500
 

@@ -25,9 +25,9 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import CCAdL
 from numpyro_sgmcmc.data.strata import by_importance
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.potential import of_all_rows, ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.potential import of_all_rows, ravel
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.rare_rows import find_importance
 

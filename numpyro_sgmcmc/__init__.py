@@ -39,11 +39,11 @@ from numpyro_sgmcmc.kernels import cyclical as cyclical
 from numpyro_sgmcmc.long_runs import LongRun as LongRun
 from numpyro_sgmcmc.plots import plot_calibrated as plot_calibrated
 from numpyro_sgmcmc.plots import plot_stein as plot_stein
+from numpyro_sgmcmc.posterior.fusions import avoid_faulty_fusions as _avoid_faulty_fusions
+from numpyro_sgmcmc.posterior.handlers import full_data as full_data
 from numpyro_sgmcmc.results.inference_data import to_arviz as to_arviz
 from numpyro_sgmcmc.results.local_draws import local_draws as local_draws
 from numpyro_sgmcmc.results.loo import loo as loo
-from numpyro_sgmcmc.target.fusions import avoid_faulty_fusions as _avoid_faulty_fusions
-from numpyro_sgmcmc.target.handlers import full_data as full_data
 from numpyro_sgmcmc.tuning.ensemble import Ensemble as Ensemble
 
 # before JAX starts, which no import does

@@ -136,12 +136,13 @@ MUTATIONS = {
         "jnp.where(turn < batches, turn, turn - batches)", "tests/test_subsampling.py -k sweep",
     ),
     "double scale of a minibatch": Mutation(
-        "target/handlers.py", "self.missing[plate.name] = float(here * self.parts / plate.size)",
+        "posterior/handlers.py", "self.missing[plate.name] = float(here * self.parts / plate.size)",
         "self.missing[plate.name] = float(2 * here * self.parts / plate.size)",
         f"{ALGEBRA} -k sample_is_a_step",
     ),
     "rows read ahead of another device": Mutation(
-        "target/prefetch.py", "is_of_another = False if part is None else passed[0].part != part",
+        "posterior/prefetch.py",
+        "is_of_another = False if part is None else passed[0].part != part",
         "is_of_another = False", "tests/test_shards.py -k read_ahead",
     ),
     "a sample that is not like all rows": Mutation(
@@ -153,23 +154,23 @@ MUTATIONS = {
         "(random.fold_in(key, 0) for key in keys)", f"{ALGEBRA} -k sample_is_a_step",
     ),
     "the metric for its transpose": Mutation(
-        "target/metric.py", "return gradient @ self.factor", "return self.factor @ gradient",
+        "posterior/metric.py", "return gradient @ self.factor", "return self.factor @ gradient",
         f"{ALGEBRA} tests/test_metric.py -k 'sample_is_a_step or pullback or metric'",
     ),
     "a control variate without the gradient of all data": Mutation(
-        "target/control_variate.py", "more = jax.tree.map(jnp.subtract, known_slope, slope)",
+        "posterior/control_variate.py", "more = jax.tree.map(jnp.subtract, known_slope, slope)",
         "more = jax.tree.map(jnp.negative, slope)", "tests/test_tuning.py -k control_variate",
     ),
     "an anchor of coordinates in the place of effects": Mutation(
-        "target/target.py", "potential: Any = self.centred.potential(IdentityMetric())",
+        "posterior/target.py", "potential: Any = self.centred.potential(IdentityMetric())",
         "potential: Any = self.potential(IdentityMetric())", "tests/test_centring.py -k bend",
     ),
     "an anchor that is not told of the rows that have come": Mutation(
-        "target/growing.py", "jax.tree.map(jnp.add, total, change)", "total",
+        "posterior/growing.py", "jax.tree.map(jnp.add, total, change)", "total",
         "tests/test_growing.py -k sums_of_old",
     ),
     "old rows that are not forgotten": Mutation(
-        "target/growing.py", "lambda x, p: p + left * (x - p)", "lambda x, p: x",
+        "posterior/growing.py", "lambda x, p: p + left * (x - p)", "lambda x, p: x",
         "tests/test_growing.py -k sums_of_old",
     ),
     "rows read ahead before others came": Mutation(
@@ -200,7 +201,7 @@ MUTATIONS = {
         "tests/test_replicas.py -k balanced",
     ),
     "replicas whose noise is that of the chain": Mutation(
-        "target/tempered.py", "return self.scale * self.potential.pullback(gradient)",
+        "posterior/tempered.py", "return self.scale * self.potential.pullback(gradient)",
         "return self.potential.pullback(gradient)",
         "tests/test_replicas.py -k law_of_their_temperature",
     ),
@@ -209,12 +210,12 @@ MUTATIONS = {
         "tests/test_cyclical.py -k left_out",
     ),
     "minibatches that stand for the room, too": Mutation(
-        "target/target.py", "share = (jnp.maximum(count, size) / plate.size)",
+        "posterior/target.py", "share = (jnp.maximum(count, size) / plate.size)",
         "share = (1.0 + 0 * count)",
         "tests/test_growing.py -k sums_of_old",
     ),
     "coordinates whose mean moves with the location only": Mutation(
-        "target/centring.py", "far = there.estimate - there.degree * self.location",
+        "posterior/centring.py", "far = there.estimate - there.degree * self.location",
         "far = -there.degree * self.location", "tests/test_centring.py -k independent",
     ),
     "the last row of each cluster for their sum": Mutation(
@@ -231,7 +232,7 @@ MUTATIONS = {
         "tests/test_tuning.py -k anchor_moves",
     ),
     "single-precision sum of rows one by one": Mutation(
-        "target/potential.py", "_CHUNK, _FEWEST = 16_384, 64", "_CHUNK, _FEWEST = 16, 64",
+        "posterior/potential.py", "_CHUNK, _FEWEST = 16_384, 64", "_CHUNK, _FEWEST = 16, 64",
         "tests/test_gradients.py -k single_precision",
     ),
     "steps that are not finite are kept": Mutation(
@@ -249,7 +250,7 @@ MUTATIONS = {
         "tests/test_exact_laws.py -k 'stationary_variance and SGLD'",
     ),
     "nodes that do not reach as far as a tail": Mutation(
-        "target/inner_rules.py", "return jnp.where(is_found | (least == 0), t, least)",
+        "posterior/inner_rules.py", "return jnp.where(is_found | (least == 0), t, least)",
         "return jnp.full_like(t, math.sqrt(2 * fall))",
         "tests/test_local_latents.py -k skewed_integrals",
     ),

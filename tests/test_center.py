@@ -14,9 +14,9 @@ from numpyro.infer import init_to_uniform, init_to_value
 import pytest
 
 from numpyro_sgmcmc import CCAdL
-from numpyro_sgmcmc.target.metric import DiagonalMetric
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import _Search, search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Fit, Gaussian, find_metric

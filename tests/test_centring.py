@@ -19,11 +19,11 @@ import pytest
 from numpyro_sgmcmc import SGHMC, CCAdL
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
+from numpyro_sgmcmc.posterior import centring
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.stein import stein_report
-from numpyro_sgmcmc.target import centring
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.center import search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
 
@@ -231,7 +231,7 @@ def test_change_of_variables(case):
 
 def test_a_forgotten_determinant_is_noticed(monkeypatch):
     target = with_degrees(read(CASES["centred"][0]))
-    from numpyro_sgmcmc.target import potential
+    from numpyro_sgmcmc.posterior import potential
 
     whole = centring.as_written
     monkeypatch.setattr(potential, "as_written", lambda *a: whole(*a)._replace(log_det=0.0))

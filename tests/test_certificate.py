@@ -26,7 +26,7 @@ from numpyro_sgmcmc import (
     to_arviz,
 )
 from numpyro_sgmcmc.diagnostics._mixture import Mixture, fitted
-from numpyro_sgmcmc.target.host import view_of
+from numpyro_sgmcmc.posterior.host import view_of
 
 COMPILE_QUICKLY = True
 #: the smoothing of weights has another name, and another sign, in ArviZ 1.x

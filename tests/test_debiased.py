@@ -17,9 +17,9 @@ from test_certificate import X, Y, exact, linear
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, debiased, full_data, summary
 from numpyro_sgmcmc.diagnostics import _coupled
 from numpyro_sgmcmc.diagnostics._coupled import coupled
+from numpyro_sgmcmc.posterior.host import view_of
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric
 from numpyro_sgmcmc.results.run_data import target_of
-from numpyro_sgmcmc.target.host import view_of
-from numpyro_sgmcmc.target.metric import DiagonalMetric
 
 COMPILE_QUICKLY = True
 

@@ -42,8 +42,8 @@ from numpyro_sgmcmc import (
 )
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.gradients import noise_estimate
-from numpyro_sgmcmc.target.control_variate import Anchor
-from numpyro_sgmcmc.target.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.control_variate import Anchor
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 COMPILE_QUICKLY = True

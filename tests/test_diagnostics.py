@@ -39,8 +39,8 @@ from numpyro_sgmcmc.diagnostics._scores import RunModel, Scores, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import _sums, discrepancy_of
 from numpyro_sgmcmc.diagnostics.runs import group
 from numpyro_sgmcmc.diagnostics.summary import _HEADINGS
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.stein import stein_report
-from numpyro_sgmcmc.target.metric import IdentityMetric
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 pytestmark = arviz_marks("The draws do not have the law")

@@ -21,10 +21,10 @@ from numpyro_sgmcmc.gradients.estimators import (
     per_example_gradient,
     product_gradient,
 )
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.potential import ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.target import Target
 
 COMPILE_QUICKLY = True
 

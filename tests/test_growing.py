@@ -44,10 +44,10 @@ from numpyro_sgmcmc.data.subsampling import without_replacement_so_far
 from numpyro_sgmcmc.gradients.estimators import product_gradient
 from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
 from numpyro_sgmcmc.kernels import growth as going_on
-from numpyro_sgmcmc.target.control_variate import Anchor
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.potential import hessian_of
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.control_variate import Anchor
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.potential import hessian_of
+from numpyro_sgmcmc.posterior.target import Target
 
 COMPILE_QUICKLY = True
 BATCH = 100

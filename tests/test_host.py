@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-NumPyro's private names that ``target/host.py`` uses: a version of NumPyro that changes one of them
-is to be noticed here.
+NumPyro's private names that ``posterior/host.py`` uses: a version of NumPyro that changes one of
+them is to be noticed here.
 """
 
 import inspect
@@ -20,7 +20,7 @@ import pytest
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGLD
-from numpyro_sgmcmc.target import host
+from numpyro_sgmcmc.posterior import host
 
 COMPILE_QUICKLY = True
 

@@ -19,11 +19,11 @@ import two_threads
 import two_threads_of_groups
 
 from numpyro_sgmcmc import SGHMC
-from numpyro_sgmcmc.target import inner_rules, linear_algebra
-from numpyro_sgmcmc.target.linear_algebra import in_order
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior import inner_rules, linear_algebra
+from numpyro_sgmcmc.posterior.linear_algebra import in_order
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 COMPILE_QUICKLY = True

@@ -40,14 +40,14 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
+from numpyro_sgmcmc.posterior import inner_rules
+from numpyro_sgmcmc.posterior.handlers import Plate
+from numpyro_sgmcmc.posterior.local_latents import Marginal
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric, from_covariance
+from numpyro_sgmcmc.posterior.model import read_model, unremarkable_values
+from numpyro_sgmcmc.posterior.potential import over_all_data, rows_in
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.draws_on_disk import on_disk
-from numpyro_sgmcmc.target import inner_rules
-from numpyro_sgmcmc.target.handlers import Plate
-from numpyro_sgmcmc.target.local_latents import Marginal
-from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric, from_covariance
-from numpyro_sgmcmc.target.model import read_model, unremarkable_values
-from numpyro_sgmcmc.target.potential import over_all_data, rows_in
-from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, whitened_hessian
 from numpyro_sgmcmc.tuning.integrals import error_of_integrals, rule_of_steps
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of

@@ -34,8 +34,8 @@ import zarr
 from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data, summary, to_arviz
 from numpyro_sgmcmc.long_runs import checkpoint, driver, effective_size, moments, running, store
 from numpyro_sgmcmc.long_runs.folder import FOLDER, RunFolder
-from numpyro_sgmcmc.target.control_variate import Anchor
-from numpyro_sgmcmc.target.metric import DiagonalMetric
+from numpyro_sgmcmc.posterior.control_variate import Anchor
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 COMPILE_QUICKLY = True

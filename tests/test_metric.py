@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.target.metric import IdentityMetric, LowRankMetric, from_covariance, name_of
+from numpyro_sgmcmc.posterior.metric import IdentityMetric, LowRankMetric, from_covariance, name_of
 
 RNG = np.random.default_rng(0)
 ROOT = RNG.standard_normal((4, 4)) * np.array([1e-4, 1.0, 30.0, 1e3])[:, None]

@@ -31,7 +31,7 @@ from numpyro_sgmcmc import (
     to_arviz,
 )
 from numpyro_sgmcmc.diagnostics.runs import group
-from numpyro_sgmcmc.target import host, inner_rules
+from numpyro_sgmcmc.posterior import host, inner_rules
 
 pytestmark = arviz_marks(
     "The draws do not have the law",
@@ -170,9 +170,9 @@ def test_integrals_are_compiled(of_customers, name, monkeypatch):
         return search(density, start)
 
     monkeypatch.setattr(inner_rules, "find_modes", watched)
-    monkeypatch.setattr("numpyro_sgmcmc.target.local_latents.AT_ONCE", 64)
+    monkeypatch.setattr("numpyro_sgmcmc.posterior.local_latents.AT_ONCE", 64)
     monkeypatch.setattr("numpyro_sgmcmc.results.group_draws.CHUNK", 64)
-    monkeypatch.setattr("numpyro_sgmcmc.target.potential._CHUNK", 64)
+    monkeypatch.setattr("numpyro_sgmcmc.posterior.potential._CHUNK", 64)
     monkeypatch.setattr("numpyro_sgmcmc.kernels.kernel.AT_ONCE", 64)
     RESULTS[name](of_customers)
     assert name == "summary" or 1 <= max(numbers) <= 64

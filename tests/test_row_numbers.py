@@ -19,9 +19,9 @@ from numpyro_sgmcmc.data import row_numbers
 from numpyro_sgmcmc.data.row_numbers import as_integers, as_pair, counted_from, product, total
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.context import Context
-from numpyro_sgmcmc.target.handlers import integers_of
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.handlers import integers_of
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning import sample
 
 COMPILE_QUICKLY = True

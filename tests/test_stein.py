@@ -16,6 +16,7 @@ import pytest
 
 from numpyro_sgmcmc import SGLD, CCAdL, summary, to_arviz
 from numpyro_sgmcmc.kernels.monitor import Monitor
+from numpyro_sgmcmc.posterior.metric import IdentityMetric, from_covariance
 from numpyro_sgmcmc.stein import (
     add_to_sums,
     batch_is_full,
@@ -25,7 +26,6 @@ from numpyro_sgmcmc.stein import (
     start_sums,
     stein_report,
 )
-from numpyro_sgmcmc.target.metric import IdentityMetric, from_covariance
 
 
 def sums_of(draws, gradients, site_of=None, temperature=1.0, metric=None):

@@ -24,10 +24,10 @@ from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.strata import Allocation, Strata, by_importance, by_labels
 from numpyro_sgmcmc.gradients.covariance import Full
 from numpyro_sgmcmc.gradients.estimators import minibatch_gradient, sub_batch_gradient
-from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.potential import full_data_gradient
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.potential import full_data_gradient
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.rare_rows import error_of, find_importance, fourth_cumulant
 from numpyro_sgmcmc.tuning.tuning import warn_of

@@ -33,20 +33,20 @@ from numpyro_sgmcmc import (
     summary,
 )
 from numpyro_sgmcmc.kernels import self_tuning
-from numpyro_sgmcmc.stein import start_sums, stein_report
-from numpyro_sgmcmc.target import potential
-from numpyro_sgmcmc.target import target as target_module
-from numpyro_sgmcmc.target.control_variate import ControlVariate
-from numpyro_sgmcmc.target.metric import (
+from numpyro_sgmcmc.posterior import potential
+from numpyro_sgmcmc.posterior import target as target_module
+from numpyro_sgmcmc.posterior.control_variate import ControlVariate
+from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     DiagonalMetric,
     IdentityMetric,
     LowRankMetric,
     from_covariance,
 )
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.potential import full_data_gradient
-from numpyro_sgmcmc.target.target import Target, _quick_compilation
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.potential import full_data_gradient
+from numpyro_sgmcmc.posterior.target import Target, _quick_compilation
+from numpyro_sgmcmc.stein import start_sums, stein_report
 from numpyro_sgmcmc.tuning import phases
 from numpyro_sgmcmc.tuning.curvature import find_curvature
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric

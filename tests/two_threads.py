@@ -12,9 +12,9 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import init_to_median
 
-from numpyro_sgmcmc.target.metric import DiagonalMetric
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.noise_level import measure_noise
 

@@ -18,9 +18,9 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_median
 
 from numpyro_sgmcmc import CCAdL
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import read_model, unremarkable_values
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import read_model, unremarkable_values
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 GROUPS, ROWS, SIZE = 200, 5, 21

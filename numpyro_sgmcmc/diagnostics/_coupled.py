@@ -47,10 +47,10 @@ from scipy.linalg import expm
 
 from numpyro_sgmcmc.gradients.covariance import Covariance
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient, sub_batch_gradient
-from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, Anchor, order_of
-from numpyro_sgmcmc.target.metric import Metric
-from numpyro_sgmcmc.target.potential import full_data_gradient
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, Anchor, order_of
+from numpyro_sgmcmc.posterior.metric import Metric
+from numpyro_sgmcmc.posterior.potential import full_data_gradient
+from numpyro_sgmcmc.posterior.target import Target
 
 #: Chains, whose means tell the standard error.
 CHAINS = 64

@@ -14,15 +14,15 @@ import numpy as np
 import scipy.stats
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
-from numpyro_sgmcmc.target.handlers import Plate, numbers_of
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.potential import (
+from numpyro_sgmcmc.posterior.handlers import Plate, numbers_of
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.potential import (
     Rows,
     full_data_expansion,
     over_all_data,
     ravel,
 )
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
 
 #: Directions in which rows are looked at together.
 _COLUMNS = 32

@@ -16,12 +16,12 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.data.converters import instance, one_of, random_key, whole
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, group
+from numpyro_sgmcmc.posterior.host import half_life_of
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.facts import parameters, variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.run_data import check_data, target_of
-from numpyro_sgmcmc.target.host import half_life_of
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.target import Target
 
 #: Scores on all data are made for up to so many rows times draws, if nothing is said.
 _AFFORDABLE = 2e8

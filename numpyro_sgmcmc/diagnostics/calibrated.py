@@ -18,12 +18,12 @@ from numpyro_sgmcmc.data.converters import MOST_OF_64_BITS, array, whole
 from numpyro_sgmcmc.diagnostics._sandwich import RARE, Sandwich, sandwich_of
 from numpyro_sgmcmc.diagnostics._scores import checked_target, constrained, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
+from numpyro_sgmcmc.posterior.host import view_of
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.facts import parameters
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.kept_draws import kept_draws
 from numpyro_sgmcmc.results.kept_rows import site_shapes
-from numpyro_sgmcmc.target.host import view_of
-from numpyro_sgmcmc.target.target import Target
 
 #: Rows that are not in clusters are taken together beyond so many: sums of independent rows say
 #: as much.

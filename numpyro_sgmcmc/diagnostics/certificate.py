@@ -15,12 +15,12 @@ from numpyro_sgmcmc.data.converters import random_key, whole
 from numpyro_sgmcmc.diagnostics._mixture import fitted
 from numpyro_sgmcmc.diagnostics._scores import constrained, exact_target, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.potential import over_all_data
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.kept_draws import kept_draws
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.potential import over_all_data
-from numpyro_sgmcmc.target.target import Target
 
 #: Above these weights, smoothed or not, have a mean but hardly a variance, or say little.
 GOOD, USABLE = 0.5, 0.7

@@ -27,17 +27,17 @@ from numpyro_sgmcmc.diagnostics.runs import (
     flat_draws,
     values_of,
 )
-from numpyro_sgmcmc.results.facts import variable_name
-from numpyro_sgmcmc.results.inference_data import arguments_of
-from numpyro_sgmcmc.results.kept_draws import kept_draws
-from numpyro_sgmcmc.target.metric import (
+from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     DiagonalMetric,
     LowRankMetric,
     Metric,
     from_covariance,
 )
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.results.facts import variable_name
+from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.kept_draws import kept_draws
 
 #: The fewest draws of a run, the fewest of each coupled chain, and the most of all if nothing is
 #: said.

@@ -16,7 +16,7 @@ import numpy as np
 from numpyro_sgmcmc.data.converters import array, one_of
 from numpyro_sgmcmc.diagnostics._scores import RunModel, Scores, scores_of
 from numpyro_sgmcmc.diagnostics.runs import Run
-from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, from_covariance
+from numpyro_sgmcmc.posterior.metric import DenseMetric, DiagonalMetric, from_covariance
 
 #: Rows of the matrix of pairs that exist at once.
 _ROWS = 256

@@ -26,9 +26,9 @@ import numpy as np
 from numpyro_sgmcmc.data.strata import Group
 from numpyro_sgmcmc.data.subsampling import sub_batches
 from numpyro_sgmcmc.gradients.covariance import Covariance, LowRankPlusDiagonal, column_sums
-from numpyro_sgmcmc.target.handlers import BatchRows, count_of
-from numpyro_sgmcmc.target.potential import Potential, Rows
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.handlers import BatchRows, count_of
+from numpyro_sgmcmc.posterior.potential import Potential, Rows
+from numpyro_sgmcmc.posterior.target import Target
 
 #: Gradients of single rows are held for as many rows at once as make this many numbers.
 PER_EXAMPLE_NUMBERS = 2**24

@@ -30,8 +30,8 @@ from numpyro_sgmcmc.gradients.estimators import (
     over_devices,
     product_gradient,
 )
-from numpyro_sgmcmc.target.potential import Potential, Rows
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.potential import Potential, Rows
+from numpyro_sgmcmc.posterior.target import Target
 
 COVARIANCES = ("diagonal", "full", "low_rank", "matrix_free")
 

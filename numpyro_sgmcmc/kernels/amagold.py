@@ -15,7 +15,7 @@ from numpyro_sgmcmc.kernels.integrators import drift
 from numpyro_sgmcmc.kernels.kernel import Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, whitened_step
 
 

@@ -33,7 +33,7 @@ from numpyro_sgmcmc.kernels.settings import (
 )
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, largest_of, whitened_step
 from numpyro_sgmcmc.tuning.tuning import Tuning
 

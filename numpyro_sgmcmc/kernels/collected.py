@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import warnings
 
 from numpyro_sgmcmc.kernels.identity import OTHER_DATA, data_of
-from numpyro_sgmcmc.target.model import MinibatchModel, Values
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
+from numpyro_sgmcmc.posterior.target import Target
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel

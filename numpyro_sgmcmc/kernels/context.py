@@ -16,12 +16,12 @@ from numpyro_sgmcmc.data.row_numbers import MOST_ROWS, is_far
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards, found_shards
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.settings import Settings
-from numpyro_sgmcmc.target.argument_checks import checked_arrays
-from numpyro_sgmcmc.target.local_latents import Marginal
-from numpyro_sgmcmc.target.model import MinibatchModel, read_model
-from numpyro_sgmcmc.target.row_checks import check_rows
-from numpyro_sgmcmc.target.sharding_checks import check_spread
-from numpyro_sgmcmc.target.target import Program, Quick, Target
+from numpyro_sgmcmc.posterior.argument_checks import checked_arrays
+from numpyro_sgmcmc.posterior.local_latents import Marginal
+from numpyro_sgmcmc.posterior.model import MinibatchModel, read_model
+from numpyro_sgmcmc.posterior.row_checks import check_rows
+from numpyro_sgmcmc.posterior.sharding_checks import check_spread
+from numpyro_sgmcmc.posterior.target import Program, Quick, Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 if TYPE_CHECKING:

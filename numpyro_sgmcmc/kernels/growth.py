@@ -38,12 +38,12 @@ from numpyro_sgmcmc.data.growing import FEWEST_COUNTED, RowsSoFar, growing_in, r
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 from numpyro_sgmcmc.kernels.chains import axes_of
 from numpyro_sgmcmc.kernels.state import Fixed, KnownRows, SGMCMCState
+from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
+from numpyro_sgmcmc.posterior.metric import IdentityMetric, Metric
+from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
+from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.stein import SteinSums
-from numpyro_sgmcmc.target.control_variate import Anchor, order_of
-from numpyro_sgmcmc.target.metric import IdentityMetric, Metric
-from numpyro_sgmcmc.target.model import Values, unremarkable_values
-from numpyro_sgmcmc.target.potential import ravel
-from numpyro_sgmcmc.target.target import Target
 
 #: The mean square of the distance to the mode, in standard deviations, at which an anchor moves,
 #: and how often it moves at most at once.

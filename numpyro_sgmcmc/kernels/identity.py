@@ -9,7 +9,7 @@ import numpy as np
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.kernels.state import SGMCMCState
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
 
 #: Log densities that differ by more than rounding are of another model.
 _SAME = 1e-4

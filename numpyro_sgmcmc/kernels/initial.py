@@ -23,16 +23,16 @@ from numpyro_sgmcmc.kernels.self_tuning import fixed_for, tuning_for
 from numpyro_sgmcmc.kernels.settings import check_schedule
 from numpyro_sgmcmc.kernels.state import Fixed, KnownRows, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import start, with_replicas
-from numpyro_sgmcmc.target.argument_checks import as_arrays
-from numpyro_sgmcmc.target.initial_values import (
+from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.posterior.initial_values import (
     check_initial_values,
     draw_from,
     initial_values,
     no_initial_values,
 )
-from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
-from numpyro_sgmcmc.target.model import Values
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 if TYPE_CHECKING:

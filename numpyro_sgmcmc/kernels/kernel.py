@@ -26,13 +26,13 @@ from numpyro_sgmcmc.kernels.record import identity_of, record_of
 from numpyro_sgmcmc.kernels.self_tuning import found_tuning, known_data
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
 from numpyro_sgmcmc.kernels.transition import sample, sample_on_devices
-from numpyro_sgmcmc.target import host
-from numpyro_sgmcmc.target.argument_checks import as_arrays
-from numpyro_sgmcmc.target.handlers import Model, full_data
-from numpyro_sgmcmc.target.linear_algebra import run_in_order
-from numpyro_sgmcmc.target.local_latents import AT_ONCE, Marginal
-from numpyro_sgmcmc.target.model import Values
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior import host
+from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.posterior.handlers import Model, full_data
+from numpyro_sgmcmc.posterior.linear_algebra import run_in_order
+from numpyro_sgmcmc.posterior.local_latents import AT_ONCE, Marginal
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
@@ -214,7 +214,7 @@ class SGMCMCKernel(MCMCKernel):
         The model on its full data, for ArviZ and whatever else reads the model of a kernel:
         :class:`~numpyro_sgmcmc.full_data` of the model that the kernel was given. After a run whose
         groups had latent variables of their own it is without these, which are no part of the draws
-        (:class:`~numpyro_sgmcmc.target.local_latents.Marginal`).
+        (:class:`~numpyro_sgmcmc.posterior.local_latents.Marginal`).
         """
         read = self.context.model
         if read is not None and isinstance(read.model, Marginal):

@@ -17,13 +17,13 @@ from numpyro_sgmcmc.kernels.identity import data_of
 from numpyro_sgmcmc.kernels.self_tuning import fixed_for
 from numpyro_sgmcmc.kernels.state import Fixed
 from numpyro_sgmcmc.kernels.transition import flattened, start
-from numpyro_sgmcmc.target.argument_checks import checked_arrays
-from numpyro_sgmcmc.target.host import shows_bars
-from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_values
-from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
-from numpyro_sgmcmc.target.model import Values, read_model
-from numpyro_sgmcmc.target.potential import ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.argument_checks import checked_arrays
+from numpyro_sgmcmc.posterior.host import shows_bars
+from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
+from numpyro_sgmcmc.posterior.model import Values, read_model
+from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.ensemble import find_members
 from numpyro_sgmcmc.tuning.tuning import Tuning
 

@@ -12,7 +12,7 @@ from jax import Array, random
 from numpyro_sgmcmc.data.converters import positive
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
 from numpyro_sgmcmc.kernels.state import Fixed
-from numpyro_sgmcmc.target.handlers import Model
+from numpyro_sgmcmc.posterior.handlers import Model
 
 
 class Momentum(NamedTuple):

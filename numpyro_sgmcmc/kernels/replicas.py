@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.converters import array, instance, shown, whole
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.target.handlers import count_of
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import Values
-from numpyro_sgmcmc.target.potential import Rows, over_all_data, ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.handlers import count_of
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
+from numpyro_sgmcmc.posterior.target import Target
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel

@@ -15,7 +15,7 @@ from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
 from numpyro_sgmcmc.kernels.momentum import fresh_momentum
 from numpyro_sgmcmc.kernels.settings import StepSize, recorded
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
 
 #: Gradients smaller than the root of this, of parameters that do nothing, count as this.
 _SMALLEST = 1e-8

@@ -22,13 +22,13 @@ from numpyro_sgmcmc.kernels.chains import axes_for
 from numpyro_sgmcmc.kernels.identity import data_of, digest, other_sites
 from numpyro_sgmcmc.kernels.state import Fixed, Layout, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import sample, start
-from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, order_of
-from numpyro_sgmcmc.target.host import shows_bars
-from numpyro_sgmcmc.target.initial_values import draw_from
-from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
-from numpyro_sgmcmc.target.model import Values
-from numpyro_sgmcmc.target.potential import ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, order_of
+from numpyro_sgmcmc.posterior.host import shows_bars
+from numpyro_sgmcmc.posterior.initial_values import draw_from
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.given import metric_for
 from numpyro_sgmcmc.tuning.mixing import Halves, PilotRun, no_positions, with_position

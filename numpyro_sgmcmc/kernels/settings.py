@@ -24,8 +24,8 @@ from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate
 from numpyro_sgmcmc.kernels.cyclical import Cyclical
 from numpyro_sgmcmc.kernels.replicas import checked_replicas
-from numpyro_sgmcmc.target.control_variate import GRADIENTS
-from numpyro_sgmcmc.target.handlers import Model
+from numpyro_sgmcmc.posterior.control_variate import GRADIENTS
+from numpyro_sgmcmc.posterior.handlers import Model
 from numpyro_sgmcmc.tuning.ensemble import checked_start
 from numpyro_sgmcmc.tuning.given import checked_metric, checked_tuning
 from numpyro_sgmcmc.tuning.strata import STRATIFIED, checked_strata
@@ -78,7 +78,7 @@ class Settings:
         matrix up to 2,000 parameters, variances and a low rank up to 20,000, variances above.
     :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step,
         after a pass over all data
-        (:class:`~numpyro_sgmcmc.target.control_variate.ControlVariate`);
+        (:class:`~numpyro_sgmcmc.posterior.control_variate.ControlVariate`);
         ``"second_order_control_variate"``, much less for a step that is dearer again, after as
         many passes as there are parameters, of which there may be 2,000; or ``"auto"``, a control
         variate if something is tuned and it at least halves the noise, of second order if that
@@ -101,8 +101,8 @@ class Settings:
         (:mod:`~numpyro_sgmcmc.tuning.rare_rows`). They need
         ``subsampling="without_replacement"``.
     :param bool reparametrise: whether hierarchies are sampled in coordinates between centred and
-        non-centred ones, which the tuning finds (:mod:`~numpyro_sgmcmc.target.centring`); the draws
-        are those of the sites as written either way.
+        non-centred ones, which the tuning finds (:mod:`~numpyro_sgmcmc.posterior.centring`); the
+        draws are those of the sites as written either way.
     :param int steps_per_sample: number of steps between two samples that NumPyro's
         ``MCMC`` sees; ``num_warmup``, ``num_samples`` and ``thinning`` count samples. None is 1 if
         the step size is given, a cycle of a cyclical one, and else as many as a chain needs to

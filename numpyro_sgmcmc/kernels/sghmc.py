@@ -34,7 +34,7 @@ from numpyro_sgmcmc.kernels.settings import (
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
 from numpyro_sgmcmc.kernels.transition import flattened
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of, whitened_step
 from numpyro_sgmcmc.tuning.tuning import Tuning
 

@@ -14,7 +14,7 @@ from numpyro_sgmcmc.kernels.integrators import langevin
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel, Traits
 from numpyro_sgmcmc.kernels.settings import covariance_settings, recorded
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of
 from numpyro_sgmcmc.tuning.tuning import Tuning
 

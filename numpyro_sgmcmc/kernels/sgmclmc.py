@@ -18,7 +18,7 @@ from numpyro_sgmcmc.kernels.kernel import Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.settings import covariance_settings
 from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, largest_of, whitened_step
 from numpyro_sgmcmc.tuning.tuning import Tuning
 

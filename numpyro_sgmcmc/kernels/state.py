@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.gradients.estimators import Evaluation
 from numpyro_sgmcmc.kernels.replicas import HotReplicas
+from numpyro_sgmcmc.posterior.centring import Coordinates
+from numpyro_sgmcmc.posterior.control_variate import Anchor
+from numpyro_sgmcmc.posterior.metric import Metric
+from numpyro_sgmcmc.posterior.prefetch import Prefetched
 from numpyro_sgmcmc.stein import SteinSums
-from numpyro_sgmcmc.target.centring import Coordinates
-from numpyro_sgmcmc.target.control_variate import Anchor
-from numpyro_sgmcmc.target.metric import Metric
-from numpyro_sgmcmc.target.prefetch import Prefetched
 
 #: Fields by the names that they, or their like, have in other kernels.
 _MEANT = {
@@ -48,7 +48,7 @@ class Layout:
     - **integrator** - the word for the integrator, of methods that have several.
     - **model** - facts of the model, what it has from elsewhere than its arguments among them.
     - **rule** - of integrals over latent variables of groups
-      (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`).
+      (:func:`~numpyro_sgmcmc.posterior.inner_rules.log_integral`).
     """
 
     steps_per_sample: int

@@ -28,13 +28,13 @@ from numpyro_sgmcmc.kernels.replicas import (
     with_positions_exchanged,
 )
 from numpyro_sgmcmc.kernels.state import Fixed, Monitored, SGMCMCState
+from numpyro_sgmcmc.posterior.control_variate import Anchor
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.potential import Potential, Rows, ravel
+from numpyro_sgmcmc.posterior.prefetch import nothing_prefetched, prefetched_with, rows_at
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.tempered import tempered
 from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
-from numpyro_sgmcmc.target.control_variate import Anchor
-from numpyro_sgmcmc.target.model import Values
-from numpyro_sgmcmc.target.potential import Potential, Rows, ravel
-from numpyro_sgmcmc.target.prefetch import nothing_prefetched, prefetched_with, rows_at
-from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.target.tempered import tempered
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel

@@ -25,8 +25,8 @@ from numpyro_sgmcmc.long_runs.moments import Moments, summary_of
 from numpyro_sgmcmc.long_runs.moments import with_draws as moments_with
 from numpyro_sgmcmc.long_runs.processes import agreed, together
 from numpyro_sgmcmc.long_runs.program import Program, joined
+from numpyro_sgmcmc.posterior.host import arguments
 from numpyro_sgmcmc.results.facts import attributes, stein_of
-from numpyro_sgmcmc.target.host import arguments
 
 #: What a call of the program is to take, and the bytes of draws that wait to be written.
 _SECONDS, _WAITING_BYTES = 0.5, 32_000_000

@@ -13,8 +13,8 @@ from jax import Array, lax, random
 import numpy as np
 from numpyro.handlers import block, seed, substitute
 
+from numpyro_sgmcmc.posterior.handlers import Plate, given_rows
 from numpyro_sgmcmc.results.parts import compiled, waiting_bar
-from numpyro_sgmcmc.target.handlers import Plate, given_rows
 
 #: Groups that are drawn at once.
 CHUNK = 2_000
@@ -29,7 +29,7 @@ class GroupDraws:
     Draws of what belongs to the groups of a plate, for some draws of the run and some groups at a
     time.
 
-    - **draw** - :meth:`~numpyro_sgmcmc.target.local_latents.Marginal.draws` of a model, or its
+    - **draw** - :meth:`~numpyro_sgmcmc.posterior.local_latents.Marginal.draws` of a model, or its
       ``replicates``.
     - **plates** - the subsampled plates of the model.
     - **kept** - the draws of the run, shape (chains, draws, ...).

@@ -29,6 +29,9 @@ from numpyro_sgmcmc.data.converters import (
     truth,
     whole,
 )
+from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.posterior.host import arguments, view_of
+from numpyro_sgmcmc.posterior.local_latents import Marginal, group_axis
 from numpyro_sgmcmc.results.facts import (
     attributes,
     latent_shapes,
@@ -48,9 +51,6 @@ from numpyro_sgmcmc.results.kept_rows import (
 from numpyro_sgmcmc.results.parts import of_each
 from numpyro_sgmcmc.results.run_data import check_data
 from numpyro_sgmcmc.stein import advice, problem_of_undone_steps
-from numpyro_sgmcmc.target.argument_checks import as_arrays
-from numpyro_sgmcmc.target.host import arguments, view_of
-from numpyro_sgmcmc.target.local_latents import Marginal, group_axis
 
 #: Replicas that exchange positions less often do not take part in what the chain does.
 _SELDOM = 0.02

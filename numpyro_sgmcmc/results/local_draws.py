@@ -46,7 +46,7 @@ def local_draws(
     .. math:: z_g^{(s)} \\sim p(z_g \\mid y_g, \\theta^{(s)}) ,
 
     and both together are draws of the joint posterior. Each is made by independent
-    proposals for its group (:func:`~numpyro_sgmcmc.target.inner_rules.draws_of`); deterministic
+    proposals for its group (:func:`~numpyro_sgmcmc.posterior.inner_rules.draws_of`); deterministic
     sites that depend on them are computed of them.
 
     :param mcmc: an ``MCMC`` object after its run.

@@ -24,6 +24,7 @@ from numpyro_sgmcmc.data.converters import (
     truth,
     whole,
 )
+from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import (
     MAX_VALUES,
@@ -45,7 +46,6 @@ from numpyro_sgmcmc.results.kept_rows import (
 )
 from numpyro_sgmcmc.results.parts import of_each
 from numpyro_sgmcmc.results.run_data import check_data
-from numpyro_sgmcmc.target.handlers import Plate
 
 #: Selection whose log likelihood is computed at once.
 _CHUNK = 10_000

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
-from numpyro_sgmcmc.target.fusions import WITHOUT_FAULTY_FUSIONS
-from numpyro_sgmcmc.target.linear_algebra import run_in_order
+from numpyro_sgmcmc.posterior.fusions import WITHOUT_FAULTY_FUSIONS
+from numpyro_sgmcmc.posterior.linear_algebra import run_in_order
 from numpyro_sgmcmc.tuning.progress import bar
 
 #: Parts of a loop, each a call of its program: what the progress bar counts.

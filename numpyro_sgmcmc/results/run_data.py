@@ -10,12 +10,12 @@ from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
-from numpyro_sgmcmc.target.argument_checks import as_arrays
-from numpyro_sgmcmc.target.handlers import full_data
-from numpyro_sgmcmc.target.host import arguments
-from numpyro_sgmcmc.target.local_latents import Marginal
-from numpyro_sgmcmc.target.model import read_model
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.posterior.handlers import full_data
+from numpyro_sgmcmc.posterior.host import arguments
+from numpyro_sgmcmc.posterior.local_latents import Marginal
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.target import Target
 
 
 def target_of(model: Callable, args: tuple, kwargs: dict | None = None) -> Target:

@@ -16,13 +16,13 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.target.centring import centred_by
-from numpyro_sgmcmc.target.handlers import numbers_of
-from numpyro_sgmcmc.target.initial_values import initial_values, no_initial_values
-from numpyro_sgmcmc.target.metric import IdentityMetric, from_covariance
-from numpyro_sgmcmc.target.model import Values
-from numpyro_sgmcmc.target.potential import ravel
-from numpyro_sgmcmc.target.target import Program, Target
+from numpyro_sgmcmc.posterior.centring import centred_by
+from numpyro_sgmcmc.posterior.handlers import numbers_of
+from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
+from numpyro_sgmcmc.posterior.metric import IdentityMetric, from_covariance
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
     FAR_ABOVE,
@@ -83,8 +83,8 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
 
         >>> import jax, numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import init_to_uniform
-        >>> from numpyro_sgmcmc.target.model import read_model
-        >>> from numpyro_sgmcmc.target.target import Program, Target
+        >>> from numpyro_sgmcmc.posterior.model import read_model
+        >>> from numpyro_sgmcmc.posterior.target import Program, Target
         >>> from numpyro_sgmcmc.tuning.center import search_center
 
         >>> def model(y):

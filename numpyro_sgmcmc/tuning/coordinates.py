@@ -12,20 +12,20 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.target.centring import (
+from numpyro_sgmcmc.posterior.centring import (
     Centring,
     Coordinates,
     centred_by,
     locations_and_scales,
 )
-from numpyro_sgmcmc.target.metric import (
+from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     DiagonalMetric,
     GaussianMetric,
     from_covariance,
 )
-from numpyro_sgmcmc.target.model import Values
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
 #: An effect that the rows know so well is centred.
@@ -63,9 +63,9 @@ def non_centred(target: Target) -> Target:
 
 def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]:
     """
-    The target in the coordinates that suit its hierarchies (:mod:`numpyro_sgmcmc.target.centring`),
-    and the Gaussian there. What the rows know of an effect, given all else, is what its precision
-    in the Gaussian is more than that of its own law: :math:`1 + J \\sigma_0^2` is the entry of
+    The target in the coordinates that suit its hierarchies
+    (:mod:`numpyro_sgmcmc.posterior.centring`), and the Gaussian there. What the rows know of an
+    effect, given all else, is what its precision in the Gaussian is more than that of its own law: :math:`1 + J \\sigma_0^2` is the entry of
     :math:`u` in the diagonal of the precision, and with :math:`x_0`, :math:`\\mu_0` and
     :math:`\\sigma_0` at the centre
 
@@ -91,9 +91,9 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
 
         >>> import jax.numpy as jnp, numpy as np, numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import init_to_uniform
-        >>> from numpyro_sgmcmc.target.metric import from_covariance
-        >>> from numpyro_sgmcmc.target.model import read_model
-        >>> from numpyro_sgmcmc.target.target import Target
+        >>> from numpyro_sgmcmc.posterior.metric import from_covariance
+        >>> from numpyro_sgmcmc.posterior.model import read_model
+        >>> from numpyro_sgmcmc.posterior.target import Target
         >>> from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
         >>> from numpyro_sgmcmc.tuning.gaussian import Gaussian
 

@@ -11,9 +11,9 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.target.metric import GaussianMetric, Metric
-from numpyro_sgmcmc.target.potential import Potential, Rows, over_all_data
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import GaussianMetric, Metric
+from numpyro_sgmcmc.posterior.potential import Potential, Rows, over_all_data
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.low_rank import lanczos
 

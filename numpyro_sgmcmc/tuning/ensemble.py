@@ -15,11 +15,11 @@ import numpy as np
 import optax
 
 from numpyro_sgmcmc.data.converters import instance, positive, shown, whole
-from numpyro_sgmcmc.target.handlers import log_density
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.model import Values
-from numpyro_sgmcmc.target.potential import Rows, over_all_data
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.handlers import log_density
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.potential import Rows, over_all_data
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.progress import bar
 
 #: Steps whose mean potential is that of a member.

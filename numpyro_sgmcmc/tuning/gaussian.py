@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.target.handlers import weights_of
-from numpyro_sgmcmc.target.metric import (
+from numpyro_sgmcmc.posterior.handlers import weights_of
+from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     GaussianMetric,
     IdentityMetric,
     from_covariance,
 )
-from numpyro_sgmcmc.target.potential import Rows, full_data_gradient
-from numpyro_sgmcmc.target.target import Program, Target
+from numpyro_sgmcmc.posterior.potential import Rows, full_data_gradient
+from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.newton import (
     Fit,
     closest_gaussian,

@@ -10,9 +10,9 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.target.metric import IdentityMetric
-from numpyro_sgmcmc.target.potential import full_data_gradient, ravel, rows_in
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.potential import full_data_gradient, ravel, rows_in
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
 #: Directions at most; and of more parameters than these, power steps for the one in which standard
@@ -57,7 +57,7 @@ def error_of_integrals(
         e(\\zeta) = L^\\top \\left( \\nabla U(c + L \\zeta) - \\nabla U_r(c + L \\zeta) \\right)
 
     for a rule :math:`r` that is closer to the truth
-    (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`), and :math:`e - e(0)` in its place
+    (:func:`~numpyro_sgmcmc.posterior.inner_rules.log_integral`), and :math:`e - e(0)` in its place
     with a control variate, since an anchor has the gradient at the centre by many more points, the
     Gaussian :math:`N(m, (I + J)^{-1})` that is closest to what is sampled, where the posterior is
     :math:`N(0, I)`, has to first order in :math:`e`

@@ -10,9 +10,14 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.target.metric import DenseMetric, DiagonalMetric, IdentityMetric, LowRankMetric
-from numpyro_sgmcmc.target.potential import Rows, full_data_gradient, over_all_data, ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import (
+    DenseMetric,
+    DiagonalMetric,
+    IdentityMetric,
+    LowRankMetric,
+)
+from numpyro_sgmcmc.posterior.potential import Rows, full_data_gradient, over_all_data, ravel
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import DRAWS, Gaussian, hessian_times, looks_rough, normal_draws
 
 #: Products with the Hessian in a round, and rounds at most.
@@ -66,9 +71,9 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import init_to_uniform
-        >>> from numpyro_sgmcmc.target.metric import DiagonalMetric
-        >>> from numpyro_sgmcmc.target.model import read_model
-        >>> from numpyro_sgmcmc.target.target import Target
+        >>> from numpyro_sgmcmc.posterior.metric import DiagonalMetric
+        >>> from numpyro_sgmcmc.posterior.model import read_model
+        >>> from numpyro_sgmcmc.posterior.target import Target
         >>> from numpyro_sgmcmc.tuning.gaussian import Gaussian
         >>> from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 

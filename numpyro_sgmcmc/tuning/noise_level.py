@@ -16,10 +16,10 @@ import numpy as np
 
 from numpyro_sgmcmc.gradients.covariance import Diagonal
 from numpyro_sgmcmc.gradients.estimators import sub_batch_gradient
-from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, Anchor, order_of
-from numpyro_sgmcmc.target.metric import GaussianMetric, Metric
-from numpyro_sgmcmc.target.potential import rows_in
-from numpyro_sgmcmc.target.target import Program, Target
+from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, Anchor, order_of
+from numpyro_sgmcmc.posterior.metric import GaussianMetric, Metric
+from numpyro_sgmcmc.posterior.potential import rows_in
+from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.curvature import find_curvature
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 

@@ -51,9 +51,9 @@ are read twice, for the gradient at its centre and for the anchor near their mod
     >>> from numpyro_sgmcmc import CCAdL
     >>> from numpyro_sgmcmc.tuning.center import search_center
     >>> from numpyro_sgmcmc.tuning.gaussian import find_metric
-    >>> from numpyro_sgmcmc.target.model import read_model
+    >>> from numpyro_sgmcmc.posterior.model import read_model
     >>> from numpyro_sgmcmc.tuning.noise_level import measure_noise
-    >>> from numpyro_sgmcmc.target.target import Target
+    >>> from numpyro_sgmcmc.posterior.target import Target
 
     >>> def model(y):
     ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -84,20 +84,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.row_numbers import is_far
-from numpyro_sgmcmc.target.control_variate import (
+from numpyro_sgmcmc.posterior.control_variate import (
     GRADIENTS,
     Anchor,
     order_of,
 )
-from numpyro_sgmcmc.target.handlers import Plate
-from numpyro_sgmcmc.target.metric import (
+from numpyro_sgmcmc.posterior.handlers import Plate
+from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     DiagonalMetric,
     GaussianMetric,
     IdentityMetric,
     Metric,
 )
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import prepare_center, search_center
 from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, prepare_metric
@@ -136,7 +136,7 @@ class Choices(NamedTuple):
     - **metric** - a given metric, ``"diagonal"``, ``"low_rank"``, ``"dense"``, or None for what
       suits the number of parameters.
     - **gradient** - ``"auto"``, or one of
-      :data:`~numpyro_sgmcmc.target.control_variate.GRADIENTS`.
+      :data:`~numpyro_sgmcmc.posterior.control_variate.GRADIENTS`.
     - **init_strategy** - where the search for the centre starts.
     - **strata** - numbers of strata by plate, ``"auto"``, or None.
     - **reparametrise** - whether hierarchies are sampled in coordinates of their own.

@@ -9,10 +9,10 @@ from typing import Protocol
 from jax import Array, random
 import numpy as np
 
+from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, order_of
+from numpyro_sgmcmc.posterior.metric import DenseMetric
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.stein import stein_report
-from numpyro_sgmcmc.target.control_variate import GRADIENTS_OF_A_STEP, order_of
-from numpyro_sgmcmc.target.metric import DenseMetric
-from numpyro_sgmcmc.target.target import Target
 from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning

@@ -38,11 +38,11 @@ import numpy as np
 
 from numpyro_sgmcmc.data.strata import Strata, by_importance
 from numpyro_sgmcmc.gradients.estimators import PER_EXAMPLE_NUMBERS
-from numpyro_sgmcmc.target.control_variate import Anchor
-from numpyro_sgmcmc.target.handlers import Plate
-from numpyro_sgmcmc.target.metric import IdentityMetric, Metric
-from numpyro_sgmcmc.target.potential import Potential, of_all_rows, ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.control_variate import Anchor
+from numpyro_sgmcmc.posterior.handlers import Plate
+from numpyro_sgmcmc.posterior.metric import IdentityMetric, Metric
+from numpyro_sgmcmc.posterior.potential import Potential, of_all_rows, ravel
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.strata import given_strata
 

@@ -28,13 +28,13 @@ import numpy as np
 
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.data.sharding import found_shards
-from numpyro_sgmcmc.target.control_variate import Anchor
-from numpyro_sgmcmc.target.handlers import rows_of
-from numpyro_sgmcmc.target.local_latents import Marginal
-from numpyro_sgmcmc.target.metric import DenseMetric
-from numpyro_sgmcmc.target.model import Values, unremarkable_values
-from numpyro_sgmcmc.target.potential import ravel
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.control_variate import Anchor
+from numpyro_sgmcmc.posterior.handlers import rows_of
+from numpyro_sgmcmc.posterior.local_latents import Marginal
+from numpyro_sgmcmc.posterior.metric import DenseMetric
+from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
+from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
 #: A sample has about so many rows, of at most so many bytes, and no less than so many for each

@@ -9,7 +9,7 @@ import numpy as np
 
 from numpyro_sgmcmc.data.converters import MOST, array, shown
 from numpyro_sgmcmc.data.strata import Strata, by_labels
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.target import Target
 
 #: The scheme of subsampling that draws rows within strata too.
 STRATIFIED = "without_replacement"

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.strata import Strata
+from numpyro_sgmcmc.posterior.centring import Coordinates
+from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
+from numpyro_sgmcmc.posterior.metric import DenseMetric, GaussianMetric, Metric, name_of
 from numpyro_sgmcmc.stein import SteinReport, advice
-from numpyro_sgmcmc.target.centring import Coordinates
-from numpyro_sgmcmc.target.control_variate import Anchor, order_of
-from numpyro_sgmcmc.target.metric import DenseMetric, GaussianMetric, Metric, name_of
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
 
@@ -69,7 +69,7 @@ class Tuning(NamedTuple):
     - **seconds_per_sample** - what that takes in one chain, measured.
     - **strata** - of the rows by plate, where rows are not drawn alike.
     - **centring** - the coordinates of hierarchies by site, those of metric, start and anchor
-      (:mod:`numpyro_sgmcmc.target.centring`).
+      (:mod:`numpyro_sgmcmc.posterior.centring`).
     - **fourth_cumulant** - of the gradient's noise, what rows that few minibatches have add to it
       in the worst direction, or a bound of it (:mod:`numpyro_sgmcmc.tuning.rare_rows`).
     - **integrals** - by how many posterior standard deviations the integrals over latent variables
@@ -130,7 +130,7 @@ class Tuning(NamedTuple):
 
         .. doctest::
 
-            >>> from numpyro_sgmcmc.target.metric import IdentityMetric
+            >>> from numpyro_sgmcmc.posterior.metric import IdentityMetric
             >>> from numpyro_sgmcmc.tuning.tuning import Tuning
             >>> [Tuning(0.5, A, IdentityMetric()).relaxation_time for A in (None, 0.7, 5.0)]
             [1.0, 2.0, 5.0]

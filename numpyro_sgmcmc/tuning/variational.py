@@ -13,11 +13,11 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal
 import optax
 
-from numpyro_sgmcmc.target.metric import DiagonalMetric, IdentityMetric
-from numpyro_sgmcmc.target.model import with_rows
-from numpyro_sgmcmc.target.model_exceptions import one_at_a_time
-from numpyro_sgmcmc.target.potential import over_all_data
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
+from numpyro_sgmcmc.posterior.model import with_rows
+from numpyro_sgmcmc.posterior.model_exceptions import one_at_a_time
+from numpyro_sgmcmc.posterior.potential import over_all_data
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes
 
 _CENTER_STARTS, _CENTER_STEPS, _LEARNING_RATE = 6, 2_000, 0.05

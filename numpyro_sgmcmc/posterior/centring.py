@@ -33,7 +33,7 @@ the site, the potential as a function of :math:`y` is
 
 All of it is a change of variables: the law of :math:`v` stays, whatever is taken for :math:`\\mu`,
 :math:`\\sigma`, :math:`\\lambda`, :math:`\\sigma_0` and :math:`e`. Location and scale are those
-that :mod:`~numpyro_sgmcmc.target.hierarchy` reads from the model.
+that :mod:`~numpyro_sgmcmc.posterior.hierarchy` reads from the model.
 
 **Example:** standard effects, of which the rows know as much as their law does for
 :math:`\\sigma_0 = 4`, and that they are around 0.
@@ -42,9 +42,9 @@ that :mod:`~numpyro_sgmcmc.target.hierarchy` reads from the model.
 
     >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import init_to_uniform
-    >>> from numpyro_sgmcmc.target.centring import Coordinates
-    >>> from numpyro_sgmcmc.target.model import read_model
-    >>> from numpyro_sgmcmc.target.target import Target
+    >>> from numpyro_sgmcmc.posterior.centring import Coordinates
+    >>> from numpyro_sgmcmc.posterior.model import read_model
+    >>> from numpyro_sgmcmc.posterior.target import Target
 
     >>> def model(y):
     ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -80,9 +80,9 @@ from jax import Array
 from jax.extend.core import Literal
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.target.hierarchy import Hierarchy
-from numpyro_sgmcmc.target.model import Values
-from numpyro_sgmcmc.target.operations import results_of
+from numpyro_sgmcmc.posterior.hierarchy import Hierarchy
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.operations import results_of
 
 
 class Coordinates(NamedTuple):

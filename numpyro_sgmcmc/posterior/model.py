@@ -35,8 +35,8 @@ from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, OfMinibatch, ShapeOf, Watched
 from numpyro_sgmcmc.data.row_numbers import is_far
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
-from numpyro_sgmcmc.target.argument_checks import check_data
-from numpyro_sgmcmc.target.handlers import (
+from numpyro_sgmcmc.posterior.argument_checks import check_data
+from numpyro_sgmcmc.posterior.handlers import (
     Indices,
     Model,
     Plate,
@@ -47,12 +47,12 @@ from numpyro_sgmcmc.target.handlers import (
     log_density,
     numbers_of,
 )
-from numpyro_sgmcmc.target.inner_rules import needs_draws
-from numpyro_sgmcmc.target.local_latents import LocalPlate, Marginal
-from numpyro_sgmcmc.target.local_latents_checks import without_local_latents
-from numpyro_sgmcmc.target.model_checks import check_hidden, check_sites
-from numpyro_sgmcmc.target.model_exceptions import explained, one_at_a_time
-from numpyro_sgmcmc.target.on_disk_checks import check_far, check_lengths
+from numpyro_sgmcmc.posterior.inner_rules import needs_draws
+from numpyro_sgmcmc.posterior.local_latents import LocalPlate, Marginal
+from numpyro_sgmcmc.posterior.local_latents_checks import without_local_latents
+from numpyro_sgmcmc.posterior.model_checks import check_hidden, check_sites
+from numpyro_sgmcmc.posterior.model_exceptions import explained, one_at_a_time
+from numpyro_sgmcmc.posterior.on_disk_checks import check_far, check_lengths
 
 #: Unconstrained values of the latent sites, by name.
 Values = dict[str, Array]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.growing import Known
-from numpyro_sgmcmc.target.control_variate import Anchor
-from numpyro_sgmcmc.target.handlers import Plate
-from numpyro_sgmcmc.target.potential import Potential, Rows, hessian_of
+from numpyro_sgmcmc.posterior.control_variate import Anchor
+from numpyro_sgmcmc.posterior.handlers import Plate
+from numpyro_sgmcmc.posterior.potential import Potential, Rows, hessian_of
 
 #: New rows are looked at so many at a time, of which each may be evaluated at many points.
 _CHUNK, _FEWEST = 1_024, 64

@@ -14,8 +14,8 @@ from numpyro.distributions.transforms import IdentityTransform, IndependentTrans
 from numpyro.handlers import seed, substitute, trace
 from numpyro.ops.provenance import eval_provenance
 
-from numpyro_sgmcmc.target.handlers import Model, Plate, given_rows, without_wrappers
-from numpyro_sgmcmc.target.local_latents import LocalPlate, Marginal, group_axis
+from numpyro_sgmcmc.posterior.handlers import Model, Plate, given_rows, without_wrappers
+from numpyro_sgmcmc.posterior.local_latents import LocalPlate, Marginal, group_axis
 
 #: Continuous latent variables of a group, and combinations of values of discrete ones.
 MOST_DIMENSIONS, MOST_COMBINATIONS = 30, 1_000

@@ -29,7 +29,7 @@ from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program
 from numpyro_sgmcmc.data.row_numbers import is_far
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
-from numpyro_sgmcmc.target.handlers import (
+from numpyro_sgmcmc.posterior.handlers import (
     count_of,
     counted_rows,
     integers_of,
@@ -37,9 +37,9 @@ from numpyro_sgmcmc.target.handlers import (
     rows_among,
     rows_of,
 )
-from numpyro_sgmcmc.target.local_latents import with_observed
-from numpyro_sgmcmc.target.model import Values, unremarkable_values
-from numpyro_sgmcmc.target.row_errors import (
+from numpyro_sgmcmc.posterior.local_latents import with_observed
+from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
+from numpyro_sgmcmc.posterior.row_errors import (
     beyond_array,
     check_supports,
     dependent_on_number,
@@ -48,8 +48,8 @@ from numpyro_sgmcmc.target.row_errors import (
     of_a_process,
     outside_support,
 )
-from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.target.watched_indices import IndexedArray, watched
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.watched_indices import IndexedArray, watched
 
 #: So many rows are looked at together, and so few where a row may depend on others; all of them in
 #: such few where these are no more, to compile one program instead of two.

@@ -13,7 +13,7 @@ group :math:`g`,
 
 and :class:`Marginal` is the model with a factor :math:`p(y_g \\mid \\theta)` for each group in the
 place of all sites of the plate. To whatever samples it a group is a row. Discrete sites are summed
-over, continuous ones integrated by :func:`~numpyro_sgmcmc.target.inner_rules.log_integral`.
+over, continuous ones integrated by :func:`~numpyro_sgmcmc.posterior.inner_rules.log_integral`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,9 +35,9 @@ from numpyro.distributions import biject_to
 from numpyro.handlers import block, trace, uncondition
 from numpyro.primitives import Messenger
 
-from numpyro_sgmcmc.target.argument_checks import as_arrays
-from numpyro_sgmcmc.target.handlers import Model, Plate, log_density, without_wrappers
-from numpyro_sgmcmc.target.inner_rules import draws_of, log_integral, needs_draws, points_of
+from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.posterior.handlers import Model, Plate, log_density, without_wrappers
+from numpyro_sgmcmc.posterior.inner_rules import draws_of, log_integral, needs_draws, points_of
 
 #: The name of the factor of a plate ends so.
 MARGINAL = ", marginal"
@@ -91,7 +91,7 @@ class Marginal:
     - **model** - the model as it was written.
     - **plates** - those with latent sites.
     - **hidden** - deterministic sites that depend on these.
-    - **rule** - of the integrals (:func:`~numpyro_sgmcmc.target.inner_rules.log_integral`);
+    - **rule** - of the integrals (:func:`~numpyro_sgmcmc.posterior.inner_rules.log_integral`);
       ``"point"`` for the integrand at a point of each group in their place, ``"none"`` for zeros.
     - **at_once** - the number of groups whose integrals are computed together; all if None.
 
@@ -101,7 +101,7 @@ class Marginal:
 
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
         >>> from numpyro.infer.util import log_density
-        >>> from numpyro_sgmcmc.target.local_latents import LocalPlate, Marginal
+        >>> from numpyro_sgmcmc.posterior.local_latents import LocalPlate, Marginal
 
         >>> def model(y):
         ...     with numpyro.plate("groups", len(y), subsample_size=2) as g:

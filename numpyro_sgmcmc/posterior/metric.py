@@ -194,7 +194,7 @@ def from_covariance(
     .. doctest::
 
         >>> import numpy as np
-        >>> from numpyro_sgmcmc.target.metric import from_covariance
+        >>> from numpyro_sgmcmc.posterior.metric import from_covariance
 
         >>> metric = from_covariance(np.array([4.0, 0.25]), np.array([1.0, 0.0]), np.float32)
         >>> metric.values(np.ones(2, np.float32)).tolist()  # one standard deviation from 1 and 0

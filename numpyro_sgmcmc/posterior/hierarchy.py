@@ -19,9 +19,9 @@ from numpyro import distributions as dist
 from numpyro.distributions import biject_to, constraints, transforms
 from numpyro.handlers import substitute, trace
 
-from numpyro_sgmcmc.target.handlers import Indices
-from numpyro_sgmcmc.target.model import MinibatchModel, Values
-from numpyro_sgmcmc.target.model_exceptions import explained
+from numpyro_sgmcmc.posterior.handlers import Indices
+from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
+from numpyro_sgmcmc.posterior.model_exceptions import explained
 
 _WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
 
@@ -64,7 +64,7 @@ def hierarchy_of(
 ) -> Hierarchy:
     """
     Reads a model for its hierarchy. Parameters are those of
-    :meth:`~numpyro_sgmcmc.target.model.MinibatchModel.potential`.
+    :meth:`~numpyro_sgmcmc.posterior.model.MinibatchModel.potential`.
 
     :raises ValueError: if an argument that the model needs in Python is traced.
     """
@@ -193,7 +193,7 @@ def _location_and_scale(fn: Any) -> tuple[Array, Array] | None:
     .. doctest::
 
         >>> import numpyro.distributions as dist
-        >>> from numpyro_sgmcmc.target.hierarchy import _location_and_scale
+        >>> from numpyro_sgmcmc.posterior.hierarchy import _location_and_scale
         >>> _location_and_scale(dist.LogNormal(1.0, 2.0).expand([3]).to_event(1))
         (1.0, 2.0)
         >>> _location_and_scale(dist.Gamma(1.0, 2.0)) is None

@@ -9,7 +9,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.target.potential import Potential, Rows
+from numpyro_sgmcmc.posterior.potential import Potential, Rows
 
 
 class Tempered(NamedTuple):

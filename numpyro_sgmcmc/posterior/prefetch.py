@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, numbers_in
 from numpyro_sgmcmc.data.row_numbers import is_far
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, on_disk, read_ahead
-from numpyro_sgmcmc.target.handlers import drawn_rows, weights_of
-from numpyro_sgmcmc.target.potential import Rows
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.handlers import drawn_rows, weights_of
+from numpyro_sgmcmc.posterior.potential import Rows
+from numpyro_sgmcmc.posterior.target import Target
 
 #: A block holds the minibatches of so many steps, or fewer of so many bytes together.
 _MOST_STEPS, _MOST_BYTES = 64, 2**23

@@ -15,7 +15,7 @@ import jax
 import numpyro
 
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
-from numpyro_sgmcmc.target.argument_checks import shapes_of, what_is_no_array
+from numpyro_sgmcmc.posterior.argument_checks import shapes_of, what_is_no_array
 
 #: What JAX raises where Python needs a value that is traced,
 _NEEDS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)

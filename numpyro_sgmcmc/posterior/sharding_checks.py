@@ -12,8 +12,8 @@ import numpy as np
 
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.data.sharding import ROWS, Shards
-from numpyro_sgmcmc.target.model import Values
-from numpyro_sgmcmc.target.target import Target
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.target import Target
 
 #: Rounding errors are smaller, relative to the largest term, and what a model makes of a part of
 #: its rows that it should not, such as their mean, is larger.

@@ -26,9 +26,9 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.data.fingerprint import fingerprints_of_captured
-from numpyro_sgmcmc.target.argument_checks import named_arrays
-from numpyro_sgmcmc.target.handlers import first_rows_of, without_wrappers
-from numpyro_sgmcmc.target.local_latents import with_observed
+from numpyro_sgmcmc.posterior.argument_checks import named_arrays
+from numpyro_sgmcmc.posterior.handlers import first_rows_of, without_wrappers
+from numpyro_sgmcmc.posterior.local_latents import with_observed
 
 #: Operations between ``x[i]`` and the gather that leave the rows what they are.
 _SAME_INDEX = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")

@@ -24,22 +24,22 @@ from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
 from numpyro_sgmcmc.data.strata import Group, Strata
 from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
-from numpyro_sgmcmc.target.centring import (
+from numpyro_sgmcmc.posterior.centring import (
     Centring,
     Written,
     as_written,
     centred,
     in_coordinates,
 )
-from numpyro_sgmcmc.target.control_variate import Anchor, ControlVariate
-from numpyro_sgmcmc.target.fusions import WITHOUT_FAULTY_FUSIONS
-from numpyro_sgmcmc.target.growing import SoFar, with_new_rows
-from numpyro_sgmcmc.target.handlers import BatchRows, Plate, far_rows
-from numpyro_sgmcmc.target.hierarchy import Hierarchy, hierarchy_of
-from numpyro_sgmcmc.target.linear_algebra import in_order
-from numpyro_sgmcmc.target.metric import IdentityMetric, Metric
-from numpyro_sgmcmc.target.model import MinibatchModel, Values
-from numpyro_sgmcmc.target.potential import (
+from numpyro_sgmcmc.posterior.control_variate import Anchor, ControlVariate
+from numpyro_sgmcmc.posterior.fusions import WITHOUT_FAULTY_FUSIONS
+from numpyro_sgmcmc.posterior.growing import SoFar, with_new_rows
+from numpyro_sgmcmc.posterior.handlers import BatchRows, Plate, far_rows
+from numpyro_sgmcmc.posterior.hierarchy import Hierarchy, hierarchy_of
+from numpyro_sgmcmc.posterior.linear_algebra import in_order
+from numpyro_sgmcmc.posterior.metric import IdentityMetric, Metric
+from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
+from numpyro_sgmcmc.posterior.potential import (
     ModelPotential,
     Potential,
     full_data_expansion,

@@ -16,16 +16,16 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.target.centring import (
+from numpyro_sgmcmc.posterior.centring import (
     Centring,
     Written,
     as_written,
     centred,
 )
-from numpyro_sgmcmc.target.handlers import BatchRows, Indices, Plate, counted_rows
-from numpyro_sgmcmc.target.hierarchy import hierarchy_of
-from numpyro_sgmcmc.target.metric import Metric
-from numpyro_sgmcmc.target.model import MinibatchModel, Values
+from numpyro_sgmcmc.posterior.handlers import BatchRows, Indices, Plate, counted_rows
+from numpyro_sgmcmc.posterior.hierarchy import hierarchy_of
+from numpyro_sgmcmc.posterior.metric import Metric
+from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
 
 #: A pass over all data takes so many rows at once, of which each may be evaluated at many points.
 _CHUNK, _FEWEST = 16_384, 64
@@ -57,7 +57,7 @@ def ravel(values: Any) -> Array:
     .. doctest::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_sgmcmc.target.potential import ravel
+        >>> from numpyro_sgmcmc.posterior.potential import ravel
         >>> ravel({"b": jnp.array(3.0), "a": jnp.array([[1.0, 2.0]])}).tolist()
         [1.0, 2.0, 3.0]
     """
@@ -182,8 +182,8 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
     .. doctest::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_sgmcmc.target.handlers import Plate
-        >>> from numpyro_sgmcmc.target.potential import over_all_data
+        >>> from numpyro_sgmcmc.posterior.handlers import Plate
+        >>> from numpyro_sgmcmc.posterior.potential import over_all_data
 
         >>> y = jnp.arange(5.0)
         >>> plate = Plate("rows", size=5, subsample_size=2)

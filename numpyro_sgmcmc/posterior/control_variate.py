@@ -11,7 +11,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.target.potential import ModelPotential, Rows
+from numpyro_sgmcmc.posterior.potential import ModelPotential, Rows
 
 #: The words for gradients, by the order to which an expansion is replaced, and how many gradients
 #: of its minibatch a step with each costs: a product with the Hessian counts as two.
@@ -24,7 +24,7 @@ class Anchor(NamedTuple):
     A point at which the potential of all data is known, for :class:`ControlVariate`.
 
     - **values** - unconstrained values :math:`\\hat\\theta` of the latent sites, and of hierarchies
-      the effects (:mod:`~numpyro_sgmcmc.target.centring`), whatever the coordinates of the sampler.
+      the effects (:mod:`~numpyro_sgmcmc.posterior.centring`), whatever the sampler's coordinates.
     - **potential** - :math:`U(\\hat\\theta)`, a scalar.
     - **gradient** - :math:`\\nabla U(\\hat\\theta)`, a tree like ``values``.
     - **hessian** - :math:`\\nabla^2 U(\\hat\\theta)`, shape ``(d, d)`` in the order of
@@ -95,9 +95,9 @@ class ControlVariate(NamedTuple):
         >>> import jax, jax.numpy as jnp
         >>> import numpyro, numpyro.distributions as dist
         >>> from numpyro.infer import init_to_uniform
-        >>> from numpyro_sgmcmc.target.metric import IdentityMetric
-        >>> from numpyro_sgmcmc.target.model import read_model
-        >>> from numpyro_sgmcmc.target.target import Target
+        >>> from numpyro_sgmcmc.posterior.metric import IdentityMetric
+        >>> from numpyro_sgmcmc.posterior.model import read_model
+        >>> from numpyro_sgmcmc.posterior.target import Target
 
         >>> def model(y):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))

@@ -13,12 +13,12 @@ from numpyro.distributions import constraints
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.ops.provenance import eval_provenance
 
-from numpyro_sgmcmc.target.argument_checks import named_arrays
-from numpyro_sgmcmc.target.handlers import Indices, rows_among, without_wrappers
-from numpyro_sgmcmc.target.local_latents import MARGINAL, with_observed
-from numpyro_sgmcmc.target.model import unremarkable_values
-from numpyro_sgmcmc.target.target import Target
-from numpyro_sgmcmc.target.watched_indices import IndexedArray
+from numpyro_sgmcmc.posterior.argument_checks import named_arrays
+from numpyro_sgmcmc.posterior.handlers import Indices, rows_among, without_wrappers
+from numpyro_sgmcmc.posterior.local_latents import MARGINAL, with_observed
+from numpyro_sgmcmc.posterior.model import unremarkable_values
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.watched_indices import IndexedArray
 
 _REMEDY = (
     "Correct these rows or drop them; or give any value of the support there and leave them out of"

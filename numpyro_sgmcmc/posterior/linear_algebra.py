@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.target.operations import CALLS, results_of
+from numpyro_sgmcmc.posterior.operations import CALLS, results_of
 
 #: What jaxlib computes by LAPACK on a CPU, by the names of JAX's primitives.
 _FACTORISATIONS = frozenset(
@@ -65,7 +65,7 @@ def in_order(function: Callable) -> Callable:
     .. doctest::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_sgmcmc.target.linear_algebra import in_order
+        >>> from numpyro_sgmcmc.posterior.linear_algebra import in_order
 
         >>> two = lambda x: jnp.linalg.cholesky(x) + jnp.linalg.cholesky(4 * x)
         >>> float(in_order(two)(jnp.ones((1_000, 1, 1))).sum())
