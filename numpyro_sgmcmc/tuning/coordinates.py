@@ -65,9 +65,9 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
     """
     The target in the coordinates that suit its hierarchies
     (:mod:`numpyro_sgmcmc.posterior.centring`), and the Gaussian there. What the rows know of an
-    effect, given all else, is what its precision in the Gaussian is more than that of its own law: :math:`1 + J \\sigma_0^2` is the entry of
-    :math:`u` in the diagonal of the precision, and with :math:`x_0`, :math:`\\mu_0` and
-    :math:`\\sigma_0` at the centre
+    effect, given all else, is what its precision in the Gaussian is more than that of its own law:
+    :math:`1 + J \\sigma_0^2` is the entry of :math:`u` in the diagonal of the precision, and with
+    :math:`x_0`, :math:`\\mu_0` and :math:`\\sigma_0` at the centre
 
     .. math:: \\lambda = \\frac{J}{J + \\sigma_0^{-2}}, \\qquad
         e = \\lambda \\hat x = x_0 - (1 - \\lambda) \\mu_0,
