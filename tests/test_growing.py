@@ -491,6 +491,41 @@ def test_rows_that_were_read_anew_are_the_same():
         assert int(mcmc.last_state.fixed.known.before) == 1_000
 
 
+def about(a, b, shift=0.0):
+    m = numpyro.sample("m", dist.Normal(0, 10).expand([2]).to_event(1))
+    with numpyro.plate("rows", a.shape[0], subsample_size=BATCH) as i:
+        numpyro.sample("a", dist.Normal(m[0] - shift, 1), obs=a[i])
+        numpyro.sample("b", dist.Normal(m[1], 2), obs=b[i])
+
+
+CHANGED = {
+    "exchanged": (lambda a, b: ((b, a), {}), lambda x, y: (y, x)),
+    "one of them twice": (lambda a, b: ((a, a), {}), lambda x, y: (x, x)),
+    "by other names": (lambda a, b: ((), {"a": b, "b": a}), lambda x, y: (y, x)),
+    "another number": (lambda a, b: ((a, b, 3.0), {}), lambda x, y: (x + 3, y)),
+    "another array": (lambda a, b: ((a, b, np.float32(-2.0)), {}), lambda x, y: (x - 2, y)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("change", CHANGED)
+def test_arguments_are_known_by_their_places_and_values(change, jit):
+    """Of the same holder: which array is which, and all that is given besides."""
+    x, y = X[:1_000, 0], 5 + Y[:1_000]
+    rows = GrowingRows(x, y)
+    kernel = CCAdL(about, progress_bar=False)
+    mcmc = MCMC(kernel, num_warmup=50, num_samples=500, progress_bar=False, jit_model_args=jit)
+    mcmc.run(random.key(0), *rows)
+    args, kwargs = CHANGED[change][0](*rows)
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(mcmc.last_state.rng_key, *args, **kwargs)
+    means = [np.mean(z) for z in CHANGED[change][1](x, y)]
+    draws = np.asarray(mcmc.get_samples()["m"])
+    np.testing.assert_allclose(draws.mean(0), means, atol=0.03)
+    np.testing.assert_allclose(draws.std(0) * 1_000**0.5, [1, 2], rtol=0.3)
+
+
 def test_a_hash_of_rows_grows_with_them():
     def identity(*ends, half_life=None):
         rows = GrowingRows(X[: ends[0]], Y[: ends[0]], half_life=half_life)
@@ -840,6 +875,20 @@ def test_files_that_were_read_are_not_others_when_more_come(change, when, tmp_pa
     with pytest.raises(ValueError, match=r"Rows 0 to 999 of .* have other values than when they"):
         rows.refresh()
     assert len(rows) == 1_100
+
+
+@pytest.mark.parametrize("change", [edited_in_place, old_times])
+def test_files_that_were_read_are_not_others_when_some_are_appended(change, tmp_path):
+    written(tmp_path, 0, 500, 1_000)
+    rows = GrowingRows(*(RowsOnDisk(str(tmp_path / f"{name}-*.npy")) for name in "xy"))
+    change(tmp_path)
+    others = tmp_path / "others"
+    others.mkdir()
+    written(others, 1_000, 1_100)
+    new = [RowsOnDisk(others / f"{name}-0.npy") for name in "xy"]
+    with pytest.raises(UnreadableRows, match="has been edited since it was read"):
+        rows.append(*new)
+    assert len(rows) == 1_000
 
 
 def long_run(path, samples, **options):

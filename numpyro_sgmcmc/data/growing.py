@@ -8,11 +8,11 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array, lax
+from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.converters import positive, shown
+from numpyro_sgmcmc.data.converters import array, positive, shown
 from numpyro_sgmcmc.data.growing_on_disk import (
     RowsSoFarOnDisk,
     looked_at_again,
@@ -20,7 +20,7 @@ from numpyro_sgmcmc.data.growing_on_disk import (
 )
 from numpyro_sgmcmc.data.row_identity import RowIdentity, identity_of
 from numpyro_sgmcmc.data.row_numbers import MOST_ROWS
-from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
+from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
 
 #: Below this number of rows the order in which they are drawn would show.
 _FEWEST = 100
@@ -92,10 +92,12 @@ class RowsSoFar(NamedTuple):
     - **values** - the rows, and room for more of them that is filled with any of these, shape
       (capacity, ...).
     - **known** - how many there are.
+    - **place** - the number of this array in the holder.
     """
 
     values: Array | RowsSoFarOnDisk
     known: Known
+    place: Array
 
     def on_host(self) -> Any:
         """The rows that there are, with no program compiled for their number."""
@@ -184,6 +186,8 @@ class GrowingRows:
         self._sources = [x if isinstance(x, RowsOnDisk) else None for x in found]
         #: and in the parts in which they came
         self._parts = [[x] for x in self._sources if x is not None]
+        #: all that have been read, of whatever source
+        self._read = [x for x in found if isinstance(x, RowsOnDisk)]
         self._remembered: list[RowIdentity] = []
         self._remember(identity_of(found, self.half_life))
 
@@ -208,7 +212,7 @@ class GrowingRows:
 
     def __iter__(self) -> Iterator[RowsSoFar]:
         known = known_by(self._remembered)
-        return (RowsSoFar(values, known) for values in self._arrays)
+        return (RowsSoFar(x, known, jnp.int32(k)) for k, x in enumerate(self._arrays))
 
     @property
     def arrays(self) -> tuple[Array | RowsOnDisk, ...]:
@@ -228,6 +232,7 @@ class GrowingRows:
         found = _checked(arrays, self._arrays)
         if not len(found[0]):
             return
+        self._check_unchanged()
         count = self.count + len(found[0])
         held = self._arrays
         if count > self.capacity:
@@ -236,7 +241,22 @@ class GrowingRows:
             _appended(values, new, self.count) for values, new in zip(held, found, strict=True)
         )
         self.count = count
+        self._read += [x for x in found if isinstance(x, RowsOnDisk)]
         self._remember(self.identity.with_more(self._on_host()))
+        for x, hashes in zip(self._arrays, self.identity.hashes, strict=True):
+            if isinstance(x, RowsSoFarOnDisk):
+                x.reader.know(hashes)
+
+    def _check_unchanged(self) -> None:
+        """
+        :raises UnreadableRows: if rows on disk have been edited since they were read.
+        """
+        for part in self._read:
+            if not part.is_as(part):
+                raise UnreadableRows(
+                    f"{part!r} has been edited since it was read: make a new `GrowingRows`, whose"
+                    " rows a run that goes on reads once."
+                )
 
     def refresh(self) -> int:
         """
@@ -280,7 +300,7 @@ class GrowingRows:
         :param where: which, truth values of shape ``(N,)``.
         :raises ValueError: if it has another shape or type, or leaves too few rows.
         """
-        where = np.asarray(where)
+        where = array("where", where)
         if where.dtype != bool or where.shape != (self.count,):
             raise ValueError(
                 f"`remove` takes truth values for the {self.count:,} rows, shape ({self.count},);"
@@ -308,14 +328,15 @@ def _checked(arrays: tuple, held: tuple | None) -> list[Any]:
     """
     if held is not None and len(arrays) != len(held):
         raise ValueError(f"There are {len(held)} arrays of rows; got {len(arrays)}.")
-    found = [x if isinstance(x, RowsOnDisk) else np.asarray(x) for x in arrays]
-    for k, (x, given) in enumerate(zip(found, arrays, strict=True)):
-        if isinstance(given, np.ma.MaskedArray):
+    for k, x in enumerate(arrays):
+        if isinstance(x, np.ma.MaskedArray):
             raise ValueError(
                 f"Array {k} of the rows is a masked array, whose mask would be lost: leave masked"
                 " rows out, or append the mask as an array of its own, and use it in the model,"
                 " `numpyro.handlers.mask(mask=...)`."
             )
+    found = [x if isinstance(x, RowsOnDisk) else array("arrays", x) for x in arrays]
+    for k, x in enumerate(found):
         if x.dtype.kind not in "biuf" or not x.ndim:
             raise ValueError(
                 f"Array {k} of the rows must be of numbers or truth values, and have rows; got"
@@ -459,9 +480,36 @@ def known_by(identities: Sequence[RowIdentity]) -> Known:
 
 
 def known_of(arguments: Any) -> Known | None:
-    """How many rows there are so far, of arguments of a model; None if none of them is growing."""
+    """
+    How many rows there are so far, of arguments of a model; None if none of them is growing. The
+    digests are of all arguments: of the rows, of the place of each array, and of whatever else is
+    given, which the log density of a row may depend on.
+    """
     found = growing_in(arguments)
-    return found[0].known if found else None
+    if not found:
+        return None
+    known, others = found[0].known, jax.tree.leaves(replaced(lambda x: x.place, arguments))
+    sums = [_checksum(x, k) for k, x in enumerate(others) if not isinstance(x, str | None)]
+    first = jnp.sum(jnp.stack(sums), dtype=jnp.uint32)
+    return known._replace(digests=known.digests.at[:, 0].add(first))
+
+
+def _checksum(x: Any, place: int) -> Array:
+    """A number of 32 bits that tells an argument at its place from others, in a program too."""
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype != bool:
+        bits = min(x.dtype.itemsize, 4) * 8
+        x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
+    x = x.astype(jnp.uint32).ravel()
+    # the finalizer of MurmurHash3, of each entry with its place
+    x = x ^ (jnp.arange(1, len(x) + 1, dtype=jnp.uint32) * jnp.uint32(2654435761 + 2 * place))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
 
 
 def growing_in(arguments: Any) -> list[RowsSoFar]:

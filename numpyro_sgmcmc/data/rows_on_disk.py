@@ -31,7 +31,7 @@ import numpy as np
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows, Numbers, numbers_in
 from numpyro_sgmcmc.data.joined import Joined
 from numpyro_sgmcmc.data.row_numbers import as_integers
-from numpyro_sgmcmc.data.seen import Hashing, Reader, Seen, are_as_seen, seen_of
+from numpyro_sgmcmc.data.seen import Hashing, Reader, Seen, are_as_seen, seen_as, seen_of
 from numpyro_sgmcmc.data.sources import MOST_BYTES, Source, UnreadableRows, opened
 
 #: Requests that are read ahead, of each source: one or two for each chain on its own device.
@@ -189,6 +189,10 @@ class RowsOnDisk(IndexedByRows):
         """Whether the rows are those that were read before, as far as a part of them says it."""
         known = seen.is_settled and seen.version == self._source.version()
         return known and not self._source.is_in_memory and are_as_seen(*self._all, seen)
+
+    def know(self, hashes: np.ndarray) -> None:
+        """The hashes of all rows, which have been found otherwise."""
+        self._seen = seen_as(self._source.version(), hashes)
 
     def is_as(self, other: "RowsOnDisk") -> bool:
         """

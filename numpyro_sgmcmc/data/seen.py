@@ -120,6 +120,11 @@ def seen_of(read: Reader, rows: int, row_bytes: int, version: Version | None) ->
     return Seen(version, is_settled, hashes_from(read, 0, rows, row_bytes)[1])
 
 
+def seen_as(version: Version | None, hashes: np.ndarray) -> Seen:
+    """The same of rows whose hashes are known."""
+    return Seen(version, _is_settled(version), hashes)
+
+
 def hashes_from(read: Reader, first: int, rows: int, row_bytes: int) -> tuple[int, np.ndarray]:
     """
     Hashes of the stretches that rows from this one on are in, as :class:`Seen` has them.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 import warnings
 
+from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.kernels.identity import OTHER_DATA, data_of
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
 from numpyro_sgmcmc.posterior.target import Target
@@ -47,10 +48,11 @@ def _check_data(kernel: "SGMCMCKernel", target: Target) -> None:
     if target.known is not None:
         context.data = None  # other ones each time
         return
-    if tuning is None or tuning.anchor is None:
-        return
+    has_anchor = tuning is not None and tuning.anchor is not None
+    if not has_anchor and on_disk((target.args, target.kwargs)):
+        return  # all of which would be read for it
     if (data := data_of(target)) is None:
         return
     context.data = data
-    if data not in {tuning.data, *context.known}:
+    if tuning is not None and has_anchor and data not in {tuning.data, *context.known}:
         raise ValueError(OTHER_DATA)

@@ -88,7 +88,7 @@ class Context:
         The arguments as checked arrays, of rows that keep coming those that there are: what is read
         of a model, and found before the chains start.
         """
-        self.grows = known_of((args, kwargs)) is not None
+        self.grows = bool(growing_in((args, kwargs)))
         return checked_arrays(model, *without_room((args, kwargs)))
 
     def read(self, kernel: "SGMCMCKernel", args: tuple, kwargs: dict) -> MinibatchModel:

@@ -49,7 +49,7 @@ from numpyro_sgmcmc.results.kept_rows import (
     subsampled_plates,
 )
 from numpyro_sgmcmc.results.parts import of_each
-from numpyro_sgmcmc.results.run_data import check_data
+from numpyro_sgmcmc.results.run_data import are_edited, check_data
 from numpyro_sgmcmc.stein import advice, problem_of_undone_steps
 
 #: Replicas that exchange positions less often do not take part in what the chain does.
@@ -186,6 +186,13 @@ def to_arviz(
         and not _is_factor(site)
     }
     known_values = {name: np.asarray(site["value"]) for name, site in observed.items()}
+    if are_edited(mcmc):
+        warnings.warn(
+            "The data have been changed in place since the run: `observed_data` is left out, and"
+            " the draws are those of the data before.",
+            stacklevel=2,
+        )
+        known_values = {}
     groups: dict[str, Any] = {}
     all_dims = plate_dims(sites) | {
         variable_name(k): names(f"dims[{k!r}]", v) for k, v in (dims or {}).items()

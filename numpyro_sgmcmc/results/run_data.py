@@ -42,3 +42,12 @@ def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
             "The data are not those of the run: they have been changed in place since, or its"
             f" kernel has been used for others. {asked} the run with the data it had, or run again."
         )
+
+
+def are_edited(mcmc: MCMC) -> bool:
+    """Whether the arguments of the model have been changed in place since the run."""
+    seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
+    if seen is None:  # of another package, or traced
+        return False
+    data = fingerprint_of(*as_arrays(arguments(mcmc)))
+    return data is not None and not seen.startswith(data)
