@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 
+import jax
 from jax import random
 import jax.numpy as jnp
 from long_run import data, kernel
@@ -20,6 +21,7 @@ import pytest
 import xarray as xr
 
 from numpyro_sgmcmc import SGHMC, CCAdL, LongRun
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program
 from numpyro_sgmcmc.long_runs import checkpoint, running, store
 from numpyro_sgmcmc.long_runs.folder import FOLDER
 
@@ -491,3 +493,16 @@ def test_a_store_of_rows_that_are_not_drawn_alike(tmp_path):
 
     drawn(tmp_path / "run.zarr", 20)
     assert np.array_equal(drawn(tmp_path / "run.zarr", 40), drawn(None, 40))
+
+
+def test_numbers_that_a_program_has_from_elsewhere_are_of_it():
+    def at(k):
+        return fingerprint_of_program(jax.make_jaxpr(lambda x: x.at[k].add(1.0))(jnp.zeros(5)))
+
+    for kind in (int, np.int32, jnp.int32):
+        assert at(kind(3)) == at(kind(3)) != at(kind(4))
+
+
+def test_a_store_at_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert long_run("~/run.zarr")._path == tmp_path / "run.zarr"

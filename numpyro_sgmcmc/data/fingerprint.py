@@ -81,6 +81,8 @@ def _equations(traced: Any) -> Iterator[str]:
         is_number = np.ndim(x.val) == 0 and not _is_key(x.val)
         return f"{x.aval} {np.asarray(x.val).item() if is_number else 'given'}"
 
+    numbers = (x for x in getattr(traced, "consts", ()) if np.ndim(x) == 0 and not _is_key(x))
+    yield f"with {[np.asarray(x).item() for x in numbers]}"
     for eqn in jaxpr.eqns:
         known |= {x: len(known) + k for k, x in enumerate(eqn.outvars)}
         yield f"{eqn.primitive} of {', '.join(map(word, eqn.invars))}"

@@ -156,7 +156,7 @@ class LongRun(HostedRun):
             limits[name] = None if value is None else positive(name, value, infinite=True)
         every = positive("checkpoint_every", checkpoint_every, zero=True)
         if store is not None:
-            path("store", store)
+            store = path("store", store).expanduser()
             import_module("numpyro_sgmcmc.long_runs.store")  # without zarr, say so at once
         self._path = None if store is None else Path(store).absolute()
         self._resume = truth("resume", resume)
