@@ -1170,7 +1170,7 @@ def test_tables_by_size(buckets):
 
 @pytest.mark.parametrize("buckets", [0, -1, 1.5, True, "2", [1]])
 def test_numbers_of_tables(buckets):
-    with pytest.raises(ValueError, match="`buckets` must be a whole number of tables, 1 or more"):
+    with pytest.raises(ValueError, match="`buckets` must be a positive integer"):
         group_rows([0, 1], buckets=buckets)
 
 
