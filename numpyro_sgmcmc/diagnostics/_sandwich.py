@@ -40,6 +40,9 @@ _FEW = 10
 #: A p value of a model that is wrong.
 RARE = 0.01
 
+#: A slope of the prior that matters, in posterior standard deviations.
+_MATTERS = 0.5
+
 #: Cosine of a direction with that of a parameter, which is then the same.
 _SAME = 0.999
 
@@ -78,10 +81,13 @@ class Sandwich(NamedTuple):
     def contradiction(self) -> np.ndarray:
         """
         By how many of its standard errors the prior keeps each parameter from where the rows would
-        have it: the slope of the prior over the square root of the sum of squared scores.
+        have it: the slope of the prior over the square root of the sum of squared scores. Zero
+        where it moves the draws by less than half a standard deviation: of what the rows hardly
+        know, any slope is many of their errors.
         """
         errors = np.linalg.norm(self.scores @ self.marginal, axis=0)
-        return np.abs(self.pull @ self.marginal) / np.maximum(errors, np.finfo(float).tiny)
+        slope = np.abs(self.pull @ self.marginal)
+        return np.where(slope < _MATTERS, 0.0, slope / np.maximum(errors, np.finfo(float).tiny))
 
     @property
     def meat(self) -> np.ndarray:
