@@ -8,7 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array, lax, random
+from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +18,7 @@ from numpyro_sgmcmc.data.growing_on_disk import (
     looked_at_again,
     without_rows,
 )
-from numpyro_sgmcmc.data.row_identity import RowIdentity, identity_of
+from numpyro_sgmcmc.data.row_identity import RowIdentity, checksum, identity_of
 from numpyro_sgmcmc.data.row_numbers import MOST_ROWS
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
 
@@ -28,16 +28,16 @@ _FEWEST = 100
 #: A half-life with which all rows together count as so many, ``1.44 * 70``.
 _SHORTEST = 70
 
-#: As how many rows a minibatch must count where old ones are forgotten: its noise is else that of a
-#: few rows, which no estimate knows.
+#: A minibatch must count as so many rows where old rows are forgotten. The noise of fewer rows is
+#: not known to any estimate.
 FEWEST_COUNTED = 10
 
 #: As many times the rows that there are is room for them and those to come.
 _ROOM = 2
 
-#: A run that knew the rows before one of the latest appends, so many, need not read them again.
+#: Numbers of appends whose digests are kept. A run that knew the rows before one of them does not
+#: read these again.
 _REMEMBERED = 64
-
 
 #: What its arguments are for.
 _FOR_OTHERS = (
@@ -254,8 +254,8 @@ class GrowingRows:
         for part in self._read:
             if not part.is_as(part):
                 raise UnreadableRows(
-                    f"{part!r} has been edited since it was read: make a new `GrowingRows`, whose"
-                    " rows a run that goes on reads once."
+                    f"{part!r} has been edited since it was read. Make a new `GrowingRows`: a run"
+                    " that goes on with it reads its rows once."
                 )
 
     def refresh(self) -> int:
@@ -481,35 +481,17 @@ def known_by(identities: Sequence[RowIdentity]) -> Known:
 
 def known_of(arguments: Any) -> Known | None:
     """
-    How many rows there are so far, of arguments of a model; None if none of them is growing. The
-    digests are of all arguments: of the rows, of the place of each array, and of whatever else is
-    given, which the log density of a row may depend on.
+    The rows that there are so far, of arguments of a model; None if none of them is growing. The
+    digests are of all arguments: the rows, the place of each array, and all else that is given, on
+    which the log density of a row may depend.
     """
     found = growing_in(arguments)
     if not found:
         return None
     known, others = found[0].known, jax.tree.leaves(replaced(lambda x: x.place, arguments))
-    sums = [_checksum(x, k) for k, x in enumerate(others) if not isinstance(x, str | None)]
+    sums = [checksum(x, k) for k, x in enumerate(others) if not isinstance(x, str | None)]
     first = jnp.sum(jnp.stack(sums), dtype=jnp.uint32)
     return known._replace(digests=known.digests.at[:, 0].add(first))
-
-
-def _checksum(x: Any, place: int) -> Array:
-    """A number of 32 bits that tells an argument at its place from others, in a program too."""
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = random.key_data(x)
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag])
-    if x.dtype != bool:
-        bits = min(x.dtype.itemsize, 4) * 8
-        x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
-    x = x.astype(jnp.uint32).ravel()
-    # the finalizer of MurmurHash3, of each entry with its place
-    x = x ^ (jnp.arange(1, len(x) + 1, dtype=jnp.uint32) * jnp.uint32(2654435761 + 2 * place))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ (x >> shift)) * jnp.uint32(factor)
-    return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
 
 
 def growing_in(arguments: Any) -> list[RowsSoFar]:

@@ -172,7 +172,7 @@ def _check_content(parts: Sequence[RowsOnDisk], now: RowsOnDisk) -> None:
             raise ValueError(
                 f"Rows {begin:,} to {begin + len(part) - 1:,} of {now!r} have other values than"
                 " when they were read, or another order: rows that are known must stay as they are."
-                " Put them back, or make a new `GrowingRows`: a run that goes on with it reads all"
-                " of its rows once."
+                " Put them back, or make a new `GrowingRows`: a run that goes on with it reads its"
+                " rows once."
             )
         begin += len(part)

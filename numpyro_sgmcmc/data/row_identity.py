@@ -13,6 +13,9 @@ from collections.abc import Sequence
 import hashlib
 from typing import Any, NamedTuple
 
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
@@ -73,6 +76,29 @@ def identity_of(arrays: Sequence[Any], half_life: float | None) -> RowIdentity:
     kinds = tuple(f"{x.dtype}{x.shape[1:]}" for x in arrays)
     nothing = RowIdentity(0, half_life, (none,) * len(kinds), kinds, row_bytes)
     return nothing.with_more(arrays)
+
+
+def checksum(x: Any, place: int) -> Array:
+    """
+    A checksum of an argument at its place, in a compiled program too; a scalar of 32 bits.
+
+    :param x: an array or a number.
+    :param int place: its number among the arguments.
+    """
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype != bool:
+        bits = min(x.dtype.itemsize, 4) * 8
+        x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
+    x = x.astype(jnp.uint32).ravel()
+    # the finalizer of MurmurHash3, of each entry with its place
+    x = x ^ (jnp.arange(1, len(x) + 1, dtype=jnp.uint32) * jnp.uint32(2654435761 + 2 * place))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
 
 
 def _reader_of(x: Any) -> Any:
