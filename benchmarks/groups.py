@@ -24,7 +24,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 
 from numpyro_sgmcmc import CCAdL
-from numpyro_sgmcmc.posterior import inner_rules
+from numpyro_sgmcmc.posterior import quadrature
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.potential import full_data_gradient, over_all_data, ravel
@@ -178,12 +178,12 @@ def errors(number, keys=6):
 
     def target_with(draws, towards_mean):
         # what a kernel reads of a model anew each time
-        inner_rules._DRAWS, inner_rules._TOWARDS_MEAN = draws, towards_mean
+        quadrature._DRAWS, quadrature._TOWARDS_MEAN = draws, towards_mean
         return Target(read_model(slopes, init_to_uniform, (x, y), {}), (x, y), {})
 
     def gradients(target, count, first=0):
         def at(target, key):
-            potential, plates = target.potential(IdentityMetric()), target.view.plates
+            potential, plates = target.potential(IdentityMetric()), target.model.plates
             return ravel(full_data_gradient(potential, plates, target.unravel(point), key)[1])
 
         compiled = target.compiled(at)
@@ -194,12 +194,12 @@ def errors(number, keys=6):
             unit = jnp.eye(len(point))
             return whitened_hessian(target, unit, point, rows, random.key(0))
 
-        return over_all_data(at, target.view.plates)
+        return over_all_data(at, target.model.plates)
 
     try:
-        fine = target_with(2_048, inner_rules._TOWARDS_MEAN)
+        fine = target_with(2_048, quadrature._TOWARDS_MEAN)
         right = gradients(fine, 2, first=1_000).mean(0)
-        cheap = target_with(32, inner_rules._TOWARDS_MEAN)
+        cheap = target_with(32, quadrature._TOWARDS_MEAN)
         covariance = np.linalg.inv(np.asarray(cheap.compiled(information)(), np.float64))
         for around, towards_mean, draws in (
             *(("the mode", 0.0, k) for k in (16, 64, 256)),
@@ -214,7 +214,7 @@ def errors(number, keys=6):
                 f"{np.sqrt((noise**2).mean() / keys):.3f}", f"{np.sqrt((noise**2).mean()):.2f}",
             )  # fmt: skip
     finally:
-        inner_rules._DRAWS, inner_rules._TOWARDS_MEAN = 32, 0.75
+        quadrature._DRAWS, quadrature._TOWARDS_MEAN = 32, 0.75
 
 
 def simulated_slopes(number, seed):

@@ -30,7 +30,7 @@ from numpyro_sgmcmc.posterior.model import read_model, unremarkable_values
 from numpyro_sgmcmc.posterior.potential import full_data_gradient, ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
-from numpyro_sgmcmc.tuning.integrals import error_of_integrals
+from numpyro_sgmcmc.tuning.quadrature_error import error_of_integrals
 
 #: Directions in which gradients of the posterior are looked at; how far, in standard deviations,
 #: and at how many points; and what is seen of a posterior that is moved.
@@ -340,8 +340,8 @@ def moments(slopes, angles, radii):
 
 def gradient_by(target, rule):
     """That of all groups, of unconstrained parameters."""
-    target = target._replace(view=target.view.with_rule(rule))
-    potential, plates = target.potential(IdentityMetric()), target.view.plates
+    target = target._replace(model=target.model.with_rule(rule))
+    potential, plates = target.potential(IdentityMetric()), target.model.plates
     return lambda x: ravel(
         full_data_gradient(potential, plates, target.unravel(x), random.key(0))[1]
     )
@@ -363,7 +363,7 @@ def errors(posterior, rules):
     anchor = gradients(fine, metric, angles[:1], radii[:1])[0, 0]
     found = {}
     for rule in rules:
-        target = posterior.target._replace(view=posterior.target.view.with_rule(rule))
+        target = posterior.target._replace(model=posterior.target.model.with_rule(rule))
         slopes = gradients(gradient_by(target, rule), metric, angles, radii)
         for controlled in (True, False):
             used = slopes + (anchor - slopes[0, 0]) * controlled

@@ -30,7 +30,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import CCAdL, Replicas, cyclical, summary
-from numpyro_sgmcmc.results.kept_draws import kept_draws
+from numpyro_sgmcmc.results.cycle_draws import kept_draws
 
 CHAINS = 4
 RNG = np.random.default_rng(0)

@@ -53,7 +53,7 @@ def network(x, y):
 def runs(model, x, y, steps):
     """Functions that take ``steps`` gradients with each estimate of the covariance."""
     target = Target(read_model(model, init_to_uniform, (x, y), {}), (x, y), {})
-    d = target.view.dimension
+    d = target.model.dimension
     position, factors = 0.1 * random.normal(random.key(0), (d,)), {"rows": 1 - BATCH / N}
     representations = {"diagonal": Diagonal(), "low rank": LowRank(20)} | (
         {"full": Full(d)} if d <= 100 else {}

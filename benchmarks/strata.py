@@ -76,7 +76,7 @@ def rare_data():
 
 def squares_of(target, tuning):
     """The mean over draws of the squared gradient of each row, by coordinate, shape (N, d)."""
-    metric, anchor, plate = tuning.metric, tuning.anchor, target.view.plates[0]
+    metric, anchor, plate = tuning.metric, tuning.anchor, target.model.plates[0]
 
     def run(target, draws, metric, anchor):
         normal = random.normal(random.key(1), (DRAWS, *draws.center.shape))

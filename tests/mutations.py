@@ -80,7 +80,7 @@ MUTATIONS = {
         "jnp.maximum(variance, 0.0)", "tests/test_ensemble.py -k curvature",
     ),
     "chains with the metric of another": Mutation(
-        "kernels/members.py", "metric = DiagonalMetric(center, ",
+        "kernels/ensemble_start.py", "metric = DiagonalMetric(center, ",
         "metric = DiagonalMetric(center, jnp.roll(curvature, 1, axis=0) ** -0.5 + 0 * ",
         "tests/test_ensemble.py -k curvature",
     ),
@@ -146,7 +146,7 @@ MUTATIONS = {
         "is_of_another = False", "tests/test_shards.py -k read_ahead",
     ),
     "a sample that is not like all rows": Mutation(
-        "tuning/sample.py", "NEAR, _MOST_PASSES = 0.5, 4", "NEAR, _MOST_PASSES = 1e9, 4",
+        "tuning/subsample.py", "NEAR, _MOST_PASSES = 0.5, 4", "NEAR, _MOST_PASSES = 1e9, 4",
         "tests/test_shards.py -k is_found_out",
     ),
     "the same normals at every step": Mutation(
@@ -185,11 +185,12 @@ MUTATIONS = {
         "tests/test_certificate.py -k too_wide",
     ),
     "noise of minibatches that stays": Mutation(
-        "diagnostics/_coupled.py", "momentum = damped(momentum, h * _together(seen))", "pass",
+        "diagnostics/_coupled_chains.py",
+        "momentum = damped(momentum, h * _together(seen))", "pass",
         "tests/test_debiased.py -k taken_out",
     ),
     "a short path that is not the long one": Mutation(
-        "diagnostics/_coupled.py", "quarter(noise[0], noise[1])", "noise[0] + noise[1]",
+        "diagnostics/_coupled_chains.py", "quarter(noise[0], noise[1])", "noise[0] + noise[1]",
         "tests/test_debiased.py -k second_order",
     ),
     "noise with directions that is left to the momentum": Mutation(
@@ -206,7 +207,7 @@ MUTATIONS = {
         "tests/test_replicas.py -k law_of_their_temperature",
     ),
     "draws from the fall of a cycle": Mutation(
-        "results/kept_draws.py", "if used.all():", "if used.any():",
+        "results/cycle_draws.py", "if used.all():", "if used.any():",
         "tests/test_cyclical.py -k left_out",
     ),
     "minibatches that stand for the room, too": Mutation(
@@ -215,7 +216,7 @@ MUTATIONS = {
         "tests/test_growing.py -k sums_of_old",
     ),
     "coordinates whose mean moves with the location only": Mutation(
-        "posterior/centring.py", "far = there.estimate - there.degree * self.location",
+        "posterior/reparam.py", "far = there.estimate - there.degree * self.location",
         "far = -there.degree * self.location", "tests/test_centring.py -k independent",
     ),
     "the last row of each cluster for their sum": Mutation(
@@ -250,7 +251,7 @@ MUTATIONS = {
         "tests/test_exact_laws.py -k 'stationary_variance and SGLD'",
     ),
     "nodes that do not reach as far as a tail": Mutation(
-        "posterior/inner_rules.py", "return jnp.where(is_found | (least == 0), t, least)",
+        "posterior/quadrature.py", "return jnp.where(is_found | (least == 0), t, least)",
         "return jnp.full_like(t, math.sqrt(2 * fall))",
         "tests/test_local_latents.py -k skewed_integrals",
     ),

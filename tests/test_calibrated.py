@@ -24,7 +24,7 @@ from numpyro_sgmcmc import (
 )
 from numpyro_sgmcmc.diagnostics._sandwich import Sandwich
 from numpyro_sgmcmc.diagnostics.runs import group
-from numpyro_sgmcmc.posterior.host import arguments, view_of
+from numpyro_sgmcmc.posterior.numpyro_private import arguments, view_of
 
 COMPILE_QUICKLY = True
 

@@ -18,7 +18,7 @@ from numpyro_sgmcmc.posterior.metric import DiagonalMetric
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import _Search, search_center
-from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
+from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Fit, Gaussian, find_metric
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 

@@ -19,13 +19,13 @@ import pytest
 from numpyro_sgmcmc import SGHMC, CCAdL
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
-from numpyro_sgmcmc.posterior import centring
+from numpyro_sgmcmc.posterior import reparam
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.stein import stein_report
 from numpyro_sgmcmc.tuning.center import search_center
-from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
+from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
 
 COMPILE_QUICKLY = True
 
@@ -115,7 +115,7 @@ def read(effects):
 
 
 def point_of(target):
-    return target.unravel(0.4 * random.normal(random.key(1), (target.view.dimension,)))
+    return target.unravel(0.4 * random.normal(random.key(1), (target.model.dimension,)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -196,7 +196,7 @@ def with_degrees(target):
 
     def some(shape):
         degree, scale, estimate = random.uniform(random.key(2), (3, *shape))
-        return centring.Coordinates(degree, 0.5 + scale, estimate - 0.5)
+        return reparam.Coordinates(degree, 0.5 + scale, estimate - 0.5)
 
     return target._replace(centring={name: some(values[name].shape) for name in names})
 
@@ -204,9 +204,9 @@ def with_degrees(target):
 def density_defect(target):
     """How far the potential in the coordinates is from a change of variables."""
     written = target._replace(centring={})
-    z, rows, key = point_of(target), target.view.first_rows(), random.key(0)
-    y, unravel = ravel_pytree(target.in_coordinates(z))
-    jacobian = jax.jacobian(lambda y: ravel_pytree(target.as_written(unravel(y)))[0])(y)
+    z, rows, key = point_of(target), target.model.first_rows(), random.key(0)
+    y, unravel = ravel_pytree(target.to_internal(z))
+    jacobian = jax.jacobian(lambda y: ravel_pytree(target.from_internal(unravel(y)))[0])(y)
     here, there = (t.potential(IdentityMetric()) for t in (target, written))
     expected = there(z, rows, key) - jnp.linalg.slogdet(jacobian)[1]
     return float(jnp.abs(here(unravel(y), rows, key) - expected))
@@ -216,12 +216,12 @@ def density_defect(target):
 def test_change_of_variables(case):
     target = with_degrees(read(CASES[case][0]))
     z = point_of(target)
-    back = target.as_written(target.in_coordinates(z))
+    back = target.from_internal(target.to_internal(z))
     for name in z:
         np.testing.assert_allclose(back[name], z[name], atol=2e-5)
     assert density_defect(target) < 2e-3
     # row by row, and by value and gradient, it is the same potential
-    y, rows, key = target.in_coordinates(z), target.view.first_rows(), random.key(0)
+    y, rows, key = target.to_internal(z), target.model.first_rows(), random.key(0)
     potential = target.potential(IdentityMetric())
     energy, gradient = potential.value_and_gradient(y, rows, key)
     whole, terms = potential.with_row_terms(y, rows, key)
@@ -233,8 +233,8 @@ def test_a_forgotten_determinant_is_noticed(monkeypatch):
     target = with_degrees(read(CASES["centred"][0]))
     from numpyro_sgmcmc.posterior import potential
 
-    whole = centring.as_written
-    monkeypatch.setattr(potential, "as_written", lambda *a: whole(*a)._replace(log_det=0.0))
+    whole = reparam.from_internal
+    monkeypatch.setattr(potential, "from_internal", lambda *a: whole(*a)._replace(log_det=0.0))
     assert density_defect(target) > 0.05
 
 
@@ -257,8 +257,8 @@ def test_a_control_variate_in_coordinates_that_bend(case, order):
     @jax.jit
     def places(z):
         away = jax.tree.map(lambda x: x + 0.3, z)
-        effects = target.centred.in_coordinates(z)
-        return target.anchor(effects, order), target.in_coordinates(away)
+        effects = target.centred.to_internal(z)
+        return target.anchor(effects, order), target.to_internal(away)
 
     anchor, y = places(z)
     plain, controlled = (slopes(target, kind, y) for kind in (None, anchor))
@@ -284,9 +284,9 @@ def test_coordinates_in_which_effects_and_scale_are_independent():
     for scale in (0.05, 0.5, 5.0):
         variance = 1 / (scale**-2 + precision)
         mean = variance * (mu * scale**-2 + precision * estimate)
-        around = centring.Around(0.0, 1.0, mu, scale, scale)
+        around = reparam.Around(0.0, 1.0, mu, scale, scale)
         degree = precision / (precision + 0.5**-2)
-        there = centring.Coordinates(degree, 0.5, degree * estimate)
+        there = reparam.Coordinates(degree, 0.5, degree * estimate)
         ends = [(mean + k * variance**0.5 - mu) / scale for k in (-1, 1)]
         law.append([float(around.coordinate(u, there)) for u in ends])
     np.testing.assert_allclose(law, np.tile([-1, 1], (3, 1)) * (1 - degree) ** 0.5, atol=1e-5)

@@ -27,7 +27,7 @@ from numpyro_sgmcmc import (
 )
 from numpyro_sgmcmc.diagnostics._mixture import Mixture, fitted
 from numpyro_sgmcmc.diagnostics.runs import group
-from numpyro_sgmcmc.posterior.host import view_of
+from numpyro_sgmcmc.posterior.numpyro_private import view_of
 
 COMPILE_QUICKLY = True
 #: the smoothing of weights has another name, and another sign, in ArviZ 1.x

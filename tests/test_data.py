@@ -37,7 +37,7 @@ from numpyro_sgmcmc import (
     UnreadableRows,
     to_arviz,
 )
-from numpyro_sgmcmc.data import seen, sources
+from numpyro_sgmcmc.data import content_hash, sources
 from numpyro_sgmcmc.data.drawn_rows import Numbers
 from numpyro_sgmcmc.data.rows_on_disk import read_ahead
 
@@ -317,8 +317,8 @@ def edit(path, row, change=1.0):
 @pytest.fixture
 def short_stretches(monkeypatch):
     """So that 300 rows are many, and a file is believed as soon as it is written."""
-    monkeypatch.setattr(seen, "_STRETCH_BYTES", 5 * 16)
-    monkeypatch.setattr(seen, "_SETTLED", 0)
+    monkeypatch.setattr(content_hash, "_STRETCH_BYTES", 5 * 16)
+    monkeypatch.setattr(content_hash, "_SETTLED", 0)
     rng = np.random.default_rng(0)
     monkeypatch.setattr(np.random, "default_rng", lambda: rng)
     read, checked = [], RowsOnDisk._checked
@@ -374,7 +374,7 @@ def test_what_has_no_times_is_looked_at_again(short_stretches):
 
 def test_a_fresh_file_is_read_again(tmp_path, short_stretches, monkeypatch):
     """Writes to a page that waits for the disk do not change the times of its file."""
-    monkeypatch.setattr(seen, "_SETTLED", 40 * 10**9)
+    monkeypatch.setattr(content_hash, "_SETTLED", 40 * 10**9)
     x = npy(tmp_path, ROWS)
     for _ in range(2):
         short_stretches.clear()
@@ -523,7 +523,7 @@ def test_a_long_run_on_rows_that_were_restored(tmp_path, short_stretches, monkey
     passes = []
     monkeypatch.setattr(
         "numpyro_sgmcmc.data.rows_on_disk.seen_of",
-        lambda *of: passes.append(of) or seen.seen_of(*of),
+        lambda *of: passes.append(of) or content_hash.seen_of(*of),
     )
 
     def run_on(path, num_samples):
@@ -653,7 +653,7 @@ def test_arviz_reads_some_of_the_rows(tmp_path, monkeypatch):
     """Also where they are not asked for: never all of them."""
     x = npy(tmp_path, X)
     mcmc = drawn("SGLD", x, num_warmup=5, num_samples=5)
-    monkeypatch.setattr("numpyro_sgmcmc.results.kept_rows.ROWS_FROM_DISK", 7)
+    monkeypatch.setattr("numpyro_sgmcmc.results.row_subset.ROWS_FROM_DISK", 7)
     monkeypatch.setattr("numpyro_sgmcmc.data.rows_on_disk.MOST_BYTES", 8 * x.row_bytes)
     assert to_arviz(mcmc)["observed_data"]["y"].shape == (7,)
     data = to_arviz(mcmc, rows=[3, 5], log_likelihood=True)

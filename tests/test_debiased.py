@@ -15,10 +15,10 @@ from scipy import stats
 from test_certificate import X, Y, exact, linear
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, debiased, full_data, summary
-from numpyro_sgmcmc.diagnostics import _coupled
-from numpyro_sgmcmc.diagnostics._coupled import coupled
-from numpyro_sgmcmc.posterior.host import view_of
+from numpyro_sgmcmc.diagnostics import _coupled_chains
+from numpyro_sgmcmc.diagnostics._coupled_chains import coupled
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric
+from numpyro_sgmcmc.posterior.numpyro_private import view_of
 from numpyro_sgmcmc.results.run_data import target_of
 
 COMPILE_QUICKLY = True
@@ -49,7 +49,9 @@ def with_draws(model, args, values, **settings):
 
 def test_a_normal_law_is_left_unchanged_at_any_step_size():
     for step_size in (1.0, 0.25):
-        times = _coupled._times(step_size, jnp.float64 if jax.config.x64_enabled else jnp.float32)
+        times = _coupled_chains._times(
+            step_size, jnp.float64 if jax.config.x64_enabled else jnp.float32
+        )
         for flow in (times.half, times.quarter):
             matrix, root = (np.asarray(x, np.float64) for x in flow)
             np.testing.assert_allclose(matrix @ matrix.T + root @ root.T, np.eye(2), atol=1e-6)
@@ -67,14 +69,16 @@ def test_a_normal_momentum_keeps_its_law():
     root = 0.05 * rng.standard_normal((30, 30))
     samples = rng.standard_normal((4_000, 10, 30)) @ root / np.sqrt(10)
     momentum, noise = rng.standard_normal((2, 4_000, 30))
-    after = np.asarray(jax.vmap(_coupled.damped)(momentum, samples)) + noise @ root
+    after = np.asarray(jax.vmap(_coupled_chains.damped)(momentum, samples)) + noise @ root
     assert 0.2 < np.linalg.eigvalsh(root.T @ root)[-1] < 0.95
     ratio = (after**2).mean(axis=0)
     assert np.all(np.abs(ratio - 1) < 4 * np.sqrt(2 / 4_000))
     assert abs(ratio.mean() - 1) < 4 * np.sqrt(2 / 4_000 / 30)
     # without it they would be wider by this
     assert np.mean((momentum + noise @ root) ** 2) > 1.05
-    far = np.asarray(_coupled.damped(jnp.asarray(momentum[0]), jnp.asarray(100 * samples[0])))
+    far = np.asarray(
+        _coupled_chains.damped(jnp.asarray(momentum[0]), jnp.asarray(100 * samples[0]))
+    )
     assert np.linalg.norm(far) <= np.linalg.norm(momentum[0]) * 1.01
 
 
@@ -96,14 +100,14 @@ def test_differences_are_small_and_of_second_order(monkeypatch):
     target = target_of(quarter, (1.0,))
     metric = DiagonalMetric(jnp.zeros(1), jnp.full(1, 0.8))
     rng = np.random.default_rng(0)
-    starts = rng.standard_normal((_coupled.CHAINS, 1))
+    starts = rng.standard_normal((_coupled_chains.CHAINS, 1))
     square = square_of_quarter()
-    monkeypatch.setattr(_coupled, "_SHARE", np.inf)
-    monkeypatch.setattr(_coupled, "_DIFFERENCE", np.inf)
+    monkeypatch.setattr(_coupled_chains, "_SHARE", np.inf)
+    monkeypatch.setattr(_coupled_chains, "_DIFFERENCE", np.inf)
     apart, spread, differences = [], [], []
     for power in (1, 2, 3):
         # as `coupled` with a first step size of 1/2, 1/4 and 1/8
-        monkeypatch.setattr(_coupled, "_FIRST", power)
+        monkeypatch.setattr(_coupled_chains, "_FIRST", power)
         found = coupled(target, metric, None, starts, 2_000, random.key(1))
         assert found.on_all_rows and found.step_size == 2.0**-power
         values = [0.8 * x for x in (found.coarse, found.fine)]
@@ -134,9 +138,9 @@ def steep(x, y, batch_size=20):
 @pytest.mark.parametrize("damped", [True, False])
 def test_the_noise_of_minibatches_is_taken_out(monkeypatch, damped):
     mean, sd, _ = exact()
-    monkeypatch.setattr(_coupled, "_FEW_ROWS", 0)
+    monkeypatch.setattr(_coupled_chains, "_FEW_ROWS", 0)
     if not damped:
-        monkeypatch.setattr(_coupled, "damped", lambda momentum, samples: momentum)
+        monkeypatch.setattr(_coupled_chains, "damped", lambda momentum, samples: momentum)
     draws = mean + sd * np.random.default_rng(0).standard_normal((4, 500, 3))
     run = with_draws(steep, (X, Y), {"w": draws})
     # any anchor has no noise at the mean: one far from it has some everywhere
@@ -349,8 +353,8 @@ def test_functions_without_a_mean_are_refused(functions, said):
 @pytest.mark.slow
 def test_too_much_noise_is_said(monkeypatch):
     mean, sd, _ = exact()
-    monkeypatch.setattr(_coupled, "_FEW_ROWS", 0)
-    monkeypatch.setattr(_coupled, "_COVERS", 1e-9)
+    monkeypatch.setattr(_coupled_chains, "_FEW_ROWS", 0)
+    monkeypatch.setattr(_coupled_chains, "_COVERS", 1e-9)
     normal = np.random.default_rng(0).standard_normal((4, 100, 3))
     with pytest.raises(ValueError, match="take larger minibatches"):
         debiased(with_draws(steep, (X, Y), {"w": mean + sd * normal}))

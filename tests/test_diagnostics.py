@@ -35,7 +35,7 @@ from numpyro_sgmcmc import (
     summary,
     to_arviz,
 )
-from numpyro_sgmcmc.diagnostics._scores import RunModel, Scores, scores_of
+from numpyro_sgmcmc.diagnostics._posterior_score import RunModel, Scores, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import _sums, discrepancy_of
 from numpyro_sgmcmc.diagnostics.runs import group
 from numpyro_sgmcmc.diagnostics.summary import _HEADINGS

@@ -18,7 +18,7 @@ import optax
 import pytest
 
 from numpyro_sgmcmc import SGHMC, SGMCLMC, CCAdL, Ensemble, Replicas, full_data
-from numpyro_sgmcmc.kernels import members
+from numpyro_sgmcmc.kernels import ensemble_start
 from numpyro_sgmcmc.tuning import ensemble
 
 COMPILE_QUICKLY = True
@@ -114,7 +114,7 @@ def test_members_that_are_lost_are_told():
 
     found = ensemble.find_members
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(members, "find_members", lost)
+        patch.setattr(ensemble_start, "find_members", lost)
         with pytest.warns(UserWarning, match="1 of 3 members of the ensemble have not ended"):
             state = states(kernel)
     assert all(np.isfinite(v).all() for v in jax.tree.leaves(state.z))
@@ -155,7 +155,7 @@ def test_members_are_the_best_along_their_descent_by_rows_that_were_held_out(mon
         return found[-1]
 
     ensemble_of = ensemble.find_members
-    monkeypatch.setattr(members, "find_members", kept)
+    monkeypatch.setattr(ensemble_start, "find_members", kept)
 
     def member(held_out):
         start = Ensemble(steps=1_000, learning_rate=2e-3, held_out=held_out)

@@ -38,7 +38,7 @@ from numpyro_sgmcmc import (
     to_arviz,
 )
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
-from numpyro_sgmcmc.data.growing import Known, known_of, with_room, without_room
+from numpyro_sgmcmc.data.growing import RowCount, padded, row_count_of, trimmed
 from numpyro_sgmcmc.data.rows_on_disk import UnreadableRows
 from numpyro_sgmcmc.data.subsampling import without_replacement_so_far
 from numpyro_sgmcmc.gradients.estimators import product_gradient
@@ -181,10 +181,10 @@ def grown_target(model, rows):
     plain = rows.arrays
     view = read_model(model, init_to_uniform, plain, {})
     growing = tuple(rows)
-    known = known_of(growing)
+    known = row_count_of(growing)
     return (
         Target(view, plain, {}),
-        Target(view.with_room(rows.capacity), with_room(growing), {}, known=known),
+        Target(view.padded(rows.capacity), padded(growing), {}, known=known),
     )
 
 
@@ -199,7 +199,7 @@ def test_sums_of_old_rows_and_new_ones(model, half_life):
     rows = GrowingRows(*(x[:1_300] for x in data), half_life=half_life)
     rows.append(*(x[1_300:1_700] for x in data))  # in the room
     plain, growing = grown_target(model, rows)
-    zeros = jnp.zeros(plain.view.dimension) + 0.3
+    zeros = jnp.zeros(plain.model.dimension) + 0.3
     effects = plain.unravel(zeros)
 
     def close(found, expected, tolerance=2e-5):
@@ -211,9 +211,9 @@ def test_sums_of_old_rows_and_new_ones(model, half_life):
         """All rows at once, with what each of them counts."""
         ages = count - 1 - np.arange(count)
         counts = np.ones(count) if half_life is None else 0.5 ** (ages / half_life)
-        name = target.view.plates[0].name
+        name = target.model.plates[0].name
         drawn = {name: DrawnRows(jnp.arange(count), weights=jnp.asarray(counts, jnp.float32))}
-        centred = target._replace(view=target.view.with_rule("fine")).centred
+        centred = target._replace(model=target.model.with_rule("fine")).centred
         potential = centred.potential(going_on.IdentityMetric())
         value, slope = jax.value_and_grad(potential)(effects, drawn, random.key(0))
         return Anchor(effects, value, slope, hessian_of(potential, effects, drawn, random.key(0)))
@@ -462,7 +462,7 @@ def test_other_rows_are_not_taken_for_known_ones(other, monkeypatch):
     if other is not corrected:
         return
     # the test sees a run that takes them for the same ones
-    monkeypatch.setattr(Known, "begins_with", lambda known, rows, digest: jnp.array(True))
+    monkeypatch.setattr(RowCount, "begins_with", lambda known, rows, digest: jnp.array(True))
     mcmc = run_of(CCAdL(linear, tuning=tuned(), progress_bar=False), 20, 20)
     mcmc.run(random.key(0), *rows)
     mcmc.post_warmup_state = state
@@ -555,11 +555,11 @@ def test_fewer_rows_than_a_minibatch():
     go_on(mcmc, rows)
     assert np.all(np.abs(away(mcmc, rows)) < 4)
     # and each step sees every row once
-    known = known_of(tuple(rows))
+    known = row_count_of(tuple(rows))
     view = read_model(
         few_of(600), init_to_uniform, tuple(map(jnp.asarray, (X[:1_000], Y[:1_000]))), {}
     )
-    target = Target(view.with_room(rows.capacity), with_room(tuple(rows)), {}, known=known)
+    target = Target(view.padded(rows.capacity), padded(tuple(rows)), {}, known=known)
     drawn = target.rows(random.key(3))["rows"]
     counts = np.bincount(np.asarray(drawn.numbers), np.asarray(drawn.weights), minlength=150)
     np.testing.assert_allclose(counts, 600 / rows.capacity, rtol=1e-6)
@@ -790,7 +790,7 @@ def test_an_array_of_zarr_that_is_appended_to(tmp_path):
     assert rows.refresh() == 200
     np.testing.assert_array_equal(rows.arrays[0][:], Y[:700])
     # what was unpacked before is what it was
-    np.testing.assert_array_equal(without_room(((before,), {}))[0][0][:], Y[:500])
+    np.testing.assert_array_equal(trimmed(((before,), {}))[0][0][:], Y[:500])
     array.resize((400,))
     with pytest.raises(ValueError, match="with 400 rows now: rows that are known must stay"):
         rows.refresh()
@@ -857,7 +857,7 @@ def old_times(folder):
 )
 def test_files_that_were_read_are_not_others_when_more_come(change, when, tmp_path, monkeypatch):
     if when == "settled":  # as if they had been written long ago
-        monkeypatch.setattr("numpyro_sgmcmc.data.seen._SETTLED", -(10**9))
+        monkeypatch.setattr("numpyro_sgmcmc.data.content_hash._SETTLED", -(10**9))
     written(tmp_path, 0, 500, 1_000)
     rows = GrowingRows(*(RowsOnDisk(str(tmp_path / f"{name}-*.npy")) for name in "xy"))
     digest = rows.identity.digest

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-NumPyro's private names that ``posterior/host.py`` uses: a version of NumPyro that changes one of
-them is to be noticed here.
+NumPyro's private names that ``posterior/numpyro_private.py`` uses: a version of NumPyro that
+changes one of them is to be noticed here.
 """
 
 import inspect
@@ -20,7 +20,7 @@ import pytest
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGLD
-from numpyro_sgmcmc.posterior import host
+from numpyro_sgmcmc.posterior import numpyro_private
 
 COMPILE_QUICKLY = True
 
@@ -44,7 +44,7 @@ def mcmc():
 
 
 def test_arguments(mcmc):
-    (y,), kwargs = host.arguments(mcmc)
+    (y,), kwargs = numpyro_private.arguments(mcmc)
     assert np.array_equal(y, Y) and kwargs == {}
 
 
@@ -52,12 +52,14 @@ def test_arguments(mcmc):
 def test_jit_model_args(traced):
     kernel = SGLD(model, step_size=1e-3)
     made = MCMC(kernel, num_warmup=0, num_samples=1, jit_model_args=traced)
-    assert host.has_traced_arguments(made) == traced
+    assert numpyro_private.has_traced_arguments(made) == traced
 
 
 def test_view_of_a_run(mcmc):
-    view = host.view_of(mcmc, max, {"nu": jnp.arange(6.0).reshape(1, 6)}, (1,), {"two": 2})
-    assert view.sampler.model is max and host.arguments(view) == ((1,), {"two": 2})
+    view = numpyro_private.view_of(
+        mcmc, max, {"nu": jnp.arange(6.0).reshape(1, 6)}, (1,), {"two": 2}
+    )
+    assert view.sampler.model is max and numpyro_private.arguments(view) == ((1,), {"two": 2})
     assert view.get_samples()["nu"].shape == (6,) and "diverging" in view.get_extra_fields()
     assert set(mcmc.get_samples()) == {"mu"} and mcmc.sampler.model is not max
 
@@ -69,7 +71,7 @@ def test_a_kernel_is_initialised_once(mcmc, monkeypatch):
     monkeypatch.setattr(SGLD, "init", lambda *a, **k: calls.append(0) or init(*a, **k))
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(random.key(1), Y)
-    assert not calls and host.is_initialised(mcmc.sampler)
+    assert not calls and numpyro_private.is_initialised(mcmc.sampler)
     monkeypatch.setattr(SGLD, "_sample_fn", None)
     mcmc.run(random.key(1), Y)
     assert calls
@@ -81,10 +83,13 @@ def test_tree_depth():
     kernel = NUTS(model, max_tree_depth=7)
     made = MCMC(kernel, num_warmup=0, num_samples=1)
     made._states = {made._sample_field: {}}
-    assert host.view_of(made, model, {}, (), {}).sampler._max_tree_depth == kernel._max_tree_depth
+    assert (
+        numpyro_private.view_of(made, model, {}, (), {}).sampler._max_tree_depth
+        == kernel._max_tree_depth
+    )
 
 
-class Kept(host.HostedRun):
+class Kept(numpyro_private.HostedRun):
     """A run whose loop is that of ``MCMC``, and whose draws are doubled."""
 
     def stored_draws(self):
@@ -99,7 +104,7 @@ def test_hosted_run():
     made.run(random.key(0), Y)
     draws = made._states
     made.begin((Y,), {})
-    assert host.arguments(made) == ((Y,), {})
+    assert numpyro_private.arguments(made) == ((Y,), {})
     made.kept = {**draws, "z": {"mu": 2 * draws["z"]["mu"]}}
     np.testing.assert_array_equal(made.get_samples()["mu"], 2 * draws["z"]["mu"][0])
     assert made.get_samples(group_by_chain=True)["mu"].shape == (1, 3)
@@ -120,7 +125,7 @@ def test_no_other_module_uses_private_names():
     hidden = {f"_{name.strip('_')}" for name in hidden}
     package = Path(numpyro_sgmcmc.__file__).parent
     for file in sorted(package.rglob("*.py")):
-        if file.name != "host.py":
+        if file.name != "numpyro_private.py":
             used = {
                 f"_{n}" for n in re.findall(r"(?:mcmc|run|view|self)\._(\w+)", file.read_text())
             }

@@ -20,10 +20,10 @@ import pytest
 from scipy.special import expit
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, LongRun, full_data, summary, to_arviz
-from numpyro_sgmcmc.diagnostics._scores import RunModel, scores_of
+from numpyro_sgmcmc.diagnostics._posterior_score import RunModel, scores_of
 from numpyro_sgmcmc.diagnostics.runs import group
-from numpyro_sgmcmc.results.kept_rows import choose_rows, row_numbers
 from numpyro_sgmcmc.results.loo import loo
+from numpyro_sgmcmc.results.row_subset import choose_rows, row_numbers
 
 COMPILE_QUICKLY = True
 

@@ -40,7 +40,7 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
-from numpyro_sgmcmc.posterior import inner_rules
+from numpyro_sgmcmc.posterior import quadrature
 from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric, from_covariance
@@ -49,7 +49,7 @@ from numpyro_sgmcmc.posterior.potential import over_all_data, rows_in
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.draws_on_disk import on_disk
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, whitened_hessian
-from numpyro_sgmcmc.tuning.integrals import error_of_integrals, rule_of_steps
+from numpyro_sgmcmc.tuning.quadrature_error import error_of_integrals, rule_of_steps
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
 ARVIZ, *pytestmark = arviz_marks("The draws do not have the law", "The log likelihood is that of")
@@ -327,7 +327,7 @@ def test_the_nodes_are_enough(monkeypatch):
         return float(jnp.abs(shift * jnp.sqrt(jnp.diag(expected[2]))).max())
 
     assert worst() < 0.01
-    monkeypatch.setitem(inner_rules._NODES, "step", (3, 3))
+    monkeypatch.setitem(quadrature._NODES, "step", (3, 3))
     assert worst() > 0.1
 
 
@@ -345,7 +345,7 @@ def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
         return error_of_integrals(target, random.key(0), start, controlled)[0]
 
     assert error(False) < 0.15
-    monkeypatch.setitem(inner_rules._NODES, "few", (2, 2))
+    monkeypatch.setitem(quadrature._NODES, "few", (2, 2))
     assert error(False) > 0.2
     assert error(True) < error(False) / 2
     wrong = Tuning(1.0, 1.0, IdentityMetric(), integrals=0.3)
@@ -377,7 +377,7 @@ def test_skewed_integrals(law):
     def found(a, rule):
         own, fixed = (lambda z, a=a: law(a, z[:, 0])[0] for a in (a, jax.lax.stop_gradient(a)))
         start = jnp.full((len(a), 1), 0.01)
-        return inner_rules.log_integral(own, fixed, own, start, None, rule)
+        return quadrature.log_integral(own, fixed, own, start, None, rule)
 
     def all_of(a):
         by_rules = [jnp.stack(jax.jvp(lambda a: found(a, k), *both)) for k in ("step", "fine")]
@@ -393,9 +393,9 @@ def test_skewed_integrals(law):
 def test_draws_of_skewed_variables(shape):
     """Logarithms of Gamma variables, alone and beside a normal one: their tails are reached."""
     number = 4_000
-    one = jax.jit(lambda key: inner_rules.draws_of(lambda z: density(z[:, 0]), start[:, :1], key))
+    one = jax.jit(lambda key: quadrature.draws_of(lambda z: density(z[:, 0]), start[:, :1], key))
     both = lambda z: density(z[:, 0]) - (z[:, 1] - 0.5 * z[:, 0]) ** 2 / 2  # noqa: E731
-    two = jax.jit(lambda key: inner_rules.draws_of(both, start, key))
+    two = jax.jit(lambda key: quadrature.draws_of(both, start, key))
     density = lambda z: shape * z - jnp.exp(z)  # noqa: E731
     start = jnp.full((number, 2), 0.1)
     for z in (one(random.key(1)), two(random.key(2))):
@@ -455,7 +455,7 @@ def test_a_group_of_many_rows_counts_for_several():
         y = [jnp.zeros((12, n)) for n in rows]
         view = read_model(model, init_to_uniform, (y,), {})
         assert [plate.members for plate in view.plates] == list(rows)
-        return Target(view, (y,), {}).minibatch_worth
+        return Target(view, (y,), {}).effective_batch_size
 
     assert worth([1], [3]) == worth([10], [3]) == 3
     assert worth([20], [3]) == 6 and worth([50], [3]) == worth([500], [3]) == 15
@@ -515,9 +515,9 @@ def test_draws_for_many_dimensions(monkeypatch):
     curvature = jnp.linalg.eigvalsh(factor @ hessians.mean(0) @ factor.T)
     assert (jnp.abs(curvature - 1) < 0.05).all()
 
-    away = inner_rules.away
+    away = quadrature.away
     held = lambda *both: jax.lax.stop_gradient(away(*both))  # noqa: E731
-    monkeypatch.setattr(inner_rules, "away", held)
+    monkeypatch.setattr(quadrature, "away", held)
     (gradients, hessians), _ = of_draws(0)
     shift, error_held = shift_of_many(gradients, exact)
     assert jnp.abs(shift).max() > 0.2 + 4 * error_held.max()
@@ -531,7 +531,7 @@ def test_draws_of_skewed_effects(monkeypatch):
     (gradients, _), exact = of_draws(0, scale=2.0)
     shift, error = shift_of_many(gradients, exact)
     assert (jnp.abs(shift) < 0.2 + 4 * error).all()
-    monkeypatch.setattr(inner_rules, "_TOWARDS_MEAN", 0.0)
+    monkeypatch.setattr(quadrature, "_TOWARDS_MEAN", 0.0)
     (gradients, _), _ = of_draws(0, scale=2.0)
     at_mode, error_at_mode = shift_of_many(gradients, exact)
     assert jnp.abs(at_mode).max() > 0.2
@@ -585,7 +585,7 @@ def test_the_tuning_knows_how_wrong_draws_are(monkeypatch):
     """From the draws of a step and their halves."""
 
     def error(draws):
-        monkeypatch.setattr(inner_rules, "_DRAWS", draws)
+        monkeypatch.setattr(quadrature, "_DRAWS", draws)
         target, x, precision = many_bundles(400, 5.0)
         metric = from_covariance(np.linalg.inv(precision), np.asarray(x), x.dtype)
         return error_of_integrals(target, random.key(0), Gaussian(metric, 0.0), True)[0]
@@ -607,7 +607,7 @@ def test_the_logarithm_of_a_mean_of_few_draws():
     """Is too small; by how much, the parts of the draws say."""
     logs = 0.7 * random.normal(random.key(0), (32, 20_000)) - 0.7**2 / 2
     plain = jax.nn.logsumexp(logs, axis=0) - jnp.log(32)
-    found = inner_rules.jackknife(logs - jnp.log(32))
+    found = quadrature.jackknife(logs - jnp.log(32))
     error = 4 * float(found.std()) / 20_000**0.5
     assert abs(float(found.mean())) < error + 0.001
     assert float(plain.mean()) < -0.005
@@ -627,10 +627,10 @@ def test_draws_of_normal_effects_are_exact():
 def test_factors_of_small_matrices():
     a = RNG.standard_normal((7, 5, 5))
     a = a @ np.swapaxes(a, 1, 2) + np.eye(5)
-    found = np.asarray(inner_rules.inverse_cholesky(jnp.asarray(a)))
+    found = np.asarray(quadrature.inverse_cholesky(jnp.asarray(a)))
     np.testing.assert_allclose(found, np.linalg.inv(np.linalg.cholesky(a)), rtol=2e-3, atol=2e-4)
     # a saddle has a scale in every direction
-    saddle = inner_rules.inverse_cholesky(jnp.diag(jnp.array([4.0, -4.0, 0.0]))[None])
+    saddle = quadrature.inverse_cholesky(jnp.diag(jnp.array([4.0, -4.0, 0.0]))[None])
     np.testing.assert_allclose(np.diagonal(saddle[0])[:2], 0.5)
     assert np.isfinite(saddle).all()
 
@@ -640,7 +640,7 @@ def test_modes_are_found_from_afar(start):
     """With steps that would lead downward made shorter."""
     centers = jnp.array([[-3.0], [0.0], [40.0]])
     density = lambda z: dist.StudentT(3.0, centers, 1.0).log_prob(z)[:, 0]  # noqa: E731
-    modes, inverse = inner_rules.find_modes(density, jnp.full((3, 1), start))
+    modes, inverse = quadrature.find_modes(density, jnp.full((3, 1), start))
     np.testing.assert_allclose(modes, centers, atol=0.05)
     np.testing.assert_allclose(inverse[:, 0, 0], 0.75**0.5, rtol=0.05)
 
@@ -750,7 +750,7 @@ def test_law_by_few_nodes(monkeypatch):
     counts = np.bincount(np.asarray(y).sum(1), minlength=5)
 
     def by_nodes(density, means, scales):
-        x, log_weights = inner_rules.gauss_hermite(101, 1)
+        x, log_weights = quadrature.gauss_hermite(101, 1)
         densities = [
             density(means + scales * z) + z**2 / 2 + w for z, w in zip(x, log_weights, strict=True)
         ]
@@ -759,12 +759,12 @@ def test_law_by_few_nodes(monkeypatch):
     def by_laplace(density, means, scales):
         own = lambda z: density(z.reshape(-1, 5)).ravel()  # noqa: E731
         start = jnp.zeros((5 * len(means), 1))
-        return inner_rules.log_integral(own, own, own, start, None, "few").reshape(-1, 5)
+        return quadrature.log_integral(own, own, own, start, None, "few").reshape(-1, 5)
 
     mcmc = sampled(logistic, y)
     assert mcmc.sampler.tuning.rule == "few"
     exact = moments_of_binary(counts, by_nodes)
-    monkeypatch.setitem(inner_rules._NODES, "few", (1, 1))
+    monkeypatch.setitem(quadrature._NODES, "few", (1, 1))
     laplace = moments_of_binary(counts, by_laplace)
     for name, x in mcmc.get_samples(group_by_chain=True).items():
         x = np.asarray(x, float)[..., None]

@@ -14,7 +14,7 @@ import pytest
 from scipy import special, stats
 
 from numpyro_sgmcmc import SGLD, RowsOnDisk, full_data, predictive_scores
-from numpyro_sgmcmc.diagnostics import _pooled
+from numpyro_sgmcmc.diagnostics import _predictive_mixture
 from numpyro_sgmcmc.results import parts
 
 COMPILE_QUICKLY = True
@@ -100,7 +100,7 @@ def test_the_estimator_of_the_ranked_score():
     """By the distances of all pairs of the same predictive draws."""
     y = RNG.standard_normal(5)
     drawn = RNG.standard_normal((30, 2, 5)) - y
-    got = _pooled._of_numbers({}, jnp.asarray(drawn), jnp.zeros(5), False)
+    got = _predictive_mixture._of_numbers({}, jnp.asarray(drawn), jnp.zeros(5), False)
     flat = drawn.reshape(60, 5)
     pairs = np.abs(flat[:, None] - flat[None]).sum((0, 1)) / (60 * 59)
     np.testing.assert_allclose(got["crps"], np.abs(flat).mean(0) - pairs / 2, atol=1e-5)
@@ -170,7 +170,7 @@ def test_classes_against_brute_force(law):
 
 
 def test_many_chunks_are_one(found, monkeypatch):
-    monkeypatch.setattr(_pooled, "_CHUNK", 130)
+    monkeypatch.setattr(_predictive_mixture, "_CHUNK", 130)
     got = predictive_scores((linear, {"w": W}), X, Y)
     for name in ("log_predictive_density", "mean", "pit", "observed"):
         np.testing.assert_allclose(column(got, name), column(found, name), atol=2e-6)
@@ -180,8 +180,8 @@ def test_many_chunks_are_one(found, monkeypatch):
 
 def test_nothing_is_of_draws_times_rows(monkeypatch):
     """No array of the program is as large as the draws of all rows."""
-    monkeypatch.setattr(_pooled, "_CHUNK", 100)
-    monkeypatch.setattr(_pooled, "_PREDICTIVE_DRAWS", 20)
+    monkeypatch.setattr(_predictive_mixture, "_CHUNK", 100)
+    monkeypatch.setattr(_predictive_mixture, "_PREDICTIVE_DRAWS", 20)
     programs = []
 
     def recorded(function, *examples):
@@ -326,7 +326,7 @@ def censored(y):
 
 
 def test_sites_of_other_shapes(monkeypatch):
-    monkeypatch.setattr(_pooled, "_CHUNK", 6)
+    monkeypatch.setattr(_predictive_mixture, "_CHUNK", 6)
     y = RNG.standard_normal((14, 3)).astype(np.float32)
     a = RNG.standard_normal((30, 3)).astype(np.float32)
     got = predictive_scores((table, {"a": a}), y)

@@ -31,7 +31,7 @@ from numpyro_sgmcmc import (
     to_arviz,
 )
 from numpyro_sgmcmc.diagnostics.runs import group
-from numpyro_sgmcmc.posterior import host, inner_rules
+from numpyro_sgmcmc.posterior import numpyro_private, quadrature
 
 pytestmark = arviz_marks(
     "The draws do not have the law",
@@ -121,7 +121,9 @@ def test_a_copy_knows_its_groups(mcmc):
     copy = pickle.loads(pickle.dumps(mcmc))
     assert copy.sampler.settings == mcmc.sampler.settings
     assert copy.sampler.model.fn.plates == mcmc.sampler.model.fn.plates
-    assert not host.is_initialised(copy.sampler) and host.is_initialised(mcmc.sampler)
+    assert not numpyro_private.is_initialised(copy.sampler) and numpyro_private.is_initialised(
+        mcmc.sampler
+    )
 
 
 def test_chosen_groups_are_drawn_anew(mcmc):
@@ -162,14 +164,14 @@ RESULTS = {
 )
 def test_integrals_are_compiled(of_customers, name, monkeypatch):
     """No result evaluates groups operation by operation, or all at once."""
-    search, numbers = inner_rules.find_modes, []
+    search, numbers = quadrature.find_modes, []
 
     def watched(density, start):
         assert isinstance(start, jax.core.Tracer)
         numbers.append(len(start))
         return search(density, start)
 
-    monkeypatch.setattr(inner_rules, "find_modes", watched)
+    monkeypatch.setattr(quadrature, "find_modes", watched)
     monkeypatch.setattr("numpyro_sgmcmc.posterior.local_latents.AT_ONCE", 64)
     monkeypatch.setattr("numpyro_sgmcmc.results.group_draws.CHUNK", 64)
     monkeypatch.setattr("numpyro_sgmcmc.posterior.potential._CHUNK", 64)

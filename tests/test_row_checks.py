@@ -450,15 +450,15 @@ def test_a_rare_value_in_any_column():
     look(one_plate(lambda b, x, y: seen("y", dist.Normal(b * x[:, 7], 1), y)), x, LATE)
 
 
-OTHER_DATA = {
+DATA_CHANGED = {
     "as many columns as rows, and one less": ((19, 20), 20, lambda y: jnp.moveaxis(y, 0, -1), -1),
     "pairs, and minibatches of two": ((1, 2), 2, lambda y: y, -3),
 }
 
 
-@pytest.mark.parametrize("name", OTHER_DATA)
+@pytest.mark.parametrize("name", DATA_CHANGED)
 def test_dimensions_of_other_data(name):
-    shape, batch, moved, dim = OTHER_DATA[name]
+    shape, batch, moved, dim = DATA_CHANGED[name]
 
     def model(y):
         b = numpyro.sample("b", dist.Normal(0, 1))

@@ -18,11 +18,11 @@ from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk
 from numpyro_sgmcmc.data import row_numbers
 from numpyro_sgmcmc.data.row_numbers import as_integers, as_pair, counted_from, product, total
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.kernels.context import Context
+from numpyro_sgmcmc.kernels.runtime import Context
 from numpyro_sgmcmc.posterior.handlers import integers_of
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning import sample
+from numpyro_sgmcmc.tuning import subsample
 
 COMPILE_QUICKLY = True
 
@@ -110,7 +110,7 @@ def test_a_minibatch_has_the_rows_that_were_drawn(scheme):
     rows = target.rows(random.key(0), 3)
     numbers = integers_of(rows["rows"])
     assert numbers.max() > 2**33
-    found = jax.jit(target.view.potential)({"mu": 1.0}, rows, random.key(0), (y,), {})
+    found = jax.jit(target.model.potential)({"mu": 1.0}, rows, random.key(0), (y,), {})
     values = (numbers % 1_000) / 100
     wanted = FAR * np.mean((values - 1) ** 2 / 2 + np.log(2 * np.pi) / 2)
     assert np.isclose(found, wanted + 0.5 * 0.01 + np.log(10) + np.log(2 * np.pi) / 2, rtol=1e-5)
@@ -181,7 +181,7 @@ def test_schemes_that_have_no_such_numbers_are_refused():
 def test_the_law_is_that_of_all_rows(monkeypatch):
     """Tuned, on rows that have pairs of numbers: the posterior of a Gaussian mean is known."""
     monkeypatch.setattr(row_numbers, "MOST_ROWS", 1_000)
-    monkeypatch.setattr(sample, "_ROWS", 640)
+    monkeypatch.setattr(subsample, "_ROWS", 640)
     y = 3 + np.random.default_rng(1).standard_normal(60_000).astype(np.float32)
     kernel = CCAdL(model, progress_bar=False)
     mcmc = MCMC(kernel, num_warmup=200, num_samples=4_000, progress_bar=False)

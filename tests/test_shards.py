@@ -19,7 +19,7 @@ import pytest
 
 from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk, UnreadableRows, spread_rows
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk as Reading
-from numpyro_sgmcmc.tuning import sample
+from numpyro_sgmcmc.tuning import subsample
 
 COMPILE_QUICKLY = True
 
@@ -60,8 +60,8 @@ def check_law(draws, x, y):
 
 @pytest.fixture
 def small_samples(monkeypatch):
-    monkeypatch.setattr(sample, "_ROWS", 2_048)
-    monkeypatch.setattr(sample, "_STRETCH", 4)
+    monkeypatch.setattr(subsample, "_ROWS", 2_048)
+    monkeypatch.setattr(subsample, "_STRETCH", 4)
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_what_a_sample_does_not_know_is_found_out(small_samples, monkeypatch):
     Few of its rows say something of a covariate that forty of all rows have: with the noise that
     is seen in these, standard deviations were 1.4 times too large.
     """
-    monkeypatch.setattr(sample, "_STRETCH", 64)
+    monkeypatch.setattr(subsample, "_STRETCH", 64)
     x, y = rows_of(rare=True)
     tuning, draws = tuned((RowsOnDisk(x), RowsOnDisk(y)))
     assert "sample" in tuning.passes and "all rows" not in tuning.passes
@@ -214,10 +214,10 @@ def test_a_sample_lies_where_it_should(small_samples):
     ratios = np.linalg.svd(np.linalg.solve(root, np.asarray(metric.factor)), compute_uv=False)
     assert np.all(np.abs(ratios - 1) < 4 * np.sqrt(3 / 2_048))
     off = np.linalg.solve(root, np.asarray(tuning.anchor.values["w"]) - mean)
-    assert 0 < np.abs(off).max() < sample.NEAR
+    assert 0 < np.abs(off).max() < subsample.NEAR
     # the sample alone is several standard deviations away
     kernel.context.read(kernel, (RowsOnDisk(x), RowsOnDisk(y)), {})
-    part = sample.sample_of(kernel.context.target(kernel.given, (RowsOnDisk(x), RowsOnDisk(y))))
+    part = subsample.sample_of(kernel.context.target(kernel.given, (RowsOnDisk(x), RowsOnDisk(y))))
     alone, _ = exact(*map(np.asarray, part.args))
     assert np.abs(np.linalg.solve(root, alone - mean)).max() > 2
 
@@ -236,4 +236,4 @@ def test_models_that_have_no_sample(small_samples):
         kernel = CCAdL(one)
         kernel.context.read(kernel, (x, y), {})
         target = kernel.context.target(kernel.given, (x, y))
-        assert (sample.sample_of(target) is not None) == has_sample
+        assert (subsample.sample_of(target) is not None) == has_sample

@@ -115,7 +115,7 @@ def test_over_all_minibatches(model, allocation):
     if allocation.sub_batch > 1:
         minibatches = np.concatenate([shuffled(minibatches, allocation, k) for k in range(400)])
     plain, held, energy, terms = jax.vmap(observed)(jnp.asarray(minibatches))
-    whole, gradient = full_data_gradient(potential, target.view.plates, W, key)
+    whole, gradient = full_data_gradient(potential, target.model.plates, W, key)
     np.testing.assert_allclose(plain.potential.mean(), whole, rtol=1e-5)
     np.testing.assert_allclose(plain.gradient.mean(0), gradient["w"], rtol=1e-4)
     np.testing.assert_allclose(held.gradient, plain.gradient, rtol=1e-4, atol=1e-4)

@@ -50,10 +50,10 @@ from numpyro_sgmcmc.stein import start_sums, stein_report
 from numpyro_sgmcmc.tuning import phases
 from numpyro_sgmcmc.tuning.curvature import find_curvature
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
-from numpyro_sgmcmc.tuning.mixing import PilotRun
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
-from numpyro_sgmcmc.tuning.phases import Choices, find_tuning
+from numpyro_sgmcmc.tuning.phases import TuningRequest, find_tuning
 from numpyro_sgmcmc.tuning.pilot import run_pilot
+from numpyro_sgmcmc.tuning.pilot_rhat import PilotRun
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
 RNG = np.random.default_rng(0)
@@ -280,10 +280,10 @@ class Model:
     """The potential of a model with its data."""
 
     def __init__(self, model, *args):
-        self.view = read_model(model, init_to_uniform, args, {})
-        self.target = Target(self.view, args, {})
+        self.model = read_model(model, init_to_uniform, args, {})
+        self.target = Target(self.model, args, {})
         self.potential = self.target.potential(IdentityMetric())
-        size = self.view.dimension
+        size = self.model.dimension
         self.point, self.other = (
             self.target.unravel(0.3 * random.normal(random.key(k), (size,))) for k in (1, 2)
         )
@@ -317,9 +317,9 @@ def test_one_pass_over_the_data(chunk, monkeypatch):
     for model, args in ((logistic, (X[:2_999], Y[:2_999])), (nested, (X[:50],))):
         found = Model(model, *args)
         value, gradient = jax.jit(
-            lambda z: full_data_gradient(found.potential, found.view.plates, z, random.key(0))
+            lambda z: full_data_gradient(found.potential, found.model.plates, z, random.key(0))
         )(found.point)
-        rows = {plate.name: jnp.arange(plate.size) for plate in found.view.plates}
+        rows = {plate.name: jnp.arange(plate.size) for plate in found.model.plates}
         expected = jax.value_and_grad(found.potential)(found.point, rows, random.key(0))
         np.testing.assert_allclose(value, expected[0], rtol=1e-5)
         for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected[1]), strict=True):
@@ -386,7 +386,7 @@ def test_the_hessian_of_all_data(monkeypatch):
     for model, args in ((several_sites, (X[:1_000], Y[:1_000])), (nested, (X[:50],))):
         found = Model(model, *args)
         anchor = found.target.anchor(found.point, 2)
-        rows = {plate.name: jnp.arange(plate.size) for plate in found.view.plates}
+        rows = {plate.name: jnp.arange(plate.size) for plate in found.model.plates}
         flat, unravel = ravel_pytree(found.point)
 
         def whole(x, found=found, rows=rows, unravel=unravel):
@@ -563,7 +563,7 @@ def test_where_the_gradient_is_taken(order):
 def test_no_hessian_of_too_many_parameters(monkeypatch):
     monkeypatch.setattr(phases, "DENSE_BY_DEFAULT", 3)
     target, noise = Model(logistic, X, Y).target, NoiseLevel(1.0, 100.0, 1.0, 0.1)
-    asked = phases.Choices(None, None, None, "second_order_control_variate", init_to_uniform)
+    asked = phases.TuningRequest(None, None, None, "second_order_control_variate", init_to_uniform)
 
     def steps(noise):
         return 1 + noise.largest
@@ -900,7 +900,7 @@ def test_halvings_of_the_step_size(temperature, expected):
         run.prepare = lambda: None
         return run
 
-    choices = Choices(None, None, None, "minibatch", init_to_uniform)
+    choices = TuningRequest(None, None, None, "minibatch", init_to_uniform)
     found = find_tuning(target, random.key(0), choices, lambda noise: (1.0, None), pilot)
     assert tried == expected
     assert found.step_size == (0.25 if temperature(0) == 1 and len(expected) > 1 else 1)
@@ -984,9 +984,9 @@ def test_warns_of_a_funnel():
         with numpyro.plate("rows", len(y), subsample_size=10) as i:
             numpyro.sample("y", dist.Normal(z[0], 1e3), obs=y[i])
 
-    as_written = CCAdL(funnel, progress_bar=False, reparametrise=False)
+    from_internal = CCAdL(funnel, progress_bar=False, reparametrise=False)
     with pytest.warns(UserWarning, match=r"far from any Gaussian.* R-hat .* in site"):
-        tuning = as_written.tune(random.key(0), jnp.zeros(100))
+        tuning = from_internal.tune(random.key(0), jnp.zeros(100))
     assert "far from any Gaussian" in tuning.problem and "slow directions" in str(tuning)
     # in coordinates of its own there is none
     tuning = CCAdL(funnel, progress_bar=False).tune(random.key(0), jnp.zeros(100))

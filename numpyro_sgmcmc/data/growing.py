@@ -14,7 +14,7 @@ import numpy as np
 
 from numpyro_sgmcmc.data.converters import array, positive, shown
 from numpyro_sgmcmc.data.growing_on_disk import (
-    RowsSoFarOnDisk,
+    PaddedArrayOnDisk,
     looked_at_again,
     without_rows,
 )
@@ -46,7 +46,7 @@ _FOR_OTHERS = (
 )
 
 
-class Known(NamedTuple):
+class RowCount(NamedTuple):
     """
     The rows that are known.
 
@@ -85,7 +85,7 @@ class Known(NamedTuple):
         return jnp.expm1(-rate * self.rows.astype(dtype)) / jnp.expm1(-rate)
 
 
-class RowsSoFar(NamedTuple):
+class PaddedArray(NamedTuple):
     """
     An array of which only the first rows are there yet, an argument of a model.
 
@@ -95,8 +95,8 @@ class RowsSoFar(NamedTuple):
     - **place** - the number of this array in the holder.
     """
 
-    values: Array | RowsSoFarOnDisk
-    known: Known
+    values: Array | PaddedArrayOnDisk
+    known: RowCount
     place: Array
 
     def on_host(self) -> Any:
@@ -210,9 +210,9 @@ class GrowingRows:
         """The number of rows that there is room for."""
         return self._arrays[0].shape[0]
 
-    def __iter__(self) -> Iterator[RowsSoFar]:
+    def __iter__(self) -> Iterator[PaddedArray]:
         known = known_by(self._remembered)
-        return (RowsSoFar(x, known, jnp.int32(k)) for k, x in enumerate(self._arrays))
+        return (PaddedArray(x, known, jnp.int32(k)) for k, x in enumerate(self._arrays))
 
     @property
     def arrays(self) -> tuple[Array | RowsOnDisk, ...]:
@@ -244,7 +244,7 @@ class GrowingRows:
         self._read += [x for x in found if isinstance(x, RowsOnDisk)]
         self._remember(self.identity.with_more(self._on_host()))
         for x, hashes in zip(self._arrays, self.identity.hashes, strict=True):
-            if isinstance(x, RowsSoFarOnDisk):
+            if isinstance(x, PaddedArrayOnDisk):
                 x.reader.know(hashes)
 
     def _check_unchanged(self) -> None:
@@ -431,7 +431,7 @@ def _capacity_for(count: int) -> int:
 
 def _with_room(rows: Any, capacity: int) -> Any:
     if isinstance(rows, RowsOnDisk):
-        return RowsSoFarOnDisk(rows, capacity)
+        return PaddedArrayOnDisk(rows, capacity)
     # any rows are as good in the room, but there must be some: a model may have no sense for zeros
     numbers = np.resize(np.arange(len(rows)), capacity)
     return jnp.asarray(rows)[numbers]
@@ -439,7 +439,7 @@ def _with_room(rows: Any, capacity: int) -> Any:
 
 def _appended(values: Any, new: Any, first: int) -> Any:
     """With more rows, in the room that there is."""
-    if isinstance(values, RowsSoFarOnDisk):
+    if isinstance(values, PaddedArrayOnDisk):
         values.append(new)
         return values
     return _written(values, new, np.int32(first))
@@ -447,7 +447,7 @@ def _appended(values: Any, new: Any, first: int) -> Any:
 
 def _first(values: Any, count: int) -> Any:
     """The first rows, without the room for others."""
-    return values.first(count) if isinstance(values, RowsSoFarOnDisk) else values[:count]
+    return values.first(count) if isinstance(values, PaddedArrayOnDisk) else values[:count]
 
 
 def _on_host(values: Any, count: int) -> Any:
@@ -457,8 +457,8 @@ def _on_host(values: Any, count: int) -> Any:
 
 def _left(values: Any, count: int, left: np.ndarray) -> Any:
     """With those rows alone, in the room that there is."""
-    if isinstance(values, RowsSoFarOnDisk):
-        return RowsSoFarOnDisk(without_rows(values.first(count), left), len(values))
+    if isinstance(values, PaddedArrayOnDisk):
+        return PaddedArrayOnDisk(without_rows(values.first(count), left), len(values))
     # in the room that there is, so that no program is compiled again
     return values[jnp.asarray(np.resize(left, len(values)))]
 
@@ -469,17 +469,17 @@ def _written(values: Array, new: Array, first: Array) -> Array:
     return lax.dynamic_update_slice(values, new.astype(values.dtype), start)
 
 
-def known_by(identities: Sequence[RowIdentity]) -> Known:
+def known_by(identities: Sequence[RowIdentity]) -> RowCount:
     """What a program knows of the rows of the last of these, and of those before."""
     now = identities[-1]
     filled = [identities[0]] * (_REMEMBERED - len(identities)) + [*identities]
     half_life = None if now.half_life is None else jnp.asarray(now.half_life, jnp.float32)
     counts = jnp.asarray([one.rows for one in filled], jnp.int32)
     digests = jnp.asarray(np.stack([one.digest for one in filled]))
-    return Known(counts[-1], counts, digests, half_life)
+    return RowCount(counts[-1], counts, digests, half_life)
 
 
-def known_of(arguments: Any) -> Known | None:
+def row_count_of(arguments: Any) -> RowCount | None:
     """
     The rows that there are so far, of arguments of a model; None if none of them is growing. The
     digests are of all arguments: the rows, the place of each array, and all else that is given, on
@@ -494,17 +494,17 @@ def known_of(arguments: Any) -> Known | None:
     return known._replace(digests=known.digests.at[:, 0].add(first))
 
 
-def growing_in(arguments: Any) -> list[RowsSoFar]:
+def growing_in(arguments: Any) -> list[PaddedArray]:
     """Those of the arguments of a model that are growing."""
     return [x for x in jax.tree.leaves(arguments, is_leaf=_is_growing) if _is_growing(x)]
 
 
-def with_room(arguments: Any) -> Any:
+def padded(arguments: Any) -> Any:
     """The arguments with arrays in the place of rows that keep coming, room and all."""
     return replaced(lambda x: x.values, arguments)
 
 
-def without_room(arguments: Any) -> Any:
+def trimmed(arguments: Any) -> Any:
     """
     The arguments with the rows that there are so far, as arrays.
 
@@ -518,7 +518,7 @@ def without_room(arguments: Any) -> Any:
     return replaced(lambda x: _first(x.values, int(x.known.rows)), arguments)
 
 
-def replaced(function: Callable[[RowsSoFar], Any], arguments: Any) -> Any:
+def replaced(function: Callable[[PaddedArray], Any], arguments: Any) -> Any:
     """The arguments with something else in the place of rows that keep coming."""
     return jax.tree.map(
         lambda x: function(x) if _is_growing(x) else x, arguments, is_leaf=_is_growing
@@ -526,4 +526,4 @@ def replaced(function: Callable[[RowsSoFar], Any], arguments: Any) -> Any:
 
 
 def _is_growing(x: Any) -> bool:
-    return isinstance(x, RowsSoFar)
+    return isinstance(x, PaddedArray)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from numpyro_sgmcmc.data.concatenated import Joined
 from numpyro_sgmcmc.data.drawn_rows import Numbers
-from numpyro_sgmcmc.data.joined import Joined
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
 from numpyro_sgmcmc.data.sources import Source
 
@@ -38,7 +38,7 @@ class SomeRows(Source):
 
 
 @jax.tree_util.register_static
-class RowsSoFarOnDisk(RowsOnDisk):
+class PaddedArrayOnDisk(RowsOnDisk):
     """
     Rows on disk, and room for more: beyond the last row come the first ones again.
 

@@ -18,8 +18,8 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.content_hash import first_difference, hashes_from
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
-from numpyro_sgmcmc.data.seen import first_difference, hashes_from
 
 
 class RowIdentity(NamedTuple):

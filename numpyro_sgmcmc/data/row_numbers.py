@@ -25,7 +25,7 @@ MOST_ROWS = 2**31 - 1
 _ROUNDS = 8
 
 
-def is_far(size: int) -> bool:
+def needs_64_bits(size: int) -> bool:
     """Whether the rows of a plate of this size have numbers in pairs."""
     return size > MOST_ROWS
 

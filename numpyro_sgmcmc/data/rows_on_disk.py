@@ -28,10 +28,17 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.concatenated import Joined
+from numpyro_sgmcmc.data.content_hash import (
+    ContentHash,
+    Hashing,
+    Reader,
+    is_unchanged,
+    seen_as,
+    seen_of,
+)
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows, Numbers, numbers_in
-from numpyro_sgmcmc.data.joined import Joined
 from numpyro_sgmcmc.data.row_numbers import as_integers
-from numpyro_sgmcmc.data.seen import Hashing, Reader, Seen, are_as_seen, seen_as, seen_of
 from numpyro_sgmcmc.data.sources import MOST_BYTES, Source, UnreadableRows, opened
 
 #: Requests that are read ahead, of each source: one or two for each chain on its own device.
@@ -108,7 +115,7 @@ class RowsOnDisk(IndexedByRows):
         #: why the latest rows could not be read
         self.failure: UnreadableRows | None = None
         self._requests: OrderedDict[bytes, Future] = OrderedDict()
-        self._seen: Seen | None = None
+        self._seen: ContentHash | None = None
         self._hashing: Hashing | None = None
         found = np.dtype(self._source.dtype)
         if found.kind not in "biuf" or not self._source.shape or not self._source.shape[0]:
@@ -185,10 +192,10 @@ class RowsOnDisk(IndexedByRows):
             if self._hashing is not None:
                 self._seen, self._hashing = self._hashing.seen, None
 
-    def _are_as(self, seen: Seen) -> bool:
+    def _are_as(self, seen: ContentHash) -> bool:
         """Whether the rows are those that were read before, as far as a part of them says it."""
         known = seen.is_settled and seen.version == self._source.version()
-        return known and not self._source.is_in_memory and are_as_seen(*self._all, seen)
+        return known and not self._source.is_in_memory and is_unchanged(*self._all, seen)
 
     def know(self, hashes: np.ndarray) -> None:
         """The hashes of all rows, which have been found otherwise."""
@@ -208,11 +215,11 @@ class RowsOnDisk(IndexedByRows):
         return np.array_equal(now.hashes, then.hashes)
 
     @property
-    def seen(self) -> Seen | None:
+    def seen(self) -> ContentHash | None:
         """What is known of all rows, for another process."""
         return None if self._source.version() is None else self._seen
 
-    def remember(self, seen: Seen | None) -> None:
+    def remember(self, seen: ContentHash | None) -> None:
         """What another process knew of all rows, for as long as their file is the same."""
         if seen is not None and seen.version == self._source.version():
             self._seen = seen

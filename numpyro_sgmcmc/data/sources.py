@@ -18,8 +18,8 @@ import weakref
 import jax
 import numpy as np
 
+from numpyro_sgmcmc.data.content_hash import Version, version_of
 from numpyro_sgmcmc.data.converters import is_sparse
-from numpyro_sgmcmc.data.seen import Version, version_of
 
 #: More bytes than this are not read into one array: whoever asks for them wants all the rows.
 MOST_BYTES = 2**31

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from numpyro_sgmcmc.data.content_hash import ContentHash
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows, Numbers
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
-from numpyro_sgmcmc.data.seen import Seen
 
 
 @jax.tree_util.register_static
@@ -81,7 +81,7 @@ class SpreadRowsOnDisk(RowsOnDisk):
         return self._digests[own]
 
     @property
-    def seen(self) -> Seen | None:
+    def seen(self) -> ContentHash | None:
         return self._held.seen
 
     @contextmanager
@@ -89,7 +89,7 @@ class SpreadRowsOnDisk(RowsOnDisk):
         with self._held.hashed():
             yield
 
-    def remember(self, seen: Seen | None) -> None:
+    def remember(self, seen: ContentHash | None) -> None:
         self._held.remember(seen)
 
     @property

@@ -247,7 +247,7 @@ def sandwich_of(
     :param float unseen: the part of the population that is not in the data.
     :raises ValueError: if the curvature is not positive, or not finite.
     """
-    known = {name: jnp.asarray(w, target.view.dtype) for name, w in weights.items()}
+    known = {name: jnp.asarray(w, target.model.dtype) for name, w in weights.items()}
     look = target.compiled(_curvature)
 
     def seen(center: np.ndarray) -> _Seen:
@@ -281,10 +281,10 @@ def sandwich_of(
     look_at_rows = target.compiled(_of_clusters(number))
     labels = {name: jnp.asarray(x, jnp.int32) for name, x in clusters.items()}
     alone = factor @ factor.T / np.linalg.norm(factor, axis=1)
-    columns = (jnp.asarray(x, target.view.dtype) for x in (factor, alone))
+    columns = (jnp.asarray(x, target.model.dtype) for x in (factor, alone))
     found = look_at_rows(jnp.asarray(center), *columns, labels, known)
     scores, bends = (np.asarray(x, np.float64) for x in found)
-    rows, size = sum(plate.size for plate in target.view.plates), len(center)
+    rows, size = sum(plate.size for plate in target.model.plates), len(center)
     correction = number / (number - 1) * (rows - 1) / (rows - size)
     prior = factor.T @ prior @ factor
     pull = -factor.T @ here.slope - scores.sum(axis=0)
@@ -309,13 +309,13 @@ def _curvature(target: Target, center: Array, weights: Mapping[str, Array]) -> l
 
     nothing = {
         name: DrawnRows(rows, weights=jnp.zeros(len(rows), center.dtype))
-        for name, rows in target.view.first_rows().items()
+        for name, rows in target.model.first_rows().items()
     }
 
     def without_rows(x: Array) -> Array:
         return potential(target.unravel(x), nothing, random.key(0))
 
-    data: Any = with_weights, target.view.plates, target.unravel(center), random.key(0)
+    data: Any = with_weights, target.model.plates, target.unravel(center), random.key(0)
     value, slope, hessian = full_data_expansion(*data)
     return [value, ravel(slope), hessian, jax.hessian(without_rows)(center)]
 
@@ -331,7 +331,7 @@ def _of_clusters(number: int) -> Any:
         clusters: Mapping[str, Array],
         weights: Mapping[str, Array],
     ) -> tuple[Array, Array]:
-        potential, first = target.potential(IdentityMetric()), target.view.first_rows()
+        potential, first = target.potential(IdentityMetric()), target.model.first_rows()
 
         def of_plate(plate: Plate) -> tuple[Array, Array]:
             def of_rows(rows: Rows) -> tuple[Array, Array]:
@@ -357,7 +357,7 @@ def _of_clusters(number: int) -> Any:
 
             return over_all_data(of_rows, [plate])
 
-        found = [of_plate(plate) for plate in target.view.plates]
+        found = [of_plate(plate) for plate in target.model.plates]
         return jax.tree.map(lambda *x: sum(x), *found)
 
     return run

@@ -15,15 +15,15 @@ import pandas as pd
 from scipy import stats
 
 from numpyro_sgmcmc.data.converters import MOST_OF_64_BITS, array, whole
+from numpyro_sgmcmc.diagnostics._posterior_score import checked_target, constrained, positions_of
 from numpyro_sgmcmc.diagnostics._sandwich import RARE, Sandwich, sandwich_of
-from numpyro_sgmcmc.diagnostics._scores import checked_target, constrained, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
-from numpyro_sgmcmc.posterior.host import view_of
+from numpyro_sgmcmc.posterior.numpyro_private import view_of
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import parameters
 from numpyro_sgmcmc.results.inference_data import arguments_of
-from numpyro_sgmcmc.results.kept_draws import kept_draws
-from numpyro_sgmcmc.results.kept_rows import site_shapes
+from numpyro_sgmcmc.results.row_subset import site_shapes
 
 #: Rows that are not in clusters are taken together beyond so many: sums of independent rows say
 #: as much.
@@ -228,7 +228,7 @@ def calibrated(
 
 
 def _rows(target: Target) -> int:
-    return sum(plate.size for plate in target.view.plates)
+    return sum(plate.size for plate in target.model.plates)
 
 
 def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: dict) -> Target:
@@ -238,13 +238,13 @@ def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: d
     :raises ValueError: if they have none.
     """
     target = checked_target(mcmc, args, kwargs, "Calibrate")
-    names = {plate.name for plate in target.view.plates}
+    names = {plate.name for plate in target.model.plates}
     if not names:
         raise ValueError(
             "The model has no plate with a `subsample_size`, and it is not known what its rows are:"
             " put them into `with numpyro.plate('rows', N, subsample_size=n) as i:`."
         )
-    if drawn := target.view.drawn_plates:
+    if drawn := target.model.drawn_plates:
         raise ValueError(
             f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, whose second"
             " derivatives are noise: groups with up to two numbers can be calibrated."
@@ -257,7 +257,7 @@ def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: d
                 f"Site '{name}' is inside of several subsampled plates ({', '.join(frames)}): its"
                 " rows are of both, and have no gradients that are independent of each other."
             )
-    return target._replace(view=target.view.with_rule("fine"))
+    return target._replace(model=target.model.with_rule("fine"))
 
 
 def _check_draws(positions: np.ndarray) -> None:
@@ -286,7 +286,7 @@ def _check_prior(sandwich: Sandwich, target: Target) -> None:
     away = sandwich.contradiction
     k, (count, dimension) = int(np.argmax(away)), sandwich.scores.shape
     if 2 * dimension * stats.t.sf(away[k], count - 1) < _CONTRADICTION:
-        label = parameters({name: x.shape for name, x in target.view.latents.items()})[0][k]
+        label = parameters({name: x.shape for name, x in target.model.latents.items()})[0][k]
         raise ValueError(
             f"Prior and rows contradict each other: these would have '{label}' {away[k]:.1f}"
             " standard errors away from where the prior, or a bound of it, keeps the draws, and no"
@@ -301,7 +301,7 @@ def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], 
 
     :raises ValueError: if they do not fit the rows.
     """
-    plates, found, number = target.view.plates, {}, 0
+    plates, found, number = target.model.plates, {}, 0
     given = {} if clusters is None else _by_plate("clusters", clusters, target)
     if given:
         labels = [given[plate.name] for plate in plates if plate.name in given]
@@ -354,7 +354,7 @@ def _by_plate(what: str, given: Any, target: Target) -> dict[str, Any]:
     """
     :raises ValueError: if it does not belong to the plates, or has another length.
     """
-    plates = {plate.name: plate.size for plate in target.view.plates}
+    plates = {plate.name: plate.size for plate in target.model.plates}
     if not isinstance(given, Mapping):
         if len(plates) > 1:
             raise ValueError(

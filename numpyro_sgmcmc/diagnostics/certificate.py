@@ -13,14 +13,14 @@ import pandas as pd
 
 from numpyro_sgmcmc.data.converters import random_key, whole
 from numpyro_sgmcmc.diagnostics._mixture import fitted
-from numpyro_sgmcmc.diagnostics._scores import constrained, exact_target, positions_of
+from numpyro_sgmcmc.diagnostics._posterior_score import constrained, exact_target, positions_of
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.potential import over_all_data
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
-from numpyro_sgmcmc.results.kept_draws import kept_draws
 
 #: Above these weights, smoothed or not, have a mean but hardly a variance, or say little.
 GOOD, USABLE = 0.5, 0.7
@@ -187,7 +187,7 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
     num_draws, key = whole("num_draws", num_draws, least=_FEWEST), random_key(rng_key)
     draws = kept_draws(mcmc).get_samples(group_by_chain=True)
     target = exact_target(mcmc, args, kwargs, "Certify")
-    target = target._replace(view=target.view.with_rule("fine"))
+    target = target._replace(model=target.model.with_rule("fine"))
     positions = positions_of(target, draws).astype(np.float64)
     _check_number(positions)
     chains, count, d = positions.shape
@@ -212,7 +212,7 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
     values = constrained(target, points[None])
     evidence, error = _evidence(log_ratios, weights)
     log_det = float(np.sum(np.log(np.diagonal(factor))))
-    rounding = abs(at_center) * float(np.finfo(target.view.dtype).eps)
+    rounding = abs(at_center) * float(np.finfo(target.model.dtype).eps)
     return Certificate(
         k_hat,
         _table(mcmc, values, weights),
@@ -264,9 +264,9 @@ def _potentials(target: Target, center: np.ndarray, points: np.ndarray) -> tuple
             there = at(center)
             return there, lax.map(at, points, batch_size=_AT_ONCE) - there
 
-        return target.mean(over_all_data(of_chunk, target.view.plates))
+        return target.mean(over_all_data(of_chunk, target.model.plates))
 
-    dtype = target.view.dtype
+    dtype = target.model.dtype
     arrays = jnp.asarray(center, dtype), jnp.asarray(points, dtype)
     at_center, found = target.compiled(run)(*arrays)
     return float(at_center), np.asarray(found, np.float64)

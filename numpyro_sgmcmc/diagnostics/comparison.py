@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from numpyro_sgmcmc.data.converters import truth, whole
-from numpyro_sgmcmc.diagnostics._scores import RunModel, scores_of
+from numpyro_sgmcmc.diagnostics._posterior_score import RunModel, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import discrepancy_of
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, effective_sizes, flat_draws
 

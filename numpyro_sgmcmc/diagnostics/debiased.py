@@ -17,8 +17,8 @@ import pandas as pd
 import xarray as xr
 
 from numpyro_sgmcmc.data.converters import array, random_key, share, whole
-from numpyro_sgmcmc.diagnostics._coupled import CHAINS, Levels, coupled
-from numpyro_sgmcmc.diagnostics._scores import constrained, exact_target, positions_of
+from numpyro_sgmcmc.diagnostics._coupled_chains import CHAINS, Levels, coupled
+from numpyro_sgmcmc.diagnostics._posterior_score import constrained, exact_target, positions_of
 from numpyro_sgmcmc.diagnostics.runs import (
     Functions,
     as_data,
@@ -35,9 +35,9 @@ from numpyro_sgmcmc.posterior.metric import (
     from_covariance,
 )
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
-from numpyro_sgmcmc.results.kept_draws import kept_draws
 
 #: The fewest draws of a run, the fewest of each coupled chain, and the most of all if nothing is
 #: said.
@@ -290,17 +290,17 @@ def _coordinates(
         dense = d <= _DENSE and len(flat) > 10 * d
         covariance = np.atleast_2d(np.cov(flat.T)) if dense else flat.var(axis=0)
         center = flat.mean(axis=0)
-        metric = from_covariance(covariance, center, target.view.dtype)
-        center = jnp.asarray(center, target.view.dtype)
+        metric = from_covariance(covariance, center, target.model.dtype)
+        center = jnp.asarray(center, target.model.dtype)
         anchor = target.compiled(lambda target, x: target.anchor(target.unravel(x)))(center)
 
     def run(target: Target, metric: Metric, flat: Array) -> Array:
         def one(x: Array) -> Array:
-            return metric.coordinates(ravel_pytree(target.in_coordinates(target.unravel(x)))[0])
+            return metric.coordinates(ravel_pytree(target.to_internal(target.unravel(x)))[0])
 
         return jax.vmap(one)(flat)
 
-    found = target.compiled(run)(metric, jnp.asarray(flat, target.view.dtype))
+    found = target.compiled(run)(metric, jnp.asarray(flat, target.model.dtype))
     return target, metric, anchor, np.asarray(found, np.float64).reshape(positions.shape)
 
 
@@ -311,11 +311,11 @@ def _values(
 
     def run(target: Target, metric: Metric, coordinates: Array) -> Array:
         def one(x: Array) -> Array:
-            return ravel_pytree(target.as_written(target.unravel(metric.values(x))))[0]
+            return ravel_pytree(target.from_internal(target.unravel(metric.values(x))))[0]
 
         return jax.vmap(jax.vmap(one))(coordinates)
 
-    dtype = target.view.dtype
+    dtype = target.model.dtype
     positions = target.compiled(run)(metric, jnp.asarray(coordinates, dtype))
     values = {variable_name(k): x for k, x in constrained(target, np.asarray(positions)).items()}
     # with the names and coordinates of the run

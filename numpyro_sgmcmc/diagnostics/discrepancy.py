@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.converters import array, one_of
-from numpyro_sgmcmc.diagnostics._scores import RunModel, Scores, scores_of
+from numpyro_sgmcmc.diagnostics._posterior_score import RunModel, Scores, scores_of
 from numpyro_sgmcmc.diagnostics.runs import Run
 from numpyro_sgmcmc.posterior.metric import DenseMetric, DiagonalMetric, from_covariance
 

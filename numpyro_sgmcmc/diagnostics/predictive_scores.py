@@ -15,14 +15,14 @@ import pandas as pd
 import xarray as xr
 
 from numpyro_sgmcmc.data.converters import instance, random_key
-from numpyro_sgmcmc.diagnostics._pooled import of_numbers, pooled, shapes_of
+from numpyro_sgmcmc.diagnostics._predictive_mixture import of_numbers, pooled, shapes_of
 from numpyro_sgmcmc.diagnostics._proper_scores import scores_of, standard_error
 from numpyro_sgmcmc.posterior.argument_checks import checked_arrays
 from numpyro_sgmcmc.posterior.handlers import Model, full_data
 from numpyro_sgmcmc.posterior.local_latents import MARGINAL
+from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import variable_name
-from numpyro_sgmcmc.results.kept_draws import kept_draws
-from numpyro_sgmcmc.results.kept_rows import subsampled_plates
+from numpyro_sgmcmc.results.row_subset import subsampled_plates
 
 
 class PredictiveScores(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jax import Array
 import numpy as np
 
-from numpyro_sgmcmc.diagnostics._scores import RunModel, scores_of
+from numpyro_sgmcmc.diagnostics._posterior_score import RunModel, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import metric_of, whitened
 from numpyro_sgmcmc.diagnostics.runs import Run
 from numpyro_sgmcmc.stein import SteinReport, report_of_draws

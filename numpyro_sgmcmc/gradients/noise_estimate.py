@@ -130,7 +130,7 @@ class NoiseEstimate:
         :param int lanczos_steps: steps of the Lanczos process for functions of the covariance.
         :raises ValueError: if the model or the scheme of subsampling cannot serve it.
         """
-        plates, dimension = target.view.plates, target.view.dimension
+        plates, dimension = target.model.plates, target.model.dimension
         factors = target.factors
         covariance, estimator = self.covariance, self.estimator or "sub_batches"
         if covariance is None:

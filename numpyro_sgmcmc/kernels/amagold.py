@@ -14,7 +14,7 @@ from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.integrators import drift
 from numpyro_sgmcmc.kernels.kernel import Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, whitened_step
 
@@ -130,7 +130,7 @@ class AMAGOLD(MomentumKernel):
         self,
         target: Target,
         num_warmup: int,
-        fixed: Fixed | None = None,
+        fixed: ChainConstants | None = None,
         state: SGMCMCState | None = None,
     ) -> None:
         if not SCHEMES[self.given.subsampling].independent:
@@ -142,7 +142,9 @@ class AMAGOLD(MomentumKernel):
     def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
         return whitened_step(noise), 1.0
 
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> MomentumAndWork:
+    def init_dynamics(
+        self, rng_key: Array, position: Array, fixed: ChainConstants
+    ) -> MomentumAndWork:
         none = jnp.zeros((), position.dtype)
         momentum = fresh_momentum(rng_key, position, self.given.temperature)
         return MomentumAndWork(momentum, none, none)

@@ -32,7 +32,7 @@ from numpyro_sgmcmc.kernels.settings import (
     recorded,
 )
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, largest_of, whitened_step
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -258,7 +258,9 @@ class CCAdL(MomentumKernel):
         step_size = whitened_step(noise, longest)
         return step_size, min(max(0.7, 2.5 * step_size * noise.largest), 2.5)
 
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> CovarianceControlled:
+    def init_dynamics(
+        self, rng_key: Array, position: Array, fixed: ChainConstants
+    ) -> CovarianceControlled:
         momentum = fresh_momentum(rng_key, position, self.given.temperature)
         xi = jnp.asarray(fixed.friction, position.dtype)
         return CovarianceControlled(momentum, xi, *fixed.layout.noise.start(position))

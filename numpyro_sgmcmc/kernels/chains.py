@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
-from numpyro_sgmcmc.kernels.state import Fixed, Monitored, SGMCMCState
+from numpyro_sgmcmc.kernels.state import ChainConstants, Monitored, SGMCMCState
 
 #: What `MCMC` collects, or is asked for, and is small.
 _COLLECTED = ("i", "z", "step_size")
@@ -31,8 +31,8 @@ def axes_for(refresh_every: float | None) -> SGMCMCState:
 def with_chains(chains: Any, fixed: Any, anchor: Any) -> SGMCMCState:
     """What is to be said of each field of a state: of chains, of what is fixed, of the anchor."""
     fields: dict[str, Any] = dict.fromkeys(SGMCMCState._fields, chains)
-    constants = dict.fromkeys(Fixed._fields, fixed) | {"anchor": anchor}
-    return SGMCMCState(**(fields | {"fixed": Fixed(**constants)}))
+    constants = dict.fromkeys(ChainConstants._fields, fixed) | {"anchor": anchor}
+    return SGMCMCState(**(fields | {"fixed": ChainConstants(**constants)}))
 
 
 def _has_chains(anchor: Any) -> bool:

@@ -34,10 +34,10 @@ from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.growing import FEWEST_COUNTED, RowsSoFar, growing_in, replaced
+from numpyro_sgmcmc.data.growing import FEWEST_COUNTED, PaddedArray, growing_in, replaced
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 from numpyro_sgmcmc.kernels.chains import axes_of
-from numpyro_sgmcmc.kernels.state import Fixed, KnownRows, SGMCMCState
+from numpyro_sgmcmc.kernels.state import ChainConstants, RowProgress, SGMCMCState
 from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
 from numpyro_sgmcmc.posterior.metric import IdentityMetric, Metric
 from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
@@ -73,7 +73,9 @@ def with_rows_so_far(target: Target, state: SGMCMCState) -> SGMCMCState:
         return jax.vmap(partial(with_rows_so_far, target))(state)
     has_changed = jnp.any(now.digest != known.digest)
 
-    def change(parts: tuple[Fixed, Values, SteinSums]) -> tuple[Fixed, Values, SteinSums]:
+    def change(
+        parts: tuple[ChainConstants, Values, SteinSums],
+    ) -> tuple[ChainConstants, Values, SteinSums]:
         fixed, z, stein = parts
         new = _changed(target, fixed)
 
@@ -82,7 +84,7 @@ def with_rows_so_far(target: Target, state: SGMCMCState) -> SGMCMCState:
             return target.unravel(new.metric.values(there))
 
         moved = (jax.vmap(carried) if several else carried)(z)
-        return new, moved, _anew(stein)
+        return new, moved, _reset(stein)
 
     layout, nothing = state.fixed.layout, None
     # of what a condition gives, all must be arrays
@@ -100,14 +102,14 @@ def with_rows_so_far(target: Target, state: SGMCMCState) -> SGMCMCState:
     )
 
 
-def _changed(target: Target, fixed: Fixed) -> Fixed:
+def _changed(target: Target, fixed: ChainConstants) -> ChainConstants:
     """What is fixed, with all rows that there are."""
     known, now, anchor = fixed.known, target.known, fixed.anchor
     assert known is not None and now is not None
-    dtype = target.view.dtype
+    dtype = target.model.dtype
     worth = now.worth(dtype)
     growth = worth / known.worth
-    none = jnp.zeros(target.view.dimension, dtype)
+    none = jnp.zeros(target.model.dimension, dtype)
     metric, shift = fixed.metric.narrowed(growth**-0.5, none), jnp.full_like(none, jnp.nan)
     if anchor is not None:
         mode, anchor = _mode(fixed.metric, anchor), _anchor_of_all(target, metric, fixed)
@@ -122,11 +124,11 @@ def _changed(target: Target, fixed: Fixed) -> Fixed:
         metric=metric,
         variances=metric.variances(none),
         anchor=anchor,
-        known=KnownRows(now.rows, now.digest, known.rows, shift, worth),
+        known=RowProgress(now.rows, now.digest, known.rows, shift, worth),
     )
 
 
-def _anchor_of_all(target: Target, metric: Metric, fixed: Fixed) -> Anchor:
+def _anchor_of_all(target: Target, metric: Metric, fixed: ChainConstants) -> Anchor:
     """The anchor with all rows that there are, near their mode."""
     known, now, anchor = fixed.known, target.known, fixed.anchor
     assert known is not None and now is not None and anchor is not None
@@ -155,7 +157,7 @@ def _mode(metric: Metric, anchor: Anchor) -> Array:
     return ravel(anchor.values) - step
 
 
-def _anew(sums: SteinSums) -> SteinSums:
+def _reset(sums: SteinSums) -> SteinSums:
     """Sums of nothing yet, around the centre that there was."""
     none = jax.tree.map(jnp.zeros_like, sums)
     return none._replace(center=sums.center, length=jnp.ones_like(sums.length))
@@ -192,25 +194,25 @@ def check_growth(
         )
     growing = growing_in((args, kwargs))
     size = growing[0].known.rows
-    names = [plate.name for plate in whole.view.plates]
-    if len(names) != 1 or whole.view.plates[0].size != size:
+    names = [plate.name for plate in whole.model.plates]
+    if len(names) != 1 or whole.model.plates[0].size != size:
         raise ValueError(
             "A model of a `GrowingRows` needs one plate with a `subsample_size`, that of its rows,"
             " `numpyro.plate('rows', y.shape[0], subsample_size=...)`; this one has"
-            f" {', '.join(f'{p.name!r} of size {p.size:,}' for p in whole.view.plates) or 'none'},"
+            f" {', '.join(f'{p.name!r} of size {p.size:,}' for p in whole.model.plates) or 'none'},"
             f" and {int(size):,} rows."
         )
-    worth = float(growing[0].known.worth(whole.view.dtype))
-    counted = whole.view.plates[0].subsample_size * worth / int(size)
+    worth = float(growing[0].known.worth(whole.model.dtype))
+    counted = whole.model.plates[0].subsample_size * worth / int(size)
     if growing[0].known.half_life is not None and counted < FEWEST_COUNTED:
         raise ValueError(
             f"With half_life={float(growing[0].known.half_life):g} the {int(size):,} rows count as"
-            f" {worth:,.0f}, and a minibatch of {whole.view.plates[0].subsample_size} as"
+            f" {worth:,.0f}, and a minibatch of {whole.model.plates[0].subsample_size} as"
             f" {counted:.1f}; {FEWEST_COUNTED} are needed. Take rows older than ten half-lives"
             " away, `rows.remove(...)`, or give the plate a larger `subsample_size`."
         )
     others = [x for x in jax.tree.leaves((args, kwargs), is_leaf=_has_rows) if _has_rows(x)]
-    fixed = [x for x in others if not isinstance(x, RowsSoFar) and x.shape[:1] == (int(size),)]
+    fixed = [x for x in others if not isinstance(x, PaddedArray) and x.shape[:1] == (int(size),)]
     if fixed:
         raise ValueError(
             f"An argument of the model has {int(size):,} rows, shape {tuple(fixed[0].shape)}, and"
@@ -222,13 +224,13 @@ def check_growth(
 
 
 def _has_rows(x: Any) -> bool:
-    return isinstance(x, RowsSoFar) or bool(getattr(x, "shape", ()))
+    return isinstance(x, PaddedArray) or bool(getattr(x, "shape", ()))
 
 
 def _with_other_room(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
     """The arguments with one row in all of the room, unlike the rows that there are."""
 
-    def filled(x: RowsSoFar) -> Any:
+    def filled(x: PaddedArray) -> Any:
         if isinstance(x.values, RowsOnDisk):
             return x.values  # of which a model sees no more than it asks for
         return x.values[np.minimum(np.arange(len(x.values)), int(x.known.rows) - 1)]
@@ -240,10 +242,10 @@ def _check_rest(whole: Target, capacity: int, args: tuple, kwargs: dict) -> None
     """
     :raises ValueError: if what a row adds depends on the other rows, or on how many there are.
     """
-    z = unremarkable_values(whole.view)
-    plate = whole.view.plates[0]
-    here = whole.view.log_densities(z, whole.args, whole.kwargs)
-    there = whole.view.with_room(capacity).log_densities(z, args, kwargs)
+    z = unremarkable_values(whole.model)
+    plate = whole.model.plates[0]
+    here = whole.model.log_densities(z, whole.args, whole.kwargs)
+    there = whole.model.padded(capacity).log_densities(z, args, kwargs)
     for name, value in here.items():
         x, y = float(jnp.sum(value)), float(jnp.sum(there[name]))
         options = (x, x * capacity / plate.size)

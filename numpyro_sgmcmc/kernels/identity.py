@@ -14,20 +14,20 @@ from numpyro_sgmcmc.posterior.target import Target
 #: Log densities that differ by more than rounding are of another model.
 _SAME = 1e-4
 
-OTHER_DATA = (
+DATA_CHANGED = (
     "The control variate of this run belongs to other data: the run cannot go on with these. Set"
     " `mcmc.post_warmup_state = None`, or use a new `MCMC`; with `tuning=kernel.tuning` a new"
     " kernel need not tune itself again."
 )
 
 
-def data_of(target: Target) -> str | None:
+def data_fingerprint(target: Target) -> str | None:
     """
     Tells the data from others, those that the model has from elsewhere than its arguments too; None
     of data that are traced.
     """
     data = fingerprint_of(target.args, target.kwargs)
-    return None if data is None else data + target.view.captured
+    return None if data is None else data + target.model.captured
 
 
 def digest(data: str | None) -> np.ndarray:
@@ -35,9 +35,9 @@ def digest(data: str | None) -> np.ndarray:
     return np.array([int((data or "")[k : k + 8] or "0", 16) for k in (0, 8, 128, 136)], np.uint32)
 
 
-def digest_of(target: Target) -> np.ndarray | None:
+def data_digest(target: Target) -> np.ndarray | None:
     """The same of the data of a target, or None if they are traced."""
-    data = data_of(target)
+    data = data_fingerprint(target)
     return None if data is None else digest(data)
 
 
@@ -49,7 +49,7 @@ def check_state(state: SGMCMCState, data: str | None) -> None:
     if data is not None and state.fixed.anchor is not None:
         known = np.reshape(state.fixed.data, (-1, 4))[0]
         if known.any() and not np.array_equal(known, digest(data)):
-            raise ValueError(OTHER_DATA)
+            raise ValueError(DATA_CHANGED)
 
 
 def other_sites(here: dict[str, float], there: dict[str, float]) -> list[str]:

@@ -17,16 +17,16 @@ from numpyro_sgmcmc.data.converters import given_key, positive
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
-from numpyro_sgmcmc.kernels.collected import constrained
-from numpyro_sgmcmc.kernels.context import Context
 from numpyro_sgmcmc.kernels.cyclical import Cyclical
-from numpyro_sgmcmc.kernels.initial import initialised
+from numpyro_sgmcmc.kernels.init_state import initialised
 from numpyro_sgmcmc.kernels.monitor import Monitor
+from numpyro_sgmcmc.kernels.postprocess import constrained
 from numpyro_sgmcmc.kernels.record import identity_of, record_of
+from numpyro_sgmcmc.kernels.runtime import Context
 from numpyro_sgmcmc.kernels.self_tuning import found_tuning, known_data
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.kernels.transition import sample, sample_on_devices
-from numpyro_sgmcmc.posterior import host
+from numpyro_sgmcmc.posterior import numpyro_private
 from numpyro_sgmcmc.posterior.argument_checks import as_arrays
 from numpyro_sgmcmc.posterior.handlers import Model, full_data
 from numpyro_sgmcmc.posterior.linear_algebra import run_in_order
@@ -47,7 +47,7 @@ class Traits(NamedTuple):
       is that of the end of the step. It is that of the start for methods that take the gradient
       there, and for those that take it between two half drifts.
     - **corrects_noise** - whether it corrects for the noise of independent minibatches.
-    - **knows_energy** - whether its dynamics has the field ``kinetic_energy``, which with the
+    - **has_energy_error** - whether its dynamics has the field ``kinetic_energy``, which with the
       potential is conserved by exact steps.
     - **tested** - whether a sample is tested on all rows (:meth:`SGMCMCKernel.test`).
     """
@@ -56,10 +56,10 @@ class Traits(NamedTuple):
     gradient_at_end: bool = False
     corrects_noise: bool = False
     tested: bool = False
-    knows_energy: bool = False
+    has_energy_error: bool = False
 
 
-@host.asked_whether_it_is_initialised
+@numpyro_private.asked_whether_it_is_initialised
 class SGMCMCKernel(MCMCKernel):
     """
     Base class of the kernels of this package.
@@ -121,7 +121,7 @@ class SGMCMCKernel(MCMCKernel):
         return f"{type(self).__name__}({self.given.as_given})"
 
     @abstractmethod
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> Any:
+    def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Any:
         """
         What the method keeps besides the position.
 
@@ -198,7 +198,7 @@ class SGMCMCKernel(MCMCKernel):
         self,
         target: Target,
         num_warmup: int,
-        fixed: Fixed | None = None,
+        fixed: ChainConstants | None = None,
         state: SGMCMCState | None = None,
     ) -> None:
         """
@@ -261,7 +261,7 @@ class SGMCMCKernel(MCMCKernel):
         :param int samples: number of samples, warm-up included, over which step size schedules are
             compared.
         """
-        args, kwargs = self.context.without_room(self.given.model, args, kwargs)
+        args, kwargs = self.context.trimmed(self.given.model, args, kwargs)
         self.context.read(self, args, kwargs)
         target = self.context.target(self.given, args, kwargs)
         return identity_of(self, target, samples * self.steps_per_sample)
@@ -297,7 +297,7 @@ class SGMCMCKernel(MCMCKernel):
             step size 1, friction 0.7, 4 steps per sample, dense metric
         """
         rng_key = given_key(rng_key)
-        args, kwargs = self.context.without_room(self.given.model, args, kwargs)
+        args, kwargs = self.context.trimmed(self.given.model, args, kwargs)
         self.context.read(self, args, kwargs)
         target = self.context.target(self.given, args, kwargs)
         self.context.check_rows(target)

@@ -11,7 +11,7 @@ from jax import Array, random
 
 from numpyro_sgmcmc.data.converters import positive
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
-from numpyro_sgmcmc.kernels.state import Fixed
+from numpyro_sgmcmc.kernels.state import ChainConstants
 from numpyro_sgmcmc.posterior.handlers import Model
 
 
@@ -68,5 +68,5 @@ class MomentumKernel(SGMCMCKernel):
         friction = positive("momentum_decay", momentum_decay) / step_size
         return cls(model, step_size, friction, **options)
 
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> Any:
+    def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Any:
         return Momentum(fresh_momentum(rng_key, position, self.given.temperature))

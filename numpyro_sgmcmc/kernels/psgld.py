@@ -16,7 +16,7 @@ from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.integrators import langevin
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
 from numpyro_sgmcmc.kernels.settings import recorded
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -127,7 +127,7 @@ class PSGLD(SGMCMCKernel):
         self,
         target: Target,
         num_warmup: int,
-        fixed: Fixed | None = None,
+        fixed: ChainConstants | None = None,
         state: SGMCMCState | None = None,
     ) -> None:
         if self.given.frozen and num_warmup == 0:
@@ -144,7 +144,9 @@ class PSGLD(SGMCMCKernel):
             1.0 if tuning.noise is None else _scale(tuning.noise)
         )
 
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> Preconditioned:
+    def init_dynamics(
+        self, rng_key: Array, position: Array, fixed: ChainConstants
+    ) -> Preconditioned:
         return Preconditioned(jnp.zeros_like(position), jnp.zeros((), jnp.int32))
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:

@@ -84,7 +84,7 @@ def identity_of(kernel: "SGMCMCKernel", target: Target, num_steps: int) -> dict[
     identity: dict[str, Any] = {"kernel": type(kernel).__name__}
     settings = kernel.given.described(num_steps)
     identity |= {f"kernel's {name}": words for name, words in settings.items()}
-    latents = sorted(target.view.latents.items())
+    latents = sorted(target.model.latents.items())
     identity["latent sites"] = ", ".join(f"{k}: {x.dtype}{list(x.shape)}" for k, x in latents)
 
     found = densities_of(target, kernel.context.compiled)
@@ -93,7 +93,7 @@ def identity_of(kernel: "SGMCMCKernel", target: Target, num_steps: int) -> dict[
     identity["program of the model"] = {versions: program_of(target)}
     data = fingerprint_of(target.args, target.kwargs)
     identity["data"] = "" if data is None else data
-    identity["data that are no arguments"] = target.view.captured
+    identity["data that are no arguments"] = target.model.captured
     # other devices draw other rows
     shards = kernel.context.shards
     identity["mesh"] = str(dict(shards.mesh.shape)) if shards else "none"

@@ -233,13 +233,13 @@ def _potential_differences(
     # independent minibatches, whose rows say how they vary
     target = target._replace(scheme=SCHEMES["without_replacement"])
     potential, factors = target.potential(IdentityMetric()), target.factors
-    values = jax.vmap(lambda z: potential.values(ravel(target.in_coordinates(z))))(z)
+    values = jax.vmap(lambda z: potential.values(ravel(target.to_internal(z))))(z)
     if target.strata or minibatches * target.minibatch_share >= 1:
 
         def of_chunk(rows: Rows) -> Array:
             return -jnp.diff(jax.vmap(lambda x: potential(x, rows, rng_key))(values))
 
-        difference = over_all_data(of_chunk, target.view.plates)
+        difference = over_all_data(of_chunk, target.model.plates)
         return difference, jnp.zeros_like(difference), math.inf
 
     def of_minibatch(total: Any, k: Array) -> tuple[Any, None]:
@@ -254,7 +254,7 @@ def _potential_differences(
         return jax.tree.map(jnp.add, total, (difference, variance)), None
 
     pairs = len(jax.tree.leaves(z)[0]) - 1
-    none = jnp.zeros(pairs, target.view.dtype)
+    none = jnp.zeros(pairs, target.model.dtype)
     (difference, variance), _ = lax.scan(of_minibatch, (none, none), jnp.arange(minibatches))
-    rows = minibatches * min(plate.subsample_size for plate in target.view.plates)
+    rows = minibatches * min(plate.subsample_size for plate in target.model.plates)
     return difference / minibatches, variance / minibatches**2, rows

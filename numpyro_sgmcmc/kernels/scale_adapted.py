@@ -14,7 +14,7 @@ from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
 from numpyro_sgmcmc.kernels.momentum import fresh_momentum
 from numpyro_sgmcmc.kernels.settings import StepSize, recorded
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
 
 #: Gradients smaller than the root of this, of parameters that do nothing, count as this.
@@ -114,7 +114,7 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
         self,
         target: Target,
         num_warmup: int,
-        fixed: Fixed | None = None,
+        fixed: ChainConstants | None = None,
         state: SGMCMCState | None = None,
     ) -> None:
         if num_warmup == 0:
@@ -123,7 +123,7 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
                 " Use a warm-up of some thousand steps."
             )
 
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> ScaleAdapted:
+    def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> ScaleAdapted:
         one = jnp.ones_like(position)
         momentum = fresh_momentum(rng_key, position, self.given.temperature)
         return ScaleAdapted(momentum, one, jnp.zeros_like(position), one)

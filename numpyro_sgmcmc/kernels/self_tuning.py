@@ -19,24 +19,24 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.kernels.chains import axes_for
-from numpyro_sgmcmc.kernels.identity import data_of, digest, other_sites
-from numpyro_sgmcmc.kernels.state import Fixed, Layout, SGMCMCState
+from numpyro_sgmcmc.kernels.identity import data_fingerprint, digest, other_sites
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, StaticConfig
 from numpyro_sgmcmc.kernels.transition import sample, start
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, order_of
-from numpyro_sgmcmc.posterior.host import shows_bars
 from numpyro_sgmcmc.posterior.initial_values import draw_from
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.numpyro_private import shows_bars
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
-from numpyro_sgmcmc.tuning.given import metric_for
-from numpyro_sgmcmc.tuning.mixing import Halves, PilotRun, no_positions, with_position
-from numpyro_sgmcmc.tuning.phases import Choices, find_tuning, tuning_bar
+from numpyro_sgmcmc.tuning.phases import TuningRequest, find_tuning, tuning_bar
 from numpyro_sgmcmc.tuning.pilot import PILOT_CHAINS
+from numpyro_sgmcmc.tuning.pilot_rhat import Halves, PilotRun, no_positions, with_position
 from numpyro_sgmcmc.tuning.rare_rows import strata_by_importance
 from numpyro_sgmcmc.tuning.strata import are_strata_of, given_strata
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
+from numpyro_sgmcmc.tuning.user_metric import metric_for
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
@@ -54,24 +54,24 @@ _STEPS_TIMED = 100
 
 def fixed_for(
     method: "SGMCMCKernel", target: Target, tuning: Tuning, steps_per_sample: int, num_warmup: Any
-) -> Fixed:
+) -> ChainConstants:
     """What a tuning decides for all steps of all chains."""
-    target, latents = target.tuned(tuning), target.view.latents
+    target, latents = target.tuned(tuning), target.model.latents
     dtype = jnp.result_type(*(x.dtype for x in latents.values()))
     sites = tuple(math.prod(latents[name].shape) for name in sorted(latents))
-    layout = Layout(
+    layout = StaticConfig(
         steps_per_sample,
         sites,
         method.noise(target, tuning),
         method.integrator(tuning),
-        target.view.facts,
+        target.model.facts,
         tuning.rule,
     )
-    return Fixed(
+    return ChainConstants(
         step_size=jnp.asarray(tuning.step_size, dtype),
         friction=None if tuning.friction is None else jnp.asarray(tuning.friction, dtype),
         metric=tuning.metric,
-        variances=tuning.metric.variances(jnp.zeros(target.view.dimension, dtype)),
+        variances=tuning.metric.variances(jnp.zeros(target.model.dimension, dtype)),
         warmup_steps=jnp.asarray(num_warmup * steps_per_sample, jnp.int32),
         anchor=tuning.anchor,
         data=jnp.asarray(digest(tuning.data)),
@@ -109,7 +109,7 @@ def known_data(method: "SGMCMCKernel", target: Target) -> str:
     """
     :raises ValueError: if the values of the data are not known.
     """
-    data = data_of(target)
+    data = data_fingerprint(target)
     if data is None:
         raise ValueError(
             f"{type(method).__name__} cannot tune itself inside `jit` or `vmap` of its data."
@@ -122,13 +122,13 @@ def _adopted(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> Tuning:
     """
     :raises ValueError: if the tuning is of another model or method.
     """
-    size, metric, given = target.view.dimension, tuning.metric, method.given
+    size, metric, given = target.model.dimension, tuning.metric, method.given
     if not isinstance(metric, IdentityMetric) and len(metric.center) != size:
         raise ValueError(
             f"`tuning` was found for {len(metric.center)} unconstrained parameters, but this"
             f" model has {size}."
         )
-    data, here, there = data_of(target), method.context.densities, tuning.densities
+    data, here, there = data_fingerprint(target), method.context.densities, tuning.densities
     # of other data the densities are others too
     others = other_sites(here, there) if data == tuning.data else sorted(here.keys() ^ there)
     if here and there and others:
@@ -198,7 +198,7 @@ def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: s
     # a given metric is one of the coordinates as written
     is_found = metric is None or isinstance(metric, str)
     reparametrise = given.reparametrise and is_found and not grows
-    choices = Choices(
+    choices = TuningRequest(
         given.first_step_size,
         friction,
         metric,
@@ -339,7 +339,7 @@ def _short_chains(
     method: "SGMCMCKernel",
     target: Target,
     gaussian: Any,
-    fixed: Fixed,
+    fixed: ChainConstants,
     samples: Array,
     rng_key: Array,
 ) -> PilotRun:
@@ -351,7 +351,7 @@ def _short_chains(
         return start(method, target, fixed, z, chain_key, dynamics_key)
 
     def seen(halves: Halves, z: Values, k: Array) -> Halves:
-        position = fixed.metric.coordinates(ravel(target.in_coordinates(z)))
+        position = fixed.metric.coordinates(ravel(target.to_internal(z)))
         return with_position(halves, position, 4 * k // samples - 2, 2 * k >= samples)
 
     def both(seen: Callable) -> Callable:
@@ -361,7 +361,7 @@ def _short_chains(
 
         return sampled
 
-    none = no_positions(target.view.dimension, gaussian.center.dtype)
+    none = no_positions(target.model.dimension, gaussian.center.dtype)
 
     def one(chain: tuple[Array, Values, Array]) -> PilotRun:
         state, halves = lax.fori_loop(0, samples, both(seen), (begin(*chain), none))

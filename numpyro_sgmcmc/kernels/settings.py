@@ -27,9 +27,9 @@ from numpyro_sgmcmc.kernels.replicas import checked_replicas
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS
 from numpyro_sgmcmc.posterior.handlers import Model
 from numpyro_sgmcmc.tuning.ensemble import checked_start
-from numpyro_sgmcmc.tuning.given import checked_metric, checked_tuning
 from numpyro_sgmcmc.tuning.strata import STRATIFIED, checked_strata
 from numpyro_sgmcmc.tuning.tuning import Tuning
+from numpyro_sgmcmc.tuning.user_metric import checked_metric, checked_tuning
 
 #: A positive number, or a function of the number of steps taken, such as an optax schedule.
 StepSize = float | Callable[[Array], Array | float]
@@ -101,7 +101,7 @@ class Settings:
         (:mod:`~numpyro_sgmcmc.tuning.rare_rows`). They need
         ``subsampling="without_replacement"``.
     :param bool reparametrise: whether hierarchies are sampled in coordinates between centred and
-        non-centred ones, which the tuning finds (:mod:`~numpyro_sgmcmc.posterior.centring`); the
+        non-centred ones, which the tuning finds (:mod:`~numpyro_sgmcmc.posterior.reparam`); the
         draws are those of the sites as written either way.
     :param int steps_per_sample: number of steps between two samples that NumPyro's
         ``MCMC`` sees; ``num_warmup``, ``num_samples`` and ``thinning`` count samples. None is 1 if

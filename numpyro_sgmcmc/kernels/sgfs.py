@@ -13,7 +13,7 @@ from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel, Traits
 from numpyro_sgmcmc.kernels.settings import covariance_settings
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -115,7 +115,7 @@ class SGFS(SGMCMCKernel):
         """The estimate of N I + V / T: that of V, with n / N added to the factors."""
         assert self.given.noise is not None
         noise = self.given.noise.resolved(target, largest_of(tuning.noise))
-        shares = {plate.name: plate.subsample_size / plate.size for plate in target.view.plates}
+        shares = {plate.name: plate.subsample_size / plate.size for plate in target.model.plates}
         factors = tuple(
             (name, shares[name] + factor / self.given.temperature) for name, factor in noise.factors
         )
@@ -125,7 +125,7 @@ class SGFS(SGMCMCKernel):
         # as for SGLD with the noise corrected: the Fisher information is one of the curvatures
         return 2 * ACCEPTED_BIAS / noise.curvature, None
 
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> Scored:
+    def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Scored:
         return Scored(*fixed.layout.noise.start(position))
 
     def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:

@@ -32,7 +32,7 @@ from numpyro_sgmcmc.kernels.settings import (
     recorded,
 )
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.kernels.transition import flattened
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of, whitened_step
@@ -220,7 +220,7 @@ class SGHMC(MomentumKernel):
         self,
         target: Target,
         num_warmup: int,
-        fixed: Fixed | None = None,
+        fixed: ChainConstants | None = None,
         state: SGMCMCState | None = None,
     ) -> None:
         if fixed is None or self.given.estimates != (state is not None):
@@ -241,7 +241,7 @@ class SGHMC(MomentumKernel):
         return min(whitened_step(noise), largest), friction
 
     def init_dynamics(
-        self, rng_key: Array, position: Array, fixed: Fixed
+        self, rng_key: Array, position: Array, fixed: ChainConstants
     ) -> Momentum | MomentumWithNoise:
         momentum = fresh_momentum(rng_key, position, self.given.temperature)
         if (noise := fixed.layout.noise) is None:
@@ -368,7 +368,7 @@ def _flat_noise_variance(given: Any, target: Target) -> np.ndarray:
     """A scalar, or the estimate for each entry of the flat position."""
     if not isinstance(given, dict):
         return given
-    latents = target.view.latents
+    latents = target.model.latents
     if set(given) != set(latents):
         raise ValueError(
             f"`noise_variance` must have an entry for each latent site {sorted(latents)};"

@@ -13,7 +13,7 @@ from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovari
 from numpyro_sgmcmc.kernels.integrators import langevin
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel, Traits
 from numpyro_sgmcmc.kernels.settings import covariance_settings, recorded
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -119,7 +119,7 @@ class SGLD(SGMCMCKernel):
         return min(2 * ACCEPTED_BIAS / noise.curvature, largest), None
 
     def init_dynamics(
-        self, rng_key: Array, position: Array, fixed: Fixed
+        self, rng_key: Array, position: Array, fixed: ChainConstants
     ) -> Overdamped | OverdampedWithNoise:
         noise = fixed.layout.noise
         return Overdamped() if noise is None else OverdampedWithNoise(*noise.start(position))

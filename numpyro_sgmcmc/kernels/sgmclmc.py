@@ -17,7 +17,7 @@ from numpyro_sgmcmc.kernels.integrators import drift, microcanonical_kick
 from numpyro_sgmcmc.kernels.kernel import Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.settings import covariance_settings
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, largest_of, whitened_step
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -125,7 +125,7 @@ class SGMCLMC(MomentumKernel):
     @property
     def traits(self) -> Traits:
         corrects = self.given.noise is not None
-        return Traits(2 if corrects else 1, corrects_noise=corrects, knows_energy=True)
+        return Traits(2 if corrects else 1, corrects_noise=corrects, has_energy_error=True)
 
     @property
     def default_fields(self) -> tuple[str, ...]:
@@ -140,10 +140,10 @@ class SGMCLMC(MomentumKernel):
         self,
         target: Target,
         num_warmup: int,
-        fixed: Fixed | None = None,
+        fixed: ChainConstants | None = None,
         state: SGMCMCState | None = None,
     ) -> None:
-        if target.view.dimension < 2:
+        if target.model.dimension < 2:
             raise ValueError(
                 "SGMCLMC turns a momentum of constant norm, and the model has a single parameter,"
                 " whose momentum cannot be turned: use CCAdL or SGHMC."
@@ -155,7 +155,9 @@ class SGMCLMC(MomentumKernel):
         largest = 2 * 0.25 * friction / max(noise.largest, 1e-30)
         return min(whitened_step(noise) / 2, largest), friction
 
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> MomentumOnSphere:
+    def init_dynamics(
+        self, rng_key: Array, position: Array, fixed: ChainConstants
+    ) -> MomentumOnSphere:
         momentum = on_sphere(fresh_momentum(rng_key, position, 1.0))
         zero = jnp.zeros((), position.dtype)
         average, count = (), jnp.zeros((), jnp.int32)
@@ -189,7 +191,7 @@ def on_sphere(momentum: Array) -> Array:
 
 
 def _random_force(
-    fixed: Fixed,
+    fixed: ChainConstants,
     dynamics: MomentumOnSphere,
     evaluation: Evaluation,
     h: Array,

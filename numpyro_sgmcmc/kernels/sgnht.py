@@ -17,7 +17,7 @@ from numpyro_sgmcmc.kernels.kernel import Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.settings import recorded
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
-from numpyro_sgmcmc.kernels.state import Fixed, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, whitened_step
 
 
@@ -140,7 +140,9 @@ class SGNHT(MomentumKernel):
             return euler_step(noise, friction), friction
         return whitened_step(noise), friction
 
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: Fixed) -> Thermostatted:
+    def init_dynamics(
+        self, rng_key: Array, position: Array, fixed: ChainConstants
+    ) -> Thermostatted:
         sites = len(fixed.layout.sites)
         shape = {"one": (), "site": (sites,), "coordinate": position.shape}[self.given.thermostats]
         momentum = fresh_momentum(rng_key, position, self.given.temperature)

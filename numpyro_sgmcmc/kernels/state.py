@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.gradients.estimators import Evaluation
 from numpyro_sgmcmc.kernels.replicas import HotReplicas
-from numpyro_sgmcmc.posterior.centring import Coordinates
 from numpyro_sgmcmc.posterior.control_variate import Anchor
 from numpyro_sgmcmc.posterior.metric import Metric
 from numpyro_sgmcmc.posterior.prefetch import Prefetched
+from numpyro_sgmcmc.posterior.reparam import Coordinates
 from numpyro_sgmcmc.stein import SteinSums
 
 #: Fields by the names that they, or their like, have in other kernels.
@@ -37,7 +37,7 @@ _MEANT = {
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Layout:
+class StaticConfig:
     """
     Facts that are part of the compiled program: with others JAX traces anew.
 
@@ -48,7 +48,7 @@ class Layout:
     - **integrator** - the word for the integrator, of methods that have several.
     - **model** - facts of the model, what it has from elsewhere than its arguments among them.
     - **rule** - of integrals over latent variables of groups
-      (:func:`~numpyro_sgmcmc.posterior.inner_rules.log_integral`).
+      (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`).
     """
 
     steps_per_sample: int
@@ -59,11 +59,11 @@ class Layout:
     rule: str = "step"
 
 
-class KnownRows(NamedTuple):
+class RowProgress(NamedTuple):
     """
     Which rows the chains know, where they keep coming.
 
-    - **rows**, **digest** - as of :class:`~numpyro_sgmcmc.data.growing.Known`.
+    - **rows**, **digest** - as of :class:`~numpyro_sgmcmc.data.growing.RowCount`.
     - **before** - how many there were before the latest change.
     - **shift** - how far it has moved the mode, in the coordinates and as a part of what chance
       explains, :math:`(N' / N - 1)^{-1/2} L'^{-1} (m' - m)`, shape (d,): standard normal numbers if
@@ -78,7 +78,7 @@ class KnownRows(NamedTuple):
     worth: Array
 
 
-class Fixed(NamedTuple):
+class ChainConstants(NamedTuple):
     """
     What was decided before the chains started: the same for every step, and for every chain unless
     each has a metric of its own, around members of an ensemble.
@@ -107,8 +107,8 @@ class Fixed(NamedTuple):
     strata: dict[str, Strata]
     centring: dict[str, Coordinates]
     constants: Any
-    layout: Layout
-    known: KnownRows | None = None
+    layout: StaticConfig
+    known: RowProgress | None = None
 
     @property
     def rule(self) -> str:
@@ -155,7 +155,7 @@ class SGMCMCState(NamedTuple):
     - **dynamics** - what the method keeps besides the position, for instance the momentum.
     - **step_size** - step size of the latest step.
     - **monitor** - what the chain tells of itself, a :class:`Monitored`.
-    - **fixed** - what was decided before the chains started, a :class:`Fixed`.
+    - **fixed** - what was decided before the chains started, a :class:`ChainConstants`.
     - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of ``i`` and keys split
       from it.
     - **prefetched** - minibatches of the next steps that have been read from disk, or None.
@@ -167,7 +167,7 @@ class SGMCMCState(NamedTuple):
     dynamics: Any
     step_size: Array
     monitor: Monitored
-    fixed: Fixed
+    fixed: ChainConstants
     rng_key: Array
     prefetched: Prefetched | None = None
     replicas: HotReplicas | None = None

@@ -20,14 +20,14 @@ from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
 from numpyro_sgmcmc.kernels.chains import axes_of, check_traced, layout_on, placed
 from numpyro_sgmcmc.kernels.cyclical import is_for_samples, steps_for_samples
 from numpyro_sgmcmc.kernels.growth import with_rows_so_far
-from numpyro_sgmcmc.kernels.identity import digest_of
+from numpyro_sgmcmc.kernels.identity import data_digest
 from numpyro_sgmcmc.kernels.replicas import (
     HotReplicas,
     hot_temperatures,
     keys_of,
     with_positions_exchanged,
 )
-from numpyro_sgmcmc.kernels.state import Fixed, Monitored, SGMCMCState
+from numpyro_sgmcmc.kernels.state import ChainConstants, Monitored, SGMCMCState
 from numpyro_sgmcmc.posterior.control_variate import Anchor
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import Potential, Rows, ravel
@@ -52,7 +52,7 @@ _HEAT, _ENERGY = 2.0, 40.0
 def start(
     method: "SGMCMCKernel",
     target: Target,
-    fixed: Fixed,
+    fixed: ChainConstants,
     z: Values,
     chain_key: Array,
     dynamics_key: Array,
@@ -65,7 +65,7 @@ def start(
     :param chain_key: random key of the chain.
     :param dynamics_key: random key of the first momentum.
     """
-    flat, _ = ravel_pytree(target.tuned(fixed).in_coordinates(z))
+    flat, _ = ravel_pytree(target.tuned(fixed).to_internal(z))
     position = fixed.metric.coordinates(flat)
     count, zero = jnp.zeros((), jnp.int32), jnp.zeros((), flat.dtype)
     return SGMCMCState(
@@ -159,7 +159,7 @@ def _with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGM
 
     def move(z: Values, centring: Any) -> Anchor:
         here = target._replace(centring=centring)
-        return here.anchor(here.centred.in_coordinates(z))
+        return here.anchor(here.centred.to_internal(z))
 
     if jnp.ndim(state.i) > 0:
         move = jax.vmap(move, (0, axes_of(state).fixed.centring))
@@ -191,7 +191,7 @@ def _advance_with_replicas(
         nothing: Any = None
         return moved._replace(fixed=nothing)
 
-    temperatures = hot_temperatures(method.given.replicas, target.view.dtype)
+    temperatures = hot_temperatures(method.given.replicas, target.model.dtype)
     states = jax.vmap(advanced)(hot.states, keys, temperatures)
     return with_positions_exchanged(method, target, new, hot._replace(states=states))
 
@@ -224,14 +224,18 @@ def _steps_of_a_sample(
     places = scale * before.z, scale * state.z
     moved = target.unravel(fixed.metric.moved(flat, *places))
     return state._replace(
-        z=target.as_written(moved),
+        z=target.from_internal(moved),
         monitor=state.monitor._replace(diverging=diverging, stein=stein),
         fixed=fixed,
     )
 
 
 def _tested(
-    method: "SGMCMCKernel", target: Target, fixed: Fixed, before: SGMCMCState, after: SGMCMCState
+    method: "SGMCMCKernel",
+    target: Target,
+    fixed: ChainConstants,
+    before: SGMCMCState,
+    after: SGMCMCState,
 ) -> SGMCMCState:
     """What the method makes of the steps of a sample, by the potential of all rows."""
     change = target.change(fixed.metric, before.z, after.z)
@@ -246,7 +250,7 @@ def one_step(
     method: "SGMCMCKernel",
     target: Target,
     potential: Potential,
-    fixed: Fixed,
+    fixed: ChainConstants,
     is_valid: Array | bool,
     _: Any,
     state: SGMCMCState,
@@ -275,11 +279,11 @@ def one_step(
     finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
     finite = finite & is_valid
     if given.step_size is None or given.tuning is not None:
-        finite = finite & ((i < fixed.warmup_steps) | _is_likely(new, given.temperature))
+        finite = finite & ((i < fixed.warmup_steps) | _energy_is_plausible(new, given.temperature))
     if callable(given.step_size):
         finite = finite & (step_size > 0)
     moved = (new.z, new.dynamics, evaluation.potential)
-    stayed = (state.z, _turned(state.dynamics), monitor.minibatch_potential)
+    stayed = (state.z, _momentum_flipped(state.dynamics), monitor.minibatch_potential)
     z, dynamics, minibatch_potential = jax.tree.map(
         lambda after, before: jnp.where(finite, after, before), moved, stayed
     )
@@ -318,7 +322,7 @@ def one_step(
     )
 
 
-def _is_likely(state: SGMCMCState, temperature: float) -> Array | bool:
+def _energy_is_plausible(state: SGMCMCState, temperature: float) -> Array | bool:
     """
     Whether a momentum is one that occurs. A step that is too long for a place far out, where the
     curvature is greater than anywhere that the tuning has looked, leads further and further away;
@@ -331,28 +335,28 @@ def _is_likely(state: SGMCMCState, temperature: float) -> Array | bool:
     return jnp.sum(momentum**2) < most
 
 
-def _has_its_data(target: Target, fixed: Fixed) -> Array | bool:
+def _has_its_data(target: Target, fixed: ChainConstants) -> Array | bool:
     """Whether the data are those of the anchor, if that can be known."""
     if fixed.known is not None:
         return True  # to which it has moved before the first step
-    if fixed.anchor is None or (here := digest_of(target)) is None:
+    if fixed.anchor is None or (here := data_digest(target)) is None:
         return True
     return jnp.array_equal(fixed.data, here) | ~jnp.any(fixed.data)
 
 
 def flattened(target: Target, state: SGMCMCState) -> tuple[Array, Array, Potential]:
     """The values of one chain as one vector, the position, and the potential there."""
-    metric, flat = state.fixed.metric, ravel(target.in_coordinates(state.z))
+    metric, flat = state.fixed.metric, ravel(target.to_internal(state.z))
     potential = target.potential(metric, state.fixed.anchor)
     return flat, metric.coordinates(flat), potential
 
 
-def _step_size(method: "SGMCMCKernel", i: Array, fixed: Fixed) -> Array:
+def _step_size(method: "SGMCMCKernel", i: Array, fixed: ChainConstants) -> Array:
     given = method.given.step_size
     return jnp.asarray(given(i) if callable(given) else fixed.step_size)
 
 
-def _turned(dynamics: Any) -> Any:
+def _momentum_flipped(dynamics: Any) -> Any:
     """With the momentum reversed: else a step that is undone would lead to the same place."""
     if "momentum" not in getattr(dynamics, "_fields", ()):
         return dynamics

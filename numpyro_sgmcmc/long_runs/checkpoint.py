@@ -23,8 +23,8 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.seen import Seen
-from numpyro_sgmcmc.long_runs.effective_size import Monitored
+from numpyro_sgmcmc.data.content_hash import ContentHash
+from numpyro_sgmcmc.long_runs.effective_size import ThinnedDraws
 from numpyro_sgmcmc.long_runs.files import flush_folder, read, write_atomically
 from numpyro_sgmcmc.long_runs.growing import RowsOfRun
 from numpyro_sgmcmc.long_runs.moments import Moments
@@ -57,15 +57,15 @@ class Key(NamedTuple):
 
 
 #: What a checkpoint has, besides numbers, words and arrays.
-_KINDS = kinds_in(Key, Moments, Monitored, RowsOfRun, Seen, Tuning)
+_KINDS = kinds_in(Key, Moments, ThinnedDraws, RowsOfRun, ContentHash, Tuning)
 
 #: What the checkpoint of a run has: what makes it this run, the draws of each chain, the state, the
 #: tuning, what it has seen of rows on disk and knows of those that keep coming; samples taken,
 #: moments, draws that are monitored, and seconds; and of the store its metadata and its checksums.
 _FIELDS: dict[str, Any] = {
     "about": dict[str, str | float | bool | dict[str, str]], "draws": int,
-    "leaves": dict[str, np.ndarray | Key], "tuning": Any, "rows": list[Seen | None],
-    "known": RowsOfRun | None, "done": int, "moments": Moments, "monitored": Monitored | None,
+    "leaves": dict[str, np.ndarray | Key], "tuning": Any, "rows": list[ContentHash | None],
+    "known": RowsOfRun | None, "done": int, "moments": Moments, "monitored": ThinnedDraws | None,
     "seconds": float, "metadata": str, "manifest": dict[str, np.ndarray],
 }  # fmt: skip
 

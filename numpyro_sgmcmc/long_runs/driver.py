@@ -21,7 +21,7 @@ from numpyro.util import is_prng_key
 import xarray as xr
 
 from numpyro_sgmcmc.data.converters import given_key, instance, one_of, path, positive, truth, whole
-from numpyro_sgmcmc.data.growing import without_room
+from numpyro_sgmcmc.data.growing import trimmed
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.long_runs import identity
 from numpyro_sgmcmc.long_runs.checkpoint import understood
@@ -35,9 +35,9 @@ from numpyro_sgmcmc.long_runs.program import Program, joined, separated
 from numpyro_sgmcmc.long_runs.running import Limits, Progress, Running, restored_progress
 from numpyro_sgmcmc.posterior.argument_checks import checked_arrays
 from numpyro_sgmcmc.posterior.handlers import first_rows_of, full_data
-from numpyro_sgmcmc.posterior.host import HostedRun, is_initialised
+from numpyro_sgmcmc.posterior.numpyro_private import HostedRun, is_initialised
 from numpyro_sgmcmc.results.inference_data import plate_dims
-from numpyro_sgmcmc.results.kept_rows import site_shapes
+from numpyro_sgmcmc.results.row_subset import site_shapes
 
 #: How many samples of a run have been compared with those of another.
 COMPARED = "samples compared"
@@ -277,7 +277,7 @@ class LongRun(HostedRun):
             draws = Draws(program.shapes, names[0], removed, self.num_chains, self._rows)
             self._draws = draws
             sites = draws.sites_of(program.shapes)
-            dims = _dims_of(self.sampler, program.shapes[names[0]], without_room(arguments))
+            dims = _dims_of(self.sampler, program.shapes[names[0]], trimmed(arguments))
             if path is not None:
                 draws.begin_store(folder, dims, (upper - lower) // self.thinning)
             shapes = {name: x.shape for name, x in sites.items()}

@@ -21,7 +21,7 @@ _NUMBERS, _VALUES = 100, 2_000_000
 _SPARE = 4
 
 
-class Monitored(NamedTuple):
+class ThinnedDraws(NamedTuple):
     """
     - **kept** - shape (chains, kept draws, numbers).
     - **stride** - one of how many draws is kept.
@@ -47,11 +47,11 @@ def places(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 
 
 def with_draws(
-    monitored: Monitored | None,
+    monitored: ThinnedDraws | None,
     draws: dict[str, np.ndarray],
     where: dict[str, np.ndarray],
     target: float = 0.0,
-) -> Monitored:
+) -> ThinnedDraws:
     """
     :param draws: shape (chains, draws, ...) by site.
     :param where: :func:`places`.
@@ -64,16 +64,16 @@ def with_draws(
     new = np.concatenate(columns, axis=-1)
     chains, count, numbers = new.shape
     if monitored is None:
-        monitored = Monitored(np.zeros((chains, 0, numbers), np.float32), 1, 0)
+        monitored = ThinnedDraws(np.zeros((chains, 0, numbers), np.float32), 1, 0)
     kept, stride, seen = monitored
     kept = np.concatenate([kept, new[:, -seen % stride :: stride]], axis=1)
     most = max(_VALUES // max(1, chains * numbers), _SPARE * target / chains, 100)
     while kept.shape[1] > 2 * most:
         kept, stride = kept[:, ::2].copy(), 2 * stride
-    return Monitored(kept, stride, seen + count)
+    return ThinnedDraws(kept, stride, seen + count)
 
 
-def least_size(monitored: Monitored, method: str) -> float:
+def least_size(monitored: ThinnedDraws, method: str) -> float:
     """
     The smallest effective sample size of the numbers that are looked at, NaN if it is not known.
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.growing import growing_in, known_by, known_of, replaced, without_room
+from numpyro_sgmcmc.data.content_hash import ContentHash
+from numpyro_sgmcmc.data.growing import growing_in, known_by, replaced, row_count_of, trimmed
 from numpyro_sgmcmc.data.row_identity import RowIdentity, identity_of
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
-from numpyro_sgmcmc.data.seen import Seen
 
 Arguments = tuple[tuple, dict]
 
@@ -60,20 +60,22 @@ class RowsOfRun(NamedTuple):
 
 def rows_of_run(arguments: Arguments) -> RowsOfRun | None:
     """The rows of a run that is begun with these arguments; None if they do not keep coming."""
-    known = known_of(arguments)
+    known = row_count_of(arguments)
     if known is None:
         return None
     return RowsOfRun(int(known.rows), _identity_of(arguments), 0)
 
 
-def check_rows(path: Any, arguments: Arguments, before: RowsOfRun | None, seen: list[Seen]) -> None:
+def check_rows(
+    path: Any, arguments: Arguments, before: RowsOfRun | None, seen: list[ContentHash]
+) -> None:
     """
     :param path: of the store.
     :param before: the rows that it knows.
     :param seen: what it has seen of those on disk.
     :raises ValueError: if these are not the first ones of those that there are.
     """
-    known, remedy = known_of(arguments), "or begin anew with `resume=False`"
+    known, remedy = row_count_of(arguments), "or begin anew with `resume=False`"
     if (known is None) != (before is None):
         now, then = "a `GrowingRows`", "arrays"
         now, then = (now, then) if before is None else (then, now)
@@ -90,7 +92,7 @@ def check_rows(path: Any, arguments: Arguments, before: RowsOfRun | None, seen: 
             f" {remedy}: a store does not go on when rows were removed."
         )
     first = _of_first_rows(arguments, before.rows)
-    for rows, one in zip(on_disk(without_room(first)), seen, strict=False):
+    for rows, one in zip(on_disk(trimmed(first)), seen, strict=False):
         rows.remember(one)  # so that they need not all be read again
     here, there = _identity_of(first), before.identity
     if here.half_life != there.half_life:
@@ -109,7 +111,7 @@ def check_rows(path: Any, arguments: Arguments, before: RowsOfRun | None, seen: 
 
 def _identity_of(arguments: Arguments) -> RowIdentity:
     """What tells the rows that there are, and what they count, from others."""
-    known = known_of(arguments)
+    known = row_count_of(arguments)
     assert known is not None
     half_life = None if known.half_life is None else float(known.half_life)
     return identity_of([x.on_host() for x in growing_in(arguments)], half_life)

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.long_runs.draws import Draws
-from numpyro_sgmcmc.long_runs.effective_size import Monitored, least_size, places
+from numpyro_sgmcmc.long_runs.effective_size import ThinnedDraws, least_size, places
 from numpyro_sgmcmc.long_runs.effective_size import with_draws as monitored_with
 from numpyro_sgmcmc.long_runs.folder import RunFolder
 from numpyro_sgmcmc.long_runs.growing import RowsOfRun
@@ -25,7 +25,7 @@ from numpyro_sgmcmc.long_runs.moments import Moments, summary_of
 from numpyro_sgmcmc.long_runs.moments import with_draws as moments_with
 from numpyro_sgmcmc.long_runs.processes import agreed, together
 from numpyro_sgmcmc.long_runs.program import Program, joined
-from numpyro_sgmcmc.posterior.host import arguments
+from numpyro_sgmcmc.posterior.numpyro_private import arguments
 from numpyro_sgmcmc.results.facts import attributes, stein_of
 
 #: What a call of the program is to take, and the bytes of draws that wait to be written.
@@ -67,7 +67,7 @@ class Progress(NamedTuple):
     done: int
     states: list
     moments: Moments
-    monitored: Monitored | None
+    monitored: ThinnedDraws | None
     seconds: float
 
 

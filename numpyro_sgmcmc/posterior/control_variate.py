@@ -24,7 +24,7 @@ class Anchor(NamedTuple):
     A point at which the potential of all data is known, for :class:`ControlVariate`.
 
     - **values** - unconstrained values :math:`\\hat\\theta` of the latent sites, and of hierarchies
-      the effects (:mod:`~numpyro_sgmcmc.posterior.centring`), whatever the sampler's coordinates.
+      the effects (:mod:`~numpyro_sgmcmc.posterior.reparam`), whatever the sampler's coordinates.
     - **potential** - :math:`U(\\hat\\theta)`, a scalar.
     - **gradient** - :math:`\\nabla U(\\hat\\theta)`, a tree like ``values``.
     - **hessian** - :math:`\\nabla^2 U(\\hat\\theta)`, shape ``(d, d)`` in the order of

@@ -11,7 +11,7 @@ from jax import Array, lax
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
-from numpyro_sgmcmc.data.growing import Known
+from numpyro_sgmcmc.data.growing import RowCount
 from numpyro_sgmcmc.posterior.control_variate import Anchor
 from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.potential import Potential, Rows, hessian_of
@@ -29,7 +29,7 @@ class SoFar(NamedTuple):
     base: Any
     plates: Sequence[Plate]
     first: Array
-    known: Known
+    known: RowCount
 
     def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
         weighted = dict(rows)
@@ -45,7 +45,7 @@ class SoFar(NamedTuple):
 
 
 def with_new_rows(
-    anchor: Anchor, potential: Potential, plate: Plate, first: Array, known: Known
+    anchor: Anchor, potential: Potential, plate: Plate, first: Array, known: RowCount
 ) -> Anchor:
     """
     The anchor of all rows, of one that knows those before the first of these:
@@ -64,7 +64,7 @@ def with_new_rows(
     length = min(plate.size, max(_FEWEST, _CHUNK // plate.points))
     key = jax.random.key(0)
 
-    def seen(start: Array, known: Known) -> tuple[Array, Any, Array | None]:
+    def seen(start: Array, known: RowCount) -> tuple[Array, Any, Array | None]:
         rows = {plate.name: start + jnp.arange(length)}
         some: Any = SoFar(potential, (plate,), start, known)
         value, gradient = jax.value_and_grad(some)(anchor.values, rows, key)

@@ -24,7 +24,7 @@ from numpyro_sgmcmc.data.row_numbers import (
     as_integers,
     as_pair,
     counted_from,
-    is_far,
+    needs_64_bits,
     of_32_bits,
 )
 
@@ -194,7 +194,7 @@ def counted_rows(size: int, chunk: Array, apart: int, first: int, length: int) -
 
     :param int size: the rows of the plate.
     """
-    if is_far(size):
+    if needs_64_bits(size):
         return far_rows(counted_from(chunk, apart, first, length))
     return first + chunk * apart + jnp.arange(length)
 
@@ -205,7 +205,7 @@ def rows_of(numbers: np.ndarray, size: int) -> BatchRows:
 
     :param int size: the rows of the plate.
     """
-    if not is_far(size):
+    if not needs_64_bits(size):
         return jnp.asarray(numbers, jnp.int32)
     high, low = as_pair(np.asarray(numbers, np.int64))
     return DrawnRows(low, high=high)

@@ -74,14 +74,16 @@ def draw_from(
     :param temperature: the covariance is multiplied by it.
     :param rng_key: a key, or a batch of keys for as many chains.
     """
-    view = target.view
+    view = target.model
 
     def draw(rng_key: Array) -> Values:
         normal = random.normal(rng_key, gaussian.center.shape, gaussian.center.dtype)
-        drawn = target.as_written(target.unravel(gaussian.values(math.sqrt(temperature) * normal)))
+        drawn = target.from_internal(
+            target.unravel(gaussian.values(math.sqrt(temperature) * normal))
+        )
         rows, key = view.first_rows(), random.key(0)
         energy = target.mean(view.potential(drawn, rows, key, target.args, target.kwargs))
-        center = target.as_written(target.unravel(gaussian.center))
+        center = target.from_internal(target.unravel(gaussian.center))
         return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(energy), x, y), drawn, center)
 
     return draw(rng_key) if is_prng_key(rng_key) else jax.vmap(draw)(rng_key)

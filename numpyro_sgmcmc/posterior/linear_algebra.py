@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.posterior.operations import CALLS, results_of
+from numpyro_sgmcmc.posterior.jaxpr import CALLS, results_of
 
 #: What jaxlib computes by LAPACK on a CPU, by the names of JAX's primitives.
 _FACTORISATIONS = frozenset(

@@ -13,7 +13,7 @@ group :math:`g`,
 
 and :class:`Marginal` is the model with a factor :math:`p(y_g \\mid \\theta)` for each group in the
 place of all sites of the plate. To whatever samples it a group is a row. Discrete sites are summed
-over, continuous ones integrated by :func:`~numpyro_sgmcmc.posterior.inner_rules.log_integral`.
+over, continuous ones integrated by :func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +37,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.posterior.argument_checks import as_arrays
 from numpyro_sgmcmc.posterior.handlers import Model, Plate, log_density, without_wrappers
-from numpyro_sgmcmc.posterior.inner_rules import draws_of, log_integral, needs_draws, points_of
+from numpyro_sgmcmc.posterior.quadrature import draws_of, log_integral, needs_draws, points_of
 
 #: The name of the factor of a plate ends so.
 MARGINAL = ", marginal"
@@ -91,7 +91,7 @@ class Marginal:
     - **model** - the model as it was written.
     - **plates** - those with latent sites.
     - **hidden** - deterministic sites that depend on these.
-    - **rule** - of the integrals (:func:`~numpyro_sgmcmc.posterior.inner_rules.log_integral`);
+    - **rule** - of the integrals (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`);
       ``"point"`` for the integrand at a point of each group in their place, ``"none"`` for zeros.
     - **at_once** - the number of groups whose integrals are computed together; all if None.
 

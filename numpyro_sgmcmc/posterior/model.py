@@ -33,7 +33,7 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy, unconstrain_fn
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, OfMinibatch, ShapeOf, Watched
-from numpyro_sgmcmc.data.row_numbers import is_far
+from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.posterior.argument_checks import check_data
 from numpyro_sgmcmc.posterior.handlers import (
@@ -47,12 +47,12 @@ from numpyro_sgmcmc.posterior.handlers import (
     log_density,
     numbers_of,
 )
-from numpyro_sgmcmc.posterior.inner_rules import needs_draws
 from numpyro_sgmcmc.posterior.local_latents import LocalPlate, Marginal
 from numpyro_sgmcmc.posterior.local_latents_checks import without_local_latents
 from numpyro_sgmcmc.posterior.model_checks import check_hidden, check_sites
 from numpyro_sgmcmc.posterior.model_exceptions import explained, one_at_a_time
 from numpyro_sgmcmc.posterior.on_disk_checks import check_far, check_lengths
+from numpyro_sgmcmc.posterior.quadrature import needs_draws
 
 #: Unconstrained values of the latent sites, by name.
 Values = dict[str, Array]
@@ -107,7 +107,7 @@ class MinibatchModel(NamedTuple):
         )
         return self._replace(plates=tuple(plates), parts=parts)
 
-    def with_room(self, size: int) -> "MinibatchModel":
+    def padded(self, size: int) -> "MinibatchModel":
         """The model with room for so many rows, of which only the first are there yet."""
         plates = (plate._replace(size=size, grows=True) for plate in self.plates)
         return self._replace(plates=tuple(plates))
@@ -206,7 +206,7 @@ class MinibatchModel(NamedTuple):
             for name, x in indices.items()
             if isinstance(x, DrawnRows) and x.values
         }
-        far = {plate.name for plate in self.plates if is_far(plate.size)}
+        far = {plate.name for plate in self.plates if needs_64_bits(plate.size)}
         seen: list[Any] = []
         for whole, plate in zip(sources, self.on_disk, strict=True):
             source: Any = whole.on_each(self.parts)

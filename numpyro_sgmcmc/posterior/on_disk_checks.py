@@ -11,7 +11,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.row_numbers import MOST_ROWS, is_far
+from numpyro_sgmcmc.data.row_numbers import MOST_ROWS, needs_64_bits
 
 
 def check_lengths(
@@ -54,7 +54,7 @@ def check_far(
     :raises ValueError: if a model uses row numbers that have more than 32 bits otherwise than to
         index what is on disk.
     """
-    far, found = [plate for plate in plates if is_far(plate.size)], list(indices)
+    far, found = [plate for plate in plates if needs_64_bits(plate.size)], list(indices)
     if not far or not found:
         return
     own = list(taken.values())

@@ -16,16 +16,16 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.posterior.centring import (
-    Centring,
-    Written,
-    as_written,
-    centred,
-)
 from numpyro_sgmcmc.posterior.handlers import BatchRows, Indices, Plate, counted_rows
 from numpyro_sgmcmc.posterior.hierarchy import hierarchy_of
 from numpyro_sgmcmc.posterior.metric import Metric
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
+from numpyro_sgmcmc.posterior.reparam import (
+    Centring,
+    Written,
+    centred,
+    from_internal,
+)
 
 #: A pass over all data takes so many rows at once, of which each may be evaluated at many points.
 _CHUNK, _FEWEST = 16_384, 64
@@ -104,7 +104,7 @@ class Potential(Protocol):
 class ModelPotential(NamedTuple):
     """The minibatch potential of a model, as a function of the coordinates of a metric."""
 
-    view: MinibatchModel
+    model: MinibatchModel
     unravel: Callable[[Array], Values]
     metric: Metric
     args: tuple
@@ -133,9 +133,9 @@ class ModelPotential(NamedTuple):
         """The potential, and the effects that the values are."""
         data = rows, rng_key, self.args, self.kwargs
         if not self.centring:
-            return self.view.potential(values, *data), values
+            return self.model.potential(values, *data), values
         written = self._written(values, rows, rng_key)
-        return self.view.potential(written.values, *data) - written.log_det, written.effects
+        return self.model.potential(written.values, *data) - written.log_det, written.effects
 
     def effects(self, values: Values, rows: Rows, rng_key: Array, /) -> Values:
         """The effects that values are."""
@@ -146,7 +146,7 @@ class ModelPotential(NamedTuple):
     ) -> tuple[Array, Values]:
         if self.centring:
             return jax.value_and_grad(self.__call__)(values, rows, rng_key)
-        both = jax.value_and_grad(self.view.potential)
+        both = jax.value_and_grad(self.model.potential)
         return both(values, rows, rng_key, self.args, self.kwargs)
 
     def with_row_terms(
@@ -154,14 +154,14 @@ class ModelPotential(NamedTuple):
     ) -> tuple[Array, dict[str, Array]]:
         data = rows, rng_key, self.args, self.kwargs
         if not self.centring:
-            return self.view.potential_and_row_terms(values, *data)
+            return self.model.potential_and_row_terms(values, *data)
         written = self._written(values, rows, rng_key)
-        energy, terms = self.view.potential_and_row_terms(written.values, *data)
+        energy, terms = self.model.potential_and_row_terms(written.values, *data)
         return energy - written.log_det, terms
 
     def _written(self, values: Values, rows: Rows, rng_key: Array) -> Written:
-        hierarchy = hierarchy_of(self.view, values, rows, rng_key, self.args, self.kwargs)
-        return as_written(hierarchy, self.centring, values)
+        hierarchy = hierarchy_of(self.model, values, rows, rng_key, self.args, self.kwargs)
+        return from_internal(hierarchy, self.centring, values)
 
 
 def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> Any:

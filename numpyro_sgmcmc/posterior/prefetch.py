@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, numbers_in
-from numpyro_sgmcmc.data.row_numbers import is_far
+from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, on_disk, read_ahead
 from numpyro_sgmcmc.posterior.handlers import drawn_rows, weights_of
 from numpyro_sgmcmc.posterior.potential import Rows
@@ -41,8 +41,8 @@ def nothing_prefetched(target: Target) -> Prefetched | None:
     sources = _by_plate(target)
     if not sources:
         return None
-    sizes = {plate.name: plate.subsample_size for plate in target.view.plates}
-    far = {plate.name for plate in target.view.plates if is_far(plate.size)}
+    sizes = {plate.name: plate.subsample_size for plate in target.model.plates}
+    far = {plate.name for plate in target.model.plates if needs_64_bits(plate.size)}
     each = sum(sizes[name] * x.row_bytes for name, found in sources.items() for x in found)
     steps = max(1, min(_MOST_STEPS, _MOST_BYTES // max(each, 1)))
     rows = {}
@@ -142,7 +142,7 @@ def _by_plate(target: Target) -> dict[str, list[RowsOnDisk]]:
     """What the steps need from disk, by plate."""
     found: dict[str, list[RowsOnDisk]] = {}
     sources = on_disk((target.args, target.kwargs))
-    for source, plate in zip(sources, target.view.on_disk, strict=True):
+    for source, plate in zip(sources, target.model.on_disk, strict=True):
         if plate is not None:
             found.setdefault(plate, []).append(source)
     return found

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program
-from numpyro_sgmcmc.data.row_numbers import is_far
+from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
 from numpyro_sgmcmc.posterior.handlers import (
@@ -37,6 +37,7 @@ from numpyro_sgmcmc.posterior.handlers import (
     rows_among,
     rows_of,
 )
+from numpyro_sgmcmc.posterior.index_bounds import IndexedArray, watched
 from numpyro_sgmcmc.posterior.local_latents import with_observed
 from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
 from numpyro_sgmcmc.posterior.row_errors import (
@@ -49,7 +50,6 @@ from numpyro_sgmcmc.posterior.row_errors import (
     outside_support,
 )
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.watched_indices import IndexedArray, watched
 
 #: So many rows are looked at together, and so few where a row may depend on others; all of them in
 #: such few where these are no more, to compile one program instead of two.
@@ -109,9 +109,9 @@ def check_rows(
         the log density depends on the other rows of its minibatch. It names site and rows.
     """
     # rows of groups are seen as well in the integrand, which takes a part of the time to compile
-    target, whole = (x._replace(view=x.view.with_rule("point")) for x in (target, whole))
-    look, values = _Look(target, compiled), unremarkable_values(target.view)
-    if not target.view.plates:
+    target, whole = (x._replace(model=x.model.with_rule("point")) for x in (target, whole))
+    look, values = _Look(target, compiled), unremarkable_values(target.model)
+    if not target.model.plates:
         return look.densities()
     check_supports(whole)
     with ExitStack() as stack:
@@ -142,16 +142,16 @@ def densities_of(target: Target, compiled: Callable[..., Callable]) -> dict[str,
     :param target: the model with its data, on each of the devices that they are spread over.
     :param compiled: how a program is compiled, as :meth:`Target.program` does it.
     """
-    look = _Look(target._replace(view=target.view.with_rule("point")), compiled)
+    look = _Look(target._replace(model=target.model.with_rule("point")), compiled)
     elsewhere = {f"{name} at other values": x for name, x in look.densities(-1.5).items()}
     return look.densities() | elsewhere
 
 
 def program_of(target: Target) -> str:
     """Tells what the model computes of rows from others, in this version of JAX and NumPyro."""
-    target = target._replace(view=target.view.with_rule("point"))
+    target = target._replace(model=target.model.with_rule("point"))
     program, data, _ = target.program(seen_of, outputs=PartitionSpec(ROWS))
-    arguments = unremarkable_values(target.view), target.view.first_rows(), random.key(0)
+    arguments = unremarkable_values(target.model), target.model.first_rows(), random.key(0)
     return fingerprint_of_program(jax.make_jaxpr(program)(data, *arguments))
 
 
@@ -172,8 +172,8 @@ def _of_sites(
     target: Target, z: Values, rng_key: Array, rows: Any
 ) -> tuple[dict[Place, Array], dict[Place, Array], dict[str, Array]]:
     """All but the indices."""
-    plates = {plate.name for plate in target.view.plates}
-    _, sites = target.view.potential_and_sites(z, rows, rng_key, target.args, target.kwargs)
+    plates = {plate.name for plate in target.model.plates}
+    _, sites = target.model.potential_and_sites(z, rows, rng_key, target.args, target.kwargs)
     terms, outside, densities = {}, {}, {}
     for name, site in with_observed(sites).items():
         if site["type"] != "sample":
@@ -213,7 +213,7 @@ def _looks_wrong(
     :param int length: rows of a chunk.
     :param chunks: numbers of chunks.
     """
-    (plate,) = target.view.plates
+    (plate,) = target.model.plates
 
     def of_chunk(found: tuple[Array, Array], k: Array) -> tuple[Any, None]:
         rows = counted_rows(plate.size, k, length, 0, length)
@@ -234,7 +234,7 @@ class _Look:
     """A program that looks at some rows, and what it is used for."""
 
     def __init__(self, target: Target, compiled: Callable[..., Callable]) -> None:
-        self.target, self.plates = target, target.view.plates
+        self.target, self.plates = target, target.model.plates
         self.sizes = {plate.name: plate.size * target.parts for plate in self.plates}
         self.program = compiled("rows", seen_of, target, outputs=PartitionSpec(ROWS))
         self.compiled = compiled
@@ -248,7 +248,7 @@ class _Look:
         each = int(most ** (1 / max(1, len(self.plates))))
         # of all rows `numpyro.subsample` would give them in their own order
         lengths = {plate.name: max(1, min(plate.size - 1, each)) for plate in self.plates}
-        z = unremarkable_values(self.target.view)
+        z = unremarkable_values(self.target.model)
         try:
             return lengths, self.at(z, _first(lengths))
         except (TypeError, ValueError):
@@ -264,7 +264,7 @@ class _Look:
         # scattered rows on disk take their time
         is_here = not on_disk((self.target.args, self.target.kwargs))
         rows = self.spread(self.many if is_here else self._working(_FEW)[0])
-        z = jax.tree.map(lambda x: scale * x, unremarkable_values(self.target.view))
+        z = jax.tree.map(lambda x: scale * x, unremarkable_values(self.target.model))
         return {name: float(x.sum()) for name, x in self.at(z, rows).densities.items()}
 
     def spread(self, lengths: dict[str, int]) -> dict[str, Any]:
@@ -475,7 +475,7 @@ class _Look:
         arguments = jax.tree.leaves((self.target.args, self.target.kwargs))
         for plate in self.plates:
             length = lengths[plate.name]
-            last = length - 1 if is_far(plate.size) else plate.size - 1
+            last = length - 1 if needs_64_bits(plate.size) else plate.size - 1
             spread[plate.name] = np.linspace(0, last, length).round().astype(int)
             found: list[Any] = [np.zeros(0, int)]
             for x in arguments if self.target.shards is None else ():
@@ -514,7 +514,7 @@ def _used_beyond(target: Target, z: Values, k: int, bad: BadRows) -> IndexedArra
     The ``k``-th index of the model in rows where it is beyond an array's ends, or None if another
     value there makes no difference.
     """
-    rows = rows_among(target.view.plates, bad.among, _FEW)
+    rows = rows_among(target.model.plates, bad.among, _FEW)
     function = partial(_of_sites, target, z, random.key(0))
     (terms, *_), indexed = watched(function, rows)
     (others, *_), _ = watched(function, rows, elsewhere=True)

@@ -15,10 +15,10 @@ from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.posterior.argument_checks import named_arrays
 from numpyro_sgmcmc.posterior.handlers import Indices, rows_among, without_wrappers
+from numpyro_sgmcmc.posterior.index_bounds import IndexedArray
 from numpyro_sgmcmc.posterior.local_latents import MARGINAL, with_observed
 from numpyro_sgmcmc.posterior.model import unremarkable_values
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.watched_indices import IndexedArray
 
 _REMEDY = (
     "Correct these rows or drop them; or give any value of the support there and leave them out of"
@@ -27,20 +27,20 @@ _REMEDY = (
 
 
 def _sites(target: Target, rows: Indices, z: Any = None) -> dict[str, dict]:
-    z = unremarkable_values(target.view) if z is None else z
+    z = unremarkable_values(target.model) if z is None else z
     with validation_enabled(False):
         data = target.args, target.kwargs
-        return with_observed(target.view.potential_and_sites(z, rows, random.key(0), *data)[1])
+        return with_observed(target.model.potential_and_sites(z, rows, random.key(0), *data)[1])
 
 
 def check_supports(target: Target) -> None:
     """
     :raises ValueError: if what an observation may be depends on latent sites.
     """
-    plates = {plate.name for plate in target.view.plates}
+    plates = {plate.name for plate in target.model.plates}
 
     def inside(**z: Array) -> dict[str, Array]:
-        sites = _sites(target, target.view.first_rows(), z)
+        sites = _sites(target, target.model.first_rows(), z)
         return {
             # at other values: those of rows that are missing may be latent
             name: jnp.asarray(site["fn"].support(jnp.zeros_like(site["value"])))
@@ -50,7 +50,7 @@ def check_supports(target: Target) -> None:
             and jnp.size(site["value"])
         }
 
-    for name, latents in eval_provenance(inside, **unremarkable_values(target.view)).items():
+    for name, latents in eval_provenance(inside, **unremarkable_values(target.model)).items():
         if latents:
             raise ValueError(
                 f"The support of the observations of site '{name}' depends on latent sites"
@@ -69,13 +69,13 @@ def _named(fn: Any) -> str:
 
 def _of_all(target: Target, plate: str) -> str:
     # the view may be that of one device
-    size = next(p.size for p in target.view.plates if p.name == plate)
+    size = next(p.size for p in target.model.plates if p.name == plate)
     return f"{size:,} rows of plate '{plate}'"
 
 
 def outside_support(target: Target, name: str, plate: str, bad: Any) -> ValueError:
     """Observations outside of the support of their site."""
-    site = _sites(target, rows_among(target.view.plates, bad.among))[name]
+    site = _sites(target, rows_among(target.model.plates, bad.among))[name]
     value = np.asarray(site["value"])
     inside = np.asarray(site["fn"].support(site["value"]))
     event = value.ndim - inside.ndim
@@ -140,7 +140,9 @@ def _last(support: Any) -> int | None:
 
 def not_finite(target: Target, name: str, plate: str, bad: Any) -> ValueError:
     """Rows whose density is not finite."""
-    rows = {p.name: jnp.zeros(1, int) for p in target.view.plates} | {plate: jnp.array([bad.first])}
+    rows = {p.name: jnp.zeros(1, int) for p in target.model.plates} | {
+        plate: jnp.array([bad.first])
+    }
     site = _sites(target, rows)[name]
     value = np.asarray(site["value"])
     seen = f", where the observation is {value.ravel()[0]:.6g}" if value.size == 1 else ""
@@ -154,7 +156,7 @@ def not_finite(target: Target, name: str, plate: str, bad: Any) -> ValueError:
 
 def beyond_array(target: Target, indexed: IndexedArray, bad: Any) -> ValueError:
     """An array that is indexed beyond its ends by some rows."""
-    arrays = named_arrays(target.view.model, target.args, target.kwargs)
+    arrays = named_arrays(target.model.model, target.args, target.kwargs)
     names = {id(x): f"argument '{name}'" for name, x in arrays}
     array, length, index = indexed
     wrong = index[(index < 0) | (index >= length)]
@@ -182,7 +184,7 @@ def dependent_on_number(
 
 def dependent_on_others(target: Target, name: str, plate: str) -> ValueError:
     """A site in which what a row adds depends on the other rows of its minibatch."""
-    rows = target.view.first_rows()
+    rows = target.model.first_rows()
     site = _sites(target, rows)[name]
     count = len(rows[plate])
     fn = site["fn"]

@@ -28,7 +28,7 @@ def check_spread(whole: Target, shards: Shards) -> None:
     :param whole: the model with all of its data.
     :raises ValueError: if a device that sees its own rows only cannot tell what they contribute.
     """
-    view, parts = whole.view, shards.parts
+    view, parts = whole.model, shards.parts
     leaves = jax.tree.leaves((whole.args, whole.kwargs))
     sizes = {leaf.shape[0] for leaf, here in zip(leaves, shards.spread, strict=True) if here}
     sizes |= {len(source) for source in on_disk((whole.args, whole.kwargs))}
@@ -60,7 +60,7 @@ def check_spread(whole: Target, shards: Shards) -> None:
                 f" divided among {parts} devices: use {near}."
             )
     try:
-        each = whole._replace(view=view.on_each(parts), shards=shards)
+        each = whole._replace(model=view.on_each(parts), shards=shards)
         alike = _are_alike(whole, each) if whole.is_here else _first_are_alike(whole)
     except (ValueError, TypeError) as error:
         raise ValueError(
@@ -96,7 +96,7 @@ def _not_spread(whole: Target, shards: Shards, size: int) -> str:
 
 
 def _some_values(target: Target) -> Values:
-    latents = target.view.latents
+    latents = target.model.latents
     keys = random.split(random.key(0), len(latents))
     return {
         name: random.uniform(key, latent.shape, latent.dtype, -1, 1)
@@ -111,7 +111,7 @@ def _first_are_alike(whole: Target) -> bool:
 
     :raises ValueError: if other arrays are in the memory of devices.
     """
-    sources, view = on_disk((whole.args, whole.kwargs)), whole.view
+    sources, view = on_disk((whole.args, whole.kwargs)), whole.model
     for leaf in jax.tree.leaves((whole.args, whole.kwargs)):
         if isinstance(leaf, Array) and not leaf.is_fully_addressable:
             raise ValueError(
@@ -149,11 +149,11 @@ def _are_alike(whole: Target, each: Target) -> bool:
     assert shards is not None
 
     def among_all(target: Target, z: Values, rng_key: Array) -> tuple[Array, dict[str, Array]]:
-        view, where = target.view, (rng_key, target.args, target.kwargs)
+        view, where = target.model, (rng_key, target.args, target.kwargs)
         starts = {plate.name: plate.size // shards.parts for plate in view.plates}
         rows = {
             name: (np.arange(shards.parts)[:, None] * starts[name] + first).ravel()
-            for name, first in each.view.first_rows().items()
+            for name, first in each.model.first_rows().items()
         }
         return view.potential_and_row_terms(z, jax.tree.map(jnp.asarray, rows), *where)
 
@@ -161,7 +161,7 @@ def _are_alike(whole: Target, each: Target) -> bool:
         target: Target, z: Values, rng_key: Array, energy: Array, terms: dict[str, Array]
     ) -> Array:
         where = rng_key, target.args, target.kwargs
-        here, found = target.view.potential_and_row_terms(z, target.view.first_rows(), *where)
+        here, found = target.model.potential_and_row_terms(z, target.model.first_rows(), *where)
         worst = []
         for name, term in terms.items():
             # N / n for a row among all, N / (n / P) on its device

@@ -18,19 +18,12 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
-from numpyro_sgmcmc.data.growing import Known
-from numpyro_sgmcmc.data.row_numbers import is_far
+from numpyro_sgmcmc.data.growing import RowCount
+from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
 from numpyro_sgmcmc.data.strata import Group, Strata
 from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
-from numpyro_sgmcmc.posterior.centring import (
-    Centring,
-    Written,
-    as_written,
-    centred,
-    in_coordinates,
-)
 from numpyro_sgmcmc.posterior.control_variate import Anchor, ControlVariate
 from numpyro_sgmcmc.posterior.fusions import WITHOUT_FAULTY_FUSIONS
 from numpyro_sgmcmc.posterior.growing import SoFar, with_new_rows
@@ -47,6 +40,13 @@ from numpyro_sgmcmc.posterior.potential import (
     over_all_data,
     ravel,
 )
+from numpyro_sgmcmc.posterior.reparam import (
+    Centring,
+    Written,
+    centred,
+    from_internal,
+    to_internal,
+)
 
 
 class Target(NamedTuple):
@@ -55,7 +55,7 @@ class Target(NamedTuple):
     devices, the model is that of one of them, and what is asked of it is computed on all.
     """
 
-    view: MinibatchModel
+    model: MinibatchModel
     args: tuple
     kwargs: dict
     scheme: Scheme = SCHEMES["without_replacement"]
@@ -66,7 +66,7 @@ class Target(NamedTuple):
     #: the coordinates of hierarchies, by site
     centring: Centring = {}
     #: how many rows there are so far, where they keep coming; or None
-    known: Known | None = None
+    known: RowCount | None = None
     #: compiled programs by name, which serve other data of the same shapes too; or None
     programs: dict[Any, "Quick"] | None = None
 
@@ -100,21 +100,21 @@ class Target(NamedTuple):
 
     def unravel(self, flat: Array) -> Values:
         """A flat vector as values of the latent sites."""
-        zeros = {k: jnp.zeros(x.shape, x.dtype) for k, x in self.view.latents.items()}
+        zeros = {k: jnp.zeros(x.shape, x.dtype) for k, x in self.model.latents.items()}
         return ravel_pytree(zeros)[1](flat)
 
     def potential(self, metric: Metric, anchor: Anchor | None = None) -> Potential:
         """The minibatch potential in the coordinates of a metric."""
         data = self.args, self.kwargs, self.centring
-        plain = ModelPotential(self.view, self.unravel, metric, *data)
+        plain = ModelPotential(self.model, self.unravel, metric, *data)
         return plain if anchor is None else ControlVariate(plain, anchor)
 
     def tuned(self, found: Any) -> "Target":
         """With the strata, the coordinates and the rule of a tuning, or of what is fixed."""
-        view = self.view.with_rule(found.rule)
-        return self._replace(view=view, strata=found.strata, centring=found.centring)
+        view = self.model.with_rule(found.rule)
+        return self._replace(model=view, strata=found.strata, centring=found.centring)
 
-    def as_written(self, values: Values) -> Values:
+    def from_internal(self, values: Values) -> Values:
         """Unconstrained values of the latent sites, of values in the coordinates."""
         return self.written(values).values
 
@@ -123,7 +123,7 @@ class Target(NamedTuple):
         if not self.centring:
             none = jnp.zeros(())
             return Written(values, none, values, none)
-        return as_written(self.hierarchy(values), self.centring, values)
+        return from_internal(self.hierarchy(values), self.centring, values)
 
     @property
     def centred(self) -> "Target":
@@ -146,18 +146,16 @@ class Target(NamedTuple):
         (_, log_det), pullback = jax.vjp(moved, values)
         return pullback((gradient, -jnp.ones_like(log_det)))[0]
 
-    def in_coordinates(self, values: Values) -> Values:
-        """The inverse of :meth:`as_written`."""
+    def to_internal(self, values: Values) -> Values:
+        """The inverse of :meth:`from_internal`."""
         return (
-            in_coordinates(self.hierarchy(values), self.centring, values)
-            if self.centring
-            else values
+            to_internal(self.hierarchy(values), self.centring, values) if self.centring else values
         )
 
     def hierarchy(self, values: Values) -> Hierarchy:
         """Of the model, whose coordinates can be chosen."""
-        rows = self.view.first_rows()
-        return hierarchy_of(self.view, values, rows, random.key(0), self.args, self.kwargs)
+        rows = self.model.first_rows()
+        return hierarchy_of(self.model, values, rows, random.key(0), self.args, self.kwargs)
 
     def anchor(self, effects: Values, order: int = 1) -> Anchor:
         """
@@ -165,7 +163,7 @@ class Target(NamedTuple):
         parameters for an expansion to second order. Integrals over latent variables of groups are
         more exact there than in a step: what these get wrong cancels between position and anchor.
         """
-        return self._replace(view=self.view.with_rule("fine")).expansion(effects, order)
+        return self._replace(model=self.model.with_rule("fine")).expansion(effects, order)
 
     def expansion(self, effects: Values, order: int = 1) -> Anchor:
         """The same with integrals as they are in a step."""
@@ -173,8 +171,8 @@ class Target(NamedTuple):
         key = self.own(random.key(0))
         potential: Any = self.centred.potential(IdentityMetric())
         if self.known is not None:
-            potential = SoFar(potential, self.view.plates, jnp.zeros((), jnp.int32), self.known)
-        data = potential, self.view.plates, effects, key
+            potential = SoFar(potential, self.model.plates, jnp.zeros((), jnp.int32), self.known)
+        data = potential, self.model.plates, effects, key
         if order > 1:
             return Anchor(effects, *self.mean(full_data_expansion(*data)))
         value, slope = self.mean(full_data_gradient(*data))
@@ -185,17 +183,17 @@ class Target(NamedTuple):
         How much larger the potential of all rows is at one position than at another: chunk by
         chunk, as the difference of large sums would lose its digits.
         """
-        fine = self._replace(view=self.view.with_rule("fine"))
+        fine = self._replace(model=self.model.with_rule("fine"))
         plain, key = fine.potential(metric), self.own(random.key(0))
         potential: Any = plain
         if self.known is not None:
-            potential = SoFar(plain, self.view.plates, jnp.zeros((), jnp.int32), self.known)
+            potential = SoFar(plain, self.model.plates, jnp.zeros((), jnp.int32), self.known)
 
         def of_chunk(rows: Any) -> Array:
             here, there = (potential(plain.values(x), rows, key) for x in (after, before))
             return here - there
 
-        return self.mean(over_all_data(of_chunk, self.view.plates))
+        return self.mean(over_all_data(of_chunk, self.model.plates))
 
     def with_new_rows(self, anchor: Anchor, first: Array) -> Anchor:
         """
@@ -203,9 +201,9 @@ class Target(NamedTuple):
         since add to it.
         """
         assert self.known is not None
-        fine = self._replace(view=self.view.with_rule("fine"))
+        fine = self._replace(model=self.model.with_rule("fine"))
         potential = fine.centred.potential(IdentityMetric())
-        return with_new_rows(anchor, potential, self.view.plates[0], first, self.known)
+        return with_new_rows(anchor, potential, self.model.plates[0], first, self.known)
 
     def rows(self, rng_key: Array, step: Any = 0) -> dict[str, BatchRows]:
         """The rows of a minibatch, drawn independently for each plate."""
@@ -220,17 +218,17 @@ class Target(NamedTuple):
                 # all rows, in places of their own, where they are fewer than a minibatch
                 numbers = self.scheme.draw_so_far(key, step, jnp.maximum(count, size), size)
                 is_there, numbers = numbers < count, jnp.minimum(numbers, count - 1)
-                share = (jnp.maximum(count, size) / plate.size).astype(self.view.dtype)
-                weights = share * self.known.weights(numbers, self.view.dtype)
+                share = (jnp.maximum(count, size) / plate.size).astype(self.model.dtype)
+                weights = share * self.known.weights(numbers, self.model.dtype)
                 return DrawnRows(numbers, weights=jnp.where(is_there, weights, 0))
-            if is_far(plate.size):
+            if needs_64_bits(plate.size):
                 assert self.scheme.draw_far is not None
                 return far_rows(self.scheme.draw_far(key, step, plate.size, plate.subsample_size))
             return self.scheme.draw(key, step, plate.size, plate.subsample_size)
 
         return {
             plate.name: drawn(plate, random.fold_in(rng_key, k))
-            for k, plate in enumerate(self.view.plates)
+            for k, plate in enumerate(self.model.plates)
         }
 
     @property
@@ -240,16 +238,16 @@ class Target(NamedTuple):
             plate.name: self.strata[plate.name].allocation.factor
             if plate.name in self.strata
             else self.scheme.factor(plate.size, plate.subsample_size)
-            for plate in self.view.plates
+            for plate in self.model.plates
         }
 
     @property
     def factors_so_far(self) -> dict[str, Array]:
         """The same of plates whose rows keep coming."""
-        plates = [plate for plate in self.view.plates if plate.grows]
+        plates = [plate for plate in self.model.plates if plate.grows]
         if self.known is None:
             return {}
-        count = self.known.rows.astype(self.view.dtype)
+        count = self.known.rows.astype(self.model.dtype)
         factors = {p.name: self.scheme.factor(count, p.subsample_size) for p in plates}
         return {name: jnp.maximum(jnp.asarray(factor), 0) for name, factor in factors.items()}
 
@@ -261,17 +259,17 @@ class Target(NamedTuple):
     @property
     def minibatch_share(self) -> float:
         """Rows in a minibatch, as a part of all rows: the cost of a step in passes."""
-        plates = self.view.plates
+        plates = self.model.plates
         return max((plate.subsample_size / plate.size for plate in plates), default=1.0)
 
     @property
-    def minibatch_worth(self) -> float:
+    def effective_batch_size(self) -> float:
         """
         As how many rows a minibatch counts: the fewest of a plate, those with latent variables that
         are integrated out taken together.
         """
-        groups = self.view.local_plates
-        worth = [float(p.subsample_size) for p in self.view.plates if p not in groups]
+        groups = self.model.local_plates
+        worth = [float(p.subsample_size) for p in self.model.plates if p not in groups]
         worth += [sum(p.subsample_size * p.worth for p in groups)] if groups else []
         return min(worth, default=math.inf) * self.parts
 
@@ -333,7 +331,7 @@ class Target(NamedTuple):
         """
         program, data, rest = self.program(function, outputs=outputs)
         if name and self.programs is not None:
-            key = name, self.view.facts, self.scheme, rest, facts
+            key = name, self.model.facts, self.scheme, rest, facts
             with suppress(TypeError):  # an argument of the model that cannot be told from others
                 program = self.programs.setdefault(key, program)
         return Program(program, data)

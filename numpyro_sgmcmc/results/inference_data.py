@@ -30,8 +30,9 @@ from numpyro_sgmcmc.data.converters import (
     whole,
 )
 from numpyro_sgmcmc.posterior.argument_checks import as_arrays
-from numpyro_sgmcmc.posterior.host import arguments, view_of
 from numpyro_sgmcmc.posterior.local_latents import Marginal, group_axis
+from numpyro_sgmcmc.posterior.numpyro_private import arguments, view_of
+from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import (
     attributes,
     latent_shapes,
@@ -40,15 +41,14 @@ from numpyro_sgmcmc.results.facts import (
     variable_name,
 )
 from numpyro_sgmcmc.results.group_draws import GroupDraws
-from numpyro_sgmcmc.results.kept_draws import kept_draws
-from numpyro_sgmcmc.results.kept_rows import (
+from numpyro_sgmcmc.results.parts import of_each
+from numpyro_sgmcmc.results.row_subset import (
     Selection,
     full_sites,
     keep_rows,
     log_likelihood_of,
     subsampled_plates,
 )
-from numpyro_sgmcmc.results.parts import of_each
 from numpyro_sgmcmc.results.run_data import are_edited, check_data
 from numpyro_sgmcmc.stein import advice, problem_of_undone_steps
 

@@ -15,12 +15,12 @@ from numpyro.infer import MCMC
 import xarray as xr
 
 from numpyro_sgmcmc.data.converters import MOST_OF_64_BITS, path, random_key, whole
+from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws
 from numpyro_sgmcmc.results.inference_data import MAX_VALUES, arguments_of, marginal_of
-from numpyro_sgmcmc.results.kept_draws import kept_draws
-from numpyro_sgmcmc.results.kept_rows import (
+from numpyro_sgmcmc.results.row_subset import (
     Selection,
     choose_rows,
     site_shapes,
@@ -46,7 +46,7 @@ def local_draws(
     .. math:: z_g^{(s)} \\sim p(z_g \\mid y_g, \\theta^{(s)}) ,
 
     and both together are draws of the joint posterior. Each is made by independent
-    proposals for its group (:func:`~numpyro_sgmcmc.posterior.inner_rules.draws_of`); deterministic
+    proposals for its group (:func:`~numpyro_sgmcmc.posterior.quadrature.draws_of`); deterministic
     sites that depend on them are computed of them.
 
     :param mcmc: an ``MCMC`` object after its run.

@@ -25,6 +25,7 @@ from numpyro_sgmcmc.data.converters import (
     whole,
 )
 from numpyro_sgmcmc.posterior.handlers import Plate
+from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import (
     MAX_VALUES,
@@ -33,8 +34,8 @@ from numpyro_sgmcmc.results.inference_data import (
     check_size,
     to_arviz,
 )
-from numpyro_sgmcmc.results.kept_draws import kept_draws
-from numpyro_sgmcmc.results.kept_rows import (
+from numpyro_sgmcmc.results.parts import of_each
+from numpyro_sgmcmc.results.row_subset import (
     Selection,
     at_rows,
     log_likelihood_of,
@@ -44,7 +45,6 @@ from numpyro_sgmcmc.results.kept_rows import (
     site_shapes,
     subsampled_plates,
 )
-from numpyro_sgmcmc.results.parts import of_each
 from numpyro_sgmcmc.results.run_data import check_data
 
 #: Selection whose log likelihood is computed at once.

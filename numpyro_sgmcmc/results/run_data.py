@@ -12,9 +12,9 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.posterior.argument_checks import as_arrays
 from numpyro_sgmcmc.posterior.handlers import full_data
-from numpyro_sgmcmc.posterior.host import arguments
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.numpyro_private import arguments
 from numpyro_sgmcmc.posterior.target import Target
 
 
@@ -37,7 +37,7 @@ def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
         return
     target = target or target_of(mcmc.sampler.model, *arguments(mcmc))
     data = fingerprint_of(target.args, target.kwargs)
-    if data is not None and data + target.view.captured != seen:
+    if data is not None and data + target.model.captured != seen:
         raise ValueError(
             "The data are not those of the run: they have been changed in place since, or its"
             f" kernel has been used for others. {asked} the run with the data it had, or run again."

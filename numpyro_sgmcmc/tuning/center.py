@@ -16,12 +16,12 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.posterior.centring import centred_by
 from numpyro_sgmcmc.posterior.handlers import numbers_of
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.reparam import centred_by
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
@@ -172,12 +172,12 @@ def _rows(
     """The ``k``-th of so many minibatches; in the mean each row counts once, or this part."""
     in_epochs = target._replace(scheme=SCHEMES["epochs"], strata={})
     drawn, found = in_epochs.rows(rng_key, k), {}
-    for plate in target.view.plates:
+    for plate in target.model.plates:
         rows, n = drawn[plate.name], plate.subsample_size
         # of a sample each row counts once, too
         weight = part * jnp.minimum(1.0, count * n / float(plate.of or plate.size))
         given = rows if isinstance(rows, DrawnRows) else DrawnRows(rows)
-        weights = jnp.full(numbers_of(rows).shape, weight, target.view.dtype)
+        weights = jnp.full(numbers_of(rows).shape, weight, target.model.dtype)
         found[plate.name] = given._replace(weights=weights)
     return found
 
@@ -251,7 +251,7 @@ def _way_between(target: Target, centers: Array, degree: Array) -> Array:
 
     def carried(here: Target, there: Target) -> Callable[[Array], Array]:
         def one(x: Array) -> Array:
-            return ravel(there.in_coordinates(here.as_written(here.unravel(x))))
+            return ravel(there.to_internal(here.from_internal(here.unravel(x))))
 
         return jax.vmap(one)
 
@@ -266,7 +266,7 @@ def _program(target: Target, is_rough: bool) -> Program:
 
 def prepare_center(target: Target) -> None:
     """Compiles the program of :func:`search_center` beside what is done next."""
-    dimension, dtype = target.view.dimension, target.view.dtype
+    dimension, dtype = target.model.dimension, target.model.dtype
     numbers = (np.zeros(shape, dtype) for shape in (dimension, (dimension, dimension), (), ()))
     center, factor, reach, part = numbers
     look = _Look(center, factor, reach, np.int32(0), np.int32(0), part)
@@ -278,26 +278,26 @@ class _Search:
 
     def __init__(self, target: Target, rng_key: Array) -> None:
         self.target, self.rng_key = target, rng_key
-        self.dimension = target.view.dimension
-        self.dtype = target.view.dtype
+        self.dimension = target.model.dimension
+        self.dtype = target.model.dtype
         share = target.minibatch_share
         self.all_minibatches = 1 / share
-        fewest = _FEWEST_GROUPS if target.view.drawn_plates else _FEWEST_ROWS
+        fewest = _FEWEST_GROUPS if target.model.drawn_plates else _FEWEST_ROWS
         rows = max(fewest, _ROWS_FOR_EACH * self.dimension)
         # where what comes next, at its fewer points, costs twice as much
         self.most_minibatches = self.all_minibatches * draws_in(target) / DRAWS / 2
-        first = min(rows / target.minibatch_worth, self.all_minibatches)
+        first = min(rows / target.effective_batch_size, self.all_minibatches)
         self.first_count = max(1, math.ceil(first))
         self.hessians = math.ceil(DRAWS / self.first_count)
         self.takes_long = any(
             # classes have modes of their own, their names exchanged
-            p.points * (1 if target.view.has_classes else p.members) >= _MANY_POINTS
-            for p in target.view.plates
+            p.points * (1 if target.model.has_classes else p.members) >= _MANY_POINTS
+            for p in target.model.plates
         )
         self.passes = 0.0
         self.is_rough = False
         # integrals are, and what looks rough is the noise of draws far from the posterior
-        self.is_smooth = bool(target.view.drawn_plates)
+        self.is_smooth = bool(target.model.drawn_plates)
         self._evaluate = {is_rough: _program(target, is_rough) for is_rough in (False, True)}
         self._energies = target.compiled(_energies_at, "energies")
         self._way = target.compiled(_way_between, "way")
@@ -324,7 +324,7 @@ class _Search:
         self, rng_key: Array, init_strategy: Callable, count: int
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Points, and the width of the posterior there in each coordinate."""
-        view, args, kwargs = self.target.view, self.target.args, self.target.kwargs
+        view, args, kwargs = self.target.model, self.target.args, self.target.kwargs
         number = _STARTS if self.dimension <= _MANY_PARAMETERS else _FEWER_STARTS
         zero = np.zeros(self.dimension)
         found: list[tuple[np.ndarray, np.ndarray | None]] = []
@@ -344,7 +344,7 @@ class _Search:
                 raise no_initial_values(view, keys, init_strategy, args, kwargs)
 
             def flat(target: Target, values: Values) -> Array:
-                return jax.vmap(lambda x: ravel(target.in_coordinates(x)))(values)
+                return jax.vmap(lambda x: ravel(target.to_internal(x)))(values)
 
             drawn = np.asarray(self.target.compiled(flat)(values), float)
             found = [(x, self._scale(x, count)) for x in drawn]
@@ -352,7 +352,7 @@ class _Search:
 
     def rows_in(self, count: int) -> int:
         """The rows of so many minibatches."""
-        sizes = [p.subsample_size for p in self.target.view.plates]
+        sizes = [p.subsample_size for p in self.target.model.plates]
         return count * max(sizes, default=1) * self.target.parts
 
     def _scale(self, point: Any, count: int, part: float = 1.0) -> np.ndarray | None:

@@ -57,7 +57,7 @@ def find_curvature(
 
     def of_all(target: Target, seen: Callable[[Potential, Rows], Array]) -> Array:
         potential = target.potential(metric)
-        return target.mean(over_all_data(lambda rows: seen(potential, rows), target.view.plates))
+        return target.mean(over_all_data(lambda rows: seen(potential, rows), target.model.plates))
 
     def gradient(potential: Potential, rows: Rows, x: Array) -> Array:
         return potential.pullback(jax.grad(potential)(potential.values(x), rows, random.key(0)))

@@ -157,7 +157,7 @@ def find_members(
 
     :param starts: unconstrained values, with a leading axis for the members.
     :param rng_keys: for the minibatches of each.
-    :param compiled: keeps the program, :meth:`~numpyro_sgmcmc.kernels.context.Context.compiled`.
+    :param compiled: keeps the program, :meth:`~numpyro_sgmcmc.kernels.runtime.Context.compiled`.
     :param held: the model with rows that were held out, by which the best along each descent is
         kept; None keeps the last.
     :param with_curvature: whether the curvature is asked for.
@@ -197,10 +197,10 @@ def find_members(
 
         return jax.vmap(one)(descents, rng_keys)
 
-    zeros = jnp.zeros(len(rng_keys), target.view.dtype)
+    zeros = jnp.zeros(len(rng_keys), target.model.dtype)
     best = starts, zeros - jnp.inf, jnp.zeros(len(rng_keys), int)
     descents = _Descent(starts, jax.vmap(optimiser.init)(starts), zeros, best)
-    facts = ensemble, None if held is None else held.view.facts
+    facts = ensemble, None if held is None else held.model.facts
     program = compiled("ensemble", part, target, *facts)
     arguments = None if held is None else (held.args, held.kwargs)
     ends = np.linspace(0, ensemble.steps, min(_PARTS, ensemble.steps) + 1).round().astype(int)
@@ -272,10 +272,10 @@ def _curvature(target: Target, values: Values, rng_key: Array) -> Values:
 def _prior_curvature(target: Target, values: Values, rows: Rows) -> Values:
     """The second derivatives of minus the log prior, of one whose values are independent."""
     data = rows, random.key(0), target.args, target.kwargs
-    names = {plate.name for plate in target.view.plates}
+    names = {plate.name for plate in target.model.plates}
 
     def prior(values: Values) -> Array:
-        energy, sites = target.view.potential_and_sites(values, *data)
+        energy, sites = target.model.potential_and_sites(values, *data)
         for site in sites.values():
             frames = site["cond_indep_stack"] if site["type"] == "sample" else []
             if any(frame.name in names for frame in frames):
@@ -292,9 +292,9 @@ def log_likelihood(target: Target, values: Values) -> Array:
 
     def of_chunk(rows: Rows) -> Array:
         _, terms = potential.with_row_terms(values, rows, random.key(0))
-        return sum((jnp.sum(term) for term in terms.values()), jnp.zeros((), target.view.dtype))
+        return sum((jnp.sum(term) for term in terms.values()), jnp.zeros((), target.model.dtype))
 
-    return over_all_data(of_chunk, target.view.plates)
+    return over_all_data(of_chunk, target.model.plates)
 
 
 def _with_data(target: Target, arguments: tuple[tuple, dict]) -> Target:

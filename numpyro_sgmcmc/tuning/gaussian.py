@@ -107,9 +107,9 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     1. *The Variational Gaussian Approximation Revisited*, Manfred Opper and
        Cedric Archambeau (2009).
     """
-    view = target.view
+    view = target.model
     dimension, dtype = view.dimension, start.metric.center.dtype
-    minibatches = math.ceil(_ROWS_FOR_EACH * dimension / target.minibatch_worth)
+    minibatches = math.ceil(_ROWS_FOR_EACH * dimension / target.effective_batch_size)
     if any(plate.points > 1 for plate in view.plates):
         # groups are few and each costs as much as all of its rows: none of them twice
         epoch = max(plate.size / plate.subsample_size for plate in view.plates)
@@ -154,14 +154,14 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
 def prepare_metric(target: Target) -> None:
     """Compiles the program of :func:`find_metric` beside what is done next."""
-    dimension, dtype = target.view.dimension, target.view.dtype
+    dimension, dtype = target.model.dimension, target.model.dtype
     center, factor = np.zeros(dimension, dtype), np.zeros((dimension, dimension), dtype)
     _metric_program(target, False).prepare(random.key(0), center, factor, np.int32(0))
 
 
 def draws_in(target: Target) -> int:
     """At how many draws of the Gaussian all data are looked at."""
-    return _FEW_DRAWS if target.view.drawn_plates else DRAWS
+    return _FEW_DRAWS if target.model.drawn_plates else DRAWS
 
 
 def _metric_program(target: Target, is_rough: bool) -> Program:
@@ -184,7 +184,7 @@ def _evaluated(
 
     def whole(point: Array) -> tuple[Array, Array]:
         value, gradient = full_data_gradient(
-            potential, target.view.plates, target.unravel(point), model_key
+            potential, target.model.plates, target.unravel(point), model_key
         )
         return value, ravel_pytree(gradient)[0]
 
@@ -254,8 +254,8 @@ def whitened_hessian(
     1. *Estimation and Inference in Nonlinear Structural Models*, Ernst Berndt, Bronwyn Hall,
        Robert Hall and Jerry Hausman (1974).
     """
-    drawn = target.view.drawn_plates
-    smooth = target._replace(view=target.view.with_rule("none")) if drawn else target
+    drawn = target.model.drawn_plates
+    smooth = target._replace(model=target.model.with_rule("none")) if drawn else target
 
     def potential(x: Array) -> Array:
         values = target.unravel(x)

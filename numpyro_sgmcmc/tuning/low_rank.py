@@ -98,7 +98,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
     def seen(target: Target, metric: LowRankMetric) -> tuple[Array, tuple[Array, ...]]:
         draw_key, away_key, model_key = random.split(rng_key, 3)
-        potential, plates = target.potential(IdentityMetric()), target.view.plates
+        potential, plates = target.potential(IdentityMetric()), target.model.plates
 
         def whole(point: Array) -> tuple[Array, Array]:
             values = target.unravel(point)
@@ -259,10 +259,10 @@ def _seen_at(
     floor = _FLAT * float(np.max(np.abs(e)))
     sizes = np.maximum(np.abs(e), floor)
     is_known = beside[number - 1] * np.abs(w[-1]) < _RESIDUAL * sizes
-    is_far = ((e > _FAR) | (e < 1 / _FAR)) & (e > floor) & is_known
+    needs_64_bits = ((e > _FAR) | (e < 1 / _FAR)) & (e > floor) & is_known
     columns, roots = np.zeros(metric.vectors.shape), np.ones(metric.roots.shape)
-    columns[:, :number][:, is_far] = vectors[:, is_far]
-    roots[:number][is_far] = e[is_far] ** -0.5
+    columns[:, :number][:, needs_64_bits] = vectors[:, needs_64_bits]
+    roots[:number][needs_64_bits] = e[needs_64_bits] ** -0.5
     found = metric._replace(
         vectors=jnp.asarray(columns, metric.scale.dtype),
         roots=jnp.asarray(roots, metric.scale.dtype),

@@ -180,11 +180,11 @@ def _measured(
     bases = jnp.concatenate([jnp.zeros_like(ends), ends])
     lines = jnp.concatenate([ends, _SHORT * jnp.roll(ends, 1, axis=0)])
     points = jnp.concatenate([bases[:1], bases + lines / 2, bases + lines])
-    sketch = target._replace(view=target.view.sketch)
+    sketch = target._replace(model=target.model.sketch)
     values = jax.vmap(lambda x: target.unravel(draws.values(x)))(points)
     anchors = lax.map(sketch.expansion, jax.vmap(lambda x: target.written(x).effects)(values))
     anchor = jax.tree.map(lambda x: x[0], anchors)
-    if sketch.view is not target.view:
+    if sketch.model is not target.model:
         anchor = target.anchor(anchor.values)
     gradients = jax.vmap(target.from_effects)(values, anchors.gradient)
     slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(gradients)
@@ -199,7 +199,7 @@ def _measured(
     usual = jnp.mean((last - first)[:_LINES] ** 2)
     nonlinearity = jnp.sqrt(jnp.max(bent) / usual)
     # of fewer rows, each of which counts more often
-    seen = math.prod(rows_in(p) / (p.of or p.size) for p in sketch.view.plates)
+    seen = math.prod(rows_in(p) / (p.of or p.size) for p in sketch.model.plates)
     rounding = jnp.sqrt(seen * jnp.max(rounded) / 6)
     anchors = (None, anchor) if controlled else (None,)
     variances = _variances(target, rng_key, draws, metric, anchors)
@@ -245,9 +245,9 @@ def _variances(
     kinds = [target.potential(metric, anchor) for anchor in anchors]
 
     def one(totals: Any, look: tuple[Array, Array]) -> Any:
-        key, is_far = look
+        key, needs_64_bits = look
         point_key, rows_key, model_key = random.split(key, 3)
-        radius = 1 + is_far * _FAR / math.sqrt(len(center))
+        radius = 1 + needs_64_bits * _FAR / math.sqrt(len(center))
         normal = radius * random.normal(point_key, center.shape, center.dtype)
         point = metric.coordinates(draws.values(normal))
         rows = target.rows(rows_key)
@@ -255,7 +255,7 @@ def _variances(
             sub_batch_gradient(kind, rows, model_key, factors, Diagonal(), groups)(point).noise
             for kind in kinds
         ]
-        return jax.tree.map(lambda total, x: total.at[is_far].add(x), totals, seen), None
+        return jax.tree.map(lambda total, x: total.at[needs_64_bits].add(x), totals, seen), None
 
     # near the centre, and further out
     zeros = [jnp.zeros((2, *center.shape), center.dtype) for _ in kinds]

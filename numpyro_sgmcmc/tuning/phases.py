@@ -20,7 +20,7 @@ Tuning is done once, before the chains start, and is the same for all of them:
    (:func:`~numpyro_sgmcmc.tuning.low_rank.find_low_rank`), and above 20,000 there is none.
 
    Between the two the **coordinates** of hierarchies are chosen
-   (:func:`~numpyro_sgmcmc.tuning.coordinates.find_centring`): the search is in non-centred ones,
+   (:func:`~numpyro_sgmcmc.tuning.find_reparam.find_centring`): the search is in non-centred ones,
    what follows in those between non-centred and centred that fit.
 
 3. **Noise** (:func:`~numpyro_sgmcmc.tuning.noise_level.measure_noise`): the variance of the
@@ -34,12 +34,12 @@ Tuning is done once, before the chains start, and is the same for all of them:
 6. **Pilot** (:func:`~numpyro_sgmcmc.tuning.pilot.run_pilot`): short chains, whose Stein matrix
    (:mod:`numpyro_sgmcmc.stein`) must be the identity; if it is not, the step size is halved and
    the pilot repeated. If that does not help, the step size was not what is wrong, and is kept.
-   Chains that do not agree (:func:`~numpyro_sgmcmc.tuning.mixing.r_hats`) are run up to 32 times
-   as long.
+   Chains that do not agree (:func:`~numpyro_sgmcmc.tuning.pilot_rhat.r_hats`) are run up to 32
+   times as long.
 
 Of more than a million rows on disk, or over devices, steps 1 to 3 look at a sample, and all rows
 are read twice, for the gradient at its centre and for the anchor near their mode
-(:mod:`~numpyro_sgmcmc.tuning.sample`).
+(:mod:`~numpyro_sgmcmc.tuning.subsample`).
 
 **Example:** phases 1 to 4, one by one.
 
@@ -83,7 +83,7 @@ from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.row_numbers import is_far
+from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.posterior.control_variate import (
     GRADIENTS,
     Anchor,
@@ -99,9 +99,8 @@ from numpyro_sgmcmc.posterior.metric import (
 )
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import prepare_center, search_center
-from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
+from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, prepare_metric
-from numpyro_sgmcmc.tuning.integrals import rule_of_steps
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 from numpyro_sgmcmc.tuning.noise_level import (
     NoiseLevel,
@@ -111,8 +110,9 @@ from numpyro_sgmcmc.tuning.noise_level import (
 )
 from numpyro_sgmcmc.tuning.pilot import Pilot, run_pilot, site_of
 from numpyro_sgmcmc.tuning.progress import bar
+from numpyro_sgmcmc.tuning.quadrature_error import rule_of_steps
 from numpyro_sgmcmc.tuning.rare_rows import TOLERABLE, error_of, find_rare_rows
-from numpyro_sgmcmc.tuning.sample import near_the_mode, point_at, sample_of, share_of
+from numpyro_sgmcmc.tuning.subsample import near_the_mode, point_at, sample_of, share_of
 from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.variational import find_center
 
@@ -128,7 +128,7 @@ _DEARER = 2.0
 PHASES = ("centre", "metric", "noise", "pilot")
 
 
-class Choices(NamedTuple):
+class TuningRequest(NamedTuple):
     """
     What is to be found, and what is given.
 
@@ -158,7 +158,7 @@ Suggestion = Callable[[NoiseLevel], tuple[float, float | None]]
 def find_tuning(
     target: Target,
     rng_key: Array,
-    choices: Choices,
+    choices: TuningRequest,
     suggest: Suggestion | None,
     pilot: Callable[[Tuning], Pilot],
     report: Callable[[str], None] = lambda phase: None,
@@ -180,17 +180,17 @@ def find_tuning(
     center_key, metric_key, noise_key, pilot_key, rare_key = keys
     passes: dict[str, float] = {}
     report("centre")
-    find = search_center if target.view.dimension <= NEWTON else find_center
+    find = search_center if target.model.dimension <= NEWTON else find_center
     if choices.reparametrise:
         target = non_centred(target)
-    target = target._replace(view=target.view.with_rule(target.view.search_rule))
-    controls = choices.gradient != "minibatch" and bool(target.view.plates)
-    shaped = _shape_of(choices.metric, target.view.dimension)
+    target = target._replace(model=target.model.with_rule(target.model.search_rule))
+    controls = choices.gradient != "minibatch" and bool(target.model.plates)
+    shaped = _shape_of(choices.metric, target.model.dimension)
     sample = None
     if from_sample and find is search_center and shaped is find_metric:
         sample = sample_of(target) if choices.strata in (None, "auto") else None
-    for plate in target.view.plates:
-        if sample is None and is_far(plate.size):
+    for plate in target.model.plates:
+        if sample is None and needs_64_bits(plate.size):
             raise ValueError(_cannot_be_tuned(plate, from_sample))
     # what is looked at, and how many of its rows there are to a row
     seen, share = (target, 1.0) if sample is None else (sample, share_of(sample))
@@ -240,7 +240,7 @@ def find_tuning(
         gaussian, anchor = point.at_the_mode, None if anchor is None else point.anchor
         metric = _chosen(choices.metric, gaussian.metric)
     rule, integrals, cost = rule_of_steps(target, rare_key, gaussian, anchor is not None)
-    target = target._replace(view=target.view.with_rule(rule))
+    target = target._replace(model=target.model.with_rule(rule))
     passes["noise"] += cost
     step_size, friction = _rates(choices, suggest, noise)
     tuning = Tuning(
@@ -310,22 +310,22 @@ def _cannot_be_tuned(plate: Plate, from_sample: bool) -> str:
     )
 
 
-def _prepare(target: Target, choices: Choices, controls: bool) -> None:
+def _prepare(target: Target, choices: TuningRequest, controls: bool) -> None:
     """Compiles the search beside the tracing of what comes next, and that beside the search."""
-    if target.view.dimension <= NEWTON:
+    if target.model.dimension <= NEWTON:
         prepare_center(target)
-    if _shape_of(choices.metric, target.view.dimension) is not find_metric:
+    if _shape_of(choices.metric, target.model.dimension) is not find_metric:
         return
     prepare_metric(target)
     if choices.metric in (None, "dense"):
-        dimension, dtype = target.view.dimension, target.view.dtype
+        dimension, dtype = target.model.dimension, target.model.dtype
         shapes = (dimension,), (dimension, dimension), (dimension, dimension)
         metric = DenseMetric(*(jnp.asarray(np.zeros(shape, dtype)) for shape in shapes))
         prepare_noise(target, metric, controls)
 
 
 def _rates(
-    choices: Choices, suggest: Suggestion | None, noise: NoiseLevel
+    choices: TuningRequest, suggest: Suggestion | None, noise: NoiseLevel
 ) -> tuple[float, float | None]:
     """Step size and friction: those given, and what a level of noise asks for."""
     step_size, friction = choices.step_size, choices.friction
@@ -337,7 +337,7 @@ def _rates(
 
 
 def _steps(
-    choices: Choices,
+    choices: TuningRequest,
     suggest: Suggestion | None,
     metric: Metric,
     start: GaussianMetric,
@@ -349,7 +349,7 @@ def _steps(
 
 
 def _may_be_expanded(
-    target: Target, choices: Choices, steps: Callable[[NoiseLevel], float], noise: NoiseLevel
+    target: Target, choices: TuningRequest, steps: Callable[[NoiseLevel], float], noise: NoiseLevel
 ) -> bool:
     """
     Whether a control variate of second order is asked for, or could pay.
@@ -357,7 +357,7 @@ def _may_be_expanded(
     :raises ValueError: if it is asked for, and there is none.
     """
     asked = choices.gradient == GRADIENTS[2]
-    dimension, drawn = target.view.dimension, target.view.drawn_plates
+    dimension, drawn = target.model.dimension, target.model.drawn_plates
     if drawn or dimension > DENSE_BY_DEFAULT:
         if not asked:
             return False
@@ -387,7 +387,7 @@ def _expanded(
     """The anchor with a Hessian, the level of noise with it, and the cost in passes."""
     further = target.compiled(partial(Target.anchor, order=2))(anchor.values)
     level, cost = noise_with(target, rng_key, gaussian, metric, further, noise)
-    return further, level, cost + 2.0 * target.view.dimension
+    return further, level, cost + 2.0 * target.model.dimension
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, order_
 from numpyro_sgmcmc.posterior.metric import DenseMetric
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.stein import stein_report
-from numpyro_sgmcmc.tuning.mixing import PilotRun, r_hats
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
+from numpyro_sgmcmc.tuning.pilot_rhat import PilotRun, r_hats
 from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
 
 #: The pilot: chains, the fewest and the most steps of each, and halvings.
@@ -125,6 +125,6 @@ def _worst_r_hat(target: Target, seen: PilotRun) -> tuple[float | None, str]:
 
 def site_of(target: Target, sizes: np.ndarray) -> str:
     """The site of the largest of some numbers for each coordinate."""
-    latents = target.view.latents
+    latents = target.model.latents
     ends = np.cumsum([math.prod(latents[name].shape) for name in sorted(latents)])
     return sorted(latents)[int(np.searchsorted(ends, np.argmax(sizes), side="right"))]

@@ -91,7 +91,7 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
     :param int order: of the control variate, 0 for none.
     """
 
-    pairs = _FEW_PAIRS if target.view.drawn_plates else _PAIRS
+    pairs = _FEW_PAIRS if target.model.drawn_plates else _PAIRS
 
     def run(target: Target, rng_key: Array, draws: Any) -> dict[str, Array]:
         normal_key, rows_key, model_key = random.split(rng_key, 3)
@@ -101,7 +101,7 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
         potential, others = _potential(target, draws.center, order), target.rows(rows_key)
 
         def of_rows(plate: Plate, rows: Array) -> Array:
-            share = rows.shape[0] / float(plate.size * target.view.parts)
+            share = rows.shape[0] / float(plate.size * target.model.parts)
 
             def terms(point: Array) -> Array:
                 values, batch = target.unravel(point), {**others, plate.name: rows}
@@ -119,7 +119,7 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
             cubic = (above - below) / 2 - lax.map(slope, points[1 : pairs + 1])
             return _mean_square(1.8**0.5 / _WIDTH**3 * cubic)
 
-        plates = target.view.plates
+        plates = target.model.plates
         return {plate.name: of_all_rows(partial(of_rows, plate), plate) for plate in plates}
 
     found = target.compiled(run, "importance", order)(rng_key, gaussian.metric)
@@ -189,7 +189,7 @@ def fourth_cumulant(
     options = target, rng_key, gaussian, metric, order
     return max(
         _fourth_cumulant_of(*options, plate, importance[plate.name], weights[plate.name])
-        for plate in target.view.plates
+        for plate in target.model.plates
     )
 
 
@@ -204,7 +204,7 @@ def _fourth_cumulant_of(
     weights: np.ndarray,
 ) -> float:
     """That of the rows of one plate."""
-    most = max(1, min(_MOST_ROWS, plate.size, PER_EXAMPLE_NUMBERS // target.view.dimension))
+    most = max(1, min(_MOST_ROWS, plate.size, PER_EXAMPLE_NUMBERS // target.model.dimension))
     hardest = np.argpartition(-weights * importance, most - 1)[:most]
 
     def run(target: Target, draws: Any, metric: Metric, rows: Array, w: Array) -> Array:
@@ -218,7 +218,7 @@ def _fourth_cumulant_of(
                 return potential.with_row_terms(values, batch, model_key)[1][plate.name][0]
 
             slope = jax.grad(term)(target.unravel(point))
-            return metric.pullback(ravel(slope)) / float(plate.size * target.view.parts)
+            return metric.pullback(ravel(slope)) / float(plate.size * target.model.parts)
 
         def of_rows(point: Array) -> Array:
             return jax.vmap(gradient, (None, 0))(point, rows)
@@ -281,14 +281,14 @@ def find_rare_rows(
     key, others = random.split(rng_key)
     importance, passes = find_importance(target, key, gaussian, order)
     # of a sample a row stands for so many
-    each = float(target.view.parts)
+    each = float(target.model.parts)
 
     def cumulant(strata: Mapping[str, Strata]) -> float:
         weights = {
             plate.name: strata[plate.name].row_weights
             if plate.name in strata
             else np.full(plate.size, each * plate.size / plate.subsample_size)
-            for plate in target.view.plates
+            for plate in target.model.plates
         }
         bound = max(
             each * float(np.max(weights[name] * r) ** 2 * np.sum(weights[name] * r**2))
@@ -317,7 +317,7 @@ def strata_by_importance(
 def _by_importance(target: Target, importance: dict[str, np.ndarray]) -> dict[str, Strata]:
     return {
         plate.name: by_importance(importance[plate.name], plate.subsample_size)
-        for plate in target.view.plates
+        for plate in target.model.plates
         if target.factors[plate.name] > 0
     }
 

@@ -56,7 +56,7 @@ def checked_strata(strata: Any, subsampling: str) -> Any:
 
 def are_strata_of(target: Target, strata: dict[str, Strata]) -> bool:
     """Whether the plates have as many rows and minibatches as large as these are for."""
-    sizes = {plate.name: (plate.size, plate.subsample_size) for plate in target.view.plates}
+    sizes = {plate.name: (plate.size, plate.subsample_size) for plate in target.model.plates}
     return all(
         sizes.get(name) == (found.allocation.size, found.allocation.batch_size)
         for name, found in strata.items()
@@ -74,7 +74,7 @@ def given_strata(
     """
     if strata is None or isinstance(strata, str):
         return {}
-    plates = {plate.name: plate for plate in target.view.plates}
+    plates = {plate.name: plate for plate in target.model.plates}
     names = ", ".join(f"'{name}'" for name in plates) or "none"
     if None in strata and len(plates) != 1:
         raise ValueError(

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.strata import Strata
-from numpyro_sgmcmc.posterior.centring import Coordinates
 from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
 from numpyro_sgmcmc.posterior.metric import DenseMetric, GaussianMetric, Metric, name_of
+from numpyro_sgmcmc.posterior.reparam import Coordinates
 from numpyro_sgmcmc.stein import SteinReport, advice
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
@@ -69,11 +69,11 @@ class Tuning(NamedTuple):
     - **seconds_per_sample** - what that takes in one chain, measured.
     - **strata** - of the rows by plate, where rows are not drawn alike.
     - **centring** - the coordinates of hierarchies by site, those of metric, start and anchor
-      (:mod:`numpyro_sgmcmc.posterior.centring`).
+      (:mod:`numpyro_sgmcmc.posterior.reparam`).
     - **fourth_cumulant** - of the gradient's noise, what rows that few minibatches have add to it
       in the worst direction, or a bound of it (:mod:`numpyro_sgmcmc.tuning.rare_rows`).
     - **integrals** - by how many posterior standard deviations the integrals over latent variables
-      of groups move the draws at worst (:mod:`numpyro_sgmcmc.tuning.integrals`).
+      of groups move the draws at worst (:mod:`numpyro_sgmcmc.tuning.quadrature_error`).
     - **rule** - by which these integrals are done in a step.
     - **widest**, **slow** - how wide the posterior is where it is much wider than the metric says,
       in its coordinates (:mod:`numpyro_sgmcmc.tuning.curvature`), and in which site; else 0.

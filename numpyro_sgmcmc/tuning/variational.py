@@ -54,7 +54,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
 
         def one(init_key: Array) -> tuple[Array, Array, Array]:
             # all in one program: of itself, `svi.init` compiles many small ones
-            model = with_rows(target.view)
+            model = with_rows(target.model)
             guide = AutoDiagonalNormal(model, init_loc_fn=init_strategy, init_scale=0.01)
             mean = optax.stateless(lambda gradient, _: target.mean(gradient))
             svi = SVI(model, guide, optax.chain(mean, optax.adam(schedule)), Trace_ELBO())
@@ -92,7 +92,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
 
 def _energies_between(target: Target, centers: Array, best: Array) -> Array:
     """The potential of all data on the way from the best centre to each of the others."""
-    potential, view = target.potential(IdentityMetric()), target.view
+    potential, view = target.potential(IdentityMetric()), target.model
 
     def at(point: Array) -> Array:
         values = target.unravel(point)

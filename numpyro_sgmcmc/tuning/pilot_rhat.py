@@ -77,7 +77,7 @@ def r_hats(halves: Halves) -> np.ndarray:
     .. doctest::
 
         >>> import numpy as np
-        >>> from numpyro_sgmcmc.tuning.mixing import Halves, r_hats
+        >>> from numpyro_sgmcmc.tuning.pilot_rhat import Halves, r_hats
         >>> apart = np.array([[[10.0], [10.0]], [[-10.0], [-10.0]]])  # means of 1 and of -1
         >>> r_hats(Halves(np.full((2, 2), 10.0), apart, np.full((2, 2, 1), 20.0))).round(1)
         array([1.4])

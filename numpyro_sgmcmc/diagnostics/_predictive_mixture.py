@@ -17,8 +17,8 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro_sgmcmc.data.drawn_rows import ShapeOf
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.posterior.handlers import Model, without_wrappers
-from numpyro_sgmcmc.results.kept_rows import at_rows, seeded, subsampled_plates
 from numpyro_sgmcmc.results.parts import of_each
+from numpyro_sgmcmc.results.row_subset import at_rows, seeded, subsampled_plates
 
 #: Rows that are looked at together, and predictive draws of each of them.
 _CHUNK, _PREDICTIVE_DRAWS = 2_000, 1_000

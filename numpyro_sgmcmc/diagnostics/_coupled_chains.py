@@ -171,13 +171,13 @@ def coupled(
     :param int num_draws: of each chain at :math:`h`, one for each unit of time.
     :raises ValueError: if the chains do not stay together at any step size.
     """
-    few = sum(plate.size for plate in target.view.plates) <= _FEW_ROWS
+    few = sum(plate.size for plate in target.model.plates) <= _FEW_ROWS
     everything = few or not any(target.factors.values())
     run = _Runner(target, metric, None if everything else anchor, everything)
     state = jnp.stack(
         [
-            jnp.asarray(starts, target.view.dtype),
-            random.normal(random.fold_in(rng_key, 0), starts.shape, target.view.dtype),
+            jnp.asarray(starts, target.model.dtype),
+            random.normal(random.fold_in(rng_key, 0), starts.shape, target.model.dtype),
         ],
         axis=1,
     )
@@ -434,7 +434,7 @@ def _oracles(
 
         def gradient(position: Array) -> Evaluation:
             values = potential.values(position)
-            value, slope = full_data_gradient(potential, target.view.plates, values, rng_key)
+            value, slope = full_data_gradient(potential, target.model.plates, values, rng_key)
             return Evaluation(value, potential.pullback(slope))
 
         return [gradient]

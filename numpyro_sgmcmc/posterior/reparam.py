@@ -42,7 +42,7 @@ that :mod:`~numpyro_sgmcmc.posterior.hierarchy` reads from the model.
 
     >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import init_to_uniform
-    >>> from numpyro_sgmcmc.posterior.centring import Coordinates
+    >>> from numpyro_sgmcmc.posterior.reparam import Coordinates
     >>> from numpyro_sgmcmc.posterior.model import read_model
     >>> from numpyro_sgmcmc.posterior.target import Target
 
@@ -59,9 +59,9 @@ that :mod:`~numpyro_sgmcmc.posterior.hierarchy` reads from the model.
     ['z']
     >>> halfway = Coordinates(jnp.full(2, 0.5), jnp.full(2, 4.0), jnp.zeros(2))
     >>> halfway = target._replace(centring={"z": halfway})
-    >>> halfway.in_coordinates(values)["z"].tolist()
+    >>> halfway.to_internal(values)["z"].tolist()
     [0.125, 1.125]
-    >>> halfway.as_written(halfway.in_coordinates(values))["z"].tolist()
+    >>> halfway.from_internal(halfway.to_internal(values))["z"].tolist()
     [0.0, 1.0]
 
 **References:**
@@ -81,8 +81,8 @@ from jax.extend.core import Literal
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.posterior.hierarchy import Hierarchy
+from numpyro_sgmcmc.posterior.jaxpr import results_of
 from numpyro_sgmcmc.posterior.model import Values
-from numpyro_sgmcmc.posterior.operations import results_of
 
 
 class Coordinates(NamedTuple):
@@ -129,7 +129,7 @@ class Written(NamedTuple):
     effects_log_det: Array
 
 
-def as_written(hierarchy: Hierarchy, centring: Centring, values: Values) -> Written:
+def from_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Written:
     """
     :math:`v(y)` and :math:`x(y)`, site by site.
 
@@ -149,13 +149,13 @@ def as_written(hierarchy: Hierarchy, centring: Centring, values: Values) -> Writ
         effects[name] = around.location + around.scale * units
         return around.own_location + around.own_scale * units
 
-    written = _evaluated(hierarchy, centring, values, moved, as_written=False)
+    written = _evaluated(hierarchy, centring, values, moved, from_internal=False)
     return Written(written, log_det, effects, effects_log_det)
 
 
-def in_coordinates(hierarchy: Hierarchy, centring: Centring, values: Values) -> Values:
+def to_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Values:
     """
-    The inverse of :func:`as_written`.
+    The inverse of :func:`from_internal`.
 
     :param hierarchy: of the model at these values.
     :param centring: the coordinates by site.
@@ -166,7 +166,7 @@ def in_coordinates(hierarchy: Hierarchy, centring: Centring, values: Values) -> 
     def moved(name: str, v: Array, around: Around) -> Array:
         return around.coordinate(v, centring[name])
 
-    return _evaluated(hierarchy, centring, values, moved, as_written=True)
+    return _evaluated(hierarchy, centring, values, moved, from_internal=True)
 
 
 class Around(NamedTuple):
@@ -215,7 +215,7 @@ def locations_and_scales(hierarchy: Hierarchy, values: Values) -> dict[str, Arou
         return v
 
     everything = {name: centred_by(jnp.zeros(())) for name in hierarchy.sites}
-    _evaluated(hierarchy, everything, values, seen, as_written=True)
+    _evaluated(hierarchy, everything, values, seen, from_internal=True)
     return found
 
 
@@ -224,12 +224,12 @@ def _evaluated(
     centring: Centring,
     values: Values,
     moved: Callable[[str, Array, Around], Array],
-    as_written: bool,
+    from_internal: bool,
 ) -> Values:
     """
     The values of all sites, one after the other.
 
-    :param as_written: whether what others depend on is the value before it is moved.
+    :param from_internal: whether what others depend on is the value before it is moved.
     """
     program, result = hierarchy.program, dict(values)
     known = dict(zip(program.constvars, hierarchy.constants, strict=True))
@@ -260,7 +260,7 @@ def _evaluated(
             factor,
         )
         result[name] = moved(name, values[name], around)
-        if not as_written:
+        if not from_internal:
             known[arguments[name]] = result[name]
     return result
 

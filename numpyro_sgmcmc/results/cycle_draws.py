@@ -6,7 +6,7 @@
 import numpy as np
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc.posterior.host import with_draws
+from numpyro_sgmcmc.posterior.numpyro_private import with_draws
 
 #: Step sizes that differ by rounding are the same.
 _SAME = 1e-5

@@ -180,7 +180,7 @@ def log_integral(
     .. doctest::
 
         >>> import jax, jax.numpy as jnp
-        >>> from numpyro_sgmcmc.posterior.inner_rules import log_integral
+        >>> from numpyro_sgmcmc.posterior.quadrature import log_integral
 
         >>> centers = jnp.array([[0.0], [100.0]])
         >>> density = lambda z: -((z - centers) ** 2)[:, 0]
@@ -576,7 +576,7 @@ def gauss_hermite(number: int, dimension: int) -> tuple[np.ndarray, np.ndarray]:
     .. doctest::
 
         >>> import numpy as np
-        >>> from numpyro_sgmcmc.posterior.inner_rules import gauss_hermite
+        >>> from numpyro_sgmcmc.posterior.quadrature import gauss_hermite
         >>> x, log_weights = gauss_hermite(3, 2)
         >>> round(float(np.sum(np.exp(log_weights) * x[:, 0] ** 4 * x[:, 1] ** 2)), 6)
         3.0

@@ -12,12 +12,6 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.posterior.centring import (
-    Centring,
-    Coordinates,
-    centred_by,
-    locations_and_scales,
-)
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     DiagonalMetric,
@@ -25,6 +19,12 @@ from numpyro_sgmcmc.posterior.metric import (
     from_covariance,
 )
 from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.reparam import (
+    Centring,
+    Coordinates,
+    centred_by,
+    locations_and_scales,
+)
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
@@ -51,12 +51,12 @@ def non_centred(target: Target) -> Target:
 
         return jax.vmap(at)(points)
 
-    normal = np.random.default_rng(0).standard_normal((_POINTS, target.view.dimension))
-    points = normal.astype(target.view.dtype)
+    normal = np.random.default_rng(0).standard_normal((_POINTS, target.model.dimension))
+    points = normal.astype(target.model.dtype)
     if not jax.eval_shape(partial(factors, target), points):
         return target
     found = {k: np.asarray(x) for k, x in target.compiled(factors)(points).items()}
-    zeros = target.unravel(jnp.zeros(target.view.dimension))
+    zeros = target.unravel(jnp.zeros(target.model.dimension))
     kept = [k for k, x in found.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))]
     return target._replace(centring={name: centred_by(zeros[name]) for name in kept})
 
@@ -64,7 +64,7 @@ def non_centred(target: Target) -> Target:
 def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]:
     """
     The target in the coordinates that suit its hierarchies
-    (:mod:`numpyro_sgmcmc.posterior.centring`), and the Gaussian there. What the rows know of an
+    (:mod:`numpyro_sgmcmc.posterior.reparam`), and the Gaussian there. What the rows know of an
     effect, given all else, is what its precision in the Gaussian is more than that of its own law:
     :math:`1 + J \\sigma_0^2` is the entry of :math:`u` in the diagonal of the precision, and with
     :math:`x_0`, :math:`\\mu_0` and :math:`\\sigma_0` at the centre
@@ -94,7 +94,7 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
         >>> from numpyro_sgmcmc.posterior.metric import from_covariance
         >>> from numpyro_sgmcmc.posterior.model import read_model
         >>> from numpyro_sgmcmc.posterior.target import Target
-        >>> from numpyro_sgmcmc.tuning.coordinates import find_centring, non_centred
+        >>> from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
         >>> from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
         >>> def model(y):
@@ -154,16 +154,16 @@ def _moved(target: Target, centring: Centring, metric: GaussianMetric) -> Gaussi
 
     def run(target: Target, centring: Centring, center: Array, factor: Array) -> Any:
         def at(point: Array) -> Array:
-            written = target.as_written(target.unravel(point))
-            return ravel_pytree(target._replace(centring=centring).in_coordinates(written))[0]
+            written = target.from_internal(target.unravel(point))
+            return ravel_pytree(target._replace(centring=centring).to_internal(written))[0]
 
         if factor.ndim == 2:
             product = jax.linearize(at, center)[1]
             return at(center), jax.vmap(product, 1, 1)(factor)
         # effects of a site do not depend on each other
         derivative, start = jnp.zeros_like(center), 0
-        for name in sorted(target.view.latents):
-            size = target.view.latents[name].size
+        for name in sorted(target.model.latents):
+            size = target.model.latents[name].size
             entries = (jnp.arange(len(center)) >= start) & (jnp.arange(len(center)) < start + size)
             own = jax.jvp(at, (center,), (entries.astype(center.dtype),))[1]
             derivative, start = jnp.where(entries, own, derivative), start + size

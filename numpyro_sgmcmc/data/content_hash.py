@@ -47,7 +47,7 @@ class Version(NamedTuple):
     changed: int
 
 
-class Seen(NamedTuple):
+class ContentHash(NamedTuple):
     """
     What is kept of rows that have been read.
 
@@ -98,16 +98,16 @@ class Hashing:
                     self._found[k] = self._begun.pop(k)[1].digest()
 
     @property
-    def seen(self) -> Seen | None:
+    def seen(self) -> ContentHash | None:
         """What is kept of the rows; None if some were not read."""
         count = -(-self._rows // self._each)
         if len(self._found) < count:
             return None
         hashes = b"".join(self._found[k] for k in range(count))
-        return Seen(self._version, self._is_settled, _as_rows(hashes))
+        return ContentHash(self._version, self._is_settled, _as_rows(hashes))
 
 
-def seen_of(read: Reader, rows: int, row_bytes: int, version: Version | None) -> Seen:
+def seen_of(read: Reader, rows: int, row_bytes: int, version: Version | None) -> ContentHash:
     """
     Reads all rows.
 
@@ -117,17 +117,17 @@ def seen_of(read: Reader, rows: int, row_bytes: int, version: Version | None) ->
     :param version: of the file, found before.
     """
     is_settled = _is_settled(version)
-    return Seen(version, is_settled, hashes_from(read, 0, rows, row_bytes)[1])
+    return ContentHash(version, is_settled, hashes_from(read, 0, rows, row_bytes)[1])
 
 
-def seen_as(version: Version | None, hashes: np.ndarray) -> Seen:
+def seen_as(version: Version | None, hashes: np.ndarray) -> ContentHash:
     """The same of rows whose hashes are known."""
-    return Seen(version, _is_settled(version), hashes)
+    return ContentHash(version, _is_settled(version), hashes)
 
 
 def hashes_from(read: Reader, first: int, rows: int, row_bytes: int) -> tuple[int, np.ndarray]:
     """
-    Hashes of the stretches that rows from this one on are in, as :class:`Seen` has them.
+    Hashes of the stretches that rows from this one on are in, as :class:`ContentHash` has them.
 
     :return: the number of the first stretch, and the hash of each.
     """
@@ -145,7 +145,7 @@ def first_difference(here: np.ndarray, there: np.ndarray, row_bytes: int) -> int
     return int(np.argmax(np.append(differs, True))) * _rows_of_stretch(row_bytes)
 
 
-def are_as_seen(read: Reader, rows: int, row_bytes: int, seen: Seen) -> bool:
+def is_unchanged(read: Reader, rows: int, row_bytes: int, seen: ContentHash) -> bool:
     """Whether a few stretches are, each time other ones."""
     each = _rows_of_stretch(row_bytes)
     count = len(seen.hashes)

@@ -68,7 +68,7 @@ def metric_for(metric: Any, target: Target) -> Any:
     """
     if metric is None or isinstance(metric, str | IdentityMetric):
         return metric
-    view = target.view
+    view = target.model
     size, dtype = view.dimension, next(iter(view.latents.values())).dtype
     if isinstance(metric, tuple):
         guide, params = metric
@@ -83,7 +83,7 @@ def metric_for(metric: Any, target: Target) -> Any:
 
 def _metric_of_guide(guide: Any, params: Any, target: Target, dtype: Any) -> Metric:
     """The metric with the mean and the covariance of draws of a fitted guide."""
-    view = target.view
+    view = target.model
     count = 1_000 + 20 * view.dimension
     draws = guide.sample_posterior(random.key(0), params, sample_shape=(count,))
     draws = {name: draws[name] for name in view.latents}

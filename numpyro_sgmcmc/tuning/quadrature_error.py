@@ -35,9 +35,9 @@ def rule_of_steps(
 
     :return: the rule, its error in standard deviations, and the cost in passes over the data.
     """
-    few, step = (target._replace(view=target.view.with_rule(rule)) for rule in ("few", "step"))
+    few, step = (target._replace(model=target.model.with_rule(rule)) for rule in ("few", "step"))
     cost = 0.0
-    if few.view.plates != step.view.plates:
+    if few.model.plates != step.model.plates:
         error, cost = error_of_integrals(few, rng_key, gaussian, controlled)
         if error <= _ENOUGH:
             return "few", error, cost
@@ -57,7 +57,7 @@ def error_of_integrals(
         e(\\zeta) = L^\\top \\left( \\nabla U(c + L \\zeta) - \\nabla U_r(c + L \\zeta) \\right)
 
     for a rule :math:`r` that is closer to the truth
-    (:func:`~numpyro_sgmcmc.posterior.inner_rules.log_integral`), and :math:`e - e(0)` in its place
+    (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`), and :math:`e - e(0)` in its place
     with a control variate, since an anchor has the gradient at the centre by many more points, the
     Gaussian :math:`N(m, (I + J)^{-1})` that is closest to what is sampled, where the posterior is
     :math:`N(0, I)`, has to first order in :math:`e`
@@ -80,7 +80,7 @@ def error_of_integrals(
     :param bool controlled: whether the gradient has a control variate.
     :return: the error, and its cost in passes over the data.
     """
-    view = target.view
+    view = target.model
     check = view.with_rule("check")
     if check.plates == view.plates and not view.drawn_plates:
         return 0.0, 0.0  # nothing is integrated, or only summed
@@ -89,13 +89,13 @@ def error_of_integrals(
     count = min(dimension, _DIRECTIONS)
 
     def errors(target: Target, directions: Array) -> tuple[Array, Array]:
-        rules = [target._replace(view=view.sketch) for view in (target.view, check)]
+        rules = [target._replace(model=view.sketch) for view in (target.model, check)]
 
         def wrong(zeta: Array) -> Array:
             values = target.unravel(start.values(zeta))
             step, right = (
                 full_data_gradient(
-                    x.potential(IdentityMetric()), x.view.plates, values, random.key(0)
+                    x.potential(IdentityMetric()), x.model.plates, values, random.key(0)
                 )[1]
                 for x in rules
             )

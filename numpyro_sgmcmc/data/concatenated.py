@@ -8,7 +8,7 @@ import hashlib
 
 import numpy as np
 
-from numpyro_sgmcmc.data.seen import Version
+from numpyro_sgmcmc.data.content_hash import Version
 from numpyro_sgmcmc.data.sources import Source
 
 

@@ -19,7 +19,7 @@ from jax import Array
 import jax.numpy as jnp
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc.data.growing import known_of, without_room
+from numpyro_sgmcmc.data.growing import row_count_of, trimmed
 
 
 def asked_whether_it_is_initialised(kernel: Any) -> Any:
@@ -50,12 +50,12 @@ def shows_bars(kernel: Any) -> bool:
 
 def arguments(mcmc: MCMC) -> tuple[tuple, dict]:
     """The arguments of the model in the latest run."""
-    return without_room((mcmc._args, mcmc._kwargs))
+    return trimmed((mcmc._args, mcmc._kwargs))
 
 
 def half_life_of(mcmc: MCMC) -> float | None:
     """After how many rows one counts half in the latest run; None if no row is forgotten."""
-    known = known_of((mcmc._args, mcmc._kwargs))
+    known = row_count_of((mcmc._args, mcmc._kwargs))
     return None if known is None or known.half_life is None else float(known.half_life)
 
 

@@ -16,8 +16,8 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.data.converters import instance, one_of, random_key, whole
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, group
-from numpyro_sgmcmc.posterior.host import half_life_of
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.numpyro_private import half_life_of
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.facts import parameters, variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
@@ -97,11 +97,11 @@ def scores_of(
         check_data(run, "Judge", target)
     flat = positions_of(target, _thinned(data, target, draws))
     every = flat.reshape(-1, flat.shape[-1])
-    labels, sites = parameters({name: x.shape for name, x in target.view.latents.items()})
+    labels, sites = parameters({name: x.shape for name, x in target.model.latents.items()})
     _check_moves(every, labels)
-    rows = math.prod(plate.size for plate in target.view.plates)
+    rows = math.prod(plate.size for plate in target.model.plates)
     affordable = scores == "auto" and rows * len(every) <= _AFFORDABLE
-    exact = scores == "full" or affordable or not target.view.plates
+    exact = scores == "full" or affordable or not target.model.plates
     if exact:
         found = _full_scores(target, every)
     else:
@@ -159,7 +159,7 @@ def exact_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
     :raises ValueError: if the density is random, or the data have been changed in place since.
     """
     target = checked_target(mcmc, args, kwargs, asked)
-    if drawn := target.view.drawn_plates:
+    if drawn := target.model.drawn_plates:
         raise ValueError(
             f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, and the"
             f" density is random. {asked} runs of groups with up to two numbers, whose density is"
@@ -170,7 +170,7 @@ def exact_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
 
 def _thinned(data: Any, target: Target, draws: int) -> dict[str, np.ndarray]:
     """Values of the latent sites at evenly spaced draws, shape (chains, draws, ...)."""
-    known, latents = group(data, "posterior"), sorted(target.view.latents)
+    known, latents = group(data, "posterior"), sorted(target.model.latents)
     if not latents:
         raise ValueError("The model has no latent sites: give that of this run as `model`.")
     missing = [name for name in latents if known is None or variable_name(name) not in known]
@@ -187,7 +187,7 @@ def _thinned(data: Any, target: Target, draws: int) -> dict[str, np.ndarray]:
     chosen = np.linspace(0, count - 1, each).round().astype(int)
     return {
         name: posterior[variable_name(name)].transpose("chain", "draw", ...).values[:, chosen]
-        for name in target.view.latents
+        for name in target.model.latents
     }
 
 
@@ -206,7 +206,7 @@ def positions_of(target: Target, values: dict[str, Any]) -> np.ndarray:
 
     def run(target: Target, values: dict[str, Array]) -> Array:
         def one(draw: dict[str, Array]) -> Array:
-            return ravel_pytree(target.view.unconstrain(draw, target.args, target.kwargs))[0]
+            return ravel_pytree(target.model.unconstrain(draw, target.args, target.kwargs))[0]
 
         return jax.vmap(jax.vmap(one))(values)
 
@@ -218,11 +218,11 @@ def constrained(target: Target, positions: np.ndarray) -> dict[str, np.ndarray]:
 
     def run(target: Target, positions: Array) -> dict[str, Array]:
         def one(position: Array) -> dict[str, Array]:
-            return target.view.constrain(target.unravel(position), target.args, target.kwargs)
+            return target.model.constrain(target.unravel(position), target.args, target.kwargs)
 
         return jax.vmap(jax.vmap(one))(positions)
 
-    dtype = target.view.dtype
+    dtype = target.model.dtype
     return jax.device_get(target.compiled(run)(jnp.asarray(positions, dtype)))
 
 

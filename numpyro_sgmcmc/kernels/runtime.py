@@ -11,8 +11,8 @@ import warnings
 
 import jax
 
-from numpyro_sgmcmc.data.growing import growing_in, known_of, with_room, without_room
-from numpyro_sgmcmc.data.row_numbers import MOST_ROWS, is_far
+from numpyro_sgmcmc.data.growing import growing_in, padded, row_count_of, trimmed
+from numpyro_sgmcmc.data.row_numbers import MOST_ROWS, needs_64_bits
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards, found_shards
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.settings import Settings
@@ -83,13 +83,13 @@ class Context:
                     self._said.add(said)
                     warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
-    def without_room(self, model: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def trimmed(self, model: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """
         The arguments as checked arrays, of rows that keep coming those that there are: what is read
         of a model, and found before the chains start.
         """
         self.grows = bool(growing_in((args, kwargs)))
-        return checked_arrays(model, *without_room((args, kwargs)))
+        return checked_arrays(model, *trimmed((args, kwargs)))
 
     def read(self, kernel: "SGMCMCKernel", args: tuple, kwargs: dict) -> MinibatchModel:
         """
@@ -144,7 +144,7 @@ class Context:
         """
         parts = 1 if self.shards is None else self.shards.parts
         for plate in model.plates:
-            if is_far(plate.size // parts) and SCHEMES[given.subsampling].draw_far is None:
+            if needs_64_bits(plate.size // parts) and SCHEMES[given.subsampling].draw_far is None:
                 words = [name for name, scheme in SCHEMES.items() if scheme.draw_far is not None]
                 raise ValueError(
                     f"Plate '{plate.name}' has {plate.size // parts:,} rows on a device, and"
@@ -162,10 +162,10 @@ class Context:
             raise RuntimeError(f"Call `{self.kernel}.init` first.")
         # another `MCMC` may have given this kernel other data since
         model = self._models.get(_shapes((args, kwargs)), self.model)
-        known = known_of((args, kwargs))
+        known = row_count_of((args, kwargs))
         if known is not None:
             room = growing_in((args, kwargs))[0].values.shape[0]
-            model, (args, kwargs) = model.with_room(room), with_room((args, kwargs))
+            model, (args, kwargs) = model.padded(room), padded((args, kwargs))
         scheme = SCHEMES[given.subsampling]
         return Target(model, args, kwargs, scheme, known=known, programs=self.programs)
 
@@ -174,7 +174,7 @@ class Context:
         whole = self.whole(given, args, kwargs or {})
         if self.shards is None:
             return whole
-        return whole._replace(view=whole.view.on_each(self.shards.parts), shards=self.shards)
+        return whole._replace(model=whole.model.on_each(self.shards.parts), shards=self.shards)
 
     def check_rows(self, target: Target) -> None:
         """
@@ -187,7 +187,7 @@ class Context:
         ):
             return
         assert self.model is not None
-        whole = target._replace(view=self.model, shards=None)
+        whole = target._replace(model=self.model, shards=None)
         self.densities = check_rows(target, whole, self.compiled)
 
     def compiled(

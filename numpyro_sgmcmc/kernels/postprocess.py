@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import warnings
 
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
-from numpyro_sgmcmc.kernels.identity import OTHER_DATA, data_of
+from numpyro_sgmcmc.kernels.identity import DATA_CHANGED, data_fingerprint
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
 from numpyro_sgmcmc.posterior.target import Target
 
@@ -25,10 +25,10 @@ def constrained(kernel: "SGMCMCKernel", args: tuple, kwargs: dict) -> Callable[[
     context = kernel.context
     whole = context.whole(kernel.given, args, kwargs)
     _check_data(kernel, whole)
-    _warn_of_dropped_sites(whole.view)
+    _warn_of_dropped_sites(whole.model)
 
     def constrain(target: Target, z: Values) -> Values:
-        return target.view.constrain(z, target.args, target.kwargs)
+        return target.model.constrain(z, target.args, target.kwargs)
 
     return context.compiled("constrain", constrain, whole)
 
@@ -51,8 +51,8 @@ def _check_data(kernel: "SGMCMCKernel", target: Target) -> None:
     has_anchor = tuning is not None and tuning.anchor is not None
     if not has_anchor and on_disk((target.args, target.kwargs)):
         return  # all of which would be read for it
-    if (data := data_of(target)) is None:
+    if (data := data_fingerprint(target)) is None:
         return
     context.data = data
     if tuning is not None and has_anchor and data not in {tuning.data, *context.known}:
-        raise ValueError(OTHER_DATA)
+        raise ValueError(DATA_CHANGED)

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.data.converters import given_key
-from numpyro_sgmcmc.data.growing import known_of
+from numpyro_sgmcmc.data.growing import row_count_of
 from numpyro_sgmcmc.data.sharding import found_shards
 from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed, with_chains
+from numpyro_sgmcmc.kernels.ensemble_start import members_for, members_tuning, with_metrics
 from numpyro_sgmcmc.kernels.growth import check_growth
-from numpyro_sgmcmc.kernels.members import members_for, members_tuning, with_metrics
 from numpyro_sgmcmc.kernels.replicas import check_replicas
 from numpyro_sgmcmc.kernels.self_tuning import fixed_for, tuning_for
 from numpyro_sgmcmc.kernels.settings import check_schedule
-from numpyro_sgmcmc.kernels.state import Fixed, KnownRows, SGMCMCState
+from numpyro_sgmcmc.kernels.state import ChainConstants, RowProgress, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import start, with_replicas
 from numpyro_sgmcmc.posterior.argument_checks import as_arrays
 from numpyro_sgmcmc.posterior.initial_values import (
@@ -59,7 +59,7 @@ def initialised(
     rng_key = given_key(rng_key, chains=None)
     given, context = method.given, method.context
     growing = args, kwargs
-    args, kwargs = context.without_room(method.given.model, args, kwargs)
+    args, kwargs = context.trimmed(method.given.model, args, kwargs)
     # chains that are traced all at once are not to trace the tuning too
     traced = isinstance(rng_key, jax.core.Tracer)
     if (shards := found_shards(given.mesh, args, kwargs)) is not None:
@@ -89,13 +89,13 @@ def initialised(
         _check_schedule(given.step_size, num_warmup * method.steps_per_sample)
         fixed = fixed_for(method, target, tuning, method.steps_per_sample, num_warmup)
     context.known |= {tuning.data}
-    if (known := known_of(growing)) is not None:
+    if (known := row_count_of(growing)) is not None:
         check_growth(context.kernel, target.tuned(tuning), given, *growing)
-        dtype = target.view.dtype
-        nothing, worth = jnp.zeros(target.view.dimension, dtype), known.rows.astype(dtype)
+        dtype = target.model.dtype
+        nothing, worth = jnp.zeros(target.model.dimension, dtype), known.rows.astype(dtype)
         # the tuning forgets nothing: the first sample then begins with what each row counts
         digest = known.digest if known.half_life is None else jnp.zeros_like(known.digest)
-        fixed = fixed._replace(known=KnownRows(known.rows, digest, known.rows, nothing, worth))
+        fixed = fixed._replace(known=RowProgress(known.rows, digest, known.rows, nothing, worth))
     method.check(target, num_warmup, fixed)
     own = with_metrics(fixed, metric)
     state = initial_state(method, args, kwargs, rng_key, own, tuning, init_params)
@@ -122,7 +122,7 @@ def initial_state(
     args: tuple,
     kwargs: dict,
     rng_key: Array,
-    fixed: Fixed,
+    fixed: ChainConstants,
     tuning: Tuning,
     init_params: Values | None,
 ) -> SGMCMCState:
@@ -144,11 +144,11 @@ def initial_state(
         z = as_arrays(init_params)
 
         def potential(target: Target, z: Values) -> Array:
-            where = target.view.first_rows(), random.key(0), target.args, target.kwargs
-            return of_chains(lambda z: target.view.potential(z, *where))(z)
+            where = target.model.first_rows(), random.key(0), target.args, target.kwargs
+            return of_chains(lambda z: target.model.potential(z, *where))(z)
 
         program = context.compiled("potential", potential, whole, several)
-        check_initial_values(whole.view, z, rng_key.shape[0] if several else None, program)
+        check_initial_values(whole.model, z, rng_key.shape[0] if several else None, program)
     elif tuning.start is None:
         keys = of_chains(lambda key: random.split(key, 3)[0])(rng_key)
         z = _found_values(method, whole, keys)
@@ -156,7 +156,7 @@ def initial_state(
         z = None  # a draw of the Gaussian, in the program that follows
 
     def begin(
-        target: Target, keys: Array, z: Values | None, fixed: Fixed, gaussian: Any
+        target: Target, keys: Array, z: Values | None, fixed: ChainConstants, gaussian: Any
     ) -> SGMCMCState:
         start_key, *others = of_chains(lambda key: tuple(random.split(key, 3)))(keys)
         if z is None:
@@ -168,7 +168,7 @@ def initial_state(
         if own:
             axes = with_chains(0, 0, 0)
 
-        def one(z: Values, fixed: Fixed, *keys: Array) -> SGMCMCState:
+        def one(z: Values, fixed: ChainConstants, *keys: Array) -> SGMCMCState:
             return with_replicas(method, target, start(method, target, fixed, z, *keys))
 
         if not several:
@@ -192,9 +192,9 @@ def _found_values(method: "SGMCMCKernel", target: Target, keys: Array) -> Values
     strategy = method.given.init_strategy
 
     def find(target: Target, keys: Array) -> tuple[Values, Array]:
-        return initial_values(target.view, keys, strategy, target.args, target.kwargs)
+        return initial_values(target.model, keys, strategy, target.args, target.kwargs)
 
     z, finite = method.context.compiled("find", find, target)(keys)
     if not isinstance(finite, jax.core.Tracer) and not finite:
-        raise no_initial_values(target.view, keys, strategy, target.args, target.kwargs)
+        raise no_initial_values(target.model, keys, strategy, target.args, target.kwargs)
     return z

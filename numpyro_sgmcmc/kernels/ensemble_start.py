@@ -13,15 +13,15 @@ from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
-from numpyro_sgmcmc.kernels.identity import data_of
+from numpyro_sgmcmc.kernels.identity import data_fingerprint
 from numpyro_sgmcmc.kernels.self_tuning import fixed_for
-from numpyro_sgmcmc.kernels.state import Fixed
+from numpyro_sgmcmc.kernels.state import ChainConstants
 from numpyro_sgmcmc.kernels.transition import flattened, start
 from numpyro_sgmcmc.posterior.argument_checks import checked_arrays
-from numpyro_sgmcmc.posterior.host import shows_bars
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values, read_model
+from numpyro_sgmcmc.posterior.numpyro_private import shows_bars
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.ensemble import find_members
@@ -70,9 +70,9 @@ def members_for(
     strategy = method.given.init_strategy
     if strategy is init_to_uniform:
         strategy = init_to_uniform(radius=_RADIUS)
-    starts, found = initial_values(target.view, start_keys, strategy, target.args, target.kwargs)
+    starts, found = initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
     if not found:
-        raise no_initial_values(target.view, start_keys, strategy, target.args, target.kwargs)
+        raise no_initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
     held, compiled = _held_out(method), method.context.compiled
     with_curvature = method.given.metric is not None
     if with_curvature and target.minibatch_share >= 1:
@@ -93,7 +93,7 @@ def members_for(
     return members.values, metric
 
 
-def with_metrics(fixed: Fixed, metric: IdentityMetric | DiagonalMetric) -> Fixed:
+def with_metrics(fixed: ChainConstants, metric: IdentityMetric | DiagonalMetric) -> ChainConstants:
     """What is fixed, for each chain by itself where each has a metric of its own."""
     if isinstance(metric, IdentityMetric):
         return fixed
@@ -150,7 +150,7 @@ def members_tuning(
     :raises ValueError: if the method does not know its energy, or no step size is small enough.
     """
     given, ensemble = method.given, method.given.start
-    data, latest = data_of(target), method.tuning
+    data, latest = data_fingerprint(target), method.tuning
     if latest is not None and latest.data == data:
         return latest
     friction = getattr(given, "friction", None) or _FRICTION
@@ -159,7 +159,7 @@ def members_tuning(
     tuning = Tuning(first, friction, IdentityMetric(), steps_per_sample=every, data=data or "")
     if given.step_size is not None:
         return tuning
-    if not method.traits.knows_energy:
+    if not method.traits.has_energy_error:
         raise ValueError(
             f"{type(method).__name__} with start='ensemble' needs `step_size` and `friction`: only"
             " SGMCLMC finds them there, by the variance of its energy."
@@ -167,7 +167,7 @@ def members_tuning(
     fixed = fixed_for(method, target, tuning, 1, 0)
     members = jax.tree.map(lambda x: x[None] if single else x[:_TRIED], (values, metric))
 
-    def run(target: Target, fixed: Fixed, members: Any, sizes: Array) -> Array:
+    def run(target: Target, fixed: ChainConstants, members: Any, sizes: Array) -> Array:
         def at(h: Array) -> Array:
             def one(member: tuple[Values, Any], key: Array) -> Array:
                 z, metric = member
@@ -180,7 +180,7 @@ def members_tuning(
         return lax.map(at, sizes)
 
     program = method.context.compiled("energy", run, target)
-    variances = np.asarray(program(fixed, members, jnp.asarray(_SIZES, target.view.dtype)))
+    variances = np.asarray(program(fixed, members, jnp.asarray(_SIZES, target.model.dtype)))
     assert ensemble is not None
     usual = _ENERGY_VARIANCE if given.metric is None else _ENERGY_VARIANCE_WITH_METRIC
     most = ensemble.energy_variance or usual
@@ -196,7 +196,7 @@ def members_tuning(
 
 
 def _energy_variance(
-    method: "SGMCMCKernel", target: Target, fixed: Fixed, z: Values, h: Array, key: Array
+    method: "SGMCMCKernel", target: Target, fixed: ChainConstants, z: Values, h: Array, key: Array
 ) -> Array:
     """The mean square of the change of the energy in a step, on its minibatch, for a parameter."""
     keys = random.split(key, 3)

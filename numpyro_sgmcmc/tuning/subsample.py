@@ -63,7 +63,7 @@ def sample_of(target: Target) -> Target | None:
 
     :param target: the model with its data.
     """
-    view = target.view
+    view = target.model
     sources = on_disk((target.args, target.kwargs))
     if target.shards is None and not sources:
         return None
@@ -84,14 +84,14 @@ def sample_of(target: Target) -> Target | None:
 
 def share_of(sample: Target) -> float:
     """The rows of a sample, as a part of all."""
-    (plate,) = sample.view.plates
+    (plate,) = sample.model.plates
     assert plate.of is not None
     return plate.size / plate.of
 
 
 def _with(target: Target, numbers: np.ndarray) -> Target:
     """The model with these rows, of each device, in the place of all."""
-    view, shards, arguments = target.view, target.shards, (target.args, target.kwargs)
+    view, shards, arguments = target.model, target.shards, (target.args, target.kwargs)
     (plate,) = view.plates
     read = [
         source.sampled(numbers) if place == plate.name else source
@@ -107,21 +107,21 @@ def _with(target: Target, numbers: np.ndarray) -> Target:
     left = tuple(place for place in view.on_disk if place != plate.name)
     found = None if shards is None else found_shards(shards.mesh, args, kwargs)
     new = view.sampled(len(numbers), left)
-    return target._replace(view=new, args=args, kwargs=kwargs, shards=found)
+    return target._replace(model=new, args=args, kwargs=kwargs, shards=found)
 
 
 def _are_alike(target: Target, sample: Target, numbers: np.ndarray) -> bool:
     """Whether some rows of the sample contribute what they do among all rows."""
-    (plate,) = target.view.plates
+    (plate,) = target.model.plates
     first = numbers[:_FEW]
 
     def run(target: Target, z: Values, rows: Any) -> Any:
         data = {plate.name: rows}, random.key(0), target.args, target.kwargs
-        return target.mean(target.view.potential_and_row_terms(z, *data))
+        return target.mean(target.model.potential_and_row_terms(z, *data))
 
-    z, found = unremarkable_values(target.view), []
+    z, found = unremarkable_values(target.model), []
     for one, rows in ((target, first), (sample, np.arange(len(first)))):
-        size = one.view.plates[0].size
+        size = one.model.plates[0].size
         try:
             energy, terms = one.compiled(run)(z, rows_of(rows, size))
         except (TypeError, ValueError):
