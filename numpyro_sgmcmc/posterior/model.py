@@ -32,20 +32,16 @@ from numpyro.distributions.distribution import validation_enabled
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy, unconstrain_fn
 
-from numpyro_sgmcmc.data.drawn_rows import DrawnRows, OfMinibatch, ShapeOf, Watched
-from numpyro_sgmcmc.data.row_numbers import needs_64_bits
+from numpyro_sgmcmc.data.drawn_rows import OfMinibatch, ShapeOf, Watched, drawn_rows
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.posterior.argument_checks import check_data
 from numpyro_sgmcmc.posterior.handlers import (
     Indices,
     Model,
     Plate,
-    count_of,
-    drawn_rows,
     first_rows_of,
     given_rows,
     log_density,
-    numbers_of,
 )
 from numpyro_sgmcmc.posterior.local_latents import LocalPlate, Marginal
 from numpyro_sgmcmc.posterior.local_latents_checks import without_local_latents
@@ -109,7 +105,7 @@ class MinibatchModel(NamedTuple):
 
     def padded(self, size: int) -> "MinibatchModel":
         """The model with room for so many rows, of which only the first are there yet."""
-        plates = (plate._replace(size=size, grows=True) for plate in self.plates)
+        plates = (plate._replace(size=size) for plate in self.plates)
         return self._replace(plates=tuple(plates))
 
     def sampled(self, rows: int, on_disk: tuple[str | None, ...]) -> "MinibatchModel":
@@ -201,23 +197,18 @@ class MinibatchModel(NamedTuple):
         sources = on_disk(arguments)
         if not sources:
             return arguments
-        values = {
-            name: iter(x.values)
-            for name, x in indices.items()
-            if isinstance(x, DrawnRows) and x.values
-        }
-        far = {plate.name for plate in self.plates if needs_64_bits(plate.size)}
+        drawn = {name: drawn_rows(rows) for name, rows in indices.items()}
+        values = {name: iter(rows.values) for name, rows in drawn.items()}
         seen: list[Any] = []
         for whole, plate in zip(sources, self.on_disk, strict=True):
             source: Any = whole.on_each(self.parts)
-            if plate in values:
-                source = OfMinibatch(source, numbers_of(indices[plate]), next(values[plate]))
-            elif plate in far:
-                # what the model indexes by has half of each number
-                rows = drawn_rows(indices[plate])
-                if rows.high is None:
-                    rows = rows._replace(high=jnp.zeros_like(rows.numbers))
-                source = OfMinibatch(source, rows.numbers, source.drawn(rows))
+            if plate is not None and plate in drawn:
+                rows = drawn[plate]
+                if rows.values:
+                    source = OfMinibatch(source, rows.numbers, next(values[plate]))
+                elif rows.high is not None:
+                    # what the model indexes by has half of each number
+                    source = OfMinibatch(source, rows.numbers, source.drawn(rows))
             seen.append(source)
         return replaced(arguments, seen)
 
@@ -282,7 +273,7 @@ class MinibatchModel(NamedTuple):
         """
         energy, sites = self.potential_and_sites(z, indices, rng_key, args, kwargs)
         names = {plate.name for plate in self.plates}
-        terms = {name: jnp.zeros(count_of(indices[name])) for name in names}
+        terms = {name: jnp.zeros(indices[name].size) for name in names}
         for site in sites.values():
             frames = site["cond_indep_stack"] if site["type"] == "sample" else []
             frames = [frame for frame in frames if frame.name in names]
