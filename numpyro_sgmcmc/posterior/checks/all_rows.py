@@ -30,11 +30,8 @@ from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
-from numpyro_sgmcmc.posterior.handlers import log_density
-from numpyro_sgmcmc.posterior.index_bounds import IndexedArray, watched
-from numpyro_sgmcmc.posterior.local_latents import with_observed
-from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
-from numpyro_sgmcmc.posterior.row_errors import (
+from numpyro_sgmcmc.posterior.checks.index_bounds import IndexedArray, watched
+from numpyro_sgmcmc.posterior.checks.row_errors import (
     beyond_array,
     check_supports,
     dependent_on_number,
@@ -43,6 +40,9 @@ from numpyro_sgmcmc.posterior.row_errors import (
     of_a_process,
     outside_support,
 )
+from numpyro_sgmcmc.posterior.handlers import log_density
+from numpyro_sgmcmc.posterior.local_latents import with_observed
+from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
 from numpyro_sgmcmc.posterior.target import Target
 
 #: So many rows are looked at together, and so few where a row may depend on others; all of them in
