@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.integrators import drift
-from numpyro_sgmcmc.kernels.kernel import Traits
+from numpyro_sgmcmc.kernels.method import Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, whitened_step
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 
 class MomentumAndWork(NamedTuple):
@@ -97,7 +98,7 @@ class AMAGOLD(MomentumKernel):
     """
 
     @dataclass(frozen=True, eq=False)
-    class Settings(MomentumKernel.Settings):
+    class Method(MomentumKernel.Method):
         def __post_init__(self) -> None:
             super().__post_init__()
             if callable(self.step_size):
@@ -106,71 +107,68 @@ class AMAGOLD(MomentumKernel):
                     " same. It has no error of the step size that a schedule could reduce."
                 )
 
-    @property
-    def traits(self) -> Traits:
-        # of an error of this order nothing is left
-        return Traits(order=2, tested=True)
+        @property
+        def traits(self) -> Traits:
+            return Traits(metropolis_corrected=True)
 
-    @property
-    def steps_per_sample(self) -> int:
-        """Number of steps between two samples, given or tuned."""
-        steps, tuning, model = super().steps_per_sample, self.tuning, self.context.model
-        if self.given.steps_per_sample is not None or model is None:
-            return steps
-        if tuning is None or tuning.noise is None:
-            return steps
-        noise = tuning.step_size**2 * tuning.noise.mean * model.dimension
-        return max(1, min(steps, int(1 / max(noise, 1e-9))))
+        def samples_every(self, tuning: Tuning | None, dimension: int | None) -> int:
+            steps = super().samples_every(tuning, dimension)
+            if self.steps_per_sample is not None or dimension is None:
+                return steps
+            if tuning is None or tuning.noise is None:
+                return steps
+            noise = tuning.step_size**2 * tuning.noise.mean * dimension
+            return max(1, min(steps, int(1 / max(noise, 1e-9))))
 
-    @property
-    def default_fields(self) -> tuple[str, ...]:
-        return (*super().default_fields, "accept_prob")
+        @property
+        def default_fields(self) -> tuple[str, ...]:
+            return (*super().default_fields, "accept_prob")
 
-    def check(
-        self,
-        target: Target,
-        num_warmup: int,
-        fixed: ChainConstants | None = None,
-        state: SGMCMCState | None = None,
-    ) -> None:
-        if not SCHEMES[self.given.subsampling].independent:
-            raise ValueError(
-                f"AMAGOLD with subsampling='{self.given.subsampling}' would not be exact: the"
-                " minibatches of a path are to be independent. Use 'without_replacement'."
+        def check(
+            self,
+            target: Target,
+            num_warmup: int,
+            fixed: ChainConstants | None = None,
+            state: SGMCMCState | None = None,
+        ) -> None:
+            if not SCHEMES[self.scheme].independent:
+                raise ValueError(
+                    f"AMAGOLD with subsampling='{self.scheme}' would not be exact: the"
+                    " minibatches of a path are to be independent. Use 'without_replacement'."
+                )
+
+        def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+            return whitened_step(noise), 1.0
+
+        def init_dynamics(
+            self, rng_key: Array, position: Array, fixed: ChainConstants
+        ) -> MomentumAndWork:
+            none = jnp.zeros((), position.dtype)
+            momentum = fresh_momentum(rng_key, position, self.temperature)
+            return MomentumAndWork(momentum, none, none)
+
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, p = state.step_size, state.dynamics.momentum
+            half = h * state.fixed.friction / 2
+            scale = jnp.sqrt(4 * half * self.temperature)
+            position = drift(state.z, p, h / 2)
+            evaluation = gradient(position)
+            added = scale * random.normal(rng_key, p.shape, p.dtype)
+            new = ((1 - half) * p - h * evaluation.gradient + added) / (1 + half)
+            work = state.dynamics.work + h / 2 * evaluation.gradient @ (p + new)
+            position = drift(position, new, h / 2)
+            dynamics = state.dynamics._replace(momentum=new, work=work)
+            return state._replace(z=position, dynamics=dynamics), evaluation
+
+        def accept(
+            self, before: SGMCMCState, after: SGMCMCState, change: Array, rng_key: Array
+        ) -> SGMCMCState:
+            ratio = (after.dynamics.work - change) / self.temperature
+            probability = jnp.where(jnp.isnan(ratio), 0.0, jnp.exp(jnp.minimum(ratio, 0.0)))
+            is_accepted = random.uniform(rng_key, dtype=probability.dtype) < probability
+            momentum = jnp.where(is_accepted, after.dynamics.momentum, -before.dynamics.momentum)
+            none = jnp.zeros_like(probability)
+            return after._replace(
+                z=jnp.where(is_accepted, after.z, before.z),
+                dynamics=MomentumAndWork(momentum, none, probability),
             )
-
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        return whitened_step(noise), 1.0
-
-    def init_dynamics(
-        self, rng_key: Array, position: Array, fixed: ChainConstants
-    ) -> MomentumAndWork:
-        none = jnp.zeros((), position.dtype)
-        momentum = fresh_momentum(rng_key, position, self.given.temperature)
-        return MomentumAndWork(momentum, none, none)
-
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, p = state.step_size, state.dynamics.momentum
-        half = h * state.fixed.friction / 2
-        scale = jnp.sqrt(4 * half * self.given.temperature)
-        position = drift(state.z, p, h / 2)
-        evaluation = gradient(position)
-        added = scale * random.normal(rng_key, p.shape, p.dtype)
-        new = ((1 - half) * p - h * evaluation.gradient + added) / (1 + half)
-        work = state.dynamics.work + h / 2 * evaluation.gradient @ (p + new)
-        position = drift(position, new, h / 2)
-        dynamics = state.dynamics._replace(momentum=new, work=work)
-        return state._replace(z=position, dynamics=dynamics), evaluation
-
-    def test(
-        self, before: SGMCMCState, after: SGMCMCState, change: Array, rng_key: Array
-    ) -> SGMCMCState:
-        ratio = (after.dynamics.work - change) / self.given.temperature
-        probability = jnp.where(jnp.isnan(ratio), 0.0, jnp.exp(jnp.minimum(ratio, 0.0)))
-        is_accepted = random.uniform(rng_key, dtype=probability.dtype) < probability
-        momentum = jnp.where(is_accepted, after.dynamics.momentum, -before.dynamics.momentum)
-        none = jnp.zeros_like(probability)
-        return after._replace(
-            z=jnp.where(is_accepted, after.z, before.z),
-            dynamics=MomentumAndWork(momentum, none, probability),
-        )

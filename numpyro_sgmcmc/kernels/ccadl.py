@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.converters import one_of, positive
 from numpyro_sgmcmc.gradients.covariance import FEW_LANCZOS_STEPS, LANCZOS_STEPS
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
-from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance
+from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels.integrators import (
     covariance_controlled,
     drift,
@@ -24,11 +24,11 @@ from numpyro_sgmcmc.kernels.integrators import (
     ornstein_uhlenbeck,
     thermostat,
 )
-from numpyro_sgmcmc.kernels.kernel import Traits
+from numpyro_sgmcmc.kernels.method import Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.settings import (
     check_not_matrix_free,
-    covariance_settings,
+    checked_noise,
     recorded,
 )
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
@@ -166,7 +166,6 @@ class CCAdL(MomentumKernel):
         paper has 1 in this convention (its :math:`\\mu = d`). None is 10, and more for fewer
         than 100 parameters, :math:`1000 / d`; ``math.inf`` is a constant friction.
     :param NoiseEstimate noise: how :math:`\\hat V` is represented, observed and averaged.
-    :param str covariance: short for ``noise=NoiseEstimate(covariance=...)``.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -199,11 +198,10 @@ class CCAdL(MomentumKernel):
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)
-    class Settings(MomentumKernel.Settings):
+    class Method(MomentumKernel.Method):
         integrator: str = recorded("auto")
         thermal_mass: float | None = None
-        noise: NoiseEstimate | None = None
-        covariance: str | None = None
+        noise: Any = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -211,125 +209,145 @@ class CCAdL(MomentumKernel):
             if self.thermal_mass is not None:
                 mass = positive("thermal_mass", self.thermal_mass, infinite=True)
                 self.set(thermal_mass=mass)
-            noise = covariance_settings(self.noise, self.covariance, True, "")
-            self.set(noise=noise, covariance=None)
+            noise = checked_noise(self.noise)
+            self.set(noise=noise)
             splitting = _splitting_of(self.integrator)
             if splitting and not splitting.gradient_before_middle:
                 check_not_matrix_free(noise, self.integrator, "nogin")
 
-    given: "CCAdL.Settings"
+        @property
+        def traits(self) -> Traits:
+            return Traits(self.gradient_at_end(self.integrator), corrects_noise=True)
 
-    @property
-    def traits(self) -> Traits:
-        order = 1 if _splitting_of(self.given.integrator) is None else 2
-        return Traits(order, self.gradient_at_end(self.given.integrator), corrects_noise=True)
+        def integrator_for(self, tuning: Tuning) -> str:
+            noise, level = self.noise, tuning.noise
+            if self.integrator != "auto":
+                return self.integrator
+            if level is None or (noise is not None and noise.covariance == "matrix_free"):
+                return "nogin"
+            unit = tuning.step_size**2 / self.temperature
+            most = min(_MOST_NOISE, _ACCEPTED / max(level.curvature - 1, _ACCEPTED / 2))
+            is_quiet = unit * level.largest <= most and unit * level.mean <= _MOST_IN_THE_MEAN
+            bent = _NO_FUNNEL_IF_QUIET if unit * level.largest <= _QUIET else _NO_FUNNEL
+            return "symmetric" if is_quiet and level.nonlinearity < bent else "nogin"
 
-    def integrator(self, tuning: Tuning) -> str:
-        noise, level = self.given.noise, tuning.noise
-        if self.given.integrator != "auto":
-            return self.given.integrator
-        if level is None or (noise is not None and noise.covariance == "matrix_free"):
-            return "nogin"
-        unit = tuning.step_size**2 / self.given.temperature
-        most = min(_MOST_NOISE, _ACCEPTED / max(level.curvature - 1, _ACCEPTED / 2))
-        is_quiet = unit * level.largest <= most and unit * level.mean <= _MOST_IN_THE_MEAN
-        bent = _NO_FUNNEL_IF_QUIET if unit * level.largest <= _QUIET else _NO_FUNNEL
-        return "symmetric" if is_quiet and level.nonlinearity < bent else "nogin"
+        def gradient_at_end(self, integrator: str) -> bool:
+            splitting = _splitting_of(integrator)
+            return splitting is None or splitting.gradient_at_end
 
-    def gradient_at_end(self, integrator: str) -> bool:
-        splitting = _splitting_of(integrator)
-        return splitting is None or splitting.gradient_at_end
+        def noise_estimator(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
+            assert self.noise is not None
+            level = largest_of(tuning.noise)
+            # D is small where the step is as short as the noise asks for
+            short = level is not None and tuning.step_size**2 * level <= 1.001 * self.temperature
+            steps = FEW_LANCZOS_STEPS if short else LANCZOS_STEPS
+            return self.noise.resolved(target, level, steps)
 
-    def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
-        assert self.given.noise is not None
-        level = largest_of(tuning.noise)
-        # D is small where the step is as short as the noise asks for
-        short = level is not None and tuning.step_size**2 * level <= 1.001 * self.given.temperature
-        steps = FEW_LANCZOS_STEPS if short else LANCZOS_STEPS
-        return self.given.noise.resolved(target, level, steps)
+        def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+            if _splitting_of(self.integrator) is None:
+                friction = 0.5
+                return euler_step(noise, friction), friction
+            # V is known with an error and for the average position: what is left of the noise
+            # widens a direction by up to h v / (2 A)
+            longest = 1.0 if self.integrator in ("auto", "nogin") else 0.5
+            step_size = whitened_step(noise, longest)
+            return step_size, min(max(0.7, 2.5 * step_size * noise.largest), 2.5)
 
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        if _splitting_of(self.given.integrator) is None:
-            friction = 0.5
-            return euler_step(noise, friction), friction
-        # V is known with an error and for the average position: what is left of the noise
-        # widens a direction by up to h v / (2 A)
-        longest = 1.0 if self.given.integrator in ("auto", "nogin") else 0.5
-        step_size = whitened_step(noise, longest)
-        return step_size, min(max(0.7, 2.5 * step_size * noise.largest), 2.5)
+        def init_dynamics(
+            self, rng_key: Array, position: Array, fixed: ChainConstants
+        ) -> CovarianceControlled:
+            momentum = fresh_momentum(rng_key, position, self.temperature)
+            xi = jnp.asarray(fixed.friction, position.dtype)
+            return CovarianceControlled(momentum, xi, *fixed.layout.noise.start(position))
 
-    def init_dynamics(
-        self, rng_key: Array, position: Array, fixed: ChainConstants
-    ) -> CovarianceControlled:
-        momentum = fresh_momentum(rng_key, position, self.given.temperature)
-        xi = jnp.asarray(fixed.friction, position.dtype)
-        return CovarianceControlled(momentum, xi, *fixed.layout.noise.start(position))
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, fixed = state.step_size, state.fixed
+            noise, integrator = fixed.layout.noise, fixed.layout.integrator
+            p, xi, average, count = state.dynamics
+            splitting = _splitting_of(integrator)
+            if splitting is not None:
+                inner = self._nogin if integrator == "nogin" else self._middle
+                maps = partial(inner, state, splitting, rng_key)
+                position, p, xi, evaluation = splitting.step(state.z, p, gradient, h, maps)
+            else:
+                position = drift(state.z, p, h)
+                evaluation = gradient(position)
+                product = noise.representation.product(noise.current(average, evaluation), p)
+                damping = h / (2 * self.temperature) * product + xi * p
+                normal = random.normal(rng_key, p.shape, p.dtype)
+                diffusion = fixed.friction * self.temperature
+                p = euler_kick(p, evaluation.gradient, damping, diffusion, h, normal)
+                xi = self._adapted(xi, jnp.mean(p**2), h, p.shape[0])
+            dynamics = CovarianceControlled(p, xi, *noise.update(average, count, evaluation))
+            return state._replace(z=position, dynamics=dynamics), evaluation
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        given, h, noise = self.given, state.step_size, state.fixed.layout.noise
-        p, xi, average, count = state.dynamics
-        temperature, diffusion = given.temperature, state.fixed.friction * given.temperature
-        apply = noise.representation.apply
-        integrator = state.fixed.layout.integrator
-        splitting = _splitting_of(integrator)
-
-        def adapted(xi: Array, energy: Array, step_size: Array) -> Array:
+        def _adapted(self, xi: Array, energy: Array, step_size: Array, dimension: int) -> Array:
             """The map D."""
             # the thermostat fluctuates by 1 / sqrt(mu d), which few parameters would feel
-            mass = given.thermal_mass or 10 * max(1.0, 100 / p.shape[0])
-            return thermostat(xi, energy, step_size, temperature, mass)
+            mass = self.thermal_mass or 10 * max(1.0, 100 / dimension)
+            return thermostat(xi, energy, step_size, self.temperature, mass)
 
-        def controls(v: Array) -> tuple[Array, Array]:
-            """Of the maps C on either side of the middle, for eigenvalues of the covariance."""
-            if splitting is SPLITTINGS["baoab"]:
-                return noise_controls(v / temperature, h, state.fixed.friction)
-            half = jnp.exp(-(h**2) * v / (4 * temperature))
-            return half, half
-
-        def middle(p: Array, evaluation: Evaluation | None) -> tuple[Array, Array]:
+        def _middle(
+            self,
+            state: SGMCMCState,
+            splitting: Splitting,
+            rng_key: Array,
+            p: Array,
+            evaluation: Evaluation | None,
+        ) -> tuple[Array, Array]:
             """C D(h/2) O D(h/2) C, of the momentum and of the added noise side by side."""
+            h, friction, noise = state.step_size, state.fixed.friction, state.fixed.layout.noise
+            xi, average = state.dynamics.thermostat, state.dynamics.noise_covariance
+
+            def controls(v: Array) -> tuple[Array, Array]:
+                """The maps C on either side of the middle, for eigenvalues of the covariance."""
+                if splitting is SPLITTINGS["baoab"]:
+                    return noise_controls(v / self.temperature, h, friction)
+                half = jnp.exp(-(h**2) * v / (4 * self.temperature))
+                return half, half
+
             covariance = average if evaluation is None else noise.current(average, evaluation)
             normal = random.normal(rng_key, p.shape, p.dtype)
             both = jax.vmap(partial(noise.representation.on, covariance))(jnp.stack([p, normal]))
             of_momentum, of_noise = (jax.tree.map(lambda x, k=k: x[k], both) for k in range(2))
             p = of_momentum.apply(lambda v: controls(v)[0])
-            half = adapted(xi, jnp.mean(p**2), h / 2)
-            moved = partial(ornstein_uhlenbeck, damping=half, diffusion=diffusion, step_size=h)
-            whole = adapted(half, jnp.mean(moved(p, noise=normal) ** 2), h / 2)
+            half = self._adapted(xi, jnp.mean(p**2), h / 2, p.shape[0])
+            moved = partial(
+                ornstein_uhlenbeck,
+                damping=half,
+                diffusion=friction * self.temperature,
+                step_size=h,
+            )
+            energy = jnp.mean(moved(p, noise=normal) ** 2)
+            whole = self._adapted(half, energy, h / 2, p.shape[0])
             p = of_momentum.apply(lambda v: math.prod(controls(v)))
             return moved(p, noise=of_noise.apply(lambda v: controls(v)[1])), whole
 
-        def nogin(p: Array, evaluation: Evaluation | None) -> tuple[Array, Array]:
+        def _nogin(
+            self,
+            state: SGMCMCState,
+            splitting: Splitting,
+            rng_key: Array,
+            p: Array,
+            evaluation: Evaluation | None,
+        ) -> tuple[Array, Array]:
             """D, and the O of NOGIN."""
             assert evaluation is not None
+            h, noise, here = state.step_size, state.fixed.layout.noise, state.dynamics.thermostat
             noise_key, probe_key = random.split(rng_key)
-            covariance, here = noise.current(average, evaluation), xi
-            if given.thermal_mass != math.inf:
+            covariance = noise.current(state.dynamics.noise_covariance, evaluation)
+            if self.thermal_mass != math.inf:
                 # what half a kick's noise has added to the kinetic energy is not heat
                 probe = random.normal(probe_key, p.shape, p.dtype)
                 added = h**2 / 4 * noise.representation.trace(covariance, probe) / p.shape[0]
-                here = adapted(xi, jnp.mean(p**2) - added, h)
+                here = self._adapted(here, jnp.mean(p**2) - added, h, p.shape[0])
 
             def inverse(x: Array) -> Array:
                 damping = jnp.tanh(here * h / 2)
-                return apply(
-                    covariance, lambda v: 1 / (1 + damping + h**2 * v / (4 * temperature)), x
+                return noise.representation.apply(
+                    covariance, lambda v: 1 / (1 + damping + h**2 * v / (4 * self.temperature)), x
                 )
 
-            scale = jnp.sqrt(temperature * jnp.tanh(state.fixed.friction * h / 2))
+            scale = jnp.sqrt(self.temperature * jnp.tanh(state.fixed.friction * h / 2))
             normal = random.normal(noise_key, p.shape, p.dtype)
             return covariance_controlled(p, inverse, scale * normal), here
-
-        if splitting is not None:
-            inner = nogin if integrator == "nogin" else middle
-            position, p, xi, evaluation = splitting.step(state.z, p, gradient, h, inner)
-        else:
-            position = drift(state.z, p, h)
-            evaluation = gradient(position)
-            product = noise.representation.product(noise.current(average, evaluation), p)
-            damping = h / (2 * temperature) * product + xi * p
-            normal = random.normal(rng_key, p.shape, p.dtype)
-            p = euler_kick(p, evaluation.gradient, damping, diffusion, h, normal)
-            xi = adapted(xi, jnp.mean(p**2), h)
-        dynamics = CovarianceControlled(p, xi, *noise.update(average, count, evaluation))
-        return state._replace(z=position, dynamics=dynamics), evaluation

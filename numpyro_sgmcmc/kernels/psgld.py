@@ -103,7 +103,7 @@ class PSGLD(SGMCMCKernel):
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)
-    class Settings(SGMCMCKernel.Settings):
+    class Method(SGMCMCKernel.Method):
         damping: float = 1e-3
         window: int = 100
         frozen: bool = recorded(True)
@@ -121,52 +121,52 @@ class PSGLD(SGMCMCKernel):
                     " frozen=True it is constant and the term is zero. Use frozen=False."
                 )
 
-    given: "PSGLD.Settings"
+        def check(
+            self,
+            target: Target,
+            num_warmup: int,
+            fixed: ChainConstants | None = None,
+            state: SGMCMCState | None = None,
+        ) -> None:
+            if self.frozen and num_warmup == 0:
+                raise ValueError(
+                    "PSGLD finds its preconditioner in the warm-up, but num_warmup=0. Use a"
+                    " warm-up, or frozen=False."
+                )
 
-    def check(
-        self,
-        target: Target,
-        num_warmup: int,
-        fixed: ChainConstants | None = None,
-        state: SGMCMCState | None = None,
-    ) -> None:
-        if self.given.frozen and num_warmup == 0:
-            raise ValueError(
-                "PSGLD finds its preconditioner in the warm-up, but num_warmup=0. Use a warm-up,"
-                " or frozen=False."
+        def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+            return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature) * _scale(noise), None
+
+        def relaxation_time(self, tuning: Tuning) -> float:
+            return super().relaxation_time(tuning) * (
+                1.0 if tuning.noise is None else _scale(tuning.noise)
             )
 
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature) * _scale(noise), None
+        def init_dynamics(
+            self, rng_key: Array, position: Array, fixed: ChainConstants
+        ) -> Preconditioned:
+            return Preconditioned(jnp.zeros_like(position), jnp.zeros((), jnp.int32))
 
-    def relaxation_time(self, tuning: Tuning) -> float:
-        return super().relaxation_time(tuning) * (
-            1.0 if tuning.noise is None else _scale(tuning.noise)
-        )
-
-    def init_dynamics(
-        self, rng_key: Array, position: Array, fixed: ChainConstants
-    ) -> Preconditioned:
-        return Preconditioned(jnp.zeros_like(position), jnp.zeros((), jnp.int32))
-
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, (before, count) = state.step_size, state.dynamics
-        adapts = (state.i < state.fixed.warmup_steps) | (not self.given.frozen)
-        count = count + adapts
-        kappa = adapts / jnp.clip(count, 1, self.given.window).astype(before.dtype)
-        evaluation = gradient(state.z)
-        mean_square = before + kappa * (evaluation.gradient**2 - before)
-        root = jnp.sqrt(mean_square)
-        scale = 1 / (self.given.damping + root)
-        force = evaluation.gradient
-        if self.given.gamma_term:
-            curvature = _hessian_diagonal(lambda x: gradient(x).gradient, state.z)
-            slope = kappa * force * curvature / jnp.maximum(root, jnp.finfo(root.dtype).tiny)
-            force = force + self.given.temperature * scale * slope
-        noise = random.normal(rng_key, state.z.shape, state.z.dtype)
-        # elementwise, Langevin dynamics with step size h G
-        position = langevin(state.z, force, h * scale, self.given.temperature, noise)
-        return state._replace(z=position, dynamics=Preconditioned(mean_square, count)), evaluation
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, (before, count) = state.step_size, state.dynamics
+            adapts = (state.i < state.fixed.warmup_steps) | (not self.frozen)
+            count = count + adapts
+            kappa = adapts / jnp.clip(count, 1, self.window).astype(before.dtype)
+            evaluation = gradient(state.z)
+            mean_square = before + kappa * (evaluation.gradient**2 - before)
+            root = jnp.sqrt(mean_square)
+            scale = 1 / (self.damping + root)
+            force = evaluation.gradient
+            if self.gamma_term:
+                curvature = _hessian_diagonal(lambda x: gradient(x).gradient, state.z)
+                slope = kappa * force * curvature / jnp.maximum(root, jnp.finfo(root.dtype).tiny)
+                force = force + self.temperature * scale * slope
+            noise = random.normal(rng_key, state.z.shape, state.z.dtype)
+            # elementwise, Langevin dynamics with step size h G
+            position = langevin(state.z, force, h * scale, self.temperature, noise)
+            return state._replace(
+                z=position, dynamics=Preconditioned(mean_square, count)
+            ), evaluation
 
 
 def _hessian_diagonal(gradient: Any, position: Array) -> Array:

@@ -1,12 +1,12 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a kernel finds out of a model and its data: made in ``init``, remade in another process."""
+"""The model as read, devices, programs and tuning of a kernel: remade in another process."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 import warnings
 
 import jax
@@ -15,24 +15,21 @@ from numpyro_sgmcmc.data.growing import growing_in, padded, row_count_of, trimme
 from numpyro_sgmcmc.data.row_numbers import MOST_ROWS, needs_64_bits
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards, found_shards
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.kernels.settings import Settings
+from numpyro_sgmcmc.kernels.method import Method
 from numpyro_sgmcmc.posterior.argument_checks import checked_arrays
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.model import MinibatchModel, read_model
 from numpyro_sgmcmc.posterior.row_checks import check_rows
 from numpyro_sgmcmc.posterior.sharding_checks import check_spread
 from numpyro_sgmcmc.posterior.target import Program, Quick, Target
-from numpyro_sgmcmc.tuning.tuning import Tuning
-
-if TYPE_CHECKING:
-    from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+from numpyro_sgmcmc.tuning.tuning import Tuning, TuningFailed
 
 
-class Context:
+class Runtime:
     """
     Static facts of the model and the data, the same for every chain.
 
-    - **kernel** - the name of the kernel, for errors.
+    - **name** - the name of the kernel, for errors.
     - **model** - the model as read for the latest data, or None before.
     - **is_here** - whether it was read in this process, and not in that of a pickled kernel.
     - **shards** - how the data lie on devices, if they are spread.
@@ -45,8 +42,8 @@ class Context:
     - **densities** - log densities by site at fixed values, which tell the model from others.
     """
 
-    def __init__(self, kernel: str, tuning: Tuning | None = None) -> None:
-        self.kernel = kernel
+    def __init__(self, name: str, tuning: Tuning | None = None) -> None:
+        self.name = name
         self.model: MinibatchModel | None = None
         self.is_here = False
         self._models: dict[Any, MinibatchModel] = {}
@@ -62,12 +59,40 @@ class Context:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of a run needs for its results; devices and programs are of this process."""
-        kept = "kernel", "model", "tuning", "densities", "data", "known", "grows"
+        kept = "name", "model", "tuning", "densities", "data", "known", "grows"
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__init__(kept["kernel"])  # type: ignore[misc]
+        self.__init__(kept["name"])  # type: ignore[misc]
         vars(self).update(kept)
+
+    def with_tuning(self, tuning: Tuning | None) -> "Runtime":
+        """The same model on the same devices, with another tuning."""
+        new = Runtime(self.name, tuning)
+        new.model, new.shards = self.model, self.shards
+        return new
+
+    def samples_every(self, method: Method) -> int:
+        """The number of steps between two samples."""
+        return method.samples_every(
+            self.tuning, None if self.model is None else self.model.dimension
+        )
+
+    def seconds_of_a_sample(self, method: Method) -> float:
+        """The time that the tuning expects a sample of one chain to take; 0 if it is not known."""
+        tuning = self.tuning
+        if tuning is None or method.step_size is not None:
+            return 0.0
+        return tuning.seconds_per_sample * self.samples_every(method) / tuning.steps_per_sample
+
+    @contextmanager
+    def tuning_kept_on_failure(self) -> Iterator[None]:
+        """Keeps the tuning of a :class:`TuningFailed` for the user to look at."""
+        try:
+            yield
+        except TuningFailed as failed:
+            self.tuning = failed.tuning
+            raise
 
     @contextmanager
     def said_once(self, data: Any) -> Iterator[None]:
@@ -91,30 +116,30 @@ class Context:
         self.grows = bool(growing_in((args, kwargs)))
         return checked_arrays(model, *trimmed((args, kwargs)))
 
-    def read(self, kernel: "SGMCMCKernel", args: tuple, kwargs: dict) -> MinibatchModel:
+    def read(self, method: Method, args: tuple, kwargs: dict) -> Target:
         """
         Reads the model, and keeps what it has read.
 
         :raises ValueError: if the method cannot serve the model, or minibatches cannot.
         """
-        given, name = kernel.given, self.kernel
-        self.shards = found_shards(given.mesh, args, kwargs)
-        model = read_model(given.model, given.init_strategy, args, kwargs)
+        name = self.name
+        self.shards = found_shards(None, args, kwargs)
+        model = read_model(method.model, method.init_strategy, args, kwargs)
         self.is_here = True
         if model != self.model:
             self.model, self.programs = model, {}
         self._models[_shapes((args, kwargs))] = model
-        independent = SCHEMES[given.subsampling].independent
-        if kernel.traits.corrects_noise and not independent:
+        independent = SCHEMES[method.scheme].independent
+        if method.traits.corrects_noise and not independent:
             raise ValueError(
-                f"{name} with subsampling='{given.subsampling}' would correct for noise that is not"
+                f"{name} with subsampling='{method.scheme}' would correct for noise that is not"
                 " there: minibatches of one pass over the data are anti-correlated. Use"
                 " subsampling='without_replacement'."
             )
-        self._check_number_of_rows(given, model)
+        self._check_number_of_rows(method.scheme, model)
         if not model.plates and not independent:
             raise ValueError(
-                f"{name} with subsampling='{given.subsampling}' needs minibatches, but no plate of"
+                f"{name} with subsampling='{method.scheme}' needs minibatches, but no plate of"
                 " the model has a `subsample_size`: write `numpyro.plate(name, size,"
                 " subsample_size=...)` around the data, or use another kernel."
             )
@@ -135,43 +160,43 @@ class Context:
         if model.dimension == 0:
             raise ValueError("The model has no latent sites: there is nothing to sample.")
         if self.shards is not None:
-            check_spread(self.whole(given, args, kwargs), self.shards)
-        return model
+            check_spread(self.whole(method, args, kwargs), self.shards)
+        return self.target(method, args, kwargs)
 
-    def _check_number_of_rows(self, given: Settings, model: MinibatchModel) -> None:
+    def _check_number_of_rows(self, scheme: str, model: MinibatchModel) -> None:
         """
         :raises ValueError: if there are more rows than this way of drawing them has numbers for.
         """
         parts = 1 if self.shards is None else self.shards.parts
         for plate in model.plates:
-            if needs_64_bits(plate.size // parts) and SCHEMES[given.subsampling].draw_far is None:
+            if needs_64_bits(plate.size // parts) and SCHEMES[scheme].draw_far is None:
                 words = [name for name, scheme in SCHEMES.items() if scheme.draw_far is not None]
                 raise ValueError(
                     f"Plate '{plate.name}' has {plate.size // parts:,} rows on a device, and"
-                    f" subsampling='{given.subsampling}' has numbers for {MOST_ROWS:,}: use one of"
+                    f" subsampling='{scheme}' has numbers for {MOST_ROWS:,}: use one of"
                     f" {', '.join(words)}, or more devices."
                 )
 
-    def whole(self, given: Settings, args: tuple, kwargs: dict) -> Target:
+    def whole(self, method: Method, args: tuple, kwargs: dict) -> Target:
         """
         The model with all data, of which no more than a few rows should be looked at.
 
         :raises RuntimeError: if no model has been read.
         """
         if self.model is None:
-            raise RuntimeError(f"Call `{self.kernel}.init` first.")
+            raise RuntimeError(f"Call `{self.name}.init` first.")
         # another `MCMC` may have given this kernel other data since
         model = self._models.get(_shapes((args, kwargs)), self.model)
         known = row_count_of((args, kwargs))
         if known is not None:
             room = growing_in((args, kwargs))[0].values.shape[0]
             model, (args, kwargs) = model.padded(room), padded((args, kwargs))
-        scheme = SCHEMES[given.subsampling]
+        scheme = SCHEMES[method.scheme]
         return Target(model, args, kwargs, scheme, known=known, programs=self.programs)
 
-    def target(self, given: Settings, args: tuple = (), kwargs: dict | None = None) -> Target:
+    def target(self, method: Method, args: tuple = (), kwargs: dict | None = None) -> Target:
         """The model with these data, on each of the devices that they are spread over."""
-        whole = self.whole(given, args, kwargs or {})
+        whole = self.whole(method, args, kwargs or {})
         if self.shards is None:
             return whole
         return whole._replace(model=whole.model.on_each(self.shards.parts), shards=self.shards)

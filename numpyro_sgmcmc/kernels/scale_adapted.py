@@ -100,7 +100,7 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
     """
 
     @dataclass(frozen=True, eq=False)
-    class Settings(SGMCMCKernel.Settings):
+    class Method(SGMCMCKernel.Method):
         step_size: StepSize | None = 0.01
         momentum_decay: float = recorded(0.05)
 
@@ -108,39 +108,39 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
             super().__post_init__()
             self.set(momentum_decay=positive("momentum_decay", self.momentum_decay))
 
-    given: "ApproximateScaleAdaptedSGHMC.Settings"
+        def check(
+            self,
+            target: Target,
+            num_warmup: int,
+            fixed: ChainConstants | None = None,
+            state: SGMCMCState | None = None,
+        ) -> None:
+            if num_warmup == 0:
+                raise ValueError(
+                    "ApproximateScaleAdaptedSGHMC finds its scales in the warm-up, but"
+                    " num_warmup=0. Use a warm-up of some thousand steps."
+                )
 
-    def check(
-        self,
-        target: Target,
-        num_warmup: int,
-        fixed: ChainConstants | None = None,
-        state: SGMCMCState | None = None,
-    ) -> None:
-        if num_warmup == 0:
-            raise ValueError(
-                "ApproximateScaleAdaptedSGHMC finds its scales in the warm-up, but num_warmup=0."
-                " Use a warm-up of some thousand steps."
-            )
+        def init_dynamics(
+            self, rng_key: Array, position: Array, fixed: ChainConstants
+        ) -> ScaleAdapted:
+            one = jnp.ones_like(position)
+            momentum = fresh_momentum(rng_key, position, self.temperature)
+            return ScaleAdapted(momentum, one, jnp.zeros_like(position), one)
 
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> ScaleAdapted:
-        one = jnp.ones_like(position)
-        momentum = fresh_momentum(rng_key, position, self.given.temperature)
-        return ScaleAdapted(momentum, one, jnp.zeros_like(position), one)
-
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, (p, window, mean, square) = state.step_size, state.dynamics
-        evaluation = gradient(state.z)
-        g = evaluation.gradient
-        adapts = state.i < state.fixed.warmup_steps
-        rate = jnp.where(adapts, 1 / (window + 1), 0.0)
-        window = jnp.where(adapts, window * (1 - mean**2 / square) + 1, window)
-        mean, square = mean + rate * (g - mean), square + rate * (g**2 - square)
-        scale = jnp.maximum(square, _SMALLEST) ** -0.25
-        noise = random.normal(rng_key, p.shape, p.dtype)
-        alpha = self.given.momentum_decay
-        p = (1 - alpha) * p - h * scale * g + jnp.sqrt(2 * alpha * self.given.temperature) * noise
-        position = state.z + h * scale * p
-        return state._replace(
-            z=position, dynamics=ScaleAdapted(p, window, mean, square)
-        ), evaluation
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, (p, window, mean, square) = state.step_size, state.dynamics
+            evaluation = gradient(state.z)
+            g = evaluation.gradient
+            adapts = state.i < state.fixed.warmup_steps
+            rate = jnp.where(adapts, 1 / (window + 1), 0.0)
+            window = jnp.where(adapts, window * (1 - mean**2 / square) + 1, window)
+            mean, square = mean + rate * (g - mean), square + rate * (g**2 - square)
+            scale = jnp.maximum(square, _SMALLEST) ** -0.25
+            noise = random.normal(rng_key, p.shape, p.dtype)
+            alpha = self.momentum_decay
+            p = (1 - alpha) * p - h * scale * g + jnp.sqrt(2 * alpha * self.temperature) * noise
+            position = state.z + h * scale * p
+            return state._replace(
+                z=position, dynamics=ScaleAdapted(p, window, mean, square)
+            ), evaluation

@@ -10,9 +10,10 @@ from jax import Array, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients.estimators import Gradient
-from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance
-from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel, Traits
-from numpyro_sgmcmc.kernels.settings import covariance_settings
+from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
+from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+from numpyro_sgmcmc.kernels.method import Traits
+from numpyro_sgmcmc.kernels.settings import checked_noise
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of
@@ -56,7 +57,6 @@ class SGFS(SGMCMCKernel):
     :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule; None
         is tuned. In the paper's letters :math:`B = I` and :math:`\\epsilon = 2 h`.
     :param NoiseEstimate noise: how :math:`\\hat M` is estimated.
-    :param str covariance: short for ``noise=NoiseEstimate(covariance=...)``.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -86,18 +86,16 @@ class SGFS(SGMCMCKernel):
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)
-    class Settings(SGMCMCKernel.Settings):
-        noise: NoiseEstimate | None = None
-        covariance: str | None = None
+    class Method(SGMCMCKernel.Method):
+        noise: Any = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            noise = covariance_settings(self.noise, self.covariance, True, "")
-            self.set(noise=noise, covariance=None)
+            self.set(noise=checked_noise(self.noise))
             if isinstance(self.strata, dict):
                 raise ValueError(
                     "SGFS takes the Fisher information from rows that are drawn alike, which those"
-                    " of `strata` are not: leave `strata` out, or use another kernel, such as"
+                    " of strata are not: leave `subsampling` out, or use another kernel, such as"
                     " CCAdL."
                 )
 
@@ -105,35 +103,35 @@ class SGFS(SGMCMCKernel):
         def can_stratify(self) -> bool:
             return False
 
-    given: "SGFS.Settings"
+        @property
+        def traits(self) -> Traits:
+            return Traits(corrects_noise=True)
 
-    @property
-    def traits(self) -> Traits:
-        return Traits(corrects_noise=True)
+        def noise_estimator(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
+            """The estimate of N I + V / T: that of V, with n / N added to the factors."""
+            assert self.noise is not None
+            noise = self.noise.resolved(target, largest_of(tuning.noise))
+            shares = {
+                plate.name: plate.subsample_size / plate.size for plate in target.model.plates
+            }
+            factors = tuple(
+                (name, shares[name] + factor / self.temperature) for name, factor in noise.factors
+            )
+            return replace(noise, factors=factors)
 
-    def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
-        """The estimate of N I + V / T: that of V, with n / N added to the factors."""
-        assert self.given.noise is not None
-        noise = self.given.noise.resolved(target, largest_of(tuning.noise))
-        shares = {plate.name: plate.subsample_size / plate.size for plate in target.model.plates}
-        factors = tuple(
-            (name, shares[name] + factor / self.given.temperature) for name, factor in noise.factors
-        )
-        return replace(noise, factors=factors)
+        def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+            # as for SGLD with the noise corrected: the Fisher information is one of the curvatures
+            return 2 * ACCEPTED_BIAS / noise.curvature, None
 
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        # as for SGLD with the noise corrected: the Fisher information is one of the curvatures
-        return 2 * ACCEPTED_BIAS / noise.curvature, None
+        def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Scored:
+            return Scored(*fixed.layout.noise.start(position))
 
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Scored:
-        return Scored(*fixed.layout.noise.start(position))
-
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, noise, (average, count) = state.step_size, state.fixed.layout.noise, state.dynamics
-        evaluation = gradient(state.z)
-        information = noise.current(average, evaluation)
-        normal = random.normal(rng_key, state.z.shape, state.z.dtype)
-        force = evaluation.gradient + jnp.sqrt(2 * self.given.temperature / h) * normal
-        inverse = noise.representation.apply(information, lambda m: 2 / (m + 2 / h), force)
-        dynamics = Scored(*noise.update(average, count, evaluation))
-        return state._replace(z=state.z - inverse, dynamics=dynamics), evaluation
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, noise, (average, count) = state.step_size, state.fixed.layout.noise, state.dynamics
+            evaluation = gradient(state.z)
+            information = noise.current(average, evaluation)
+            normal = random.normal(rng_key, state.z.shape, state.z.dtype)
+            force = evaluation.gradient + jnp.sqrt(2 * self.temperature / h) * normal
+            inverse = noise.representation.apply(information, lambda m: 2 / (m + 2 / h), force)
+            dynamics = Scored(*noise.update(average, count, evaluation))
+            return state._replace(z=state.z - inverse, dynamics=dynamics), evaluation

@@ -4,7 +4,6 @@
 """Stochastic gradient Hamiltonian Monte Carlo."""
 
 from dataclasses import dataclass
-from functools import partial
 import math
 from typing import Any, NamedTuple
 
@@ -18,25 +17,22 @@ from numpyro_sgmcmc.data.converters import array, one_of, shown, whole
 from numpyro_sgmcmc.gradients.covariance import Covariance, Diagonal
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
 from numpyro_sgmcmc.gradients.noise_estimate import (
-    NoiseEstimate,
-    RunningCovariance,
     gradient_oracle,
 )
 from numpyro_sgmcmc.kernels.chains import axes_of
 from numpyro_sgmcmc.kernels.integrators import drift, kick
-from numpyro_sgmcmc.kernels.kernel import Traits
+from numpyro_sgmcmc.kernels.method import Traits
 from numpyro_sgmcmc.kernels.momentum import Momentum, MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.settings import (
     check_not_matrix_free,
-    covariance_settings,
+    checked_noise,
     recorded,
 )
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.kernels.transition import flattened
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of, whitened_step
-from numpyro_sgmcmc.tuning.tuning import Tuning
+from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, whitened_step
 
 
 class MomentumWithNoise(NamedTuple):
@@ -109,7 +105,6 @@ class SGHMC(MomentumKernel):
         direction: the field ``friction_used`` is then above 1, and ``to_arviz`` warns.
     :param NoiseEstimate noise: how :math:`\\hat V` is estimated, with
         ``noise_variance="estimated"``.
-    :param str covariance: short for ``noise=NoiseEstimate(covariance=...)``.
     :param int resample_momentum: draw a new momentum every so many steps; never if None.
     :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`. With
         ``noise_variance``, ``"without_replacement"`` or ``"with_replacement"``.
@@ -144,11 +139,10 @@ class SGHMC(MomentumKernel):
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)
-    class Settings(MomentumKernel.Settings):
+    class Method(MomentumKernel.Method):
         integrator: str = recorded("aboba")
         noise_variance: float | dict[str, Any] | str = 0.0
-        noise: NoiseEstimate | None = None
-        covariance: str | None = None
+        noise: Any = None
         resample_momentum: int | None = None
 
         def __post_init__(self) -> None:
@@ -158,8 +152,8 @@ class SGHMC(MomentumKernel):
                 self.set(resample_momentum=every)
             one_of("integrator", self.integrator, ("euler", *SPLITTINGS))
             remedy = "give `noise_variance='estimated'`"
-            noise = covariance_settings(self.noise, self.covariance, self.estimates, remedy)
-            self.set(noise=noise, covariance=None)
+            noise = checked_noise(self.noise, self.estimates, remedy)
+            self.set(noise=noise)
             if self.estimates:
                 one_of("noise_variance", self.noise_variance, ("estimated",))
                 splitting = self.splitting
@@ -191,142 +185,135 @@ class SGHMC(MomentumKernel):
             """The splitting around the Ornstein-Uhlenbeck map; None is Euler's method."""
             return SPLITTINGS.get(self.integrator)
 
-    given: "SGHMC.Settings"
+        @property
+        def traits(self) -> Traits:
+            variances = [] if self.estimates else jax.tree.leaves(self.noise_variance)
+            corrects = self.estimates or any(np.any(v > 0) for v in variances)
+            return Traits(self.splitting is None or self.splitting.gradient_at_end, corrects)
 
-    @property
-    def traits(self) -> Traits:
-        given = self.given
-        variances = [] if given.estimates else jax.tree.leaves(given.noise_variance)
-        corrects = given.estimates or any(np.any(v > 0) for v in variances)
-        if given.splitting is None:
-            return Traits(1, True, corrects)
-        return Traits(2 if corrects else 1, given.splitting.gradient_at_end, corrects)
+        @property
+        def default_fields(self) -> tuple[str, ...]:
+            return (*super().default_fields, *(["friction_used"] if self.estimates else []))
 
-    @property
-    def default_fields(self) -> tuple[str, ...]:
-        return (*super().default_fields, *(["friction_used"] if self.given.estimates else []))
+        def constants(self, target: Target) -> Any:
+            """The given variance of the noise, a scalar or for each entry of the flat position."""
+            if self.estimates:
+                return ()
+            return jnp.asarray(_flat_noise_variance(self.noise_variance, target))
 
-    def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
-        estimate = self.given.noise
-        return None if estimate is None else estimate.resolved(target, largest_of(tuning.noise))
+        def check(
+            self,
+            target: Target,
+            num_warmup: int,
+            fixed: ChainConstants | None = None,
+            state: SGMCMCState | None = None,
+        ) -> None:
+            if fixed is None or self.estimates != (state is not None):
+                return
+            if state is None:
+                variance, what = np.asarray(fixed.constants), "`noise_variance` of {:.4g}"
+            else:
+                variance = np.asarray(target.compiled(_noise_at_start)(state))
+                what = "The noise of the gradient at the initial values, of variance {:.4g},"
+            rates = float(np.asarray(fixed.step_size)), float(np.asarray(fixed.friction))
+            _check_friction(self, float(variance.max()), *rates, what)
 
-    def constants(self, target: Target) -> Any:
-        """The given variance of the noise, a scalar or for each entry of the flat position."""
-        if self.given.estimates:
-            return ()
-        return jnp.asarray(_flat_noise_variance(self.given.noise_variance, target))
+        def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+            friction = 1.0
+            # h v / (2 A) is the relative error of the variance, or what the friction has to cover
+            accepted = 0.25 if self.estimates else ACCEPTED_BIAS
+            largest = 2 * accepted * friction / max(noise.largest, 1e-30)
+            return min(whitened_step(noise), largest), friction
 
-    def check(
-        self,
-        target: Target,
-        num_warmup: int,
-        fixed: ChainConstants | None = None,
-        state: SGMCMCState | None = None,
-    ) -> None:
-        if fixed is None or self.given.estimates != (state is not None):
-            return
-        if state is None:
-            variance, what = np.asarray(fixed.constants), "`noise_variance` of {:.4g}"
-        else:
-            variance = np.asarray(target.compiled(partial(_noise_at_start, self))(state))
-            what = "The noise of the gradient at the initial values, of variance {:.4g},"
-        rates = float(np.asarray(fixed.step_size)), float(np.asarray(fixed.friction))
-        _check_friction(self.given, float(variance.max()), *rates, what)
+        def init_dynamics(
+            self, rng_key: Array, position: Array, fixed: ChainConstants
+        ) -> Momentum | MomentumWithNoise:
+            momentum = fresh_momentum(rng_key, position, self.temperature)
+            if (noise := fixed.layout.noise) is None:
+                return Momentum(momentum)
+            zero = jnp.zeros((), position.dtype)
+            average, count = noise.start(position)
+            return MomentumWithNoise(momentum, average, count, zero)
 
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        friction = 1.0
-        # h v / (2 A) is the relative error of the variance, or what the friction has to cover
-        accepted = 0.25 if self.given.estimates else ACCEPTED_BIAS
-        largest = 2 * accepted * friction / max(noise.largest, 1e-30)
-        return min(whitened_step(noise), largest), friction
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, fixed, dynamics = state.step_size, state.fixed, state.dynamics
+            noise, p = fixed.layout.noise, dynamics.momentum
+            if self.resample_momentum is not None:
+                rng_key, momentum_key = random.split(rng_key)
+                fresh = fresh_momentum(momentum_key, p, self.temperature)
+                p = jnp.where(state.i % self.resample_momentum == 0, fresh, p)
+            normal = random.normal(rng_key, p.shape, p.dtype)
 
-    def init_dynamics(
-        self, rng_key: Array, position: Array, fixed: ChainConstants
-    ) -> Momentum | MomentumWithNoise:
-        momentum = fresh_momentum(rng_key, position, self.given.temperature)
-        if (noise := fixed.layout.noise) is None:
-            return Momentum(momentum)
-        zero = jnp.zeros((), position.dtype)
-        average, count = noise.start(position)
-        return MomentumWithNoise(momentum, average, count, zero)
+            def added(evaluation: Evaluation | None) -> tuple[Array, Array]:
+                """The noise to add, and the part that the noise of the gradient stands in for."""
+                kept, taken = _balance(self, h, fixed.friction)
+                representation: Covariance = Diagonal()
+                covariance = jnp.asarray(fixed.constants, p.dtype) if noise is None else None
+                if noise is not None:
+                    representation, covariance = noise.representation, dynamics.noise_covariance
+                    if evaluation is not None:
+                        covariance = noise.current(covariance, evaluation)
+                used = representation.largest(covariance, normal) * taken / kept
+                root = representation.apply(
+                    covariance, lambda v: jnp.sqrt(jnp.maximum(kept - taken * v, 0.0)), normal
+                )
+                return root, used
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        given, h, fixed, dynamics = self.given, state.step_size, state.fixed, state.dynamics
-        noise, p = fixed.layout.noise, dynamics.momentum
-        if given.resample_momentum is not None:
-            rng_key, momentum_key = random.split(rng_key)
-            fresh = fresh_momentum(momentum_key, p, given.temperature)
-            p = jnp.where(state.i % given.resample_momentum == 0, fresh, p)
-        normal = random.normal(rng_key, p.shape, p.dtype)
+            def middle(p: Array, evaluation: Evaluation | None) -> tuple[Array, Array]:
+                """O, with as much less noise as the gradient has."""
+                root, used = added(evaluation)
+                return jnp.exp(-fixed.friction * h) * p + root, used
 
-        def added(evaluation: Evaluation | None) -> tuple[Array, Array]:
-            """The noise to add, and the part of it that the noise of the gradient stands in for."""
-            kept, taken = _balance(given, h, fixed.friction)
-            representation: Covariance = Diagonal()
-            covariance = jnp.asarray(fixed.constants, p.dtype) if noise is None else None
-            if noise is not None:
-                representation, covariance = noise.representation, dynamics.noise_covariance
-                if evaluation is not None:
-                    covariance = noise.current(covariance, evaluation)
-            used = representation.largest(covariance, normal) * taken / kept
-            root = representation.apply(
-                covariance, lambda v: jnp.sqrt(jnp.maximum(kept - taken * v, 0.0)), normal
+            if (splitting := self.splitting) is not None:
+                position, p, used, evaluation = splitting.step(state.z, p, gradient, h, middle)
+            else:
+                position = drift(state.z, p, h)
+                evaluation = gradient(position)
+                root, used = added(evaluation)
+                p = kick(p, evaluation.gradient + fixed.friction * p, h) + root
+            if noise is None:
+                return state._replace(z=position, dynamics=Momentum(p)), evaluation
+            average, count = noise.update(
+                dynamics.noise_covariance, dynamics.observations, evaluation
             )
-            return root, used
-
-        def middle(p: Array, evaluation: Evaluation | None) -> tuple[Array, Array]:
-            """O, with as much less noise as the gradient has."""
-            root, used = added(evaluation)
-            return jnp.exp(-fixed.friction * h) * p + root, used
-
-        if (splitting := given.splitting) is not None:
-            position, p, used, evaluation = splitting.step(state.z, p, gradient, h, middle)
-        else:
-            position = drift(state.z, p, h)
-            evaluation = gradient(position)
-            root, used = added(evaluation)
-            p = kick(p, evaluation.gradient + fixed.friction * p, h) + root
-        if noise is None:
-            return state._replace(z=position, dynamics=Momentum(p)), evaluation
-        average, count = noise.update(dynamics.noise_covariance, dynamics.observations, evaluation)
-        after = MomentumWithNoise(p, average, count, used)
-        return state._replace(z=position, dynamics=after), evaluation
+            after = MomentumWithNoise(p, average, count, used)
+            return state._replace(z=position, dynamics=after), evaluation
 
 
-def _balance(given: "SGHMC.Settings", h: Any, friction: Any) -> tuple[Any, Any]:
+def _balance(method: "SGHMC.Method", h: Any, friction: Any) -> tuple[Any, Any]:
     """
     The variance of the noise to add is the first of these numbers less the second times
     the variance of the gradient's noise.
     """
-    if given.splitting is None:
-        return 2 * h * friction * given.temperature, h**2
+    if method.splitting is None:
+        return 2 * h * friction * method.temperature, h**2
     xp = jnp if isinstance(h, Array) else np
-    kept = -given.temperature * xp.expm1(-2 * friction * h)
+    kept = -method.temperature * xp.expm1(-2 * friction * h)
     return kept, h**2 / 4 * (1 + xp.exp(-friction * h)) ** 2
 
 
 def _check_friction(
-    given: "SGHMC.Settings", variance: float, step_size: float, friction: float, what: str
+    method: "SGHMC.Method", variance: float, step_size: float, friction: float, what: str
 ) -> None:
     """
     :raises ValueError: if the friction dissipates less than noise of this variance adds.
     """
-    kept, taken = _balance(given, step_size, friction)
+    kept, taken = _balance(method, step_size, friction)
     if variance * taken <= kept * (1 + 1e-6):  # so that the remedy itself is accepted
         return
-    h, temperature = step_size, given.temperature
+    h, temperature = step_size, method.temperature
 
     def excess(h: float) -> float:
-        kept, taken = _balance(given, h, friction)
+        kept, taken = _balance(method, h, friction)
         return float(variance * taken - kept)
 
     smaller = brentq(excess, 1e-8 * h, h)
-    if given.splitting is None:
+    if method.splitting is None:
         needed = h * variance / (2 * temperature)
     else:
         part = h**2 * variance / (4 * temperature)
         needed = 2 / h * np.arctanh(part) if part < 1 else np.inf
-    elsewhere = ", `init_strategy` to start nearer to the posterior" if given.estimates else ""
+    elsewhere = ", `init_strategy` to start nearer to the posterior" if method.estimates else ""
     more = f"a friction of at least {needed:.4g}, or " if needed < np.inf else ""
     raise ValueError(
         f"{what.format(variance)} is more than friction={friction:.4g} can dissipate at"
@@ -335,7 +322,7 @@ def _check_friction(
     )
 
 
-def _noise_at_start(method: SGHMC, target: Target, state: SGMCMCState) -> Array:
+def _noise_at_start(target: Target, state: SGMCMCState) -> Array:
     """The largest variance of the gradient's noise at the initial values of all chains."""
 
     def one(state: SGMCMCState) -> Array:

@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 from jax import Array, random
 
 from numpyro_sgmcmc.gradients.estimators import Gradient
-from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance
 from numpyro_sgmcmc.kernels.integrators import langevin
-from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel, Traits
-from numpyro_sgmcmc.kernels.settings import covariance_settings, recorded
+from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+from numpyro_sgmcmc.kernels.method import Traits
+from numpyro_sgmcmc.kernels.settings import checked_noise, recorded
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, largest_of
-from numpyro_sgmcmc.tuning.tuning import Tuning
+from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel
 
 
 class Overdamped(NamedTuple):
@@ -56,7 +54,6 @@ class SGLD(SGMCMCKernel):
         is tuned.
     :param bool modified: correct for the noise of the minibatch to first order.
     :param NoiseEstimate noise: how :math:`\\hat V` is estimated, with ``modified=True``.
-    :param str covariance: short for ``noise=NoiseEstimate(covariance=...)``.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -89,50 +86,40 @@ class SGLD(SGMCMCKernel):
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)
-    class Settings(SGMCMCKernel.Settings):
+    class Method(SGMCMCKernel.Method):
         modified: bool = recorded(False)
-        noise: NoiseEstimate | None = None
-        covariance: str | None = None
+        noise: Any = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            noise = covariance_settings(
-                self.noise, self.covariance, self.modified, "give `modified=True`"
-            )
-            self.set(noise=noise, covariance=None)
+            self.set(noise=checked_noise(self.noise, self.modified, "give `modified=True`"))
 
-    given: "SGLD.Settings"
+        @property
+        def traits(self) -> Traits:
+            return Traits(corrects_noise=self.modified)
 
-    @property
-    def traits(self) -> Traits:
-        return Traits(corrects_noise=self.given.modified)
+        def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+            # h (v + lambda) / 2 is the relative error of the variance, less v if it is corrected
+            if not self.modified:
+                return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature), None
+            largest = 0.5 / max(noise.largest, 1e-30)
+            return min(2 * ACCEPTED_BIAS / noise.curvature, largest), None
 
-    def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
-        estimate = self.given.noise
-        return None if estimate is None else estimate.resolved(target, largest_of(tuning.noise))
+        def init_dynamics(
+            self, rng_key: Array, position: Array, fixed: ChainConstants
+        ) -> Overdamped | OverdampedWithNoise:
+            noise = fixed.layout.noise
+            return Overdamped() if noise is None else OverdampedWithNoise(*noise.start(position))
 
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        # h (v + lambda) / 2 is the relative error of the variance, less v if it is corrected
-        if not self.given.modified:
-            return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature), None
-        largest = 0.5 / max(noise.largest, 1e-30)
-        return min(2 * ACCEPTED_BIAS / noise.curvature, largest), None
-
-    def init_dynamics(
-        self, rng_key: Array, position: Array, fixed: ChainConstants
-    ) -> Overdamped | OverdampedWithNoise:
-        noise = fixed.layout.noise
-        return Overdamped() if noise is None else OverdampedWithNoise(*noise.start(position))
-
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, temperature, dynamics = state.step_size, self.given.temperature, state.dynamics
-        evaluation = gradient(state.z)
-        normal = random.normal(rng_key, state.z.shape, state.z.dtype)
-        if (noise := state.fixed.layout.noise) is not None:
-            covariance = noise.current(dynamics.noise_covariance, evaluation)
-            product = noise.representation.product(covariance, normal)
-            normal = normal - h / (4 * temperature) * product
-            average, count = dynamics
-            dynamics = OverdampedWithNoise(*noise.update(average, count, evaluation))
-        position = langevin(state.z, evaluation.gradient, h, temperature, normal)
-        return state._replace(z=position, dynamics=dynamics), evaluation
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, temperature, dynamics = state.step_size, self.temperature, state.dynamics
+            evaluation = gradient(state.z)
+            normal = random.normal(rng_key, state.z.shape, state.z.dtype)
+            if (noise := state.fixed.layout.noise) is not None:
+                covariance = noise.current(dynamics.noise_covariance, evaluation)
+                product = noise.representation.product(covariance, normal)
+                normal = normal - h / (4 * temperature) * product
+                average, count = dynamics
+                dynamics = OverdampedWithNoise(*noise.update(average, count, evaluation))
+            position = langevin(state.z, evaluation.gradient, h, temperature, normal)
+            return state._replace(z=position, dynamics=dynamics), evaluation

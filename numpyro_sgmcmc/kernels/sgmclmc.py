@@ -12,15 +12,13 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.gradients.covariance import Covariance
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
-from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate, RunningCovariance
 from numpyro_sgmcmc.kernels.integrators import drift, microcanonical_kick
-from numpyro_sgmcmc.kernels.kernel import Traits
+from numpyro_sgmcmc.kernels.method import Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
-from numpyro_sgmcmc.kernels.settings import covariance_settings
+from numpyro_sgmcmc.kernels.settings import checked_noise
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, largest_of, whitened_step
-from numpyro_sgmcmc.tuning.tuning import Tuning
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, whitened_step
 
 
 class MomentumOnSphere(NamedTuple):
@@ -75,7 +73,6 @@ class SGMCLMC(MomentumKernel):
     :param float friction: friction :math:`A`, per unit of time: the momentum is forgotten over a
         length of :math:`\\sqrt d / A`. None is tuned.
     :param NoiseEstimate noise: how :math:`\\hat V` is estimated; None corrects for nothing.
-    :param str covariance: short for ``noise=NoiseEstimate(covariance=...)``.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -110,79 +107,69 @@ class SGMCLMC(MomentumKernel):
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)
-    class Settings(MomentumKernel.Settings):
-        noise: NoiseEstimate | None = None
-        covariance: str | None = None
+    class Method(MomentumKernel.Method):
+        noise: Any = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            corrects = self.noise is not None or self.covariance is not None
-            noise = covariance_settings(self.noise, self.covariance, corrects, "")
-            self.set(noise=noise, covariance=None)
+            self.set(noise=checked_noise(self.noise, self.noise is not None))
 
-    given: "SGMCLMC.Settings"
+        @property
+        def traits(self) -> Traits:
+            return Traits(corrects_noise=self.noise is not None, has_energy_error=True)
 
-    @property
-    def traits(self) -> Traits:
-        corrects = self.given.noise is not None
-        return Traits(2 if corrects else 1, corrects_noise=corrects, has_energy_error=True)
+        @property
+        def default_fields(self) -> tuple[str, ...]:
+            used = ["friction_used"] if self.noise is not None else []
+            return (*super().default_fields, *used)
 
-    @property
-    def default_fields(self) -> tuple[str, ...]:
-        used = ["friction_used"] if self.given.noise is not None else []
-        return (*super().default_fields, *used)
+        def check(
+            self,
+            target: Target,
+            num_warmup: int,
+            fixed: ChainConstants | None = None,
+            state: SGMCMCState | None = None,
+        ) -> None:
+            if target.model.dimension < 2:
+                raise ValueError(
+                    "SGMCLMC turns a momentum of constant norm, and the model has a single"
+                    " parameter, whose momentum cannot be turned: use CCAdL or SGHMC."
+                )
 
-    def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
-        estimate = self.given.noise
-        return None if estimate is None else estimate.resolved(target, largest_of(tuning.noise))
+        def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+            friction = 1.0
+            # what noise turns the momentum by is to be less than what the friction does
+            largest = 2 * 0.25 * friction / max(noise.largest, 1e-30)
+            return min(whitened_step(noise) / 2, largest), friction
 
-    def check(
-        self,
-        target: Target,
-        num_warmup: int,
-        fixed: ChainConstants | None = None,
-        state: SGMCMCState | None = None,
-    ) -> None:
-        if target.model.dimension < 2:
-            raise ValueError(
-                "SGMCLMC turns a momentum of constant norm, and the model has a single parameter,"
-                " whose momentum cannot be turned: use CCAdL or SGHMC."
-            )
+        def init_dynamics(
+            self, rng_key: Array, position: Array, fixed: ChainConstants
+        ) -> MomentumOnSphere:
+            momentum = on_sphere(fresh_momentum(rng_key, position, 1.0))
+            zero = jnp.zeros((), position.dtype)
+            average, count = (), jnp.zeros((), jnp.int32)
+            if (noise := fixed.layout.noise) is not None:
+                average, count = noise.start(position)
+            return MomentumOnSphere(momentum, zero, average, count, zero)
 
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        friction = 1.0
-        # what noise turns the momentum by is to be less than what the friction does
-        largest = 2 * 0.25 * friction / max(noise.largest, 1e-30)
-        return min(whitened_step(noise) / 2, largest), friction
-
-    def init_dynamics(
-        self, rng_key: Array, position: Array, fixed: ChainConstants
-    ) -> MomentumOnSphere:
-        momentum = on_sphere(fresh_momentum(rng_key, position, 1.0))
-        zero = jnp.zeros((), position.dtype)
-        average, count = (), jnp.zeros((), jnp.int32)
-        if (noise := fixed.layout.noise) is not None:
-            average, count = noise.start(position)
-        return MomentumOnSphere(momentum, zero, average, count, zero)
-
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, fixed, dynamics = state.step_size, state.fixed, state.dynamics
-        temperature, noise = self.given.temperature, fixed.layout.noise
-        position = drift(state.z, dynamics.momentum, h / 2)
-        evaluation = gradient(position)
-        slope = evaluation.gradient / temperature
-        momentum, first = microcanonical_kick(dynamics.momentum, slope, h / 2)
-        normal = random.normal(rng_key, momentum.shape, momentum.dtype)
-        force, used = _random_force(fixed, dynamics, evaluation, h, temperature, normal)
-        momentum, _ = microcanonical_kick(momentum, force, jnp.ones_like(h))
-        momentum, second = microcanonical_kick(momentum, slope, h / 2)
-        position = drift(position, momentum, h / 2)
-        average, count = dynamics.noise_covariance, dynamics.observations
-        if noise is not None:
-            average, count = noise.update(average, count, evaluation)
-        kinetic = dynamics.kinetic_energy + first + second
-        after = MomentumOnSphere(momentum, kinetic, average, count, used)
-        return state._replace(z=position, dynamics=after), evaluation
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, fixed, dynamics = state.step_size, state.fixed, state.dynamics
+            temperature, noise = self.temperature, fixed.layout.noise
+            position = drift(state.z, dynamics.momentum, h / 2)
+            evaluation = gradient(position)
+            slope = evaluation.gradient / temperature
+            momentum, first = microcanonical_kick(dynamics.momentum, slope, h / 2)
+            normal = random.normal(rng_key, momentum.shape, momentum.dtype)
+            force, used = _random_force(fixed, dynamics, evaluation, h, temperature, normal)
+            momentum, _ = microcanonical_kick(momentum, force, jnp.ones_like(h))
+            momentum, second = microcanonical_kick(momentum, slope, h / 2)
+            position = drift(position, momentum, h / 2)
+            average, count = dynamics.noise_covariance, dynamics.observations
+            if noise is not None:
+                average, count = noise.update(average, count, evaluation)
+            kinetic = dynamics.kinetic_energy + first + second
+            after = MomentumOnSphere(momentum, kinetic, average, count, used)
+            return state._replace(z=position, dynamics=after), evaluation
 
 
 def on_sphere(momentum: Array) -> Array:

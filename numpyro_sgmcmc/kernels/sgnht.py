@@ -13,7 +13,7 @@ import numpy as np
 from numpyro_sgmcmc.data.converters import one_of, positive
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
 from numpyro_sgmcmc.kernels.integrators import drift, euler_kick, ornstein_uhlenbeck, thermostat
-from numpyro_sgmcmc.kernels.kernel import Traits
+from numpyro_sgmcmc.kernels.method import Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.settings import recorded
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
@@ -111,7 +111,7 @@ class SGNHT(MomentumKernel):
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)
-    class Settings(MomentumKernel.Settings):
+    class Method(MomentumKernel.Method):
         integrator: str = recorded("badodab")
         thermostats: str = recorded("one")
         thermal_mass: float = 1.0
@@ -127,54 +127,52 @@ class SGNHT(MomentumKernel):
             """The splitting around D O D; None is Euler's method."""
             return SPLITTINGS.get("baoab" if self.integrator == "badodab" else self.integrator)
 
-    given: "SGNHT.Settings"
+        @property
+        def traits(self) -> Traits:
+            splitting = self.splitting
+            return Traits() if splitting is None else Traits(splitting.gradient_at_end)
 
-    @property
-    def traits(self) -> Traits:
-        splitting = self.given.splitting
-        return Traits() if splitting is None else Traits(2, splitting.gradient_at_end)
+        def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+            friction = 0.5
+            if self.splitting is None:
+                return euler_step(noise, friction), friction
+            return whitened_step(noise), friction
 
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        friction = 0.5
-        if self.given.splitting is None:
-            return euler_step(noise, friction), friction
-        return whitened_step(noise), friction
+        def init_dynamics(
+            self, rng_key: Array, position: Array, fixed: ChainConstants
+        ) -> Thermostatted:
+            sites = len(fixed.layout.sites)
+            shape = {"one": (), "site": (sites,), "coordinate": position.shape}[self.thermostats]
+            momentum = fresh_momentum(rng_key, position, self.temperature)
+            return Thermostatted(momentum, jnp.full(shape, fixed.friction, position.dtype))
 
-    def init_dynamics(
-        self, rng_key: Array, position: Array, fixed: ChainConstants
-    ) -> Thermostatted:
-        sites = len(fixed.layout.sites)
-        shape = {"one": (), "site": (sites,), "coordinate": position.shape}[self.given.thermostats]
-        momentum = fresh_momentum(rng_key, position, self.given.temperature)
-        return Thermostatted(momentum, jnp.full(shape, fixed.friction, position.dtype))
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, (p, xi), sites = state.step_size, state.dynamics, state.fixed.layout.sites
+            diffusion = state.fixed.friction * self.temperature
+            normal = random.normal(rng_key, p.shape, p.dtype)
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, (p, xi), sites = state.step_size, state.dynamics, state.fixed.layout.sites
-        given, diffusion = self.given, state.fixed.friction * self.given.temperature
-        normal = random.normal(rng_key, p.shape, p.dtype)
+            def adapted(xi: Array, p: Array, step_size: Array) -> Array:
+                """The map D."""
+                energy = _kinetic_temperature(p, self.thermostats, sites)
+                return thermostat(xi, energy, step_size, self.temperature, self.thermal_mass)
 
-        def adapted(xi: Array, p: Array, step_size: Array) -> Array:
-            """The map D."""
-            energy = _kinetic_temperature(p, given.thermostats, sites)
-            return thermostat(xi, energy, step_size, given.temperature, given.thermal_mass)
+            def damping(xi: Array) -> Array:
+                return jnp.repeat(xi, np.array(sites)) if self.thermostats == "site" else xi
 
-        def damping(xi: Array) -> Array:
-            return jnp.repeat(xi, np.array(sites)) if given.thermostats == "site" else xi
+            def middle(p: Array, _: Evaluation | None) -> tuple[Array, Array]:
+                """D(h/2) O D(h/2)."""
+                half = adapted(xi, p, h / 2)
+                p = ornstein_uhlenbeck(p, damping(half), diffusion, h, normal)
+                return p, adapted(half, p, h / 2)
 
-        def middle(p: Array, _: Evaluation | None) -> tuple[Array, Array]:
-            """D(h/2) O D(h/2)."""
-            half = adapted(xi, p, h / 2)
-            p = ornstein_uhlenbeck(p, damping(half), diffusion, h, normal)
-            return p, adapted(half, p, h / 2)
-
-        if (splitting := given.splitting) is not None:
-            position, p, xi, evaluation = splitting.step(state.z, p, gradient, h, middle)
-        else:
-            evaluation = gradient(state.z)
-            p = euler_kick(p, evaluation.gradient, damping(xi) * p, diffusion, h, normal)
-            position = drift(state.z, p, h)
-            xi = adapted(xi, p, h)
-        return state._replace(z=position, dynamics=Thermostatted(p, xi)), evaluation
+            if (splitting := self.splitting) is not None:
+                position, p, xi, evaluation = splitting.step(state.z, p, gradient, h, middle)
+            else:
+                evaluation = gradient(state.z)
+                p = euler_kick(p, evaluation.gradient, damping(xi) * p, diffusion, h, normal)
+                position = drift(state.z, p, h)
+                xi = adapted(xi, p, h)
+            return state._replace(z=position, dynamics=Thermostatted(p, xi)), evaluation
 
 
 def _kinetic_temperature(p: Array, thermostats: str, sites: tuple[int, ...]) -> Array:

@@ -9,7 +9,7 @@ from jax import Array, random
 
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.integrators import free_flight, kick
-from numpyro_sgmcmc.kernels.kernel import Traits
+from numpyro_sgmcmc.kernels.method import Traits
 from numpyro_sgmcmc.kernels.momentum import Momentum, MomentumKernel
 from numpyro_sgmcmc.kernels.settings import recorded
 from numpyro_sgmcmc.kernels.state import SGMCMCState, Step
@@ -73,23 +73,23 @@ class SMSUBU(MomentumKernel):
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)
-    class Settings(MomentumKernel.Settings):
+    class Method(MomentumKernel.Method):
         subsampling: str = recorded("symmetric_sweeps")
 
-    @property
-    def traits(self) -> Traits:
-        return Traits(order=2)
+        @property
+        def traits(self) -> Traits:
+            return Traits()
 
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        # the noise cancels if a sweep is short
-        return whitened_step(noise), 1.0
+        def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+            # the noise cancels if a sweep is short
+            return whitened_step(noise), 1.0
 
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        h, p = state.step_size, state.dynamics.momentum
-        noise = random.normal(rng_key, (2, 2, *p.shape), p.dtype)
-        friction, temperature = state.fixed.friction, self.given.temperature
-        position, p = free_flight(state.z, p, friction, temperature, h / 2, noise[0])
-        evaluation = gradient(position)
-        p = kick(p, evaluation.gradient, h)
-        position, p = free_flight(position, p, friction, temperature, h / 2, noise[1])
-        return state._replace(z=position, dynamics=Momentum(p)), evaluation
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, p = state.step_size, state.dynamics.momentum
+            noise = random.normal(rng_key, (2, 2, *p.shape), p.dtype)
+            friction, temperature = state.fixed.friction, self.temperature
+            position, p = free_flight(state.z, p, friction, temperature, h / 2, noise[0])
+            evaluation = gradient(position)
+            p = kick(p, evaluation.gradient, h)
+            position, p = free_flight(position, p, friction, temperature, h / 2, noise[1])
+            return state._replace(z=position, dynamics=Momentum(p)), evaluation

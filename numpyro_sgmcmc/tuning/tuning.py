@@ -254,6 +254,18 @@ class Tuning(NamedTuple):
         return "\n".join(lines)
 
 
+class TuningFailed(ValueError):
+    """
+    A tuning with which a run would be of no use.
+
+    :param tuning: what was found.
+    """
+
+    def __init__(self, message: str, tuning: Tuning) -> None:
+        super().__init__(message)
+        self.tuning = tuning
+
+
 def warn_of(tuning: Tuning) -> None:
     """Says what the tuning has found to be wrong."""
     if tuning.flat:
@@ -306,8 +318,8 @@ def warn_of(tuning: Tuning) -> None:
             "Some parameters are known from a few rows only, those of a small group or with a rare"
             " feature, and most minibatches have none of them: their standard deviations are wrong"
             f" by {_about(tuning.rare_rows_error)}, which no correction of the noise removes. Use"
-            " strata (`strata='auto'`, with subsampling='without_replacement' and an estimate of"
-            " the noise from sub-batches), or a larger `subsample_size`.",
+            " strata (subsampling='auto', with an estimate of the noise from sub-batches), or a"
+            " larger `subsample_size`.",
             stacklevel=3,
         )
     if tuning.has_wrong_integrals:
