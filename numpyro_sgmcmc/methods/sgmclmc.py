@@ -27,7 +27,7 @@ class MomentumOnSphere(NamedTuple):
     - **kinetic_energy** - what the gradients have done to the energy since the start: with the
       potential it would be conserved by exact dynamics without refreshment.
     - **noise_covariance**, **observations**, **friction_used** - as of
-      :class:`~numpyro_sgmcmc.kernels.sghmc.MomentumWithNoise`; none and 0 where the noise is not
+      :class:`~numpyro_sgmcmc.methods.sghmc.MomentumWithNoise`; none and 0 where the noise is not
       estimated.
     """
 
