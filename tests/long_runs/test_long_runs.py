@@ -815,7 +815,7 @@ def test_resumed_run_is_not_tuned_again(tmp_path, monkeypatch, request):
     assert resumed.sampler.tuning.steps_per_sample == wholly.sampler.tuning.steps_per_sample
 
 
-CHILD = Path(__file__).with_name("long_run.py")
+CHILD = Path(__file__).parents[1] / "support" / "long_run.py"
 
 
 class Child(subprocess.Popen):

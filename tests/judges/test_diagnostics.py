@@ -618,7 +618,7 @@ def test_a_tuned_run_says_what_was_promised():
 
 def test_a_verdict_has_a_page():
     """Each beginning of a verdict is a heading there, and its address ends the verdict."""
-    page = (Path(__file__).parent.parent / "docs" / "verdicts.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text()
     assert re.findall("^## (.*)$", page, re.MULTILINE) == list(_HEADINGS)
     said = summary(as_arviz({"a": np.random.default_rng(0).standard_normal((1, 50))}))
     assert said.verdict.endswith("What to do: docs/verdicts.md#too-short, #not-known.")

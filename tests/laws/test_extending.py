@@ -9,15 +9,15 @@ import inspect
 import math
 from pathlib import Path
 
+from affine_steps import ESTIMATE, ONE, PRECISION, SAME, A, D, H, jacobian, state_of, stepped
 import exact_laws
+from gaussian_posterior import NOISE, Z, data, gaussian_mean, sampled, z_score
 from jax import random
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import MCMC
 import pytest
 from scipy.linalg import expm
-from test_algebra import ESTIMATE, ONE, PRECISION, SAME, A, D, H, jacobian, state_of, stepped
-from test_exact_laws import NOISE, Z, data, gaussian_mean, sampled, z_score
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL, NoiseEstimate, SGMCMCKernel

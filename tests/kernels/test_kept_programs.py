@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def process(folder, bar="no"):
@@ -20,7 +20,7 @@ def process(folder, bar="no"):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     command = [sys.executable, "kept_programs.py", bar]
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=SUPPORT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     hits, misses, draws = done.stdout.split()
     return int(hits), int(misses), float(draws)

@@ -43,7 +43,7 @@ few_kernels = pytest.mark.parametrize(
     "name",
     ["SGLD epochs", pytest.param("SGHMC estimated", marks=pytest.mark.nightly), "CCAdL"],
 )
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 COMPILE_QUICKLY = True
 
 
@@ -258,7 +258,7 @@ def python(*args, **environment):
     subprocess.run(
         [sys.executable, *map(str, args)],
         check=True,
-        env=os.environ | {"PYTHONPATH": str(HERE)} | environment,
+        env=os.environ | {"PYTHONPATH": str(SUPPORT)} | environment,
         timeout=300,
     )
 

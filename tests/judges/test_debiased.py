@@ -6,13 +6,13 @@
 import jax
 from jax import random
 import jax.numpy as jnp
+from linear_posterior import X, Y, exact, linear
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 import pytest
 from scipy import stats
-from test_certificate import X, Y, exact, linear
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, debiased, full_data, summary
 from numpyro_sgmcmc.diagnostics import _coupled_chains

@@ -4,8 +4,9 @@
 """
 A long run in a process of its own, for tests that kill it.
 
-    python tests/long_run.py STORE NUM_SAMPLES [hang=FILE:COUNT] [process=K:PORT] [fail=CHUNK]
-        [seconds=SECONDS] [flush=0] [resume=0] [rows=memory] [rows=FOLDER] [count=ROWS]
+    python tests/support/long_run.py STORE NUM_SAMPLES [hang=FILE:COUNT] [process=K:PORT]
+        [fail=CHUNK] [seconds=SECONDS] [flush=0] [resume=0] [rows=memory] [rows=FOLDER]
+        [count=ROWS]
 
 ``hang=checkpoint:3`` stops for ever in the middle of the third checkpoint, with half of it written;
 ``process=1:12345`` is the second one of two processes; ``fail=20`` fails in the 20th chunk, and

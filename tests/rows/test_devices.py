@@ -663,7 +663,7 @@ def free_port():
 
 def start_processes(script, processes, *arguments):
     """As many processes that know of each other, started together."""
-    command = [sys.executable, str(Path(__file__).with_name(script))]
+    command = [sys.executable, str(Path(__file__).parents[1] / "support" / script)]
     port = free_port()
     return [
         subprocess.Popen(

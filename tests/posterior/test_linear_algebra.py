@@ -208,7 +208,7 @@ def test_integrals_over_groups_need_no_lapack(monkeypatch):
 
 
 def run_with_two_threads(script, *arguments, devices=1):
-    here = {"NPROC": "2", "PYTHONPATH": str(Path(script).parent.parent)}
+    here = {"NPROC": "2", "PYTHONPATH": str(Path(script).parents[2])}
     here["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, script, *arguments],
