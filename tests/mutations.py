@@ -36,7 +36,7 @@ ALGEBRA = "laws/test_algebra.py"
 
 MUTATIONS = {
     "gradient at the old position (SGHMC, Euler)": Mutation(
-        "kernels/sghmc.py", "evaluation = gradient(position)", "evaluation = gradient(state.z)",
+        "methods/sghmc.py", "evaluation = gradient(position)", "evaluation = gradient(state.z)",
         f"{ALGEBRA} -k SGHMC",
     ),
     "gradient after the whole drift (ABOBA, NOGIN)": Mutation(
@@ -60,19 +60,19 @@ MUTATIONS = {
         "before, after = (1 + 3 * u / rest - delta) ** -0.5", f"{ALGEBRA} -k symmetric",
     ),
     "temperature left out of the added noise (SGHMC)": Mutation(
-        "kernels/sghmc.py", "kept = -given.temperature * xp.expm1", "kept = -1.0 * xp.expm1",
+        "methods/sghmc.py", "kept = -given.temperature * xp.expm1", "kept = -1.0 * xp.expm1",
         f"{ALGEBRA} -k SGHMC",
     ),
     "thermostat driven by the old momentum (SGNHT, Euler)": Mutation(
-        "kernels/sgnht.py", "xi = adapted(xi, p, h)",
+        "methods/sgnht.py", "xi = adapted(xi, p, h)",
         "xi = adapted(xi, state.dynamics.momentum, h)", f"{ALGEBRA} -k thermostat",
     ),
     "noise of half a kick taken for heat (NOGIN)": Mutation(
-        "kernels/ccadl.py", "jnp.mean(p**2) - added", "jnp.mean(p**2)",
+        "methods/ccadl.py", "jnp.mean(p**2) - added", "jnp.mean(p**2)",
         f"{ALGEBRA} -k thermostat",
     ),
     "twice the covariance in the control (NOGIN)": Mutation(
-        "kernels/ccadl.py", "1 / (1 + damping + h**2 * v / (4 * temperature))",
+        "methods/ccadl.py", "1 / (1 + damping + h**2 * v / (4 * temperature))",
         "1 / (1 + damping + h**2 * v / (2 * temperature))", f"{ALGEBRA} -k CCAdL",
     ),
     "metric at a member without the prior": Mutation(
@@ -85,7 +85,7 @@ MUTATIONS = {
         "tuning/test_ensemble.py -k curvature",
     ),
     "twice the correction (modified SGLD)": Mutation(
-        "kernels/sgld.py", "normal - h / (4 * temperature) * product",
+        "methods/sgld.py", "normal - h / (4 * temperature) * product",
         "normal - h / (2 * temperature) * product", f"{ALGEBRA} -k SGLD",
     ),
     "free flight without the drift of its noise (SMSUBU)": Mutation(
@@ -178,7 +178,7 @@ MUTATIONS = {
         "rows/test_growing.py -k on_disk_that_keep",
     ),
     "the work of half of the momentum": Mutation(
-        "kernels/amagold.py", "@ (p + new)", "@ (p + p)", "kernels/test_amagold.py -k reverse",
+        "methods/amagold.py", "@ (p + new)", "@ (p + p)", "kernels/test_amagold.py -k reverse",
     ),
     "weights without the density of the mixture": Mutation(
         "diagnostics/certificate.py", "-differences - mixture.log_density(fresh)", "-differences",
@@ -194,7 +194,7 @@ MUTATIONS = {
         "judges/test_debiased.py -k second_order",
     ),
     "noise with directions that is left to the momentum": Mutation(
-        "kernels/sgmclmc.py", "    taken = (h / temperature) ** 2\n", "    taken = 0 * h\n",
+        "methods/sgmclmc.py", "    taken = (h / temperature) ** 2\n", "    taken = 0 * h\n",
         "kernels/test_sgmclmc.py -k so_much_less",
     ),
     "exchanges without a penalty for their noise": Mutation(
@@ -241,7 +241,7 @@ MUTATIONS = {
         "lambda after, before: after", "kernels/test_kernels.py -k nonfinite",
     ),
     "a preconditioner that goes on to adapt": Mutation(
-        "kernels/psgld.py", "(state.i < state.fixed.warmup_steps) | (not self.given.frozen)",
+        "methods/psgld.py", "(state.i < state.fixed.warmup_steps) | (not self.method.frozen)",
         "state.i >= 0", f"{ALGEBRA} -k PSGLD",
     ),
     "the Stein matrix with the position of the other end": Mutation(

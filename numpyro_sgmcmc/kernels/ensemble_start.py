@@ -32,18 +32,19 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 #: the units of a network saturate.
 _RADIUS = 0.3
 
-#: Members at which steps are tried, steps before they are looked at, and those looked at.
-_TRIED, _LEFT_OUT, _LOOKED_AT = 4, 100, 50
+_TRIED = 4  #: members at which steps are tried
+_LEFT_OUT = 100  #: steps before the energy is looked at
+_LOOKED_AT = 50  #: steps at which it is
 
 #: Step sizes from 1/4 downwards, each 2^(-1/2) of the one before.
 _SIZES = 2.0 ** -np.arange(2, 16, 0.5)
 
-#: What the energy may vary by for each parameter, in the parameters as they are, and in coordinates
-#: in which all are about as wide.
-_ENERGY_VARIANCE, _ENERGY_VARIANCE_WITH_METRIC = 0.1, 5e-4
+#: Variance of the energy in a step for each parameter, without a metric and with one.
+_ENERGY_VARIANCE = 0.1
+_ENERGY_VARIANCE_WITH_METRIC = 5e-4
 
-#: The momentum is forgotten in this time, and a sample has so many steps, if nothing is said.
-_FRICTION, _STEPS_PER_SAMPLE = 2.0, 100
+_FRICTION = 2.0  #: friction of members, if none is given
+_STEPS_PER_SAMPLE = 100  #: steps of a sample of members, if no number is given
 
 
 class ChainStarts(NamedTuple):

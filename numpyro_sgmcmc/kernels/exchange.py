@@ -22,8 +22,9 @@ from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
 from numpyro_sgmcmc.posterior.target import Target
 
-#: Keys from that of the chain by these numbers; the chain's own steps split it in three.
-_EXCHANGE_KEY, _FIRST_KEY = 3, 4
+#: Numbers that are folded into the key of a chain; its own steps split it in three.
+_EXCHANGE_KEY = 3
+_FIRST_KEY = 4
 
 
 def check_replicas(method: Method, name: str, target: Target) -> None:

@@ -52,9 +52,8 @@ from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.stein import SteinSums
 
-#: The mean square of the distance to the mode, in standard deviations, at which an anchor moves,
-#: and how often it moves at most at once.
-_FAR, _MOVES = 0.25, 3
+_FAR = 0.25  #: mean square of the distance to the mode at which an anchor moves, in variances
+_MOVES = 3  #: the most moves of an anchor at once
 
 #: Log densities that differ by more than rounding are of a model that looks at other rows.
 _SAME = 1e-3

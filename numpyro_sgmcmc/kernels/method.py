@@ -83,7 +83,12 @@ class Method(Settings, ABC):
             step was undone.
         :param rng_key: a single random key.
         """
-        raise NotImplementedError("This method has no test of a sample.")
+        raise NotImplementedError(f"{self.name} has no test of a sample.")
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel in which the method is defined."""
+        return type(self).__qualname__.removesuffix(".Method").rpartition(".")[2]
 
     @property
     def traits(self) -> Traits:
@@ -98,7 +103,7 @@ class Method(Settings, ABC):
         :return: a step size, and a friction or None.
         """
         raise ValueError(
-            "The method does not say which step size it needs (it has no `suggest`): give"
+            f"{self.name} does not say which step size it needs (it has no `suggest`): give"
             " `step_size`."
         )
 

@@ -38,10 +38,11 @@ from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_
 #: Steps that are looked at ahead, and some more.
 _ROOM = 2**16
 
-#: Twice the kinetic energy is at most so much for each parameter, and so much more: that of tuned
-#: steps is 1 for each in the mean, and beyond this in one of 1e8 steps at most, for any number of
-#: parameters. The sooner a step that is too long is undone the shorter a chain stays where it is.
-_HEAT, _ENERGY = 2.0, 40.0
+#: The largest plausible value of twice the kinetic energy is ``_HEAT`` for each parameter plus
+#: ``_ENERGY``. Tuned steps have 1 for each parameter in the mean, and exceed this bound in one of
+#: 1e8 steps at most. The sooner a step that is too long is undone the shorter a chain stays.
+_HEAT = 2.0
+_ENERGY = 40.0
 
 
 def start(

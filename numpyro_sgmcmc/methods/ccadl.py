@@ -43,13 +43,16 @@ _OWN = ("euler", "symmetric", "nogin")
 #: The noise, :math:`h^2 v`, that a symmetric integrator is to take out of the momentum: in one
 #: direction what a tuned step has at most, but for rounding; and in their mean. With 0.65 in the
 #: mean and 400 parameters each pilot halved the step, and none with NOGIN.
-_MOST_NOISE, _MOST_IN_THE_MEAN = 1.001, 0.3
+_MOST_NOISE = 1.001
+_MOST_IN_THE_MEAN = 0.3
 #: And the noise times the curvature that a metric leaves: a third of it is the error of a variance.
 _ACCEPTED = 0.1
-#: And the nonlinearity, with noise and with hardly any. From the neck of a funnel a step that was
-#: undone leads back with the momentum reversed only where the gradient is taken between two half
-#: drifts: with it at the end chains stood still there, with nu = 0.22, h^2 v = 0.09 and with 0.5.
-_NO_FUNNEL, _NO_FUNNEL_IF_QUIET, _QUIET = 0.15, 0.3, 0.05
+#: The largest nonlinearity, with noise and with hardly any. From the neck of a funnel a step that
+#: was undone leads back with the momentum reversed only where the gradient is taken between two
+#: half drifts: with it at the end chains stood still there, with nu = 0.22, h^2 v = 0.09 and 0.5.
+_NO_FUNNEL = 0.15
+_NO_FUNNEL_IF_QUIET = 0.3
+_QUIET = 0.05
 
 
 def _splitting_of(integrator: str) -> Splitting | None:

@@ -116,9 +116,9 @@ from numpyro_sgmcmc.tuning.subsample import near_the_mode, point_at, sample_of, 
 from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.variational import find_center
 
-#: Where a posterior is, is found by Newton's method up to so many parameters, and the metric is a
-#: full matrix up to so many, one of low rank up to so many, and diagonal above.
-NEWTON, DENSE_BY_DEFAULT, LOW_RANK_BY_DEFAULT = 500, 2_000, 20_000
+NEWTON = 500  #: the most parameters whose centre is found by Newton's method
+DENSE_BY_DEFAULT = 2_000  #: the most parameters whose metric is a full matrix
+LOW_RANK_BY_DEFAULT = 20_000  #: the most whose metric has a low rank; it is diagonal above
 
 #: A step with a control variate of second order takes at most so many times as long as with one of
 #: first order.

@@ -29,16 +29,16 @@ from numpyro_sgmcmc.tuning.pilot_rhat import (
 )
 from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
 
-#: The pilot: chains, the fewest and the most steps of each, and halvings.
-PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
+PILOT_CHAINS = 8  #: chains of a pilot
+_PILOT_STEPS = 600  #: the fewest steps of each
+_MOST_PILOT_STEPS = 40_000  #: the most
+_HALVINGS = 5  #: the most halvings of the step size
 
-#: Steps of a pilot that may be undone: so many, which do not say yet how often it happens, and a
-#: part of all.
-_UNDONE_BY_CHANCE, _UNDONE = 2, 1e-4
+_UNDONE_BY_CHANCE = 2  #: undone steps of a pilot that do not say yet how often it happens
+_UNDONE = 1e-4  #: and the tolerable part of all
 
-#: A pilot that is not much longer than the memory of a chain, which is of the order of 1 in
-#: time, would find draws too narrow; where its chains do not agree, it is so many times as long.
-_PILOT_TIME, _LONGER = 40.0, (1, 8, 32)
+_PILOT_TIME = 40.0  #: length of a chain in units of its memory; shorter ones look too narrow
+_LONGER = (1, 8, 32)  #: how many times longer it is where chains do not agree
 
 
 class Pilot(Protocol):

@@ -119,7 +119,7 @@ def test_groups_are_drawn_anew(mcmc, y):
 
 def test_a_copy_knows_its_groups(mcmc):
     copy = pickle.loads(pickle.dumps(mcmc))
-    assert copy.sampler.settings == mcmc.sampler.settings
+    assert copy.sampler.run_info == mcmc.sampler.run_info
     assert copy.sampler.model.fn.plates == mcmc.sampler.model.fn.plates
     assert not numpyro_private.is_initialised(copy.sampler) and numpyro_private.is_initialised(
         mcmc.sampler
@@ -189,7 +189,7 @@ def drawn(run):
         for name, x in group(data, part).items()
     }
     said = summary(run)
-    words = [str(said), said.verdict, str(data.attrs), str(run.sampler.settings)]
+    words = [str(said), said.verdict, str(data.attrs), str(run.sampler.run_info)]
     return found | {k: np.asarray(x) for k, x in local_draws(run, num_draws=5).items()}, words
 
 

@@ -137,7 +137,7 @@ def test_a_path_and_its_reverse():
 
     def state(z, momentum):
         zero = jnp.zeros(())
-        dynamics = kernel.init_dynamics(random.key(0), jnp.zeros(3), None)
+        dynamics = kernel.method.init_dynamics(random.key(0), jnp.zeros(3), None)
         dynamics = dynamics._replace(momentum=jnp.asarray(momentum), work=zero)
         fixed = SimpleNamespace(friction=friction)
         fields = {"z": jnp.asarray(z), "dynamics": dynamics, "fixed": fixed, "step_size": h}
@@ -156,7 +156,7 @@ def test_a_path_and_its_reverse():
                 seen.append(np.asarray(matrix @ x))
                 return Evaluation(jnp.zeros(()), jnp.asarray(seen[-1]))
 
-            after, _ = kernel.step(state(z, p), gradient, random.key(k))
+            after, _ = kernel.method.step(state(z, p), gradient, random.key(k))
             new = np.asarray(after.dynamics.momentum)
             work += float(after.dynamics.work)
             forth = (1 + half) * new - (1 - half) * p + h * seen[0]
@@ -177,7 +177,7 @@ def test_what_is_not_accepted_stays_with_its_momentum_reversed():
         z=jnp.array([2.0]), dynamics=before.dynamics._replace(momentum=jnp.array([5.0]))
     )
     for change, accepted in ((-1.0, True), (jnp.inf, False), (jnp.nan, False)):
-        found = kernel.test(before, after, jnp.asarray(change), random.key(0))
+        found = kernel.method.accept(before, after, jnp.asarray(change), random.key(0))
         expected = (2.0, 5.0) if accepted else (1.0, -float(before.dynamics.momentum[0]))
         assert (float(found.z[0]), float(found.dynamics.momentum[0])) == expected
         assert float(found.dynamics.work) == 0
@@ -192,7 +192,7 @@ def test_a_path_that_is_not_finite_is_not_accepted():
 def test_rows_on_devices():
     mesh = jax.make_mesh((2,), ("rows",))
     root = PRECISION**0.5
-    kernel = AMAGOLD(gaussian, 0.1 / root, 2 * root, steps_per_sample=5, mesh=mesh)
+    kernel = AMAGOLD(gaussian, 0.1 / root, 2 * root, steps_per_sample=5)
     mcmc = run_of(kernel, (spread_rows(mesh, Y),), 3_000, jit_model_args=True)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], float)
     assert np.all(np.abs(z_scores(draws, (N * Y.mean() / PRECISION, 1 / PRECISION))) < 4)

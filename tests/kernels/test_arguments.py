@@ -181,15 +181,15 @@ def test_numbers_are_those_of_any_package():
     three = (3, np.int64(3), np.uint8(3), jnp.asarray(3), np.array(3))
     for value in three:
         kernel = CCAdL(model, value, 1.0, steps_per_sample=value)
-        assert kernel.given.steps_per_sample == 3 and type(kernel.given.steps_per_sample) is int
-        assert kernel.given.step_size == 3.0 and type(kernel.given.step_size) is float
+        assert kernel.method.steps_per_sample == 3 and type(kernel.method.steps_per_sample) is int
+        assert kernel.method.step_size == 3.0 and type(kernel.method.step_size) is float
         assert Replicas([1, 2], minibatches=value) == Replicas([1, 2], minibatches=3)
         assert Ensemble(steps=value) == Ensemble(steps=3)
         assert cyclical(1.0, 0.1, value) == cyclical(1.0, 0.1, 3)
     half = Fraction(1, 2), np.float32(0.5), jnp.asarray(0.5), jnp.asarray(0.5, jnp.bfloat16)
     assert {positive("x", value) for value in half} == {0.5}
     assert whole("x", MOST) == MOST and truth("x", np.bool_(False)) is False
-    assert SGLD(model, modified=np.bool_(True)).given.modified is True
+    assert SGLD(model, modified=np.bool_(True)).method.modified is True
 
 
 @pytest.mark.parametrize("value", [True, np.bool_(True), jnp.asarray(True), "1", 1 + 0j])

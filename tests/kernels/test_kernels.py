@@ -385,7 +385,7 @@ def test_nonfinite_steps_are_undone_and_counted(name):
 @each_kernel
 def test_temperature_and_settings(name):
     mcmc = run(name, options={"temperature": 0.5}, num_warmup=1, num_samples=1)
-    kernel, settings = mcmc.sampler, mcmc.sampler.settings
+    kernel, settings = mcmc.sampler, mcmc.sampler.run_info
     assert settings["temperature"] == 0.5 and settings["batch_size_rows"] == 20
     assert settings["algorithm"] == type(kernel).__name__
     # what netCDF can hold
@@ -398,8 +398,8 @@ def test_temperature_and_settings(name):
         "steps_per_sample": 3,
         "passes_per_sample": 3 * (settings["passes_per_sample"] - tests) + tests,
     }
-    assert other.settings == pytest.approx(settings | changed)
-    assert kernel.settings == settings
+    assert other.run_info == pytest.approx(settings | changed)
+    assert kernel.run_info == settings
 
 
 @pytest.mark.parametrize("kernel", [SGHMC, SGNHT, CCAdL])
@@ -407,7 +407,7 @@ def test_from_learning_rate(kernel):
     """eta = h^2 and alpha = h A, eq. (15) of Chen et al. (2014)."""
     made = kernel.from_learning_rate(model, learning_rate=1e-4, momentum_decay=0.1)
     given = kernel(model, step_size=1e-2, friction=10.0)
-    assert made.settings == pytest.approx(given.settings)
+    assert made.run_info == pytest.approx(given.run_info)
     with pytest.raises(ValueError, match="`learning_rate` must be a positive"):
         kernel.from_learning_rate(
             model, learning_rate=optax.constant_schedule(1.0), momentum_decay=0.1
@@ -458,13 +458,14 @@ def test_running_average_of_the_noise():
     seen = []
 
     class Recorded(CCAdL):
-        def step(self, state, gradient, rng_key):
-            def recorded(position):
-                evaluation = gradient(position)
-                seen.append(np.asarray(evaluation.noise))
-                return evaluation
+        class Method(CCAdL.Method):
+            def step(self, state, gradient, rng_key):
+                def recorded(position):
+                    evaluation = gradient(position)
+                    seen.append(np.asarray(evaluation.noise))
+                    return evaluation
 
-            return super().step(state, recorded, rng_key)
+                return super().step(state, recorded, rng_key)
 
     kernel = Recorded(
         model, step_size=1e-3, friction=1.0, noise=NoiseEstimate("diagonal", window=3)
@@ -488,8 +489,8 @@ def test_plates_draw_their_own_rows():
                 numpyro.sample(f"x_{name}", dist.Normal(mu, 1), obs=x[i, 0])
 
     kernel = SGLD(two_plates, step_size=1e-3)
-    kernel.context.read(kernel, (jnp.asarray(X), jnp.asarray(Y)), {})
-    target = kernel.context.target(kernel.given)
+    kernel.runtime.read(kernel.method, (jnp.asarray(X), jnp.asarray(Y)), {})
+    target = kernel.runtime.target(kernel.method)
     rows = jax.vmap(lambda i: target.rows(random.key(0), i))(jnp.arange(200))
     assert set(rows) == {"a", "b"} and not np.array_equal(rows["a"][0], rows["b"][0])
     assert not np.array_equal(rows["a"][0], rows["a"][1])

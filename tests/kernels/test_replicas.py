@@ -26,8 +26,8 @@ from numpyro_sgmcmc import (
     to_arviz,
 )
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
-from numpyro_sgmcmc.kernels import replicas as exchange
-from numpyro_sgmcmc.kernels.replicas import exchange_probability
+from numpyro_sgmcmc.kernels import exchange
+from numpyro_sgmcmc.kernels.exchange import exchange_probability
 
 RNG = np.random.default_rng(0)
 ROWS, BATCH, DIMENSION = 1_000, 50, 10
@@ -232,7 +232,7 @@ def test_what_is_collected_and_said():
     assert data["sample_stats"]["exchange_prob"].shape == (2, 20, 2)
     # five gradients at each temperature, and half as much for each of ten potentials
     each = 3 * BATCH / ROWS
-    assert kernel.settings["passes_per_sample"] == pytest.approx(5 * each + 10 * each / 2)
+    assert kernel.run_info["passes_per_sample"] == pytest.approx(5 * each + 10 * each / 2)
     assert data.attrs["temperatures"] == "1, 3, 9"
     far = SGLD(gaussian, 0.1, replicas=Replicas([1, 1e6]), steps_per_sample=5)
     mcmc = run(far, SLOPES, samples=100, warmup=200)

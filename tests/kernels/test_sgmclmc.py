@@ -125,7 +125,7 @@ def test_of_other_noise_so_much_less_is_added():
 @pytest.mark.nightly
 def test_a_tuned_run_is_right():
     y = data()
-    kernel = SGMCLMC(partial(model, batch_size=80), covariance="full", progress_bar=False)
+    kernel = SGMCLMC(partial(model, batch_size=80), noise="full", progress_bar=False)
     ratio, error, mcmc = variances(kernel, y, draws=5_000)
     assert np.all(np.abs(ratio - 1) < 4 * error + 0.02)
     assert summary(mcmc).verdict.startswith("No problem found")

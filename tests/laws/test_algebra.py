@@ -329,7 +329,7 @@ def test_a_sample_is_a_step_on_a_minibatch(metric):
     start = {"theta": jnp.array([0.3, -0.2, 0.5])}
     state = kernel.init(random.key(0), 0, start, (x, factor), {})
     rows_key, noise_key, _ = random.split(state.rng_key, 3)
-    target, drawn = kernel.context.target(kernel.given), []
+    target, drawn = kernel.runtime.target(kernel.method), []
     for i in range(2):  # each with rows and normals of its own
         rows = np.asarray(target.rows(rows_key, i)["rows"])
         normal = np.asarray(random.normal(random.fold_in(noise_key, i), (D,)))
@@ -351,7 +351,7 @@ from numpyro_sgmcmc.gradients.estimators import Evaluation
 kernel, state, key = pickle.load(open(sys.argv[1], "rb"))
 def gradient(position):
     return Evaluation(jnp.sum(position**2), 3 * position, jnp.eye(3))
-new, _ = kernel.step(state, gradient, jax.random.wrap_key_data(jnp.asarray(key)))
+new, _ = kernel.method.step(state, gradient, jax.random.wrap_key_data(jnp.asarray(key)))
 pickle.dump(jax.device_get((new.z, new.dynamics)), open(sys.argv[2], "wb"))
 """
 
@@ -373,8 +373,8 @@ def test_a_step_is_a_function_of_its_arguments(tmp_path):
 
     fresh = CCAdL(some_model, step_size=H, friction=A, **full)
     (tmp_path / "in").write_bytes(pickle.dumps((fresh, jax.device_get(state), np.asarray(key))))
-    expected, _ = kernel.step(state, gradient, random.wrap_key_data(key))
-    twice, _ = kernel.step(state, gradient, random.wrap_key_data(key))
+    expected, _ = kernel.method.step(state, gradient, random.wrap_key_data(key))
+    twice, _ = kernel.method.step(state, gradient, random.wrap_key_data(key))
     subprocess.run(
         [sys.executable, "-c", STEP, tmp_path / "in", tmp_path / "out"],
         env=os.environ

@@ -36,7 +36,7 @@ import pytest
 from scipy.optimize import brentq
 
 from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL, NoiseEstimate
-from numpyro_sgmcmc.kernels import ccadl
+from numpyro_sgmcmc.methods import ccadl
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 
 # Many of these samplers are biased, and say so.
@@ -263,12 +263,13 @@ def test_symmetric_integrators_need_the_estimate():
     law = thermostatted("nogin", 1.0)
 
     class Blind(CCAdL):
-        def step(self, state, gradient, rng_key):
-            def blind(position):
-                evaluation = gradient(position)
-                return evaluation._replace(noise=0 * evaluation.noise)
+        class Method(CCAdL.Method):
+            def step(self, state, gradient, rng_key):
+                def blind(position):
+                    evaluation = gradient(position)
+                    return evaluation._replace(noise=0 * evaluation.noise)
 
-            return super().step(state, blind, rng_key)
+                return super().step(state, blind, rng_key)
 
     z, error, _ = measure(partial(Blind, **method.keywords), law, 0.5)
     assert error < 0.01 and abs(z) > 10
@@ -553,7 +554,7 @@ def test_state_dependent_noise(covariance, exact):
         step_size=0.4,
         friction=FRICTION,
         thermal_mass=math.inf,
-        covariance=covariance,
+        noise=covariance,
         steps_per_sample=5,
     )
     mcmc = MCMC(

@@ -41,24 +41,24 @@ class RefreshedMomentum(SGMCMCKernel):
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)
-    class Settings(SGMCMCKernel.Settings):
+    class Method(SGMCMCKernel.Method):
         every: int = recorded(5)
 
         def __post_init__(self):
             super().__post_init__()
             whole("every", self.every)
 
-    def init_dynamics(self, rng_key, position, fixed):
-        return Momentum(fresh_momentum(rng_key, position, self.given.temperature))
+        def init_dynamics(self, rng_key, position, fixed):
+            return Momentum(fresh_momentum(rng_key, position, self.temperature))
 
-    def step(self, state, gradient, rng_key):
-        h, p = state.step_size, state.dynamics.momentum
-        fresh = fresh_momentum(rng_key, p, self.given.temperature)
-        p = jnp.where(state.i % self.given.every == 0, fresh, p)
-        position = drift(state.z, p, h)
-        evaluation = gradient(position)
-        p = kick(p, evaluation.gradient, h)
-        return state._replace(z=position, dynamics=Momentum(p)), evaluation
+        def step(self, state, gradient, rng_key):
+            h, p = state.step_size, state.dynamics.momentum
+            fresh = fresh_momentum(rng_key, p, self.temperature)
+            p = jnp.where(state.i % self.every == 0, fresh, p)
+            position = drift(state.z, p, h)
+            evaluation = gradient(position)
+            p = kick(p, evaluation.gradient, h)
+            return state._replace(z=position, dynamics=Momentum(p)), evaluation
 
 
 def law_of_refreshed(h, every):
@@ -79,7 +79,7 @@ def test_a_new_method():
     squares, _ = sampled(kernel, x, factor)
     z, error = z_score(squares.mean(-1), law_of_refreshed(h, every))
     assert error < 0.01 and abs(z) < Z
-    assert kernel.settings["every"] == every and kernel.settings["step_size"] == h
+    assert kernel.run_info["every"] == every and kernel.run_info["step_size"] == h
     parameters = list(inspect.signature(RefreshedMomentum).parameters)
     assert parameters[:3] == ["model", "step_size", "every"] and "temperature" in parameters
     assert all(f"{name}:" in RefreshedMomentum.__doc__ for name in parameters)
@@ -88,7 +88,7 @@ def test_a_new_method():
     with pytest.raises(TypeError, match="RefreshedMomentum: .*'friction'; the arguments are model"):
         RefreshedMomentum(gaussian_mean, h, friction=1.0)
     with pytest.raises(ValueError, match="RefreshedMomentum does not say which step size"):
-        RefreshedMomentum(gaussian_mean).suggest(None)
+        RefreshedMomentum(gaussian_mean).method.suggest(None)
 
 
 def abao(position, momentum, gradient, h, middle):
@@ -118,7 +118,7 @@ def test_a_new_splitting_is_that_of_all_kernels(name, monkeypatch):
     monkeypatch.setitem(splittings.SPLITTINGS, "abao", record)
     method, dynamics, control = SAME_MAPS[name]
     kernel = method(gaussian_mean, step_size=H, integrator="abao")
-    assert not kernel.traits.gradient_at_end and kernel.settings["integrator"] == "abao"
+    assert not kernel.method.traits.gradient_at_end and kernel.run_info["integrator"] == "abao"
     state = state_of(kernel, **dynamics)
     found = jacobian(stepped(kernel, state, monkeypatch, jnp.zeros((D, D))))
     damped = expm(-(H**2) / 4 * control)
@@ -140,10 +140,10 @@ def test_a_new_scheme(monkeypatch):
     x, factor = data(np.eye(D), np.eye(D))
     kernel = SGLD(gaussian_mean, step_size=1e-3, subsampling="systematic")
     state = kernel.init(random.key(0), 0, {"theta": jnp.zeros(D)}, (x, factor), {})
-    rows = np.asarray(kernel.context.target(kernel.given).rows(random.key(1))["rows"])
+    rows = np.asarray(kernel.runtime.target(kernel.method).rows(random.key(1))["rows"])
     assert np.all(np.diff(rows) % 100 == 10)
     kernel.sample(state, (x, factor), {})
-    assert kernel.settings["subsampling"] == "systematic"
+    assert kernel.run_info["subsampling"] == "systematic"
     with pytest.raises(ValueError, match="one of .*'blocks', 'systematic'; got 'other'"):
         SGLD(gaussian_mean, step_size=1e-3, subsampling="other")
 

@@ -809,7 +809,7 @@ def test_resumed_run_is_not_tuned_again(tmp_path, monkeypatch, request):
         interrupt_after(patch, 60)
         with pytest.warns(UserWarning, match="interrupted"):
             run(long_run(folder, CCAdL(wide, progress_bar=False), **settings))
-    monkeypatch.setattr("numpyro_sgmcmc.kernels.self_tuning.found_tuning", None)
+    monkeypatch.setattr("numpyro_sgmcmc.kernels.self_tuning.new_tuning", None)
     resumed = run(long_run(folder, CCAdL(wide, progress_bar=False), **settings))
     assert same(results(resumed), results(wholly))
     assert resumed.sampler.tuning.steps_per_sample == wholly.sampler.tuning.steps_per_sample

@@ -486,7 +486,7 @@ def test_a_store_of_rows_that_are_not_drawn_alike(tmp_path):
     strata = np.arange(2_000) % 2
 
     def drawn(path, samples):
-        sampler = CCAdL(late().given.model, strata=strata, progress_bar=False)
+        sampler = CCAdL(late().method.model, subsampling=strata, progress_bar=False)
         mcmc = long_run(path, sampler, num_samples=samples)
         mcmc.run(KEY, y)
         return mcmc.get_samples()["mu"]

@@ -129,7 +129,7 @@ def test_estimated_noise_beyond_the_friction(covariance):
         SGHMC,
         regression,
         noise_variance="estimated",
-        covariance=covariance,
+        noise=covariance,
         init_strategy=init_to_value(values={"w": np.zeros(3)}),
     )
     message = r"friction of at least (\S+), or .*`init_strategy`"
@@ -142,10 +142,10 @@ def test_estimated_noise_beyond_the_friction(covariance):
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        (partial(ccadl, integrator="symmetric", covariance="matrix_free"), "integrator='nogin'"),
+        (partial(ccadl, integrator="symmetric", noise="matrix_free"), "integrator='nogin'"),
         (
             partial(SGHMC, step_size=0.1, friction=1.0, integrator="baoab",
-                    noise_variance="estimated", covariance="matrix_free"),
+                    noise_variance="estimated", noise="matrix_free"),
             "integrator='aboba'",
         ),
         (partial(SGHMC, step_size=0.1, friction=1.0, noise_variance="other"), "'estimated'"),
@@ -170,10 +170,10 @@ langevin = partial(SGHMC, step_size=0.1, friction=1.0)
     ("made", "message"),
     [
         (lambda: langevin(regression, noise=full), "give `noise_variance='estimated'`"),
-        (lambda: langevin(regression, covariance="full"), "`covariance` says how the noise"),
+        (lambda: langevin(regression, noise="full"), "`noise` says how the noise"),
         (lambda: sgld(regression, noise=full), "give `modified=True`, or leave `noise` out"),
-        (lambda: ccadl(regression, noise=full, covariance="full"), "give one of them"),
-        (lambda: ccadl(regression, noise="full"), "`noise` must be a `NoiseEstimate`"),
+        (lambda: ccadl(regression, noise="ful"), "`covariance` must be one of 'diagonal'"),
+        (lambda: ccadl(regression, noise=3), "`noise` must be a `NoiseEstimate`"),
         (lambda: NoiseEstimate("full", rank=3), "`rank=3` is the number .*'low_rank', but"),
         (lambda: NoiseEstimate(rank=3), "covariance=None: leave one out"),
         (lambda: NoiseEstimate("matrix_free", "per_example"), "`estimator='per_example'` would"),
@@ -190,6 +190,9 @@ def test_arguments_that_would_be_ignored(made, message):
     [
         ({"windw": 3}, r"CCAdL: .*'windw'; the arguments are model, step_size, friction, integ"),
         ({"window": 3}, r"CCAdL: .*'window'; write noise=NoiseEstimate\(window=...\)"),
+        ({"covariance": "full"}, "write noise='...', the word for the covariance"),
+        ({"refresh_every": 2}, r"write gradient=\('control_variate', passes\)"),
+        ({"mesh": None}, r"write `spread_rows\(...\)` for the data"),
         ({"rank": 3, "estimator": "x"}, r"NoiseEstimate\(rank=...\), noise=NoiseEstimate\(est"),
     ],
 )
@@ -201,11 +204,11 @@ def test_unknown_arguments(options, message):
 
 
 def test_settings_are_equal_by_their_values():
-    one = ccadl(regression, metric=np.ones(3), covariance="full").given
-    assert one == ccadl(regression, metric=np.ones(3), noise=full).given
-    assert one != ccadl(regression, metric=np.ones(3)).given
-    assert one != ccadl(regression, metric=2 * np.ones(3), noise=full).given
-    assert one != ccadl(subsampled_regression, metric=np.ones(3), noise=full).given
+    one = ccadl(regression, metric=np.ones(3), noise="full").method
+    assert one == ccadl(regression, metric=np.ones(3), noise=full).method
+    assert one != ccadl(regression, metric=np.ones(3)).method
+    assert one != ccadl(regression, metric=2 * np.ones(3), noise=full).method
+    assert one != ccadl(subsampled_regression, metric=np.ones(3), noise=full).method
 
 
 def test_frozen_preconditioner_needs_a_warmup():
@@ -279,7 +282,7 @@ def test_full_gradients_are_warned_of(kernel):
 
 def test_full_covariance_of_many_parameters():
     with pytest.raises(ValueError, match="at most 1,000 parameters, but the model has 1,001"):
-        run(ccadl(wide, covariance="full"), X, Y)
+        run(ccadl(wide, noise="full"), X, Y)
     run(ccadl(wide), X, Y)
 
 

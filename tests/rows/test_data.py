@@ -40,6 +40,7 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.data import content_hash, sources
 from numpyro_sgmcmc.data.drawn_rows import Numbers
 from numpyro_sgmcmc.data.rows_on_disk import read_ahead
+from numpyro_sgmcmc.kernels.identity import data_fingerprint
 
 COMPILE_QUICKLY = True
 
@@ -505,8 +506,10 @@ def test_a_map_that_is_a_copy(tmp_path):
 def test_tuning_of_rows_that_were_edited(tmp_path, monkeypatch):
     found, self_tuning = [], "numpyro_sgmcmc.kernels.self_tuning"
     monkeypatch.setattr(
-        f"{self_tuning}.found_tuning",
-        lambda *arguments: found.append(arguments[-1]) or tuning()._replace(data=found[-1]),
+        f"{self_tuning}.new_tuning",
+        lambda method, runtime, target, *rest: (
+            found.append(data_fingerprint(target)) or tuning()._replace(data=found[-1])
+        ),
     )
     kernel, path = CCAdL(model), tmp_path / "x.npy"
     x = npy(tmp_path, X)

@@ -124,19 +124,19 @@ def without_effects(x, y, number=1):
 
 
 def read(model, mesh=MESH, kernel=SGLD, **options):
-    kernel = kernel(model, step_size=1e-3, mesh=mesh, **options)
+    kernel = kernel(model, step_size=1e-3, **options)
     args = (X, Y) if mesh is None else spread_rows(mesh, X, Y)
     args = tuple(map(jnp.asarray, args))
-    kernel.context.read(kernel, args, {})
+    kernel.runtime.read(kernel.method, args, {})
     return kernel, args
 
 
 def target_of(kernel, args):
-    return kernel.context.target(kernel.given, args)
+    return kernel.runtime.target(kernel.method, args)
 
 
 def oracle(kernel, target, potential, rows, rng_key):
-    noise = kernel.noise(target, Tuning(1.0, 1.0, IdentityMetric()))
+    noise = kernel.method.noise_estimator(target, Tuning(1.0, 1.0, IdentityMetric()))
     return noise_estimate.gradient_oracle(target, potential, rows, rng_key, noise)
 
 
@@ -225,7 +225,7 @@ def test_a_step_is_one_message(name):
     """And what the loop of `MCMC` does besides sends nothing, and no data."""
     mesh = mesh_of(2, 4)
     args = spread_rows(mesh, X, Y)
-    kernel = KERNELS[name](kernel_table.model, init_strategy=CENTRE, mesh=mesh)
+    kernel = KERNELS[name](kernel_table.model, init_strategy=CENTRE)
     state = kernel.init(random.split(random.key(0), 2), 10, None, args, {})
 
     def sample(values):
@@ -302,7 +302,7 @@ def z_score(name, mesh, steps=4, samples=3_000):
     if method is SMSUBU:  # the law at the end of a sweep
         steps, samples = 20, 1_000
     x = spread_rows(mesh, strata(NOISE, 500, mesh.shape["rows"]))
-    kernel = method(gaussian_mean, step_size=h, steps_per_sample=steps, mesh=mesh, **options)
+    kernel = method(gaussian_mean, step_size=h, steps_per_sample=steps, **options)
     mcmc = sampler(kernel, samples, num_warmup=samples // 4)
     mcmc.run(random.key(1), x, init_params={"theta": jnp.zeros(500)})
     squares = (np.asarray(mcmc.get_samples(True)["theta"], float) ** 2).mean(-1)
@@ -358,7 +358,7 @@ def test_noise_of_the_devices(covariance, estimator):
     estimator = None if covariance == "matrix_free" else estimator
     options = {"noise": NoiseEstimate(covariance, estimator, rank=rank), "friction": 1.0}
     kernel, args = read(partial(indexed, batch=40), kernel=CCAdL, **options)
-    representation = kernel.noise(
+    representation = kernel.method.noise_estimator(
         target_of(kernel, args), Tuning(1.0, 1.0, IdentityMetric())
     ).representation
 
@@ -399,7 +399,7 @@ SLOW = ("SGHMC estimated", "SGNHT", "CCAdL tuned", "SGFS", "SMSUBU")
 )
 def test_kernels(name):
     """They run, and all devices stay together."""
-    kernel = KERNELS[name](kernel_table.model, init_strategy=CENTRE, mesh=MESH)
+    kernel = KERNELS[name](kernel_table.model, init_strategy=CENTRE)
     mcmc = sampler(kernel, 60)
     mcmc.run(random.key(0), *spread_rows(MESH, X, Y), extra_fields=("nonfinite_steps",))
     draws = mcmc.get_samples()
@@ -410,7 +410,7 @@ def test_kernels(name):
 
 
 def draws_of(mesh, **options):
-    kernel = CCAdL(kernel_table.model, init_strategy=CENTRE, mesh=mesh, **options)
+    kernel = CCAdL(kernel_table.model, init_strategy=CENTRE, **options)
     mcmc = sampler(kernel, 20, num_chains=4, chain_method="vectorized")
     mcmc.run(random.key(0), *spread_rows(mesh, X, Y))
     assert everywhere_equal(mcmc.last_state.z)
@@ -441,7 +441,7 @@ def test_members_of_an_ensemble_over_devices():
     np.testing.assert_allclose(together, apart, rtol=1e-3, atol=1e-4)
 
     def widths(mesh, *data):
-        kernel = CCAdL(kernel_table.model, mesh=mesh, **options)
+        kernel = CCAdL(kernel_table.model, **options)
         state = kernel.init(random.split(random.key(0), 4), 1, None, data, {})
         assert everywhere_equal(state.fixed.metric)
         return np.asarray(state.fixed.metric.scale).mean(axis=0)
@@ -456,7 +456,7 @@ def test_anchor_moves():
     values = {"w": jnp.array([1.0, -1.0, 0.5]), "scale": jnp.array(0.0)}
     anchor = Anchor(values, jnp.array(0.0), values)  # made anew for these data
     tuning = Tuning(3e-3, 30.0, IdentityMetric(), anchor=anchor)
-    options = {"tuning": tuning, "gradient": "control_variate", "refresh_every": 1.0}
+    options = {"tuning": tuning, "gradient": ("control_variate", 1.0)}
     together, _ = draws_of(MESH, **options)
     apart, _ = draws_of(mesh_of(2, 4), **options)
     np.testing.assert_allclose(together, apart, rtol=1e-3, atol=1e-4)
@@ -467,9 +467,9 @@ def test_a_run_goes_on_and_is_pickled():
     """In pieces, with the mesh of the data where the kernel is not told one."""
     args = spread_rows(MESH, X, Y)
     kernel = partial(SGLD, kernel_table.model, step_size=1e-4, init_strategy=CENTRE)
-    whole = sampler(kernel(mesh=MESH), 20)
+    whole = sampler(kernel(), 20)
     whole.run(random.key(0), *args)
-    parts = pickle.loads(pickle.dumps(sampler(kernel(mesh=MESH), 10)))
+    parts = pickle.loads(pickle.dumps(sampler(kernel(), 10)))
     parts.run(random.key(0), *args)
     first = parts.get_samples()["w"]
     parts.post_warmup_state = parts.last_state
@@ -482,7 +482,7 @@ def test_a_run_goes_on_and_is_pickled():
 def test_tuned():
     """The tuning sees all data, and finds what it finds without devices."""
     here = kernel_table.tuning()
-    kernel = CCAdL(kernel_table.model, progress_bar=False, mesh=MESH)
+    kernel = CCAdL(kernel_table.model, progress_bar=False)
     there = kernel.tune(random.key(0), *spread_rows(MESH, X, Y))
     assert everywhere_equal(there.anchor)
     np.testing.assert_allclose(there.step_size, here.step_size, rtol=0.3)
@@ -494,8 +494,8 @@ def test_tuned():
 @pytest.mark.nightly
 def test_tuned_with_an_anchor_that_moves():
     """The pilot, too, has an anchor for each chain."""
-    options = {"gradient": "control_variate", "refresh_every": 1.0, "progress_bar": False}
-    kernel = SGLD(kernel_table.model, mesh=MESH, **options)
+    options = {"gradient": ("control_variate", 1.0), "progress_bar": False}
+    kernel = SGLD(kernel_table.model, **options)
     there = kernel.tune(random.key(0), *spread_rows(MESH, X, Y))
     assert there.report is not None and there.report.problem() is None
 
@@ -503,7 +503,7 @@ def test_tuned_with_an_anchor_that_moves():
 @pytest.mark.nightly
 def test_latent_variables_of_rows():
     """Devices stay together, and draws after the run are those of the rows that each has."""
-    mcmc = sampler(SGLD(with_effects, 1e-3, init_strategy=CENTRE, mesh=MESH), 200)
+    mcmc = sampler(SGLD(with_effects, 1e-3, init_strategy=CENTRE), 200)
     mcmc.run(random.key(0), *spread_rows(MESH, X, Y))
     assert everywhere_equal(mcmc.last_state)
     found = local_draws(mcmc, num_draws=200)["effects"].values[0, ..., 0]
@@ -570,7 +570,7 @@ def test_models_refused(model, message):
 
 
 def run(kernel=None, args=None, **options):
-    kernel = SGLD(kernel_table.model, step_size=1e-4, mesh=MESH) if kernel is None else kernel
+    kernel = SGLD(kernel_table.model, step_size=1e-4) if kernel is None else kernel
     args = spread_rows(MESH, X, Y) if args is None else args
     sampler(kernel, **options).run(random.key(0), *args)
 
@@ -584,7 +584,7 @@ def test_runs_refused():
     with pytest.raises(ValueError, match="All devices would read the same rows of RowsOnDisk"):
         run(args=(RowsOnDisk(X), spread_rows(MESH, Y)))
     with pytest.raises(ValueError, match="different numbers of rows: 40, 80"):
-        kernel = SGLD(lambda x, y, groups: kernel_table.model(x, y), mesh=MESH, **some)
+        kernel = SGLD(lambda x, y, groups: kernel_table.model(x, y), **some)
         run(kernel, spread_rows(MESH, X, Y, np.ones(40)))
     with pytest.raises(ValueError, match=r"use `MCMC\(..., jit_model_args=True\)`"):
         run(jit_model_args=False)
@@ -593,20 +593,18 @@ def test_runs_refused():
     both = mesh_of(2, 4)
     args = spread_rows(both, X, Y)
     with pytest.raises(ValueError, match="has 2 parts for chains, among which 3 cannot"):
-        kernel = SGLD(kernel_table.model, mesh=both, **some)
+        kernel = SGLD(kernel_table.model, **some)
         run(kernel, args, num_chains=3, chain_method="vectorized")
     with pytest.raises(
         ValueError, match="spread over the mesh .*'chains': 2.* but the mesh of the"
     ):
         run(args=args)
     with pytest.raises(ValueError, match="at least 2, for each of the devices"):
-        kernel = CCAdL(partial(indexed, batch=4), friction=1.0, mesh=MESH, **some)
+        kernel = CCAdL(partial(indexed, batch=4), friction=1.0, **some)
         run(kernel)
 
 
 def test_meshes_and_arrays_refused():
-    with pytest.raises(ValueError, match="must be a `jax.sharding.Mesh`; got 4: make it with"):
-        SGLD(kernel_table.model, mesh=4)
     with pytest.raises(ValueError, match=r"has the axes \('x',\), but needs 'rows'"):
         spread_rows(Mesh(np.array(jax.devices()), ("x",)), X)
     with pytest.raises(ValueError, match=r"has 78 rows, .* 4 devices: leave out 2 .*`X\[:76\]`"):

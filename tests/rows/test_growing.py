@@ -102,7 +102,7 @@ def run_of(kernel, samples=1_000, warmup=300, chains=1):
 @cache
 def tuned():
     """What is found of the first 1,000 rows."""
-    kernel = CCAdL(linear, strata=None, progress_bar=False)
+    kernel = CCAdL(linear, subsampling="without_replacement", progress_bar=False)
     return kernel.tune(random.key(0), X[:1_000], Y[:1_000])
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_goes_on_has_the_law_of_all_rows(chains, monkeypatch):
     monkeypatch.setattr(Target, "with_new_rows", lambda target, anchor, first: anchor)
     monkeypatch.setattr(going_on, "_FAR", np.inf)
     other = run_of(CCAdL(linear, tuning=mcmc.sampler.tuning, progress_bar=False), 2_000)
-    other.sampler.context.__dict__.update(mcmc.sampler.context.__dict__, programs={})
+    other.sampler.runtime.__dict__.update(mcmc.sampler.runtime.__dict__, programs={})
     other.post_warmup_state = mcmc.last_state
     other.num_chains = mcmc.num_chains
     other.run(random.key(3), *rows)
@@ -697,7 +697,11 @@ BAD_RUNS = {
     "a scale by their number": (by_number, {}, "site 'w' adds for the same rows depends"),
     "a plate of all": (of_all, {}, "needs one plate with a `subsample_size`"),
     "epochs": (linear, {"subsampling": "epochs"}, "subsampling='epochs', which is of a fixed"),
-    "refresh": (linear, {"refresh_every": 1}, "with `refresh_every`, which is of the rows"),
+    "refresh": (
+        linear,
+        {"gradient": ("control_variate", 1)},
+        "with this `gradient`, which is of the rows",
+    ),
 }
 
 

@@ -96,7 +96,7 @@ def test_shards_refused(tmp_path):
     kernel = SGLD(other_model, step_size=1e-3)
     args = RowsOnDisk(tmp_path / "b-*.npy"), RowsOnDisk(tmp_path / "d-*.npy")
     with pytest.raises(ValueError, match="Shard 0 of .*d-.* has 5 rows, but that of .*b-.* has 6"):
-        kernel.context.read(kernel, args, {})
+        kernel.runtime.read(kernel.method, args, {})
     np.save(tmp_path / "d-1.npy", np.ones(4))
     with pytest.raises(UnreadableRows, match="d-1.npy"):
         args[1].digest  # noqa: B018
@@ -124,7 +124,7 @@ def test_draws_are_those_in_memory(chains, tmp_path):
     np.save(tmp_path / "x-0.npy", X[:30])
     np.save(tmp_path / "x-1.npy", X[30:])
     x, y = RowsOnDisk(tmp_path / "x-*.npy"), RowsOnDisk(np.asarray(Y))
-    kernel = partial(SGLD, kernel_table.model, step_size=1e-4, mesh=MESH, init_strategy=CENTRE)
+    kernel = partial(SGLD, kernel_table.model, step_size=1e-4, init_strategy=CENTRE)
     options = {"num_chains": chains, "chain_method": "vectorized"} if chains > 1 else {}
     found = [
         on_devices(args, kernel(), **options)
@@ -137,7 +137,7 @@ def test_draws_are_those_in_memory(chains, tmp_path):
 def test_rows_read_ahead_are_of_a_device():
     """A state that was elsewhere has those of the first one, which the others are not to take."""
     x, y = spread_rows(MESH, RowsOnDisk(np.asarray(X)), RowsOnDisk(np.asarray(Y)))
-    kernel = SGLD(kernel_table.model, step_size=1e-4, mesh=MESH, init_strategy=CENTRE)
+    kernel = SGLD(kernel_table.model, step_size=1e-4, init_strategy=CENTRE)
     mcmc = MCMC(kernel, num_warmup=0, num_samples=20, jit_model_args=True, progress_bar=False)
     mcmc.run(random.key(0), x, y)
     state, found = mcmc.last_state, []
@@ -216,8 +216,8 @@ def test_a_sample_lies_where_it_should(small_samples):
     off = np.linalg.solve(root, np.asarray(tuning.anchor.values["w"]) - mean)
     assert 0 < np.abs(off).max() < subsample.NEAR
     # the sample alone is several standard deviations away
-    kernel.context.read(kernel, (RowsOnDisk(x), RowsOnDisk(y)), {})
-    part = subsample.sample_of(kernel.context.target(kernel.given, (RowsOnDisk(x), RowsOnDisk(y))))
+    kernel.runtime.read(kernel.method, (RowsOnDisk(x), RowsOnDisk(y)), {})
+    part = subsample.sample_of(kernel.runtime.target(kernel.method, (RowsOnDisk(x), RowsOnDisk(y))))
     alone, _ = exact(*map(np.asarray, part.args))
     assert np.abs(np.linalg.solve(root, alone - mean)).max() > 2
 
@@ -234,6 +234,6 @@ def test_models_that_have_no_sample(small_samples):
     x, y = map(RowsOnDisk, rows_of())
     for one, has_sample in ((model, True), (of_all_rows, False)):
         kernel = CCAdL(one)
-        kernel.context.read(kernel, (x, y), {})
-        target = kernel.context.target(kernel.given, (x, y))
+        kernel.runtime.read(kernel.method, (x, y), {})
+        target = kernel.runtime.target(kernel.method, (x, y))
         assert (subsample.sample_of(target) is not None) == has_sample

@@ -260,13 +260,13 @@ def test_law_with_strata(uneven):
     v = known_noise(x, strata)
     assert v < 0.5 * (1 - BATCH / N) * x.var(0).mean() / BATCH
     expected = overdamped(np.eye(1), v * np.eye(1), 0.5)[0, 0]
-    found, error, _ = law_of(SGLD(gaussian_mean, 0.5, strata=labels), x)
+    found, error, _ = law_of(SGLD(gaussian_mean, 0.5, subsampling=labels), x)
     assert error < 0.01 * expected
     assert abs(found - expected) < 3.5 * error
     plain, error, _ = law_of(SGLD(gaussian_mean, 0.5), x)
     assert plain - expected > 10 * error
     # corrected for by an estimate from within the strata
-    kernel = CCAdL(gaussian_mean, 0.5, 1.0, strata=labels, covariance="diagonal")
+    kernel = CCAdL(gaussian_mean, 0.5, 1.0, subsampling=labels, noise="diagonal")
     found, error, _ = law_of(kernel, x)
     assert error < 0.01 and abs(found - 1) < 3.5 * error
 
@@ -274,7 +274,7 @@ def test_law_with_strata(uneven):
 def test_forgotten_weights_are_noticed(uneven, monkeypatch):
     x, labels = uneven
     monkeypatch.setattr(Strata, "weights", jnp.ones(BATCH))
-    kernel = SGLD(gaussian_mean, 0.5, strata=labels)
+    kernel = SGLD(gaussian_mean, 0.5, subsampling=labels)
     mcmc = MCMC(kernel, num_warmup=500, num_samples=1_500, progress_bar=False)
     mcmc.run(random.key(1), x, 1.0 / N, init_params={"theta": jnp.asarray(x.mean(0))})
     mean = np.asarray(mcmc.get_samples()["theta"], float).mean(0)
@@ -411,7 +411,8 @@ def test_small_groups(grouped, tuned):
     ratio = a.std((0, 1)) / exact_sds(grouped)
     assert error.max() < 0.02
     assert np.all(np.abs(ratio - 1) < 0.02 + 3 * error)
-    plain = CCAdL(hierarchical, strata=None, progress_bar=False).tune(random.key(0), *grouped)
+    plain = CCAdL(hierarchical, subsampling="without_replacement", progress_bar=False)
+    plain = plain.tune(random.key(0), *grouped)
     # their noise in the tails makes steps short enough for the draws to be right; with others
     assert plain.step_size < tuned.step_size / 2 and not plain.has_rare_rows and not plain.strata
     longer = plain._replace(step_size=tuned.step_size)
@@ -426,7 +427,7 @@ def test_kept_with_the_kernel(grouped, tuned):
     kernel = CCAdL(hierarchical, tuning=tuned)
     mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=False)
     mcmc.run(random.key(0), *grouped)
-    assert kernel.settings["strata"] == str(tuned.strata["rows"])
+    assert kernel.run_info["strata"] == str(tuned.strata["rows"])
     other = pickle.loads(pickle.dumps(kernel)).with_step_size(0.1)
     again = MCMC(other, num_warmup=5, num_samples=5, progress_bar=False)
     again.run(random.key(0), *grouped)
@@ -450,7 +451,8 @@ def test_several_plates(uneven):
                 numpyro.sample(f"y of {name}", dist.Normal(theta, 20).to_event(1), obs=y[i])
 
     strata = {"rows": labels, "others": np.arange(40) % 2}
-    mcmc = MCMC(SGLD(model, 1e-3, strata=strata), num_warmup=5, num_samples=5, progress_bar=False)
+    kernel = SGLD(model, 1e-3, subsampling=strata)
+    mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=False)
     mcmc.run(random.key(0), x, x[:40])
     found = mcmc.last_state.fixed.strata
     sizes = {name: (one.allocation.sizes, one.allocation.batch_size) for name, one in found.items()}
@@ -462,7 +464,7 @@ def test_rows_from_disk(uneven, tmp_path):
     np.save(tmp_path / "x.npy", x)
     draws = []
     for rows in (x, RowsOnDisk(tmp_path / "x.npy")):
-        kernel = CCAdL(gaussian_mean, 0.5, 1.0, strata={"rows": labels}, covariance="diagonal")
+        kernel = CCAdL(gaussian_mean, 0.5, 1.0, subsampling={"rows": labels}, noise="diagonal")
         mcmc = MCMC(kernel, num_warmup=10, num_samples=30, progress_bar=False)
         mcmc.run(random.key(1), rows, 1.0 / N, init_params={"theta": jnp.zeros(D)})
         draws.append(np.asarray(mcmc.get_samples()["theta"]))

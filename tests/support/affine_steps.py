@@ -57,7 +57,7 @@ def stepped(kernel, state, monkeypatch, noise=None, precision=PRECISION):
             here = here._replace(dynamics=here.dynamics._replace(momentum=p))
         with monkeypatch.context() as patch:
             patch.setattr(random, "normal", normal)
-            new, evaluation = kernel.step(here, gradient, random.key(1))
+            new, evaluation = kernel.method.step(here, gradient, random.key(1))
         return new, evaluation
 
     return function

@@ -21,16 +21,17 @@ N, BATCH, NOISE = 100, 10, 4.0
 class ExplicitEuler(MomentumKernel):
     """SGHMC as several libraries have it, with the gradient at the position before the drift."""
 
-    def step(self, state, gradient, rng_key):
-        h, p, friction = state.step_size, state.dynamics.momentum, state.fixed.friction
-        evaluation = gradient(state.z)
-        noise = random.normal(rng_key, p.shape, p.dtype)
-        position = state.z + h * p
-        p = euler_kick(p, evaluation.gradient, friction * p, friction, h, noise)
-        return state._replace(z=position, dynamics=Momentum(p)), evaluation
+    class Method(MomentumKernel.Method):
+        def step(self, state, gradient, rng_key):
+            h, p, friction = state.step_size, state.dynamics.momentum, state.fixed.friction
+            evaluation = gradient(state.z)
+            noise = random.normal(rng_key, p.shape, p.dtype)
+            position = state.z + h * p
+            p = euler_kick(p, evaluation.gradient, friction * p, friction, h, noise)
+            return state._replace(z=position, dynamics=Momentum(p)), evaluation
 
-    def suggest(self, noise):
-        return 0.1, 1.0
+        def suggest(self, noise):
+            return 0.1, 1.0
 
 
 def gaussian_mean(x, precision_factor):

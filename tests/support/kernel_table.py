@@ -66,11 +66,11 @@ KERNELS = {
         **momentum,
     ),
     "CCAdL tuned": tuned,
-    "CCAdL matrix free": partial(CCAdL, covariance="matrix_free", **momentum),
+    "CCAdL matrix free": partial(CCAdL, noise="matrix_free", **momentum),
     "PSGLD": partial(PSGLD, step_size=1e-3),
     "SGFS": partial(SGFS, step_size=1e-4, noise=NoiseEstimate("diagonal", "two_cotangents")),
     "SMSUBU": partial(SMSUBU, **momentum),
-    "SGMCLMC": partial(SGMCLMC, covariance="diagonal", **momentum),
+    "SGMCLMC": partial(SGMCLMC, noise="diagonal", **momentum),
     "AMAGOLD": partial(AMAGOLD, **momentum),
 }
 

@@ -33,7 +33,7 @@ def model(x, y):
 def sample(mesh, data, samples=300, run=MCMC, **options):
     """Draws of four chains, shape (chains, samples, 3), and the last state."""
     metric = COVARIANCE.astype(np.float32)
-    kernel = CCAdL(model, 0.3, 2.0, metric=metric, steps_per_sample=4, mesh=mesh)
+    kernel = CCAdL(model, 0.3, 2.0, metric=metric, steps_per_sample=4)
     mcmc = run(
         kernel,
         num_warmup=100,

@@ -396,7 +396,7 @@ def test_effects_are_reported_as_written(by_hand):
 @pytest.mark.nightly
 def test_an_anchor_that_moves():
     """It is made of the draws as written, and belongs to the coordinates."""
-    mcmc = run("by hand", 1_000, SGHMC, gradient="control_variate", refresh_every=5)
+    mcmc = run("by hand", 1_000, SGHMC, gradient=("control_variate", 5))
     check_moments(mcmc.get_samples(group_by_chain=True))
 
 

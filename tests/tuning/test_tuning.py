@@ -51,7 +51,7 @@ from numpyro_sgmcmc.tuning import phases
 from numpyro_sgmcmc.tuning.curvature import find_curvature
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
-from numpyro_sgmcmc.tuning.phases import TuningRequest, find_tuning
+from numpyro_sgmcmc.tuning.phases import TuningRequest, run_phases
 from numpyro_sgmcmc.tuning.pilot import run_pilot
 from numpyro_sgmcmc.tuning.pilot_rhat import PilotRun
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
@@ -158,7 +158,7 @@ def test_steps_per_sample(tuning):
         kernel = CCAdL(logistic, tuning=tuning, **options)
         mcmc = run(kernel, X, Y, num_warmup=1, num_samples=2, jit_model_args=True)
         assert set(np.asarray(mcmc.last_state.i)) == {3 * kernel.steps_per_sample}
-        assert kernel.settings["steps_per_sample"] == kernel.steps_per_sample
+        assert kernel.run_info["steps_per_sample"] == kernel.steps_per_sample
         return kernel, mcmc
 
     assert tuning.steps_per_sample == np.ceil(4 / tuning.step_size)
@@ -167,7 +167,7 @@ def test_steps_per_sample(tuning):
     assert of(steps_per_sample=1)[0].steps_per_sample == 1
     assert of(step_size=0.1)[0].steps_per_sample == 1
     # other data may be tuned to another number: the program of the same object must follow
-    kernel.given = kernel.given.with_values(tuning=tuning._replace(steps_per_sample=7))
+    kernel.method = kernel.method.with_values(tuning=tuning._replace(steps_per_sample=7))
     mcmc.run(random.key(0), X, Y)
     assert set(np.asarray(mcmc.last_state.i)) == {3 * 7}
 
@@ -180,7 +180,7 @@ def test_memory_of_a_chain(friction, scale, expected):
     """In units of the metric; the width is that of 100 draws, to 7 % for each of 3 coordinates."""
     start = DenseMetric(jnp.zeros(3), scale * jnp.eye(3), jnp.eye(3) / scale)
     tuning = Tuning(0.1, friction, IdentityMetric(), start)
-    assert CCAdL(logistic).relaxation_time(tuning) == pytest.approx(expected, rel=0.3)
+    assert CCAdL(logistic).method.relaxation_time(tuning) == pytest.approx(expected, rel=0.3)
 
 
 @pytest.mark.nightly
@@ -272,8 +272,8 @@ def test_given_values_are_kept(tuning):
     kernel = CCAdL(logistic, step_size=0.25, friction=2.0, tuning=tuning)
     state = run(kernel, X, Y, num_warmup=2, num_samples=2).last_state
     assert state.fixed.step_size == 0.25 and state.fixed.friction == 2.0
-    assert kernel.settings["step_size"] == 0.25 and kernel.settings["metric"] == "dense"
-    assert kernel.settings["gradient"] == "control_variate"
+    assert kernel.run_info["step_size"] == 0.25 and kernel.run_info["metric"] == "dense"
+    assert kernel.run_info["gradient"] == "control_variate"
 
 
 class Model:
@@ -552,7 +552,7 @@ def test_where_the_gradient_is_taken(order):
     tuning = Tuning(0.5, 0.7, metric, metric, anchor, steps_per_sample=6)
     off, error = {}, {}
     for integrator in ("symmetric", "nogin"):
-        kernel = CCAdL(model, tuning=tuning, integrator=integrator, covariance="diagonal")
+        kernel = CCAdL(model, tuning=tuning, integrator=integrator, noise="diagonal")
         draws = np.asarray(run(kernel, *args, num_samples=2_000).get_samples(True)["z"], float)
         off[integrator] = abs(draws.mean() - mean) / sd
         error[integrator] = draws.std() / sd / effective_sample_size(draws) ** 0.5
@@ -578,21 +578,21 @@ def test_the_integrator_suits_the_noise(tuning):
         tuning._replace(noise=tuning.noise._replace(mean=0.0, largest=level / tuning.step_size**2))
         for level in (1.0, 1.1)
     )
-    assert CCAdL(logistic).integrator(quiet) == "symmetric"
+    assert CCAdL(logistic).method.integrator_for(quiet) == "symmetric"
     another_metric = quiet._replace(noise=quiet.noise._replace(curvature=1.2))
     everywhere = quiet._replace(noise=quiet.noise._replace(mean=0.4 / tuning.step_size**2))
     bent = quiet._replace(noise=quiet.noise._replace(nonlinearity=0.2))
     hardly_any = bent._replace(noise=bent.noise._replace(largest=0.0))
-    assert CCAdL(logistic).integrator(hardly_any) == "symmetric"
+    assert CCAdL(logistic).method.integrator_for(hardly_any) == "symmetric"
     funnel = hardly_any._replace(noise=hardly_any.noise._replace(nonlinearity=0.4))
     for found in (noisy, another_metric, everywhere, bent, funnel, tuning._replace(noise=None)):
-        assert CCAdL(logistic).integrator(found) == "nogin"
-    assert CCAdL(logistic, temperature=2.0).integrator(noisy) == "symmetric"
-    assert CCAdL(logistic, covariance="matrix_free").integrator(quiet) == "nogin"
-    assert CCAdL(logistic, integrator="nogin").integrator(quiet) == "nogin"
+        assert CCAdL(logistic).method.integrator_for(found) == "nogin"
+    assert CCAdL(logistic, temperature=2.0).method.integrator_for(noisy) == "symmetric"
+    assert CCAdL(logistic, noise="matrix_free").method.integrator_for(quiet) == "nogin"
+    assert CCAdL(logistic, integrator="nogin").method.integrator_for(quiet) == "nogin"
     kernel = CCAdL(logistic, tuning=quiet)
     state = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=1).last_state
-    assert state.fixed.layout.integrator == kernel.settings["integrator"] == "symmetric"
+    assert state.fixed.layout.integrator == kernel.run_info["integrator"] == "symmetric"
 
 
 def test_law_in_a_metric():
@@ -628,7 +628,8 @@ def test_the_anchor_moves_on_request(chain_method, tuning):
     # one for all chains, or of chains one after the other as many
     anchors = np.broadcast_to(state.fixed.anchor.values["w"], (4, *center.shape))
     assert np.array_equal(anchors, jnp.stack([center] * 4))
-    kernel = CCAdL(logistic, refresh_every=0.5, **options)  # 15 steps of 100 of 3,000 rows
+    options["gradient"] = ("control_variate", 0.5)  # 15 steps of 100 of 3,000 rows
+    kernel = CCAdL(logistic, **options)
     mcmc = MCMC(
         kernel,
         num_warmup=0,
@@ -677,7 +678,8 @@ def test_metric_of_a_fitted_guide(guide):
         ({"metric": "full"}, "`metric` must be one of 'identity', 'diagonal', 'low_rank', 'dense'"),
         ({"metric": np.array(["a"])}, "`metric` must be an array of variances"),
         ({"gradient": "full"}, "`gradient` must be one of 'auto', 'minibatch', 'control_variate'"),
-        ({"refresh_every": 1.0}, "needs gradient='control_variate', but gradient='auto'"),
+        ({"gradient": ("control_variate", 0.0)}, r"`gradient\[1\]` must be a positive number"),
+        ({"gradient": ("minibatch", 1.0)}, r"or \('control_variate', passes\), of which"),
         ({"tuning": {"step_size": 1.0}}, r"`tuning` must be the result of `kernel.tune\(...\)`"),
     ],
 )
@@ -726,7 +728,7 @@ METHODS = [
 def test_step_sizes_fall_with_noise_and_curvature(kernel):
     kernel = kernel(logistic)
     levels = [NoiseLevel(v, v, c, 0.2) for c in (1.0, 100.0) for v in (0.0, 0.01, 1.0, 100.0)]
-    steps, frictions = np.array([kernel.suggest(level) for level in levels], float).T
+    steps, frictions = np.array([kernel.method.suggest(level) for level in levels], float).T
     assert np.all((steps > 0) & (steps <= 0.5)) and not np.any(frictions <= 0)
     assert np.all(np.diff(steps.reshape(2, 4)) <= 0) and np.all(steps[:4] >= steps[4:])
 
@@ -735,11 +737,12 @@ def test_longer_steps_for_gaussians():
     """Only where the gradient is close to linear, and only for a method exact for Gaussians."""
     level = NoiseLevel(0.0, 0.0, 1.0, 0.0)
     steps = [
-        CCAdL(logistic).suggest(level._replace(nonlinearity=nu))[0] for nu in (0.0, 0.05, 0.2, 0.8)
+        CCAdL(logistic).method.suggest(level._replace(nonlinearity=nu))[0]
+        for nu in (0.0, 0.05, 0.2, 0.8)
     ]
     np.testing.assert_allclose(steps, [1.0, 0.953, 0.423, 0.155], rtol=0.01)
     for kernel in METHODS[1:]:
-        assert kernel(logistic).suggest(level._replace(nonlinearity=0.0))[0] <= 0.5
+        assert kernel(logistic).method.suggest(level._replace(nonlinearity=0.0))[0] <= 0.5
 
 
 @pytest.mark.parametrize("bend", [0.0, 0.3])
@@ -901,7 +904,7 @@ def test_halvings_of_the_step_size(temperature, expected):
         return run
 
     choices = TuningRequest(None, None, None, "minibatch", init_to_uniform)
-    found = find_tuning(target, random.key(0), choices, lambda noise: (1.0, None), pilot)
+    found = run_phases(target, random.key(0), choices, lambda noise: (1.0, None), pilot)
     assert tried == expected
     assert found.step_size == (0.25 if temperature(0) == 1 and len(expected) > 1 else 1)
     assert (found.problem is None) == (temperature(0) == 1)
