@@ -53,7 +53,7 @@ lint: $(VENV)/.ready
 # of the quick tests with NIGHTLY=1.
 test-newest: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(if $(NIGHTLY),not slow and not nightly,arviz and not slow and not nightly)' tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_algebra.py tests/test_host.py tests/test_kernels.py tests/test_centring.py \
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/laws/test_algebra.py tests/posterior/test_host.py tests/kernels/test_kernels.py tests/tuning/test_centring.py \
 		-m 'not slow and not nightly' -k 'law or host or tuned or second_run or same_draws or recognised or change_of_variables'
 
 # Measures everything and writes the tables into README.md and docs/benchmarks.md; some of it with

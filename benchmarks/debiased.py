@@ -198,7 +198,7 @@ def cost():
             found = debiased(mcmc, num_draws=2 * DRAWS, rng_key=random.key(key))
             seconds.append(time.perf_counter() - start)
         own = error_of_run(mcmc, found)
-        passes = (500 * 4 + DRAWS) * mcmc.sampler.settings["passes_per_sample"]
+        passes = (500 * 4 + DRAWS) * mcmc.sampler.run_info["passes_per_sample"]
         half = len(found.table) // 2
         parts = [slice(half), slice(half, None)]
         variance = (found.table["error"] / own) ** 2

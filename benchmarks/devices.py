@@ -74,7 +74,7 @@ def steps(task: dict) -> dict:
         else:
             data = jax.device_put((x, y))
         model = partial(logistic, batch_size=batch)
-        kernel = SGHMC(model, 1e-3, 10.0, steps_per_sample=count, mesh=mesh)
+        kernel = SGHMC(model, 1e-3, 10.0, steps_per_sample=count)
         state = kernel.init(random.key(0), 0, None, data, {})
         program = jax.jit(lambda state, data, kernel=kernel: kernel.sample(state, data, {}))
         programs[str(devices)] = partial(program, state, data)

@@ -38,7 +38,7 @@ from numpyro_sgmcmc.posterior.target import Target
 COLUMNS, BATCH_SIZE, STEPS, ROUNDS = 100, 500, 1_000, 5
 KERNELS = {
     "SGHMC": partial(SGHMC, step_size=1e-5, friction=1e3),
-    "CCAdL": partial(CCAdL, step_size=1e-5, friction=1e3, covariance="diagonal"),
+    "CCAdL": partial(CCAdL, step_size=1e-5, friction=1e3, noise="diagonal"),
 }
 SCHEMES = ("without_replacement", "blocks")
 

@@ -8,10 +8,10 @@ are killed.
     python benchmarks/long_runs.py [--only overhead disk kills] [--folder FOLDER]
 
 Each run to disk has a process of its own, with its resident memory noted every 0.2 seconds. The
-killed run is that of ``tests/long_run.py``, a checkpoint after every chunk: ten times it is killed
-at a random moment after the first new draws, and ten times in the middle of a file, with half of
-it written. The folder, by default one for temporary files, must have room for 5 GB, which are
-removed.
+killed run is that of ``tests/support/long_run.py``, a checkpoint after every chunk: ten times it is
+killed at a random moment after the first new draws, and ten times in the middle of a file, with
+half of it written. The folder, by default one for temporary files, must have room for 5 GB, which
+are removed.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from numpyro_sgmcmc.long_runs.store import Store
 
 PARTS = ("overhead", "disk", "kills")
 
-CHILD = Path(__file__).parent.parent / "tests" / "long_run.py"
+CHILD = Path(__file__).parent.parent / "tests" / "support" / "long_run.py"
 
 
 def normal(y):

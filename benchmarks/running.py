@@ -58,7 +58,7 @@ def samplers(workload: Workload) -> dict[str, Callable]:
         "NUTS": lambda: NUTS(full_data(model)),
         "SGHMC, step size given": lambda: sghmc(workload)(model),
         "CCAdL, step size given": lambda: CCAdL(
-            model, workload.step_size, FRICTION, covariance="diagonal"
+            model, workload.step_size, FRICTION, noise="diagonal"
         ),
         "CCAdL, tuned": lambda: CCAdL(model, progress_bar=False),
     }

@@ -121,7 +121,7 @@ def measured_rates() -> Rates:
 def steps_of(size: int, d: int, n: int, count: int):
     data = logistic_data(size, d)
     kernel = CCAdL(
-        partial(logistic, batch_size=n), step_size=1e-4, friction=10.0, covariance="diagonal",
+        partial(logistic, batch_size=n), step_size=1e-4, friction=10.0, noise="diagonal",
         steps_per_sample=count,
     )  # fmt: skip
     state = kernel.init(random.key(0), 0, None, data, {})

@@ -89,7 +89,7 @@ def child(task: dict) -> None:
     if task["what"] == "kills":
         x, y = (RowsOnDisk(f"{task['folder']}/{name}-{index}-*.npy") for name in "xy")
         run = LongRun(
-            CCAdL(logistic, mesh=mesh, progress_bar=False), num_warmup=100, num_samples=6_000,
+            CCAdL(logistic, progress_bar=False), num_warmup=100, num_samples=6_000,
             jit_model_args=True, progress_bar=False, store=task["store"], checkpoint_every=1.0,
         )  # fmt: skip
         print("begins", flush=True)
@@ -100,7 +100,7 @@ def child(task: dict) -> None:
     source = Computed(each, index * each)
     y = spread_rows(mesh, RowsOnDisk(source))
     start = time.perf_counter()
-    kernel = CCAdL(mean_of, mesh=mesh, progress_bar=False)
+    kernel = CCAdL(mean_of, progress_bar=False)
     mcmc = MCMC(
         kernel, num_warmup=200, num_samples=1, jit_model_args=True, progress_bar=False
     )  # fmt: skip

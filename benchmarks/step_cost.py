@@ -54,12 +54,12 @@ def kernels(workload: Workload) -> dict[str, Callable]:
         "SGNHT badodab": partial(SGNHT, **momentum),
         "SGMCLMC": partial(SGMCLMC, **momentum),
         "CCAdL euler diagonal": partial(
-            CCAdL, integrator="euler", covariance="diagonal", **momentum
+            CCAdL, integrator="euler", noise="diagonal", **momentum
         ),
-        "CCAdL diagonal": partial(CCAdL, covariance="diagonal", **momentum),
-        "CCAdL full": partial(CCAdL, covariance="full", **momentum),
+        "CCAdL diagonal": partial(CCAdL, noise="diagonal", **momentum),
+        "CCAdL full": partial(CCAdL, noise="full", **momentum),
         "CCAdL diagonal, control variate": partial(
-            CCAdL, covariance="diagonal", gradient="control_variate", metric="identity",
+            CCAdL, noise="diagonal", gradient="control_variate", metric="identity",
             progress_bar=False, **momentum,
         ),
     }  # fmt: skip

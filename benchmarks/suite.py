@@ -110,7 +110,7 @@ def one(name, case, cache, draws):
     errors = errors_of(found, right, name)
     report = stein_report(mcmc.last_state.monitor.stein)
     tuning = mcmc.sampler.tuning
-    passes = (WARMUP + draws) * CHAINS * mcmc.sampler.settings["passes_per_sample"]
+    passes = (WARMUP + draws) * CHAINS * mcmc.sampler.run_info["passes_per_sample"]
     worst = float(np.nanmax(nuts["rhat"]))
     ess = found.mean_size.min()
     cells = [name, f"{len(case.args[0]):,}", len(found.mean)]

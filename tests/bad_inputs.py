@@ -541,16 +541,16 @@ BAD_ARGUMENTS = {
         "`init_strategy` must be one of NumPyro's functions.*init_to_value",
     ),
     "an unknown word": (
-        partial(ccadl, regression, covariance="complete"),
+        partial(ccadl, regression, noise="complete"),
         "`covariance` must be one of 'diagonal', 'full', 'low_rank', 'matrix_free'",
     ),
     "options that do not go together": (
-        partial(ccadl, regression, integrator="symmetric", covariance="matrix_free"),
+        partial(ccadl, regression, integrator="symmetric", noise="matrix_free"),
         "integrator='nogin'",
     ),
     "a noise estimate that nothing asks for": (
-        partial(SGHMC, regression, 0.1, 1.0, covariance="full"),
-        "`covariance` says how the noise of the gradient is estimated, which it is not",
+        partial(SGHMC, regression, 0.1, 1.0, noise="full"),
+        "`noise` says how the noise of the gradient is estimated, which it is not",
     ),
     "a rank of a matrix that has none": (
         partial(NoiseEstimate, covariance="full", rank=3),
@@ -573,7 +573,7 @@ BAD_ARGUMENTS = {
         "subsample_size` of at least 2",
     ),
     "a full covariance of many parameters": (
-        chain_of(ccadl(wide, covariance="full"), X, Y),
+        chain_of(ccadl(wide, noise="full"), X, Y),
         "at most 1,000 parameters, but the model has 1,001",
     ),
     "a partition that does not come out even": (
@@ -598,38 +598,38 @@ BAD_ARGUMENTS = {
         r"'rows.npy' cannot be opened \(No such file.*Give the path",
     ),
     "strata of another number of rows": (
-        chain_of(sgld(regression, strata=np.zeros(39, int)), X, Y),
-        "`strata` has 39 entries for plate 'rows', which has 40 rows",
+        chain_of(sgld(regression, subsampling=np.zeros(39, int)), X, Y),
+        "`subsampling` has 39 entries for plate 'rows', which has 40 rows",
     ),
     "strata of a plate that is not there": (
-        chain_of(sgld(regression, strata={"row": np.zeros(N, int)}), X, Y),
-        "`strata` has an entry for 'row'.*those are 'rows'",
+        chain_of(sgld(regression, subsampling={"row": np.zeros(N, int)}), X, Y),
+        "`subsampling` has an entry for 'row'.*those are 'rows'",
     ),
     "more strata than a minibatch can hold": (
-        chain_of(sgld(regression, strata=np.arange(N) // 5), X, Y),
+        chain_of(sgld(regression, subsampling=np.arange(N) // 5), X, Y),
         "Plate 'rows' has 8 strata in `strata`, too many for minibatches of 10 rows",
     ),
     "strata that are not numbered": (
-        partial(sgld, regression, strata=X[:, 0]),
-        r"`strata` must be a vector.*whole numbers; got float32 of shape \(40,\)",
+        partial(sgld, regression, subsampling=X[:, 0]),
+        r"`subsampling` must be a vector.*whole numbers; got float32 of shape \(40,\)",
     ),
     "negative numbers of strata": (
-        partial(sgld, regression, strata=np.where(np.arange(N) == 7, -1, 0)),
-        "`strata` has the stratum -1 at row 7",
+        partial(sgld, regression, subsampling=np.where(np.arange(N) == 7, -1, 0)),
+        "`subsampling` has the stratum -1 at row 7",
     ),
     "an unknown word for the strata": (
-        partial(sgld, regression, strata="soil"),
-        "`strata` must be an array.*got 'soil'",
+        partial(sgld, regression, subsampling="soil"),
+        "`subsampling` must be one of 'auto', 'without_replacement'.*got 'soil'",
     ),
-    "strata with another way of drawing rows": (
-        partial(sgld, regression, strata=np.zeros(N, int), subsampling="with_replacement"),
-        "`strata` are drawn from without replacement, but subsampling='with_replacement'",
+    "an argument that is part of another now": (
+        partial(sgld, regression, strata=np.zeros(N, int)),
+        "unexpected keyword argument 'strata'; write subsampling=strata",
     ),
     "strata with an estimate from single rows": (
         chain_of(
             ccadl(
                 regression,
-                strata=np.arange(N) % 2,
+                subsampling=np.arange(N) % 2,
                 noise=NoiseEstimate(estimator="per_example"),
             ),
             X,
@@ -638,7 +638,7 @@ BAD_ARGUMENTS = {
         "Stratified minibatches need an estimate from sub-batches of one stratum",
     ),
     "strata with a Fisher information": (
-        partial(SGFS, regression, 0.1, strata=np.zeros(N, int)),
+        partial(SGFS, regression, 0.1, subsampling=np.zeros(N, int)),
         "SGFS takes the Fisher information from rows that are drawn alike",
     ),
     "rows that are drawn by importance": (

@@ -23,13 +23,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ["MPLBACKEND"] = "Agg"
 
-#: Started by a test, as one of several processes.
-collect_ignore = [
-    "one_process.py",
-    "kept_programs.py",
-    "two_threads.py",
-    "two_threads_of_groups.py",
-]
+#: Shared by the tests, or started by one as a process of its own.
+collect_ignore = ["support"]
 
 
 def pytest_configure(config):

@@ -28,15 +28,15 @@ class Mutation(NamedTuple):
     #: what stands there once, and what is put in its place
     right: str
     wrong: str
-    #: the tests that are to notice, as arguments of pytest
+    #: the tests that are to notice, as arguments of pytest in ``tests/``
     tests: str
 
 
-ALGEBRA = "tests/test_algebra.py"
+ALGEBRA = "laws/test_algebra.py"
 
 MUTATIONS = {
     "gradient at the old position (SGHMC, Euler)": Mutation(
-        "kernels/sghmc.py", "evaluation = gradient(position)", "evaluation = gradient(state.z)",
+        "methods/sghmc.py", "evaluation = gradient(position)", "evaluation = gradient(state.z)",
         f"{ALGEBRA} -k SGHMC",
     ),
     "gradient after the whole drift (ABOBA, NOGIN)": Mutation(
@@ -60,32 +60,32 @@ MUTATIONS = {
         "before, after = (1 + 3 * u / rest - delta) ** -0.5", f"{ALGEBRA} -k symmetric",
     ),
     "temperature left out of the added noise (SGHMC)": Mutation(
-        "kernels/sghmc.py", "kept = -given.temperature * xp.expm1", "kept = -1.0 * xp.expm1",
+        "methods/sghmc.py", "kept = -given.temperature * xp.expm1", "kept = -1.0 * xp.expm1",
         f"{ALGEBRA} -k SGHMC",
     ),
     "thermostat driven by the old momentum (SGNHT, Euler)": Mutation(
-        "kernels/sgnht.py", "xi = adapted(xi, p, h)",
+        "methods/sgnht.py", "xi = adapted(xi, p, h)",
         "xi = adapted(xi, state.dynamics.momentum, h)", f"{ALGEBRA} -k thermostat",
     ),
     "noise of half a kick taken for heat (NOGIN)": Mutation(
-        "kernels/ccadl.py", "jnp.mean(p**2) - added", "jnp.mean(p**2)",
+        "methods/ccadl.py", "jnp.mean(p**2) - added", "jnp.mean(p**2)",
         f"{ALGEBRA} -k thermostat",
     ),
     "twice the covariance in the control (NOGIN)": Mutation(
-        "kernels/ccadl.py", "1 / (1 + damping + h**2 * v / (4 * temperature))",
+        "methods/ccadl.py", "1 / (1 + damping + h**2 * v / (4 * temperature))",
         "1 / (1 + damping + h**2 * v / (2 * temperature))", f"{ALGEBRA} -k CCAdL",
     ),
     "metric at a member without the prior": Mutation(
         "tuning/ensemble.py", "jnp.maximum(variance, 0.0) + jnp.maximum(prior, 0.0)",
-        "jnp.maximum(variance, 0.0)", "tests/test_ensemble.py -k curvature",
+        "jnp.maximum(variance, 0.0)", "tuning/test_ensemble.py -k curvature",
     ),
     "chains with the metric of another": Mutation(
         "kernels/ensemble_start.py", "metric = DiagonalMetric(center, ",
         "metric = DiagonalMetric(center, jnp.roll(curvature, 1, axis=0) ** -0.5 + 0 * ",
-        "tests/test_ensemble.py -k curvature",
+        "tuning/test_ensemble.py -k curvature",
     ),
     "twice the correction (modified SGLD)": Mutation(
-        "kernels/sgld.py", "normal - h / (4 * temperature) * product",
+        "methods/sgld.py", "normal - h / (4 * temperature) * product",
         "normal - h / (2 * temperature) * product", f"{ALGEBRA} -k SGLD",
     ),
     "free flight without the drift of its noise (SMSUBU)": Mutation(
@@ -104,36 +104,36 @@ MUTATIONS = {
     "N for N - 1 (sub-batches)": Mutation(
         "gradients/estimators.py", "spread * jnp.sqrt(factors[name] / (count * (count - 1)))",
         "spread * jnp.sqrt(factors[name] / (count * count))",
-        "tests/test_gradients.py -k unbiased",
+        "posterior/test_gradients.py -k unbiased",
     ),
     "signs with a mean (two cotangents)": Mutation(
         "gradients/estimators.py", "scale * (sign - sign.mean())", "scale * sign",
-        "tests/test_gradients.py -k unbiased",
+        "posterior/test_gradients.py -k unbiased",
     ),
     "no finite-population factor": Mutation(
         "data/subsampling.py",
         "return 1.0 - batch_size / size if self.distinct and self.independent else 1.0",
-        "return 1.0", "tests/test_subsampling.py",
+        "return 1.0", "rows/test_subsampling.py",
     ),
     "index off by one": Mutation(
         "data/subsampling.py",
         "return permute(random.fold_in(key, step), jnp.arange(batch_size), size)",
         "return jnp.minimum(permute(random.fold_in(key, step), jnp.arange(batch_size), size) + 1,"
-        " size - 1)", "tests/test_subsampling.py",
+        " size - 1)", "rows/test_subsampling.py",
     ),
     "the same rows at every step": Mutation(
         "data/subsampling.py",
         "return permute(random.fold_in(key, step), jnp.arange(batch_size), size)",
-        "return permute(key, jnp.arange(batch_size), size)", "tests/test_subsampling.py",
+        "return permute(key, jnp.arange(batch_size), size)", "rows/test_subsampling.py",
     ),
     "a straddling minibatch repeats its epoch": Mutation(
         "data/subsampling.py", "epoch + jnp.arange(2, dtype=jnp.uint32)",
         "epoch + jnp.zeros(2, jnp.uint32)",
-        "tests/test_subsampling.py -k epoch",
+        "rows/test_subsampling.py -k epoch",
     ),
     "sweeps that do not turn round": Mutation(
         "data/subsampling.py", "jnp.where(turn < batches, turn, 2 * batches - 1 - turn)",
-        "jnp.where(turn < batches, turn, turn - batches)", "tests/test_subsampling.py -k sweep",
+        "jnp.where(turn < batches, turn, turn - batches)", "rows/test_subsampling.py -k sweep",
     ),
     "double scale of a minibatch": Mutation(
         "posterior/handlers.py", "self.missing[plate.name] = float(here * self.parts / plate.size)",
@@ -143,11 +143,11 @@ MUTATIONS = {
     "rows read ahead of another device": Mutation(
         "posterior/prefetch.py",
         "is_of_another = False if part is None else passed[0].part != part",
-        "is_of_another = False", "tests/test_shards.py -k read_ahead",
+        "is_of_another = False", "rows/test_shards.py -k read_ahead",
     ),
     "a sample that is not like all rows": Mutation(
         "tuning/subsample.py", "NEAR, _MOST_PASSES = 0.5, 4", "NEAR, _MOST_PASSES = 1e9, 4",
-        "tests/test_shards.py -k is_found_out",
+        "rows/test_shards.py -k is_found_out",
     ),
     "the same normals at every step": Mutation(
         "kernels/transition.py", "(random.fold_in(key, i) for key in keys)",
@@ -155,109 +155,109 @@ MUTATIONS = {
     ),
     "the metric for its transpose": Mutation(
         "posterior/metric.py", "return gradient @ self.factor", "return self.factor @ gradient",
-        f"{ALGEBRA} tests/test_metric.py -k 'sample_is_a_step or pullback or metric'",
+        f"{ALGEBRA} posterior/test_metric.py -k 'sample_is_a_step or pullback or metric'",
     ),
     "a control variate without the gradient of all data": Mutation(
         "posterior/control_variate.py", "more = jax.tree.map(jnp.subtract, known_slope, slope)",
-        "more = jax.tree.map(jnp.negative, slope)", "tests/test_tuning.py -k control_variate",
+        "more = jax.tree.map(jnp.negative, slope)", "tuning/test_tuning.py -k control_variate",
     ),
     "an anchor of coordinates in the place of effects": Mutation(
         "posterior/target.py", "return self.centred.potential(IdentityMetric())",
-        "return self.potential(IdentityMetric())", "tests/test_centring.py -k bend",
+        "return self.potential(IdentityMetric())", "tuning/test_centring.py -k bend",
     ),
     "an anchor that is not told of the rows that have come": Mutation(
         "posterior/growing.py", "jax.tree.map(jnp.add, total, change)", "total",
-        "tests/test_growing.py -k sums_of_old",
+        "rows/test_growing.py -k sums_of_old",
     ),
     "old rows that are not forgotten": Mutation(
         "posterior/growing.py", "lambda x, p: p + left * (x - p)", "lambda x, p: x",
-        "tests/test_growing.py -k sums_of_old",
+        "rows/test_growing.py -k sums_of_old",
     ),
     "rows read ahead before others came": Mutation(
         "kernels/growth.py", "jnp.where(has_changed, -1, prefetched.start)", "prefetched.start",
-        "tests/test_growing.py -k on_disk_that_keep",
+        "rows/test_growing.py -k on_disk_that_keep",
     ),
     "the work of half of the momentum": Mutation(
-        "kernels/amagold.py", "@ (p + new)", "@ (p + p)", "tests/test_amagold.py -k reverse",
+        "methods/amagold.py", "@ (p + new)", "@ (p + p)", "kernels/test_amagold.py -k reverse",
     ),
     "weights without the density of the mixture": Mutation(
         "diagnostics/certificate.py", "-differences - mixture.log_density(fresh)", "-differences",
-        "tests/test_certificate.py -k too_wide",
+        "judges/test_certificate.py -k too_wide",
     ),
     "noise of minibatches that stays": Mutation(
         "diagnostics/_coupled_chains.py",
         "momentum = damped(momentum, h * _together(seen))", "pass",
-        "tests/test_debiased.py -k taken_out",
+        "judges/test_debiased.py -k taken_out",
     ),
     "a short path that is not the long one": Mutation(
         "diagnostics/_coupled_chains.py", "quarter(noise[0], noise[1])", "noise[0] + noise[1]",
-        "tests/test_debiased.py -k second_order",
+        "judges/test_debiased.py -k second_order",
     ),
     "noise with directions that is left to the momentum": Mutation(
-        "kernels/sgmclmc.py", "    taken = (h / temperature) ** 2\n", "    taken = 0 * h\n",
-        "tests/test_sgmclmc.py -k so_much_less",
+        "methods/sgmclmc.py", "    taken = (h / temperature) ** 2\n", "    taken = 0 * h\n",
+        "kernels/test_sgmclmc.py -k so_much_less",
     ),
     "exchanges without a penalty for their noise": Mutation(
         "kernels/replicas.py", "ratio = difference - penalty", "ratio = difference - 0 * penalty",
-        "tests/test_replicas.py -k balanced",
+        "kernels/test_replicas.py -k balanced",
     ),
     "replicas whose noise is that of the chain": Mutation(
         "posterior/tempered.py", "return self.scale * self.potential.pullback(gradient)",
         "return self.potential.pullback(gradient)",
-        "tests/test_replicas.py -k law_of_their_temperature",
+        "kernels/test_replicas.py -k law_of_their_temperature",
     ),
     "draws from the fall of a cycle": Mutation(
         "results/cycle_draws.py", "if used.all():", "if used.any():",
-        "tests/test_cyclical.py -k left_out",
+        "kernels/test_cyclical.py -k left_out",
     ),
     "minibatches that stand for the room, too": Mutation(
         "data/growing.py", "share = (jnp.maximum(count, size) / self.size)",
         "share = (1.0 + 0 * count)",
-        "tests/test_growing.py -k sums_of_old",
+        "rows/test_growing.py -k sums_of_old",
     ),
     "coordinates whose mean moves with the location only": Mutation(
         "posterior/reparam.py", "far = there.estimate - there.degree * self.location",
-        "far = -there.degree * self.location", "tests/test_centring.py -k independent",
+        "far = -there.degree * self.location", "tuning/test_centring.py -k independent",
     ),
     "the last row of each cluster for their sum": Mutation(
         "diagnostics/_sandwich.py", "none.at[clusters[plate.name][numbers]].add(x.T)",
         "none.at[clusters[plate.name][numbers]].set(x.T)",
-        "tests/test_calibrated.py -k the_sandwich",
+        "judges/test_calibrated.py -k the_sandwich",
     ),
     "a prior that is not seen": Mutation(
         "diagnostics/_sandwich.py", "self.unseen * found + self.prior", "self.unseen * found",
-        "tests/test_calibrated.py -k prior",
+        "judges/test_calibrated.py -k prior",
     ),
     "an anchor that does not move": Mutation(
         "kernels/transition.py", "lambda z, _: move(z, centring),", "lambda _, anchor: anchor,",
-        "tests/test_tuning.py -k anchor_moves",
+        "tuning/test_tuning.py -k anchor_moves",
     ),
     "single-precision sum of rows one by one": Mutation(
         "posterior/potential.py", "_CHUNK, _FEWEST = 16_384, 64", "_CHUNK, _FEWEST = 16, 64",
-        "tests/test_gradients.py -k single_precision",
+        "posterior/test_gradients.py -k single_precision",
     ),
     "steps that are not finite are kept": Mutation(
         "kernels/transition.py", "lambda after, before: jnp.where(finite, after, before)",
-        "lambda after, before: after", "tests/test_kernels.py -k nonfinite",
+        "lambda after, before: after", "kernels/test_kernels.py -k nonfinite",
     ),
     "a preconditioner that goes on to adapt": Mutation(
-        "kernels/psgld.py", "(state.i < state.fixed.warmup_steps) | (not self.given.frozen)",
+        "methods/psgld.py", "(state.i < state.fixed.warmup_steps) | (not self.method.frozen)",
         "state.i >= 0", f"{ALGEBRA} -k PSGLD",
     ),
     "the Stein matrix with the position of the other end": Mutation(
         "kernels/transition.py",
         "new.z if method.gradient_at_end(fixed.layout.integrator) else state.z",
         "state.z if method.gradient_at_end(fixed.layout.integrator) else new.z",
-        "tests/test_exact_laws.py -k 'stationary_variance and SGLD'",
+        "laws/test_exact_laws.py -k 'stationary_variance and SGLD'",
     ),
     "nodes that do not reach as far as a tail": Mutation(
         "posterior/quadrature.py", "return jnp.where(is_found | (least == 0), t, least)",
         "return jnp.full_like(t, math.sqrt(2 * fall))",
-        "tests/test_local_latents.py -k skewed_integrals",
+        "latents/test_local_latents.py -k skewed_integrals",
     ),
     "the noise of one device for that of the mean": Mutation(
         "gradients/estimators.py", "noise = jax.tree.map(lambda x: x / target.parts, noise)",
-        "noise = noise", "tests/test_devices.py -k noise_of_the_devices",
+        "noise = noise", "rows/test_devices.py -k noise_of_the_devices",
     ),
 }  # fmt: skip
 
@@ -274,7 +274,7 @@ def first_failure(root: Path, mutation: Mutation) -> str | None:
     file.write_text(source.replace(mutation.right, mutation.wrong))
     try:
         options = "-x -q -p no:cacheprovider -m 'not nightly'"
-        command = f"{sys.executable} -m pytest {options} {mutation.tests}"
+        command = f"cd tests && {sys.executable} -m pytest {options} {mutation.tests}"
         done = subprocess.run(command, cwd=root, shell=True, capture_output=True, text=True)
     finally:
         file.write_text(source)

@@ -157,7 +157,7 @@ def growth(mcmc: MCMC) -> Growth:
 
 def _counted(mcmc: MCMC, rows: int, worth: float) -> float:
     """As how many rows a minibatch counts; NaN if all of them count as one each."""
-    model = mcmc.sampler.context.model
+    model = mcmc.sampler.runtime.model
     if model is None or abs(worth / rows - 1) < 1e-6:
         return math.nan
     return model.plates[0].subsample_size * worth / rows

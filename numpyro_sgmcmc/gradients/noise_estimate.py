@@ -56,7 +56,7 @@ class NoiseEstimate:
     How the covariance of the gradient's noise is estimated.
 
     It is the argument ``noise`` of the kernels that correct for that noise; what is left out is
-    decided by the model and the tuning. ``covariance="full"`` of a kernel is short for
+    decided by the model and the tuning. ``noise="full"`` of a kernel is short for
     ``noise=NoiseEstimate(covariance="full")``.
 
     :param str covariance: how the estimate :math:`\\hat V` is represented: ``"diagonal"``;
@@ -150,7 +150,7 @@ class NoiseEstimate:
             raise ValueError(
                 "Stratified minibatches need an estimate from sub-batches of one stratum: use"
                 " estimator='sub_batches', and another covariance than 'matrix_free', or"
-                " `strata=None`."
+                " subsampling='without_replacement'."
             )
         if covariance == "full" and dimension > MAX_FULL_DIMENSION:
             raise ValueError(

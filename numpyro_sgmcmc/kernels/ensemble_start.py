@@ -3,7 +3,7 @@
 
 """Chains that start at members of an ensemble, and the step size that they can take there."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
@@ -14,51 +14,75 @@ from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
 from numpyro_sgmcmc.kernels.identity import data_fingerprint
-from numpyro_sgmcmc.kernels.self_tuning import fixed_for
+from numpyro_sgmcmc.kernels.method import Method
+from numpyro_sgmcmc.kernels.runtime import Runtime
+from numpyro_sgmcmc.kernels.self_tuning import constants_for
 from numpyro_sgmcmc.kernels.state import ChainConstants
 from numpyro_sgmcmc.kernels.transition import flattened, start
 from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values, read_model
-from numpyro_sgmcmc.posterior.numpyro_private import shows_bars
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.ensemble import find_members
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
-if TYPE_CHECKING:
-    from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
-
 #: Unconstrained values start within so much of zero, where nothing else is said: within NumPyro's 2
 #: the units of a network saturate.
 _RADIUS = 0.3
 
-#: Members at which steps are tried, steps before they are looked at, and those looked at.
-_TRIED, _LEFT_OUT, _LOOKED_AT = 4, 100, 50
+_TRIED = 4  #: members at which steps are tried
+_LEFT_OUT = 100  #: steps before the energy is looked at
+_LOOKED_AT = 50  #: steps at which it is
 
 #: Step sizes from 1/4 downwards, each 2^(-1/2) of the one before.
 _SIZES = 2.0 ** -np.arange(2, 16, 0.5)
 
-#: What the energy may vary by for each parameter, in the parameters as they are, and in coordinates
-#: in which all are about as wide.
-_ENERGY_VARIANCE, _ENERGY_VARIANCE_WITH_METRIC = 0.1, 5e-4
+#: Variance of the energy in a step for each parameter, without a metric and with one.
+_ENERGY_VARIANCE = 0.1
+_ENERGY_VARIANCE_WITH_METRIC = 5e-4
 
-#: The momentum is forgotten in this time, and a sample has so many steps, if nothing is said.
-_FRICTION, _STEPS_PER_SAMPLE = 2.0, 100
+_FRICTION = 2.0  #: friction of members, if none is given
+_STEPS_PER_SAMPLE = 100  #: steps of a sample of members, if no number is given
 
 
-def members_for(
-    method: "SGMCMCKernel", target: Target, rng_key: Array
-) -> tuple[Values, IdentityMetric | DiagonalMetric]:
+class ChainStarts(NamedTuple):
     """
-    Values at which chains start, for a key or a batch of keys, and the metric of each, with a
-    leading axis where the values have one.
+    - **values** - unconstrained values at which the chains start, or None where the tuning says.
+    - **metric** - of each chain, with a leading axis where the values have one; the identity where
+      chains have none of their own.
+    """
 
+    values: Values | None
+    metric: IdentityMetric | DiagonalMetric = IdentityMetric()
+
+
+def chain_starts(
+    method: Method,
+    runtime: Runtime,
+    target: Target,
+    rng_key: Array,
+    given: Values | None,
+    bar: bool,
+) -> ChainStarts:
+    """
+    The values at which chains start, for a key or a batch of keys: those given, or the members of
+    an ensemble.
+
+    :param bool bar: whether a progress bar is shown.
     :raises ValueError: if chains are traced, or no member ends at finite values.
     """
-    ensemble = method.given.start
-    assert ensemble is not None
+    ensemble = method.start
+    if ensemble is None:
+        return ChainStarts(given)
+    if given is not None:
+        if method.metric is not None:
+            raise ValueError(
+                "metric='diagonal' with start='ensemble' is found in the descents, and there are"
+                " none with `init_params`: leave out either of them."
+            )
+        return ChainStarts(given)
     if isinstance(rng_key, jax.core.Tracer):
         raise ValueError(
             "start='ensemble' cannot be used where chains are traced one by one: use"
@@ -67,30 +91,29 @@ def members_for(
     single = is_prng_key(rng_key)
     keys = rng_key[None] if single else rng_key
     start_keys, rows_keys = (jax.vmap(lambda k, j=j: random.fold_in(k, j))(keys) for j in (1, 2))
-    strategy = method.given.init_strategy
+    strategy = method.init_strategy
     if strategy is init_to_uniform:
         strategy = init_to_uniform(radius=_RADIUS)
     starts, found = initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
     if not found:
         raise no_initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
-    held, compiled = _held_out(method), method.context.compiled
-    with_curvature = method.given.metric is not None
+    held, compiled = _held_out(method, runtime), runtime.compiled
+    with_curvature = method.metric is not None
     if with_curvature and target.minibatch_share >= 1:
         raise ValueError(
             "metric='diagonal' with start='ensemble' is found from the gradients of minibatches,"
             " and here each is of all rows: give the plate a `subsample_size`, or leave out"
             " `metric`."
         )
-    asked = held, with_curvature, method.given.progress_bar and shows_bars(method)
+    asked = held, with_curvature, method.progress_bar and bar
     members = find_members(target, starts, rows_keys, ensemble, compiled, *asked)
     metric: IdentityMetric | DiagonalMetric = IdentityMetric()
     if with_curvature:
         center, curvature = jax.vmap(ravel)(members.values), jax.vmap(ravel)(members.curvatures)
         flat = curvature <= 0
         metric = DiagonalMetric(center, jnp.where(flat, 1.0, jnp.where(flat, 1, curvature) ** -0.5))
-    if single:
-        return jax.tree.map(lambda x: x[0], (members.values, metric))
-    return members.values, metric
+    starts_of_chains = ChainStarts(members.values, metric)
+    return jax.tree.map(lambda x: x[0], starts_of_chains) if single else starts_of_chains
 
 
 def with_metrics(fixed: ChainConstants, metric: IdentityMetric | DiagonalMetric) -> ChainConstants:
@@ -103,19 +126,19 @@ def with_metrics(fixed: ChainConstants, metric: IdentityMetric | DiagonalMetric)
     return fixed._replace(metric=metric, variances=metric.scale**2)
 
 
-def _held_out(method: "SGMCMCKernel") -> Target | None:
+def _held_out(method: Method, runtime: Runtime) -> Target | None:
     """
     The model with the rows that were held out.
 
     :raises ValueError: if it has no rows, or other parameters than with those of the run.
     """
-    given, ensemble, known = method.given, method.given.start, method.context.model
+    ensemble, known = method.start, runtime.model
     assert ensemble is not None and known is not None
     if ensemble.held_out is None:
         return None
-    args, kwargs = checked_arrays(given.model, ensemble.held_out, {})
+    args, kwargs = checked_arrays(method.model, ensemble.held_out, {})
     try:
-        view = read_model(given.model, given.init_strategy, args, kwargs)
+        view = read_model(method.model, method.init_strategy, args, kwargs)
     except ValueError as error:
         raise ValueError(
             f"With the arguments `held_out` of the ensemble the model cannot be read: {error} Of"
@@ -136,11 +159,7 @@ def _held_out(method: "SGMCMCKernel") -> Target | None:
 
 
 def members_tuning(
-    method: "SGMCMCKernel",
-    target: Target,
-    values: Values,
-    metric: IdentityMetric | DiagonalMetric,
-    single: bool,
+    method: Method, runtime: Runtime, target: Target, starts: ChainStarts, single: bool
 ) -> Tuning:
     """
     Step size and friction for chains that start at members, in the coordinates of each: the
@@ -149,23 +168,22 @@ def members_tuning(
 
     :raises ValueError: if the method does not know its energy, or no step size is small enough.
     """
-    given, ensemble = method.given, method.given.start
-    data, latest = data_fingerprint(target), method.tuning
+    ensemble, data, latest = method.start, data_fingerprint(target), runtime.tuning
     if latest is not None and latest.data == data:
         return latest
-    friction = getattr(given, "friction", None) or _FRICTION
-    every = given.steps_per_sample or _STEPS_PER_SAMPLE
-    first = given.first_step_size or float(_SIZES[0])
+    friction = getattr(method, "friction", None) or _FRICTION
+    every = method.steps_per_sample or _STEPS_PER_SAMPLE
+    first = method.first_step_size or float(_SIZES[0])
     tuning = Tuning(first, friction, IdentityMetric(), steps_per_sample=every, data=data or "")
-    if given.step_size is not None:
+    if method.step_size is not None:
         return tuning
     if not method.traits.has_energy_error:
         raise ValueError(
-            f"{type(method).__name__} with start='ensemble' needs `step_size` and `friction`: only"
+            f"{runtime.name} with start='ensemble' needs `step_size` and `friction`: only"
             " SGMCLMC finds them there, by the variance of its energy."
         )
-    fixed = fixed_for(method, target, tuning, 1, 0)
-    members = jax.tree.map(lambda x: x[None] if single else x[:_TRIED], (values, metric))
+    fixed = constants_for(method, target, tuning, 1, 0)
+    members = jax.tree.map(lambda x: x[None] if single else x[:_TRIED], tuple(starts))
 
     def run(target: Target, fixed: ChainConstants, members: Any, sizes: Array) -> Array:
         def at(h: Array) -> Array:
@@ -179,10 +197,10 @@ def members_tuning(
 
         return lax.map(at, sizes)
 
-    program = method.context.compiled("energy", run, target)
+    program = runtime.compiled("energy", run, target)
     variances = np.asarray(program(fixed, members, jnp.asarray(_SIZES, target.model.dtype)))
     assert ensemble is not None
-    usual = _ENERGY_VARIANCE if given.metric is None else _ENERGY_VARIANCE_WITH_METRIC
+    usual = _ENERGY_VARIANCE if method.metric is None else _ENERGY_VARIANCE_WITH_METRIC
     most = ensemble.energy_variance or usual
     fine = np.flatnonzero(variances <= most)
     if not len(fine):
@@ -196,7 +214,7 @@ def members_tuning(
 
 
 def _energy_variance(
-    method: "SGMCMCKernel", target: Target, fixed: ChainConstants, z: Values, h: Array, key: Array
+    method: Method, target: Target, fixed: ChainConstants, z: Values, h: Array, key: Array
 ) -> Array:
     """The mean square of the change of the energy in a step, on its minibatch, for a parameter."""
     keys = random.split(key, 3)

@@ -34,9 +34,16 @@ from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.growing import FEWEST_COUNTED, PaddedArray, growing_in, replaced
+from numpyro_sgmcmc.data.growing import (
+    FEWEST_COUNTED,
+    PaddedArray,
+    growing_in,
+    replaced,
+    row_count_of,
+)
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 from numpyro_sgmcmc.kernels.chains import axes_of
+from numpyro_sgmcmc.kernels.method import Method
 from numpyro_sgmcmc.kernels.state import ChainConstants, RowProgress, SGMCMCState
 from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
 from numpyro_sgmcmc.posterior.growing import with_new_rows
@@ -46,9 +53,8 @@ from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.stein import SteinSums
 
-#: The mean square of the distance to the mode, in standard deviations, at which an anchor moves,
-#: and how often it moves at most at once.
-_FAR, _MOVES = 0.25, 3
+_FAR = 0.25  #: mean square of the distance to the mode at which an anchor moves, in variances
+_MOVES = 3  #: the most moves of an anchor at once
 
 #: Log densities that differ by more than rounding are of a model that looks at other rows.
 _SAME = 1e-3
@@ -164,13 +170,33 @@ def _reset(sums: SteinSums) -> SteinSums:
     return none._replace(center=sums.center, length=jnp.ones_like(sums.length))
 
 
+def with_row_progress(
+    method: Method, name: str, target: Target, fixed: ChainConstants, arguments: tuple[tuple, dict]
+) -> ChainConstants:
+    """
+    The constants of chains whose rows keep coming, and of others as they are.
+
+    :param name: the name of the kernel.
+    :param target: the model with the rows that there are, as arrays.
+    :param arguments: those of the model, with rows that keep coming.
+    :raises ValueError: if the rows of this model cannot keep coming.
+    """
+    if (known := row_count_of(arguments)) is None:
+        return fixed
+    check_growth(name, target, method, *arguments)
+    dtype = target.model.dtype
+    nothing, worth = jnp.zeros(target.model.dimension, dtype), known.rows.astype(dtype)
+    # the tuning forgets nothing: the first sample then begins with what each row counts
+    digest = known.digest if known.half_life is None else jnp.zeros_like(known.digest)
+    return fixed._replace(known=RowProgress(known.rows, digest, known.rows, nothing, worth))
+
+
 def check_growth(
-    kernel: str, whole: Target, given: Any, args: tuple, kwargs: Mapping[str, Any]
+    kernel: str, whole: Target, method: Method, args: tuple, kwargs: Mapping[str, Any]
 ) -> None:
     """
     :param kernel: its name.
     :param whole: the model with the rows that there are, as arrays.
-    :param given: what the kernel was given.
     :param args: arguments of the model, with rows that keep coming.
     :param kwargs: keyword arguments of the model.
     :raises ValueError: if the rows of this model cannot keep coming, or if this run cannot go on
@@ -179,15 +205,14 @@ def check_growth(
     begin = f"{kernel} cannot go on when rows are added"
     if whole.scheme.draw_so_far is None:
         raise ValueError(
-            f"{begin} with subsampling={given.subsampling!r}, which is of a fixed number of rows:"
+            f"{begin} with subsampling={method.scheme!r}, which is of a fixed number of rows:"
             " use 'without_replacement' or 'with_replacement'."
         )
-    for name, plain in (("strata", "auto"), ("refresh_every", None), ("mesh", None)):
-        value = getattr(given, name)
-        if value is not None and (isinstance(value, dict) or value != plain):
-            raise ValueError(
-                f"{begin} with `{name}`, which is of the rows there are: leave it out."
-            )
+    if isinstance(method.strata, dict) or method.anchor_moves_every is not None:
+        name = "gradient" if method.strata in ("auto", None) else "subsampling"
+        raise ValueError(
+            f"{begin} with this `{name}`, which is of the rows there are: leave it out."
+        )
     if whole.strata or whole.centring:
         raise ValueError(
             f"{begin} with a `tuning` that has strata, or coordinates of a hierarchy: it was found"

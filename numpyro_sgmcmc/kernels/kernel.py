@@ -3,28 +3,25 @@
 
 """What every kernel shares: NumPyro's contract, met once."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 import jax
 from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_sgmcmc.data.converters import given_key, positive
-from numpyro_sgmcmc.gradients.estimators import Gradient
-from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
 from numpyro_sgmcmc.kernels import settings as arguments
-from numpyro_sgmcmc.kernels.cyclical import Cyclical
-from numpyro_sgmcmc.kernels.init_state import initialised
+from numpyro_sgmcmc.kernels.init_state import Chains, init_state
+from numpyro_sgmcmc.kernels.method import Method
 from numpyro_sgmcmc.kernels.monitor import Monitor
 from numpyro_sgmcmc.kernels.postprocess import constrained
-from numpyro_sgmcmc.kernels.record import identity_of, record_of
-from numpyro_sgmcmc.kernels.runtime import Context
-from numpyro_sgmcmc.kernels.self_tuning import found_tuning, known_data
-from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
+from numpyro_sgmcmc.kernels.run_info import identity_of, run_info
+from numpyro_sgmcmc.kernels.runtime import Runtime
+from numpyro_sgmcmc.kernels.self_tuning import new_tuning
+from numpyro_sgmcmc.kernels.state import SGMCMCState
 from numpyro_sgmcmc.kernels.transition import sample, sample_on_devices
 from numpyro_sgmcmc.posterior import numpyro_private
 from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
@@ -32,31 +29,7 @@ from numpyro_sgmcmc.posterior.handlers import Model, full_data
 from numpyro_sgmcmc.posterior.linear_algebra import run_in_order
 from numpyro_sgmcmc.posterior.local_latents import AT_ONCE, Marginal
 from numpyro_sgmcmc.posterior.model import Values
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.tuning import Tuning
-
-
-class Traits(NamedTuple):
-    """
-    What is known of a method with its arguments, whatever the model.
-
-    - **order** - order in the step size of the error of expectations; 1 where nothing better is
-      known.
-    - **gradient_at_end** - whether the position that goes with the gradient in the Stein matrix
-      is that of the end of the step. It is that of the start for methods that take the gradient
-      there, and for those that take it between two half drifts.
-    - **corrects_noise** - whether it corrects for the noise of independent minibatches.
-    - **has_energy_error** - whether its dynamics has the field ``kinetic_energy``, which with the
-      potential is conserved by exact steps.
-    - **tested** - whether a sample is tested on all rows (:meth:`SGMCMCKernel.test`).
-    """
-
-    order: int = 1
-    gradient_at_end: bool = False
-    corrects_noise: bool = False
-    tested: bool = False
-    has_energy_error: bool = False
 
 
 @numpyro_private.asked_whether_it_is_initialised
@@ -64,9 +37,11 @@ class SGMCMCKernel(MCMCKernel):
     """
     Base class of the kernels of this package.
 
-    A method adds its dynamics, :meth:`init_dynamics` and :meth:`step`, as pure functions, and
-    arguments of its own in a subclass of :class:`Settings`. What is left out is tuned before the
-    chains start, the same for all of them; see :mod:`numpyro_sgmcmc.tuning.phases`.
+    A kernel is what NumPyro calls: it owns a method, which is a value
+    (:class:`~numpyro_sgmcmc.kernels.method.Method`), a runtime, which has the model as read and the
+    compiled programs, and the monitor of the run. A new kernel is a class with a ``Method``, whose
+    fields are the arguments of the kernel. Arguments that are left out are tuned before the chains
+    start, the same for all of them; see :mod:`numpyro_sgmcmc.tuning.phases`.
 
     :raises ValueError: if an argument has no meaning, here or when ``MCMC`` initialises the
         chain with a model or with data that minibatches cannot serve.
@@ -80,12 +55,13 @@ class SGMCMCKernel(MCMCKernel):
         >>> from numpyro_sgmcmc import SGMCMCKernel
 
         >>> class Descent(SGMCMCKernel):
-        ...     def init_dynamics(self, rng_key, position, fixed):
-        ...         return ()  # nothing besides the position
-        ...     def step(self, state, gradient, rng_key):
-        ...         evaluation = gradient(state.z)
-        ...         position = state.z - state.step_size * evaluation.gradient
-        ...         return state._replace(z=position), evaluation
+        ...     class Method(SGMCMCKernel.Method):
+        ...         def init_dynamics(self, rng_key, position, fixed):
+        ...             return ()  # nothing besides the position
+        ...         def step(self, state, gradient, rng_key):
+        ...             evaluation = gradient(state.z)
+        ...             position = state.z - state.step_size * evaluation.gradient
+        ...             return state._replace(z=position), evaluation
 
         >>> def model(y):
         ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -99,114 +75,31 @@ class SGMCMCKernel(MCMCKernel):
         True
     """
 
-    #: The arguments of the kernel, a frozen dataclass; a method extends it.
-    Settings: TypeAlias = arguments.Settings
+    #: The method, a frozen dataclass of the arguments of the kernel.
+    Method: TypeAlias = Method
     sample_field = "z"
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if outside := {"step", "init_dynamics", "suggest"} & vars(cls).keys():
+            raise TypeError(
+                f"{cls.__name__} defines {', '.join(sorted(outside))}: write it in `class"
+                " Method(SGMCMCKernel.Method)` inside of the kernel."
+            )
         _document(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.given = arguments.bound(type(self), self.Settings, args, kwargs)
-        self.context = Context(type(self).__name__)
-        self.monitor = Monitor()
+        name = type(self).__name__
+        made: type[Any] = self.Method
+        self.method: Method = arguments.bound(name, made, args, kwargs)
+        self.runtime, self.monitor = Runtime(name), Monitor()
 
     def __reduce__(self) -> tuple:
         # devices and programs are those of this process; a tuning is not to be found again
-        given = self.given.with_values(mesh=None)
-        return _restored, (type(self), given, self.context)
+        return _restored, (type(self), self.method, self.runtime)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.given.as_given})"
-
-    @abstractmethod
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Any:
-        """
-        What the method keeps besides the position.
-
-        :param rng_key: a single random key.
-        :param position: initial position, shape ``(d,)``.
-        :param fixed: what was decided before the chains start, the friction among it.
-        :return: a ``NamedTuple`` of arrays.
-        """
-
-    @abstractmethod
-    def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
-        """
-        One step of the method, a pure function of its arguments.
-
-        :param state: the state; its ``z`` is the position, a vector of shape ``(d,)``, and
-            its ``step_size`` the step size of this step.
-        :param gradient: oracle of the gradient, on a new minibatch at each step.
-        :param rng_key: a single random key.
-        :return: the state with new ``z`` and ``dynamics``, and the evaluation of the gradient.
-        """
-
-    def test(
-        self, before: SGMCMCState, after: SGMCMCState, change: Array, rng_key: Array
-    ) -> SGMCMCState:
-        """
-        The state after a sample that is tested on all rows, of methods whose traits say so.
-
-        :param before: the state before its steps, with the position as ``z``.
-        :param after: the state after them, likewise.
-        :param change: of the potential of all rows, from one position to the other; infinite if a
-            step was undone.
-        :param rng_key: a single random key.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no test of a sample.")
-
-    @property
-    def traits(self) -> Traits:
-        """What is known of the method with these arguments."""
-        return Traits()
-
-    def integrator(self, tuning: Tuning) -> str:
-        """The word for the integrator, which may depend on what was found."""
-        return str(getattr(self.given, "integrator", ""))
-
-    def gradient_at_end(self, integrator: str) -> bool:
-        """Whether the gradient is that of the end of the step (:class:`Traits`)."""
-        return self.traits.gradient_at_end
-
-    def noise(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
-        """How the covariance of the gradient's noise is estimated, for methods that need it."""
-        return None
-
-    def constants(self, target: Target) -> Any:
-        """Arrays that a step needs and that depend on the model alone, for ``state.fixed``."""
-        return ()
-
-    def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-        """
-        Step size and friction for coordinates in which the curvature is 1.
-
-        :param noise: the noise of the gradient in these coordinates.
-        :return: a step size, and a friction or None.
-        """
-        raise ValueError(
-            f"{type(self).__name__} does not say which step size it needs (it has no method"
-            " `suggest`): give `step_size`."
-        )
-
-    def relaxation_time(self, tuning: Tuning) -> float:
-        """The time in which a chain forgets where it was: that of the tuning, in most methods."""
-        return tuning.relaxation_time
-
-    def check(
-        self,
-        target: Target,
-        num_warmup: int,
-        fixed: ChainConstants | None = None,
-        state: SGMCMCState | None = None,
-    ) -> None:
-        """
-        Called in ``init`` as soon as there is more to look at: with the model alone, with what is
-        fixed, and with the states of the chains where their values are known.
-
-        :raises ValueError: if the method cannot run on this model, or needs another warm-up.
-        """
+        return f"{type(self).__name__}({self.method.as_given})"
 
     @property
     def model(self) -> Model:
@@ -216,55 +109,54 @@ class SGMCMCKernel(MCMCKernel):
         groups had latent variables of their own it is without these, which are no part of the draws
         (:class:`~numpyro_sgmcmc.posterior.local_latents.Marginal`).
         """
-        read = self.context.model
+        read = self.runtime.model
         if read is not None and isinstance(read.model, Marginal):
             return full_data(replace(read.model, at_once=AT_ONCE))
-        return full_data(self.given.model)
+        return full_data(self.method.model)
 
     @property
     def default_fields(self) -> tuple[str, ...]:
-        """What is collected of each sample without being asked for."""
-        asked = ["step_size"] if isinstance(self.given.step_size, Cyclical) else []
-        asked += [] if self.given.replicas is None else ["exchange_prob"]
-        return ("z", "diverging", "configurational_temperature", *asked)
+        return self.method.default_fields
 
     @property
     def tuning(self) -> Tuning | None:
-        """What the latest run was tuned to, or None before it."""
-        return self.context.tuning
+        """The tuning of the latest run, or None before it."""
+        return self.runtime.tuning
 
     @tuning.setter
     def tuning(self, tuning: Tuning) -> None:
-        self.context.tuning = tuning
+        self.runtime.tuning = tuning
 
     @property
     def steps_per_sample(self) -> int:
-        """Number of steps between two samples, given or tuned."""
-        given, tuning = self.given, self.tuning
-        if given.steps_per_sample is not None:
-            return given.steps_per_sample
-        if isinstance(given.step_size, Cyclical):
-            return given.step_size.steps
-        return 1 if given.step_size is not None or tuning is None else tuning.steps_per_sample
+        """The number of steps between two samples, given or tuned."""
+        return self.runtime.samples_every(self.method)
 
     @property
-    def settings(self) -> dict[str, str | int | float]:
-        """Settings of the kernel, as words and numbers, for a record of the run."""
-        return record_of(self)
+    def run_info(self) -> dict[str, str | int | float]:
+        """The method, its settings and the tuning as words and numbers, for a record of the run."""
+        return run_info(self.method, self.runtime)
+
+    @property
+    def settings(self) -> NoReturn:
+        raise AttributeError(
+            "`kernel.settings` is now `kernel.run_info`, a record in words and numbers; the"
+            " arguments of the kernel are in `kernel.method`."
+        )
 
     def identity(self, args: tuple, kwargs: dict, samples: int = 1) -> dict[str, Any]:
         """
-        What the law of a run depends on, for telling a run from others also in another process.
+        The facts on which the law of a run depends, for telling it from another run, in another
+        process too.
 
         :param args: arguments of the model.
         :param kwargs: keyword arguments of the model.
         :param int samples: number of samples, warm-up included, over which step size schedules are
             compared.
         """
-        args, kwargs = self.context.trimmed(self.given.model, args, kwargs)
-        self.context.read(self, args, kwargs)
-        target = self.context.target(self.given, args, kwargs)
-        return identity_of(self, target, samples * self.steps_per_sample)
+        args, kwargs = self.runtime.trimmed(self.method.model, args, kwargs)
+        target = self.runtime.read(self.method, args, kwargs)
+        return identity_of(self.method, self.runtime, target, samples * self.steps_per_sample)
 
     def tune(self, rng_key: Array, *args: Any, **kwargs: Any) -> Tuning:
         """
@@ -297,11 +189,12 @@ class SGMCMCKernel(MCMCKernel):
             step size 1, friction 0.7, 4 steps per sample, dense metric
         """
         rng_key = given_key(rng_key)
-        args, kwargs = self.context.trimmed(self.given.model, args, kwargs)
-        self.context.read(self, args, kwargs)
-        target = self.context.target(self.given, args, kwargs)
-        self.context.check_rows(target)
-        return found_tuning(self, target, rng_key, known_data(self, target))
+        args, kwargs = self.runtime.trimmed(self.method.model, args, kwargs)
+        target = self.runtime.read(self.method, args, kwargs)
+        self.runtime.check_rows(target)
+        with self.runtime.tuning_kept_on_failure():
+            shown = numpyro_private.shows_bars(self)
+            return new_tuning(self.method, self.runtime, target, rng_key, shown)
 
     def with_step_size(self, step_size: float, steps_per_sample: int | None = None) -> Self:
         """
@@ -317,10 +210,11 @@ class SGMCMCKernel(MCMCKernel):
         tuning = self.tuning
         if tuning is not None:
             tuning = tuning._replace(step_size=step_size)
-            values |= {"tuning": tuning, "metric": None, "strata": "auto"}
-        context = Context(self.context.kernel, tuning)
-        context.model, context.shards = self.context.model, self.context.shards
-        return _restored(type(self), self.given.with_values(**values), context)
+            values |= {"tuning": tuning, "metric": None, "subsampling": self.method.scheme}
+            if self.method.strata is not None:
+                values["subsampling"] = "auto"
+        runtime = self.runtime.with_tuning(tuning)
+        return _restored(type(self), self.method.with_values(**values), runtime)
 
     def init(
         self,
@@ -330,50 +224,46 @@ class SGMCMCKernel(MCMCKernel):
         model_args: tuple,
         model_kwargs: dict,
     ) -> SGMCMCState:
-        # a kernel in two threads has one context
-        with self.context.lock, self.context.said_once((model_args, model_kwargs)):
-            return initialised(self, model_args, model_kwargs, rng_key, num_warmup, init_params)
+        self.monitor.begin(num_warmup)
+        runtime, shown = self.runtime, numpyro_private.shows_bars(self)
+        # a kernel in two threads has one runtime
+        with runtime.lock, runtime.said_once((model_args, model_kwargs)):
+            with runtime.tuning_kept_on_failure():
+                chains = Chains(rng_key, num_warmup, init_params, shown)
+                return init_state(self.method, runtime, model_args, model_kwargs, chains)
 
     def sample(self, state: SGMCMCState, model_args: tuple, model_kwargs: dict) -> SGMCMCState:
         args, kwargs = as_arrays((model_args, model_kwargs))
-        target = self.context.target(self.given, args, kwargs)
+        target = self.runtime.target(self.method, args, kwargs)
         if target.shards is not None:
-            return sample_on_devices(self, target, state)
-        one = partial(sample, self, target)
+            return sample_on_devices(self.method, target, state)
+        one = partial(sample, self.method, target)
         if not isinstance(state.i, jax.core.Tracer):
             return one(state)  # operation by operation
         return run_in_order(*jax.make_jaxpr(one, return_shape=True)(state), state)
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
         args, kwargs = as_arrays((model_args, model_kwargs))
-        return constrained(self, args, kwargs)
+        return constrained(self.method, self.runtime, args, kwargs)
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
-        return self.monitor.text(state, self._seconds_of_a_sample, self.context.data)
-
-    @property
-    def _seconds_of_a_sample(self) -> float:
-        tuning = self.tuning
-        if tuning is None or self.given.step_size is not None:
-            return 0.0
-        return tuning.seconds_per_sample * self.steps_per_sample / tuning.steps_per_sample
+        runtime = self.runtime
+        return self.monitor.text(state, runtime.seconds_of_a_sample(self.method), runtime.data)
 
 
 def _document(kernel: type[SGMCMCKernel]) -> None:
     """All arguments in the signature of a kernel, and all described in its docstring."""
-    kernel.__signature__ = signature = arguments.signature_of(kernel.Settings)
+    kernel.__signature__ = signature = arguments.signature_of(kernel.Method)
     if kernel.__doc__:
-        known = [base.__doc__ or "" for base in (*kernel.__mro__[1:], *kernel.Settings.__mro__)]
+        known = [base.__doc__ or "" for base in (*kernel.__mro__[1:], *kernel.Method.__mro__)]
         kernel.__doc__ = arguments.with_inherited_parameters(kernel.__doc__, known, signature)
 
 
-def _restored(
-    kernel: type[SGMCMCKernel], given: arguments.Settings, context: Context
-) -> SGMCMCKernel:
-    """A kernel with settings that were checked before."""
+def _restored(kernel: type[SGMCMCKernel], method: Method, runtime: Runtime) -> SGMCMCKernel:
+    """A kernel with arguments that were checked before."""
     new = object.__new__(kernel)
-    new.given, new.context, new.monitor = given, context, Monitor()
+    new.method, new.runtime, new.monitor = method, runtime, Monitor()
     return new
 
 
-_document(SGMCMCKernel)  # type: ignore[type-abstract]
+_document(SGMCMCKernel)

@@ -36,7 +36,7 @@ class MomentumKernel(SGMCMCKernel):
     """
 
     @dataclass(frozen=True, eq=False)
-    class Settings(SGMCMCKernel.Settings):
+    class Method(SGMCMCKernel.Method):
         friction: float | None = None
 
         def __post_init__(self) -> None:
@@ -44,7 +44,8 @@ class MomentumKernel(SGMCMCKernel):
             if self.friction is not None:
                 self.set(friction=positive("friction", self.friction))
 
-    given: "MomentumKernel.Settings"
+        def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Any:
+            return Momentum(fresh_momentum(rng_key, position, self.temperature))
 
     @classmethod
     def from_learning_rate(
@@ -67,6 +68,3 @@ class MomentumKernel(SGMCMCKernel):
         step_size = math.sqrt(positive("learning_rate", learning_rate))
         friction = positive("momentum_decay", momentum_decay) / step_size
         return cls(model, step_size, friction, **options)
-
-    def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Any:
-        return Momentum(fresh_momentum(rng_key, position, self.given.temperature))

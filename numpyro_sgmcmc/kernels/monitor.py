@@ -21,14 +21,14 @@ _SECONDS_BETWEEN_RUNS = 0.02
 #: Under a progress bar a run is first judged at this sample, and then whenever it has doubled.
 _FEWEST_CALLS = 64
 
-#: A run that has taken so many seconds, and so many times what the tuning has measured, says so.
-_LONG, _MUCH_LONGER = 30.0, 4.0
+_LONG = 30.0  #: seconds of a run before it says that it takes longer than the tuning measured
+_MUCH_LONGER = 4.0  #: how many times longer, for that
 #: A wait between two samples counts for so many samples at most, or for a second: it may be that of
 #: a user between two runs.
 _LONGEST_WAIT = 20
 
-#: A run is judged several times before its end, and then not before so many samples.
-_ERRORS_BEFORE_THE_END, _FEWEST_SAMPLES = 4.0, 500
+_ERRORS_BEFORE_THE_END = 4.0  #: standard errors of a bias, of a run that is judged several times
+_FEWEST_SAMPLES = 500  #: samples before a run is judged
 
 
 class Monitor:

@@ -1,12 +1,12 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a kernel finds out of a model and its data: made in ``init``, remade in another process."""
+"""The model as read, devices, programs and tuning of a kernel: remade in another process."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 import warnings
 
 import jax
@@ -14,24 +14,21 @@ import jax
 from numpyro_sgmcmc.data.growing import growing_in, padded, row_count_of, trimmed
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards, found_shards
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.kernels.settings import Settings
+from numpyro_sgmcmc.kernels.method import Method
 from numpyro_sgmcmc.posterior.checks.all_rows import check_rows
 from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
 from numpyro_sgmcmc.posterior.checks.devices import check_spread
 from numpyro_sgmcmc.posterior.checks.run import Asked, check_run
 from numpyro_sgmcmc.posterior.model import MinibatchModel, read_model
 from numpyro_sgmcmc.posterior.target import Program, Quick, Target
-from numpyro_sgmcmc.tuning.tuning import Tuning
-
-if TYPE_CHECKING:
-    from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+from numpyro_sgmcmc.tuning.tuning import Tuning, TuningFailed
 
 
-class Context:
+class Runtime:
     """
     Static facts of the model and the data, the same for every chain.
 
-    - **kernel** - the name of the kernel, for errors.
+    - **name** - the name of the kernel, for errors.
     - **model** - the model as read for the latest data, or None before.
     - **is_here** - whether it was read in this process, and not in that of a pickled kernel.
     - **shards** - how the data lie on devices, if they are spread.
@@ -44,8 +41,8 @@ class Context:
     - **densities** - log densities by site at fixed values, which tell the model from others.
     """
 
-    def __init__(self, kernel: str, tuning: Tuning | None = None) -> None:
-        self.kernel = kernel
+    def __init__(self, name: str, tuning: Tuning | None = None) -> None:
+        self.name = name
         self.model: MinibatchModel | None = None
         self.is_here = False
         self._models: dict[Any, MinibatchModel] = {}
@@ -61,12 +58,40 @@ class Context:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of a run needs for its results; devices and programs are of this process."""
-        kept = "kernel", "model", "tuning", "densities", "data", "known", "grows"
+        kept = "name", "model", "tuning", "densities", "data", "known", "grows"
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__init__(kept["kernel"])  # type: ignore[misc]
+        self.__init__(kept["name"])  # type: ignore[misc]
         vars(self).update(kept)
+
+    def with_tuning(self, tuning: Tuning | None) -> "Runtime":
+        """The same model on the same devices, with another tuning."""
+        new = Runtime(self.name, tuning)
+        new.model, new.shards = self.model, self.shards
+        return new
+
+    def samples_every(self, method: Method) -> int:
+        """The number of steps between two samples."""
+        return method.samples_every(
+            self.tuning, None if self.model is None else self.model.dimension
+        )
+
+    def seconds_of_a_sample(self, method: Method) -> float:
+        """The time that the tuning expects a sample of one chain to take; 0 if it is not known."""
+        tuning = self.tuning
+        if tuning is None or method.step_size is not None:
+            return 0.0
+        return tuning.seconds_per_sample * self.samples_every(method) / tuning.steps_per_sample
+
+    @contextmanager
+    def tuning_kept_on_failure(self) -> Iterator[None]:
+        """Keeps the tuning of a :class:`TuningFailed` for the user to look at."""
+        try:
+            yield
+        except TuningFailed as failed:
+            self.tuning = failed.tuning
+            raise
 
     @contextmanager
     def said_once(self, data: Any) -> Iterator[None]:
@@ -90,46 +115,45 @@ class Context:
         self.grows = bool(growing_in((args, kwargs)))
         return checked_arrays(model, *trimmed((args, kwargs)))
 
-    def read(self, kernel: "SGMCMCKernel", args: tuple, kwargs: dict) -> MinibatchModel:
+    def read(self, method: Method, args: tuple, kwargs: dict) -> Target:
         """
         Reads the model, and keeps what it has read.
 
         :raises ValueError: if the method cannot serve the model, or minibatches cannot.
         """
-        given, name = kernel.given, self.kernel
-        self.shards = found_shards(given.mesh, args, kwargs)
-        model = read_model(given.model, given.init_strategy, args, kwargs)
+        name = self.name
+        self.shards = found_shards(None, args, kwargs)
+        model = read_model(method.model, method.init_strategy, args, kwargs)
         self.is_here = True
         if model != self.model:
             self.model, self.programs = model, {}
         self._models[_shapes((args, kwargs))] = model
         parts = 1 if self.shards is None else self.shards.parts
-        corrects_noise = kernel.traits.corrects_noise
-        check_run(Asked(name, corrects_noise, given.subsampling, model, parts))
+        check_run(Asked(name, method.traits.corrects_noise, method.scheme, model, parts))
         if self.shards is not None:
-            check_spread(self.whole(given, args, kwargs), self.shards)
-        return model
+            check_spread(self.whole(method, args, kwargs), self.shards)
+        return self.target(method, args, kwargs)
 
-    def whole(self, given: Settings, args: tuple, kwargs: dict) -> Target:
+    def whole(self, method: Method, args: tuple, kwargs: dict) -> Target:
         """
         The model with all data, of which no more than a few rows should be looked at.
 
         :raises RuntimeError: if no model has been read.
         """
         if self.model is None:
-            raise RuntimeError(f"Call `{self.kernel}.init` first.")
+            raise RuntimeError(f"Call `{self.name}.init` first.")
         # another `MCMC` may have given this kernel other data since
         model = self._models.get(_shapes((args, kwargs)), self.model)
         known = row_count_of((args, kwargs))
         if known is not None:
             room = growing_in((args, kwargs))[0].values.shape[0]
             model, (args, kwargs) = model.padded(room), padded((args, kwargs))
-        scheme = SCHEMES[given.subsampling]
+        scheme = SCHEMES[method.scheme]
         return Target(model, args, kwargs, scheme, known=known, programs=self.programs)
 
-    def target(self, given: Settings, args: tuple = (), kwargs: dict | None = None) -> Target:
+    def target(self, method: Method, args: tuple = (), kwargs: dict | None = None) -> Target:
         """The model with these data, on each of the devices that they are spread over."""
-        whole = self.whole(given, args, kwargs or {})
+        whole = self.whole(method, args, kwargs or {})
         if self.shards is None:
             return whole
         return whole._replace(model=whole.model.on_each(self.shards.parts), shards=self.shards)

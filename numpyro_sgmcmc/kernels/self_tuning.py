@@ -1,59 +1,45 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""
-How a kernel comes to what its arguments leave out: the phases of :mod:`numpyro_sgmcmc.tuning`
-with its own step in the pilot. Functions of a method, a target and what was given.
-"""
+"""The tuning of a method: the one that was given, the latest, or a new one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 import math
 import time
-from typing import TYPE_CHECKING, Any
-import warnings
+from typing import Any
 
 import jax
-from jax import Array, lax, random
+from jax import Array, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.kernels.chains import axes_for
 from numpyro_sgmcmc.kernels.identity import data_fingerprint, digest, other_sites
-from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, StaticConfig
+from numpyro_sgmcmc.kernels.method import Method
+from numpyro_sgmcmc.kernels.runtime import Runtime
+from numpyro_sgmcmc.kernels.state import ChainConstants, StaticConfig
 from numpyro_sgmcmc.kernels.transition import sample, start
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, order_of
-from numpyro_sgmcmc.posterior.initial_values import draw_from
-from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
-from numpyro_sgmcmc.posterior.model import Values
-from numpyro_sgmcmc.posterior.numpyro_private import shows_bars
-from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
-from numpyro_sgmcmc.tuning.phases import TuningRequest, find_tuning, tuning_bar
-from numpyro_sgmcmc.tuning.pilot import PILOT_CHAINS
-from numpyro_sgmcmc.tuning.pilot_rhat import Halves, PilotRun, no_positions, with_position
+from numpyro_sgmcmc.tuning.phases import TuningRequest, run_phases, tuning_bar
+from numpyro_sgmcmc.tuning.pilot import PILOT_CHAINS, short_chains
+from numpyro_sgmcmc.tuning.pilot_rhat import PilotRun
 from numpyro_sgmcmc.tuning.rare_rows import strata_by_importance
+from numpyro_sgmcmc.tuning.speed import MOST_STEPS_PER_SAMPLE, check_speed
 from numpyro_sgmcmc.tuning.strata import are_strata_of, given_strata
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 from numpyro_sgmcmc.tuning.user_metric import metric_for
 
-if TYPE_CHECKING:
-    from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
-
-#: A sample of a method that needs very short steps is not to take forever.
-_MOST_STEPS_PER_SAMPLE = 1_000
-
-#: It is warned of draws that take so many seconds, and samples of so many steps are not begun; of
-#: posteriors for whose coordinates there is no matrix, of so many.
-_LONG, _FAILED, _FAILED_WITHOUT_MATRIX = 0.5, _MOST_STEPS_PER_SAMPLE, 10_000
-
-#: They are measured by some of them.
+#: Number of steps whose time is measured.
 _STEPS_TIMED = 100
 
 
-def fixed_for(
-    method: "SGMCMCKernel", target: Target, tuning: Tuning, steps_per_sample: int, num_warmup: Any
+def constants_for(
+    method: Method, target: Target, tuning: Tuning, steps_per_sample: int, num_warmup: Any
 ) -> ChainConstants:
     """What a tuning decides for all steps of all chains."""
     target, latents = target.tuned(tuning), target.model.latents
@@ -62,8 +48,8 @@ def fixed_for(
     layout = StaticConfig(
         steps_per_sample,
         sites,
-        method.noise(target, tuning),
-        method.integrator(tuning),
+        method.noise_estimator(target, tuning),
+        method.integrator_for(tuning),
         target.model.facts,
         tuning.rule,
     )
@@ -82,53 +68,55 @@ def fixed_for(
     )
 
 
-def tuning_for(method: "SGMCMCKernel", target: Target) -> Tuning:
-    """The tuning that was given, that was found before for the same data, or a new one."""
-    given, latest = method.given, method.tuning
-    if given.tuning is not None:
-        return _adopted(method, target, given.tuning)
+def tuning_for(method: Method, runtime: Runtime, target: Target, bar: bool) -> Tuning:
+    """
+    The tuning that was given, the latest if it is for the same data, or a new one.
+
+    :param bool bar: whether a progress bar is shown.
+    """
+    if method.tuning is not None:
+        return _adopted(method, runtime, target, method.tuning)
     if (
-        given.rates_are_given
-        and not isinstance(given.metric, str)
-        and given.gradient in ("auto", "minibatch")
+        method.rates_are_given
+        and not isinstance(method.metric, str)
+        and method.oracle in ("auto", "minibatch")
     ):
-        step_size = given.first_step_size
+        step_size = method.first_step_size
         assert step_size is not None
-        metric = metric_for(given.metric, target) or IdentityMetric()
-        friction, strata = getattr(given, "friction", None), given_strata(given.strata, target)
-        return Tuning(step_size, friction, metric, strata=strata)
-    data = known_data(method, target)
-    densities = method.context.densities
-    if latest is not None and latest.data == data:
-        if not other_sites(densities, latest.densities):
+        metric = metric_for(method.metric, target) or IdentityMetric()
+        strata = given_strata(method.strata, target)
+        return Tuning(step_size, getattr(method, "friction", None), metric, strata=strata)
+    latest = runtime.tuning
+    if latest is not None and latest.data == _known_data(runtime, target):
+        if not other_sites(runtime.densities, latest.densities):
             return latest
-    return found_tuning(method, target, random.key(0), data)
+    return new_tuning(method, runtime, target, random.key(0), bar)
 
 
-def known_data(method: "SGMCMCKernel", target: Target) -> str:
+def _known_data(runtime: Runtime, target: Target) -> str:
     """
     :raises ValueError: if the values of the data are not known.
     """
     data = data_fingerprint(target)
     if data is None:
         raise ValueError(
-            f"{type(method).__name__} cannot tune itself inside `jit` or `vmap` of its data."
+            f"{runtime.name} cannot tune itself inside `jit` or `vmap` of its data."
             " Call `tune` before, and pass `tuning=`."
         )
     return data
 
 
-def _adopted(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> Tuning:
+def _adopted(method: Method, runtime: Runtime, target: Target, tuning: Tuning) -> Tuning:
     """
     :raises ValueError: if the tuning is of another model or method.
     """
-    size, metric, given = target.model.dimension, tuning.metric, method.given
+    size, metric = target.model.dimension, tuning.metric
     if not isinstance(metric, IdentityMetric) and len(metric.center) != size:
         raise ValueError(
             f"`tuning` was found for {len(metric.center)} unconstrained parameters, but this"
             f" model has {size}."
         )
-    data, here, there = data_fingerprint(target), method.context.densities, tuning.densities
+    data, here, there = data_fingerprint(target), runtime.densities, tuning.densities
     # of other data the densities are others too
     others = other_sites(here, there) if data == tuning.data else sorted(here.keys() ^ there)
     if here and there and others:
@@ -138,30 +126,28 @@ def _adopted(method: "SGMCMCKernel", target: Target, tuning: Tuning) -> Tuning:
             " tuning of this model."
         )
     tuning = tuning._replace(
-        step_size=given.first_step_size or tuning.step_size,
-        friction=getattr(given, "friction", None) or tuning.friction,
+        step_size=method.first_step_size or tuning.step_size,
+        friction=getattr(method, "friction", None) or tuning.friction,
     )
-    if hasattr(given, "friction") and tuning.friction is None:
+    if hasattr(method, "friction") and tuning.friction is None:
         raise ValueError(
-            f"`tuning` has no friction, which {type(method).__name__} needs: call its own `tune`,"
+            f"`tuning` has no friction, which {runtime.name} needs: call its own `tune`,"
             " or give `friction`."
         )
     if tuning.anchor is None and not tuning.strata:
         return tuning
     target = target._replace(centring=tuning.centring)
     if tuning.strata and (data != tuning.data or not are_strata_of(target, tuning.strata)):
-        tuning = tuning._replace(strata=_strata_anew(method, target, tuning, data))
+        tuning = tuning._replace(strata=_strata_anew(runtime.name, target, tuning, data))
     if tuning.anchor is not None and (data is None or data != tuning.data):
         # any centre serves, with what these data say there
         of_order = partial(Target.anchor, order=order_of(tuning.anchor))
-        anchor_at = method.context.compiled("anchor", of_order, target, order_of(tuning.anchor))
+        anchor_at = runtime.compiled("anchor", of_order, target, order_of(tuning.anchor))
         tuning = tuning._replace(anchor=anchor_at(tuning.anchor.values), data=data)
     return tuning
 
 
-def _strata_anew(
-    method: "SGMCMCKernel", target: Target, tuning: Tuning, data: str | None
-) -> dict[str, Strata]:
+def _strata_anew(name: str, target: Target, tuning: Tuning, data: str | None) -> dict[str, Strata]:
     """
     Strata of other data, or for minibatches of another size.
 
@@ -175,76 +161,90 @@ def _strata_anew(
         return tuning.strata  # unbiased for any rows
     raise ValueError(
         "`tuning` has strata of other rows, or for minibatches of another size:"
-        f" {type(method).__name__} cannot make them anew inside `jit` or `vmap` of its data. Call"
+        f" {name} cannot make them anew inside `jit` or `vmap` of its data. Call"
         " `tune` before with data of this shape."
     )
 
 
-def found_tuning(method: "SGMCMCKernel", target: Target, rng_key: Array, data: str) -> Tuning:
+def new_tuning(
+    method: Method, runtime: Runtime, target: Target, rng_key: Array, bar: bool
+) -> Tuning:
     """
     Runs the phases of the tuning behind a progress bar.
 
-    :param data: tells the data from others.
+    :param bool bar: whether the bar is shown.
+    :raises TuningFailed: if samples would take too many steps.
     """
-    given = method.given
-    metric = metric_for(given.metric, target)
-    if metric is None and given.rates_are_given:
-        metric = IdentityMetric()
-    friction = getattr(given, "friction", None)
-    grows = method.context.grows
-    # strata and coordinates of a hierarchy are those of the rows that there are
-    has_none = grows or not given.can_stratify
-    strata = None if given.strata == "auto" and has_none else given.strata
-    # a given metric is one of the coordinates as written
-    is_found = metric is None or isinstance(metric, str)
-    reparametrise = given.reparametrise and is_found and not grows
-    choices = TuningRequest(
-        given.first_step_size,
-        friction,
-        metric,
-        given.gradient,
-        given.init_strategy,
-        strata,
-        reparametrise,
-    )
-    suggest = None if given.rates_are_given else method.suggest
-    with tuning_bar(given.progress_bar and shows_bars(method)) as report:
-        pilots = []
+    data = _known_data(runtime, target)
+    pilots: list[_Pilot] = []
 
-        def pilot(tuning: Tuning) -> _Pilot:
-            pilots.append(_Pilot(method, target, tuning))
-            return pilots[-1]
+    def pilot(tuning: Tuning) -> _Pilot:
+        pilots.append(_Pilot(method, target, tuning))
+        return pilots[-1]
 
-        try:
-            tuning = find_tuning(target, rng_key, choices, suggest, pilot, report)
-        except TypeError as error:
-            if "custom_vjp" not in str(error):
-                raise
-            raise ValueError(
-                "The tuning needs second derivatives of the density, which a function of the model"
-                " does not have (it is a `jax.custom_vjp`, as `odeint` of JAX is). Use another one,"
-                f" diffrax for instance; or give {type(method).__name__} its step size and"
-                " friction, and gradient='minibatch'."
-            ) from error
-    if given.replicas is not None:
+    suggest = None if method.rates_are_given else method.suggest
+    request = _request(method, target, runtime.grows)
+    with tuning_bar(method.progress_bar and bar) as report, _explained(runtime.name):
+        tuning = run_phases(target, rng_key, request, suggest, pilot, report)
+    if method.replicas is not None:
         tuning = tuning._replace(multimodal=False)  # they visit all modes
-    tuning = tuning._replace(data=data, densities=method.context.densities)
-    if given.step_size is not None:
+    tuning = tuning._replace(data=data, densities=runtime.densities)
+    if method.step_size is not None:
         warn_of(tuning)
         return tuning
     steps = math.ceil(2 * method.relaxation_time(tuning) / tuning.step_size)
     passes = steps * target.minibatch_share * GRADIENTS_OF_A_STEP[order_of(tuning.anchor)]
     tuning = tuning._replace(
-        steps_per_sample=min(steps, _MOST_STEPS_PER_SAMPLE),
+        steps_per_sample=min(steps, MOST_STEPS_PER_SAMPLE),
         # minibatches without a control variate, if asked for, are not to be better than others
-        passes_per_sample=0.0 if given.gradient == "minibatch" else passes,
+        passes_per_sample=0.0 if method.oracle == "minibatch" else passes,
     )
     warn_of(tuning)
     if pilots:
         seconds = steps * _seconds_of_a_step(pilots[-1], tuning)
         tuning = tuning._replace(seconds_per_sample=seconds)
-    _check_speed(method, tuning, steps)
+    check_speed(
+        runtime.name, tuning, steps, _steps_without_noise(method, tuning), method.on_failure
+    )
     return tuning
+
+
+def _request(method: Method, target: Target, grows: bool) -> TuningRequest:
+    """What is to be found for a method, and what it was given."""
+    metric = metric_for(method.metric, target)
+    if metric is None and method.rates_are_given:
+        metric = IdentityMetric()
+    # strata and coordinates of a hierarchy are those of the rows that there are
+    has_none = grows or not method.can_stratify
+    # a given metric is one of the coordinates as written
+    is_found = metric is None or isinstance(metric, str)
+    return TuningRequest(
+        method.first_step_size,
+        getattr(method, "friction", None),
+        metric,
+        method.oracle,
+        method.init_strategy,
+        None if isinstance(method.strata, str) and has_none else method.strata,
+        method.reparametrise and is_found and not grows,
+    )
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """
+    :raises ValueError: if the density has no second derivatives.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise ValueError(
+            "The tuning needs second derivatives of the density, which a function of the model"
+            " does not have (it is a `jax.custom_vjp`, as `odeint` of JAX is). Use another one,"
+            f" diffrax for instance; or give {name} its step size and"
+            " friction, and gradient='minibatch'."
+        ) from error
 
 
 def _seconds_of_a_step(run: Callable[..., PilotRun], tuning: Tuning) -> float:
@@ -254,53 +254,9 @@ def _seconds_of_a_step(run: Callable[..., PilotRun], tuning: Tuning) -> float:
     return (time.monotonic() - start) / (_STEPS_TIMED * PILOT_CHAINS)
 
 
-def _check_speed(method: "SGMCMCKernel", tuning: Tuning, steps: int) -> None:
-    """
-    Warns of chains that take long to forget where they were.
-
-    :raises ValueError: if they take so long that nothing can be expected of a run, unless a warning
-        was asked for.
-    """
-    most = _FAILED_WITHOUT_MATRIX if isinstance(tuning.start, DiagonalMetric) else _FAILED
-    # by a wide margin: the noise makes some difference everywhere
-    is_for_noise = _steps_without_noise(method, tuning) <= most / 2
-    has_failed = steps > most and not is_for_noise
-    if not has_failed and tuning.seconds_per_sample <= _LONG:
-        return
-    found, site = tuning.problem, tuning.slowest
-    slowest = f", and the slowest site is '{site}'" if site else ""
-    seen = (
-        f"with a step size of {tuning.step_size:.2g} a chain forgets where it was after {steps:,}"
-        f" steps, {tuning.seconds_per_sample:.2g} s for each independent draw{slowest}"
-        f"{f' ({found})' if found else ''}. "
-    )
-    if steps > most and is_for_noise:
-        seen += (
-            "The cause is the noise of the minibatches: take larger ones, or a method and a"
-            " gradient for which they matter less, such as CCAdL and gradient='auto'."
-        )
-    else:
-        seen += (
-            "The usual causes are columns that nearly depend on each other: standardise them, and"
-            " drop one; effects of a hierarchy that the tuning does not recognise: write them"
-            " `x = numpyro.sample('x', dist.Normal(mu, tau))`; and digits that single precision"
-            " does not have: `numpyro.enable_x64()`."
-        )
-    if not has_failed or method.given.on_failure == "warn":
-        warnings.warn(f"The sampler moves slowly: {seen}", stacklevel=2)
-        return
-    method.context.tuning = tuning
-    raise ValueError(
-        f"The tuning has failed: {seen} To go on nevertheless, with"
-        f" {_MOST_STEPS_PER_SAMPLE:,} steps between two samples:"
-        f" `{type(method).__name__}(model, on_failure='warn')`; what was found is in"
-        " `kernel.tuning`, for `tuning=`."
-    )
-
-
-def _steps_without_noise(method: "SGMCMCKernel", tuning: Tuning) -> float:
+def _steps_without_noise(method: Method, tuning: Tuning) -> float:
     """Of a sample, if minibatches had no noise and the pilot had halved the step as often."""
-    if method.given.rates_are_given or tuning.noise is None:
+    if method.rates_are_given or tuning.noise is None:
         return math.inf
     quiet = tuning.noise._replace(mean=0.0, largest=0.0)
     step_size, friction = method.suggest(quiet)
@@ -311,12 +267,12 @@ def _steps_without_noise(method: "SGMCMCKernel", tuning: Tuning) -> float:
 
 
 class _Pilot:
-    """Short chains, half of whose steps are warm-up."""
+    """Short chains of a method, half of whose steps are warm-up."""
 
-    def __init__(self, method: "SGMCMCKernel", target: Target, tuning: Tuning) -> None:
+    def __init__(self, method: Method, target: Target, tuning: Tuning) -> None:
         self.method, self.target, self.tuning = method, target, tuning
-        self.each = method.given.steps_per_sample or 1
-        self.layout = fixed_for(method, target, tuning, self.each, 0).layout
+        self.each = method.steps_per_sample or 1
+        self.layout = constants_for(method, target, tuning, self.each, 0).layout
         self.program = target.compiled(partial(_short_chains, method), "pilot")
 
     def __call__(self, step_size: float, steps: int, rng_key: Array) -> PilotRun:
@@ -327,7 +283,7 @@ class _Pilot:
 
     def _arguments(self, step_size: float, steps: int, rng_key: Array) -> tuple:
         samples = -(-steps // self.each)
-        fixed = fixed_for(self.method, self.target, self.tuning, self.each, samples // 2)
+        fixed = constants_for(self.method, self.target, self.tuning, self.each, samples // 2)
         # with the layout of the longest step: one program for all of them
         fixed = fixed._replace(
             step_size=jnp.asarray(step_size, fixed.step_size.dtype), layout=self.layout
@@ -336,44 +292,15 @@ class _Pilot:
 
 
 def _short_chains(
-    method: "SGMCMCKernel",
+    method: Method,
     target: Target,
     gaussian: Any,
     fixed: ChainConstants,
     samples: Array,
     rng_key: Array,
 ) -> PilotRun:
-    keys = random.split(rng_key, (3, PILOT_CHAINS))
     target = target.tuned(fixed)
-    z = draw_from(gaussian, target, method.given.temperature, keys[1])
-
-    def begin(chain_key: Array, z: Values, dynamics_key: Array) -> SGMCMCState:
-        return start(method, target, fixed, z, chain_key, dynamics_key)
-
-    def seen(halves: Halves, z: Values, k: Array) -> Halves:
-        position = fixed.metric.coordinates(ravel(target.to_internal(z)))
-        return with_position(halves, position, 4 * k // samples - 2, 2 * k >= samples)
-
-    def both(seen: Callable) -> Callable:
-        def sampled(k: Array, run: tuple[SGMCMCState, Halves]) -> tuple[SGMCMCState, Halves]:
-            state = sample(method, target, run[0])
-            return state, seen(run[1], state.z, k)
-
-        return sampled
-
-    none = no_positions(target.model.dimension, gaussian.center.dtype)
-
-    def one(chain: tuple[Array, Values, Array]) -> PilotRun:
-        state, halves = lax.fori_loop(0, samples, both(seen), (begin(*chain), none))
-        return PilotRun(state.monitor.stein, halves, state.monitor.nonfinite_steps)
-
-    if target.shards is None:
-        # one after the other: a program for all at once takes twice as long to compile
-        return lax.map(one, (keys[0], z, keys[2]))
-    # devices would spend their time in waiting for each other
-    axes = axes_for(method.given.refresh_every)
-    chains = jax.vmap(begin, out_axes=axes)(keys[0], z, keys[2])
-    several = jax.tree.map(lambda x: jnp.stack([x] * PILOT_CHAINS), none)
-    of_chains = both(jax.vmap(seen, (0, 0, None)))
-    state, halves = lax.fori_loop(0, samples, of_chains, (chains, several))
-    return PilotRun(state.monitor.stein, halves, state.monitor.nonfinite_steps)
+    begin, advance = partial(start, method, target, fixed), partial(sample, method, target)
+    axes = axes_for(method.anchor_moves_every)
+    law = gaussian, method.temperature, fixed.metric
+    return short_chains(begin, advance, axes, target, *law, samples, rng_key)

@@ -8,31 +8,30 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 import inspect
 import math
 import re
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jax.sharding import Mesh
 import numpy as np
 from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_sgmcmc.data.converters import instance, one_of, positive, shown, truth, whole
 from numpyro_sgmcmc.data.fingerprint import description_of
-from numpyro_sgmcmc.data.sharding import checked_mesh
-from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate
 from numpyro_sgmcmc.kernels.cyclical import Cyclical
 from numpyro_sgmcmc.kernels.replicas import checked_replicas
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS
 from numpyro_sgmcmc.posterior.handlers import Model
 from numpyro_sgmcmc.tuning.ensemble import checked_start
-from numpyro_sgmcmc.tuning.strata import STRATIFIED, checked_strata
+from numpyro_sgmcmc.tuning.strata import STRATIFIED, checked_subsampling
 from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.user_metric import checked_metric, checked_tuning
 
 #: A positive number, or a function of the number of steps taken, such as an optax schedule.
 StepSize = float | Callable[[Array], Array | float]
+
+Bound = TypeVar("Bound", bound="Settings")
 
 #: Two schedules are told apart at every step of a run, or at so many evenly spaced ones.
 _MOST_STEPS_COMPARED = 100_000
@@ -76,30 +75,29 @@ class Settings:
         ``(guide, params)``; ``"diagonal"``, ``"low_rank"`` or ``"dense"`` to have it tuned;
         ``"identity"``. None is the identity if step size and friction are given, and else tuned: a
         matrix up to 2,000 parameters, variances and a low rank up to 20,000, variances above.
-    :param str gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step,
-        after a pass over all data
+    :param gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step, after a
+        pass over all data
         (:class:`~numpyro_sgmcmc.posterior.control_variate.ControlVariate`);
         ``"second_order_control_variate"``, much less for a step that is dearer again, after as
         many passes as there are parameters, of which there may be 2,000; or ``"auto"``, a control
         variate if something is tuned and it at least halves the noise, of second order if that
-        at least halves the steps of an effective sample.
-    :param float refresh_every: move the anchor of the control variate to the current position
-        every so many passes over the data; it stays at the centre if None.
+        at least halves the steps of an effective sample. The pair ``("control_variate", passes)``
+        moves the anchor to the current position every so many passes over the data; else it stays
+        at the centre.
     :param Tuning tuning: the result of :meth:`~numpyro_sgmcmc.SGMCMCKernel.tune`, instead of
         tuning anew: its metric, and its control variate, whose anchor is made anew where the data
         are others.
     :param float temperature: the target is :math:`\\propto \\exp(-U / T)`; 1 is the posterior.
-    :param str subsampling: how the rows of a minibatch are drawn: ``"without_replacement"``
+    :param subsampling: how the rows of a minibatch are drawn. ``"auto"`` is without replacement,
+        from strata where something is tuned and rows that few minibatches have would make the
+        draws wrong (:mod:`~numpyro_sgmcmc.tuning.rare_rows`). Strata of your own are an array of
+        whole numbers, the number of the stratum of each row, or a dictionary of them by the name
+        of the plate: each minibatch has a number of rows of each of them. The schemes without
+        strata are ``"without_replacement"``
         within a minibatch and independently of other minibatches, ``"with_replacement"``,
         ``"epochs"``, in shuffled passes over the data, ``"symmetric_sweeps"``, forward
         and backward through random partitions of them, or ``"blocks"``, of neighbouring rows,
         which are read from disk much faster (:func:`~numpyro_sgmcmc.data.subsampling.blocks`).
-    :param strata: strata of the rows, of each of which a minibatch has a number of its own: an
-        array of whole numbers, the number of the stratum of each row, or a dictionary of them by
-        the name of the plate; None for none; or ``"auto"``, strata that the tuning finds, where
-        something is tuned and rows that few minibatches have would make the draws wrong
-        (:mod:`~numpyro_sgmcmc.tuning.rare_rows`). They need
-        ``subsampling="without_replacement"``.
     :param bool reparametrise: whether hierarchies are sampled in coordinates between centred and
         non-centred ones, which the tuning finds (:mod:`~numpyro_sgmcmc.posterior.reparam`); the
         draws are those of the sites as written either way.
@@ -121,20 +119,16 @@ class Settings:
         1,000 steps: ``"raise"`` an error, or ``"warn"`` and go on with 1,000 steps for each.
     :param bool progress_bar: whether to show the phases of the tuning, and how far an ensemble has
         come.
-    :param mesh: devices over which the rows of the data are spread
-        (:func:`~numpyro_sgmcmc.spread_rows`); None is the mesh over which they are, if any.
     """
 
     model: Model = field(metadata=_UNIMPORTANT)
     step_size: StepSize | None = None
     _: KW_ONLY
     metric: Any = None
-    gradient: str = "auto"
-    refresh_every: float | None = None
+    gradient: Any = "auto"
     tuning: Tuning | None = None
     temperature: float = recorded(1.0)
-    subsampling: str = recorded("without_replacement")
-    strata: Any = "auto"
+    subsampling: Any = "auto"
     reparametrise: bool = True
     steps_per_sample: int | None = None
     start: Any = None
@@ -142,7 +136,6 @@ class Settings:
     init_strategy: Callable = init_to_uniform
     on_failure: str = field(default="raise", metadata=_UNIMPORTANT)
     progress_bar: bool = field(default=True, metadata=_UNIMPORTANT)
-    mesh: Mesh | None = field(default=None, metadata=_UNIMPORTANT)
 
     def __post_init__(self) -> None:
         if self.step_size is not None and not callable(self.step_size):
@@ -152,24 +145,17 @@ class Settings:
         for one in fields(self):
             if isinstance(one.default, bool):
                 self.set(**{one.name: truth(one.name, getattr(self, one.name))})
-        # a word of earlier versions, refused by itself for one release
-        if isinstance(self.subsampling, str) and self.subsampling == "importance":
-            raise ValueError(
-                "subsampling='importance' was taken out: leave `subsampling` out. Strata do the"
-                " same, which the tuning finds by itself."
-            )
-        one_of("subsampling", self.subsampling, tuple(SCHEMES))
         one_of("on_failure", self.on_failure, ("raise", "warn"))
-        one_of("gradient", self.gradient, ("auto", *GRADIENTS))
-        for name, check in (("steps_per_sample", whole), ("refresh_every", positive)):
-            if (value := getattr(self, name)) is not None:
-                self.set(**{name: check(name, value)})
+        if self.steps_per_sample is not None:
+            self.set(steps_per_sample=whole("steps_per_sample", self.steps_per_sample))
         self.set(
+            gradient=_checked_gradient(self.gradient),
+            subsampling=checked_subsampling(self.subsampling),
             temperature=positive("temperature", self.temperature),
-            mesh=checked_mesh(self.mesh),
             metric=checked_metric(self.metric),
-            tuning=checked_tuning(self.tuning, self.metric, self.gradient, self.strata),
-            strata=checked_strata(self.strata, self.subsampling),
+        )
+        self.set(
+            tuning=checked_tuning(self.tuning, self.metric, self.oracle, self.strata),
             start=checked_start(self.start),
             replicas=checked_replicas(self.replicas),
         )
@@ -182,15 +168,10 @@ class Settings:
                 " `metric` or `tuning`: leave these out, or give metric='diagonal', which is found"
                 " for each chain."
             )
-        if self.start is not None and self.gradient not in ("auto", "minibatch"):
+        if self.start is not None and self.oracle not in ("auto", "minibatch"):
             raise ValueError(
                 "`start` is for chains around optima of their own, for which no anchor of a control"
                 f" variate is found: use gradient='minibatch', and not {self.gradient!r}."
-            )
-        if self.refresh_every is not None and self.gradient != "control_variate":
-            raise ValueError(
-                "`refresh_every` moves the anchor of a control variate: it needs"
-                f" gradient='control_variate', but gradient={self.gradient!r}."
             )
 
     def set(self, **values: Any) -> None:
@@ -224,15 +205,37 @@ class Settings:
         return self.step_size is not None and getattr(self, "friction", 0.0) is not None
 
     @property
+    def oracle(self) -> str:
+        """The word for the gradient."""
+        return self.gradient if isinstance(self.gradient, str) else self.gradient[0]
+
+    @property
+    def anchor_moves_every(self) -> float | None:
+        """After how many passes the anchor of the control variate moves; None if it does not."""
+        return None if isinstance(self.gradient, str) else self.gradient[1]
+
+    @property
+    def scheme(self) -> str:
+        """The word for the scheme by which rows are drawn, within strata too."""
+        return STRATIFIED if self.strata is not None else self.subsampling
+
+    @property
+    def strata(self) -> Any:
+        """Strata by plate; ``"auto"`` if they are tuned; None if there are none."""
+        is_given = self.subsampling == "auto" or not isinstance(self.subsampling, str)
+        return self.subsampling if is_given else None
+
+    @property
     def can_stratify(self) -> bool:
         """Whether minibatches may be stratified, as far as these settings go."""
         noise = getattr(self, "noise", None)
-        return self.subsampling == STRATIFIED and (noise is None or noise.can_stratify)
+        return self.strata is not None and (noise is None or noise.can_stratify)
 
     @property
     def record(self) -> dict[str, Any]:
         """The settings that go into the record of a run."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if "recorded" in f.metadata}
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if "recorded" in f.metadata}
+        return {"subsampling": self.scheme} | kept
 
     @property
     def as_given(self) -> str:
@@ -266,6 +269,21 @@ class Settings:
 
     def __hash__(self) -> int:
         return hash((type(self), self.model))
+
+
+def _checked_gradient(gradient: Any) -> Any:
+    """
+    :raises ValueError: if it is neither a word nor a control variate with a number of passes.
+    """
+    words = ("auto", *GRADIENTS)
+    if isinstance(gradient, tuple) and len(gradient) == 2 and gradient[0] == "control_variate":
+        return "control_variate", positive("gradient[1]", gradient[1])
+    if not isinstance(gradient, str):
+        raise ValueError(
+            f"`gradient` must be one of {', '.join(map(repr, words))}, or"
+            f" ('control_variate', passes), of which the anchor moves; got {shown(gradient)}."
+        )
+    return one_of("gradient", gradient, words)
 
 
 def check_schedule(schedule: Callable, num_steps: int) -> None:
@@ -304,32 +322,26 @@ def _scalar(value: Any) -> jax.Array:
     return value
 
 
-def covariance_settings(
-    noise: NoiseEstimate | None, covariance: str | None, used: bool, remedy: str
-) -> NoiseEstimate | None:
+def checked_noise(noise: Any, used: bool = True, remedy: str = "") -> NoiseEstimate | None:
     """
-    The estimate that ``noise`` or its short form ``covariance`` asks for.
+    The estimate that ``noise`` asks for, a :class:`NoiseEstimate` or the word for its covariance.
 
     :param bool used: whether the method makes use of one.
     :param str remedy: what to do where it does not.
-    :raises ValueError: if both are given, or one that would be ignored.
+    :raises ValueError: if it would be ignored.
     """
-    example = "a `NoiseEstimate`, such as `NoiseEstimate(covariance='full')`"
+    if isinstance(noise, str):
+        noise = NoiseEstimate(noise)
+    example = "a `NoiseEstimate`, or the word for its covariance, such as 'full'"
     instance("noise", noise, NoiseEstimate | None, example)
-    if noise is not None and covariance is not None:
+    if used:
+        return noise or NoiseEstimate()
+    if noise is not None:
         raise ValueError(
-            f"`covariance={shown(covariance)}` is short for `noise=NoiseEstimate(covariance="
-            f"{shown(covariance)})`, and `noise` is given too: give one of them."
+            "`noise` says how the noise of the gradient is estimated, which it is not: "
+            f"{remedy}, or leave `noise` out."
         )
-    if not used and (noise is not None or covariance is not None):
-        name = "noise" if covariance is None else "covariance"
-        raise ValueError(
-            f"`{name}` says how the noise of the gradient is estimated, which it is not: {remedy},"
-            f" or leave `{name}` out."
-        )
-    if not used:
-        return None
-    return NoiseEstimate(covariance) if noise is None else noise
+    return None
 
 
 def check_not_matrix_free(noise: NoiseEstimate | None, integrator: str, instead: str) -> None:
@@ -344,7 +356,12 @@ def check_not_matrix_free(noise: NoiseEstimate | None, integrator: str, instead:
 
 
 #: Arguments of earlier versions, and where they are now.
-_MOVED = dict.fromkeys(("estimator", "window", "rank"), "noise=NoiseEstimate({}=...)")
+_MOVED = dict.fromkeys(("estimator", "window", "rank"), "noise=NoiseEstimate({}=...)") | {
+    "covariance": "noise='...', the word for the covariance",
+    "refresh_every": "gradient=('control_variate', passes)",
+    "strata": "subsampling=strata",
+    "mesh": "`spread_rows(...)` for the data, which say the mesh",
+}
 
 
 def signature_of(settings: type[Settings]) -> inspect.Signature:
@@ -356,9 +373,11 @@ def signature_of(settings: type[Settings]) -> inspect.Signature:
     )
 
 
-def bound(kernel: type, settings: type[Settings], args: tuple, kwargs: dict) -> Settings:
+def bound(kernel: str, settings: type[Bound], args: tuple, kwargs: dict) -> Bound:
     """
     The settings with these arguments.
+
+    :param kernel: its name, for errors.
 
     :raises TypeError: if there is no such argument, in the name of the kernel.
     :raises ValueError: if an argument has no meaning.
@@ -369,11 +388,10 @@ def bound(kernel: type, settings: type[Settings], args: tuple, kwargs: dict) -> 
         names = ", ".join(signature_of(settings).parameters)
         moved = [_MOVED[name].format(name) for name in kwargs if name in _MOVED]
         remedy = f"write {', '.join(moved)}" if moved else f"the arguments are {names}"
-        raise TypeError(f"{kernel.__name__}: {error}; {remedy}.") from None
+        raise TypeError(f"{kernel}: {error}; {remedy}.") from None
     if not callable(model):
         raise ValueError(
-            f"{kernel.__name__} needs a model, a function with NumPyro primitives; got"
-            f" {shown(model)}."
+            f"{kernel} needs a model, a function with NumPyro primitives; got {shown(model)}."
         )
     return settings(*args, **kwargs)
 

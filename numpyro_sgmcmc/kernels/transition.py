@@ -8,27 +8,26 @@ The method is a kernel, of which nothing is used but its step and what it was gi
 known of the model and the data is in the target, all else in the state.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.gradients.estimators import Evaluation
 from numpyro_sgmcmc.gradients.noise_estimate import gradient_oracle
 from numpyro_sgmcmc.kernels.chains import axes_of, check_traced, layout_on, placed
 from numpyro_sgmcmc.kernels.cyclical import is_for_samples, steps_for_samples
+from numpyro_sgmcmc.kernels.exchange import advance_with_replicas
 from numpyro_sgmcmc.kernels.growth import with_rows_so_far
 from numpyro_sgmcmc.kernels.identity import data_digest
-from numpyro_sgmcmc.kernels.replicas import (
-    HotReplicas,
-    hot_temperatures,
-    keys_of,
-    with_positions_exchanged,
-)
+from numpyro_sgmcmc.kernels.method import Method
+from numpyro_sgmcmc.kernels.metropolis import tested
+from numpyro_sgmcmc.kernels.moving_anchor import with_anchor_moved
 from numpyro_sgmcmc.kernels.state import ChainConstants, Monitored, SGMCMCState
-from numpyro_sgmcmc.posterior.control_variate import Anchor
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import Potential, ravel
 from numpyro_sgmcmc.posterior.prefetch import minibatch, nothing_prefetched
@@ -36,21 +35,18 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.tempered import tempered
 from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
 
-if TYPE_CHECKING:
-    from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
-
-
 #: Steps that are looked at ahead, and some more.
 _ROOM = 2**16
 
-#: Twice the kinetic energy is at most so much for each parameter, and so much more: that of tuned
-#: steps is 1 for each in the mean, and beyond this in one of 1e8 steps at most, for any number of
-#: parameters. The sooner a step that is too long is undone the shorter a chain stays where it is.
-_HEAT, _ENERGY = 2.0, 40.0
+#: The largest plausible value of twice the kinetic energy is ``_HEAT`` for each parameter plus
+#: ``_ENERGY``. Tuned steps have 1 for each parameter in the mean, and exceed this bound in one of
+#: 1e8 steps at most. The sooner a step that is too long is undone the shorter a chain stays.
+_HEAT = 2.0
+_ENERGY = 40.0
 
 
 def start(
-    method: "SGMCMCKernel",
+    method: Method,
     target: Target,
     fixed: ChainConstants,
     z: Values,
@@ -88,30 +84,16 @@ def start(
     )
 
 
-def with_replicas(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
-    """The state of one chain before its first step, and of its replicas, where it has some."""
-    if (replicas := method.given.replicas) is None:
-        return state
-    count = len(replicas.temperatures) - 1
-
-    def one(rng_key: Array) -> SGMCMCState:
-        keys = random.split(rng_key)
-        nothing: Any = None
-        return start(method, target, state.fixed, state.z, *keys)._replace(fixed=nothing)
-
-    states = jax.vmap(one)(keys_of(state.rng_key, count))
-    none = jnp.zeros(count, state.step_size.dtype)
-    return state._replace(replicas=HotReplicas(states, none))
-
-
-def sample(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
+def sample(method: Method, target: Target, state: SGMCMCState) -> SGMCMCState:
     """One sample of one chain or, along a leading axis, of several."""
     several = jnp.ndim(state.i) > 0
     state = with_rows_so_far(target, _with_counter_in_range(state))
-    if (passes := method.given.refresh_every) is not None:
-        state = _with_anchor_moved(state, passes, target)
+    if (passes := method.anchor_moves_every) is not None:
+        state = with_anchor_moved(state, passes, target)
     axes = axes_of(state)
-    one = _steps_of_a_sample if state.replicas is None else _advance_with_replicas
+    one: Callable = _steps_of_a_sample
+    if state.replicas is not None:
+        one = partial(advance_with_replicas, _steps_of_a_sample)
     advance = partial(one, method, target)
     state = (jax.vmap(advance, (axes,), axes) if several else advance)(state)
     # what goes through a condition is copied: no more than it needs
@@ -124,7 +106,7 @@ def sample(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMC
     return state._replace(monitor=state.monitor._replace(stein=stein))
 
 
-def sample_on_devices(method: "SGMCMCKernel", target: Target, state: SGMCMCState) -> SGMCMCState:
+def sample_on_devices(method: Method, target: Target, state: SGMCMCState) -> SGMCMCState:
     """One sample, on each of the devices that the data are spread over."""
     shards = target.shards
     assert shards is not None
@@ -153,51 +135,8 @@ def _with_counter_in_range(state: SGMCMCState) -> SGMCMCState:
     return state._replace(i=i, rng_key=rng_key)
 
 
-def _with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGMCMCState:
-    """The anchor moved to the position, if it is time to."""
-    centring = state.fixed.centring
-
-    def move(z: Values, centring: Any) -> Anchor:
-        here = target._replace(centring=centring)
-        return here.anchor(here.centred.to_internal(z))
-
-    if jnp.ndim(state.i) > 0:
-        move = jax.vmap(move, (0, axes_of(state).fixed.centring))
-    steps = state.fixed.layout.steps_per_sample
-    every = max(1, round(passes / (target.minibatch_share * steps)))
-    i = state.i.ravel()[0]  # the same in all chains
-    anchor = lax.cond(
-        ((i // steps) % every == 0) & (i > 0),
-        lambda z, _: move(z, centring),
-        lambda _, anchor: anchor,
-        state.z,
-        state.fixed.anchor,
-    )
-    return state._replace(fixed=state.fixed._replace(anchor=anchor))
-
-
-def _advance_with_replicas(
-    method: "SGMCMCKernel", target: Target, state: SGMCMCState
-) -> SGMCMCState:
-    """One sample of one chain and of its replicas."""
-    target, hot = target.tuned(state.fixed), state.replicas
-    assert hot is not None
-    new = _steps_of_a_sample(method, target, state._replace(replicas=None))
-    keys = keys_of(state.rng_key, len(hot.exchange_prob))
-
-    def advanced(replica: SGMCMCState, rng_key: Array, temperature: Array) -> SGMCMCState:
-        replica = replica._replace(i=state.i, rng_key=rng_key, fixed=state.fixed)
-        moved = _steps_of_a_sample(method, target, replica, temperature)
-        nothing: Any = None
-        return moved._replace(fixed=nothing)
-
-    temperatures = hot_temperatures(method.given.replicas, target.model.dtype)
-    states = jax.vmap(advanced)(hot.states, keys, temperatures)
-    return with_positions_exchanged(method, target, new, hot._replace(states=states))
-
-
 def _steps_of_a_sample(
-    method: "SGMCMCKernel", target: Target, state: SGMCMCState, temperature: Array | None = None
+    method: Method, target: Target, state: SGMCMCState, temperature: Array | None = None
 ) -> SGMCMCState:
     """The steps of one sample of one chain, on the position as one flat vector."""
     fixed, monitor = state.fixed, state.monitor
@@ -215,10 +154,10 @@ def _steps_of_a_sample(
     body = partial(one_step, method, target, potential, fixed, _has_its_data(target, fixed))
     steps = fixed.layout.steps_per_sample
     state = body(0, state) if steps == 1 else lax.fori_loop(0, steps, body, state)
-    if method.traits.tested:
-        state = _tested(method, target, fixed, before, state)
+    if method.traits.metropolis_corrected:
+        state = tested(method, target, fixed, before, state)
     stein = state.monitor.stein
-    counted = (state.i > fixed.warmup_steps) & is_for_samples(method.given.step_size, state.i - 1)
+    counted = (state.i > fixed.warmup_steps) & is_for_samples(method.step_size, state.i - 1)
     diverging = state.monitor.nonfinite_steps > monitor.nonfinite_steps
     stein = stein._replace(samples=stein.samples + counted)
     places = scale * before.z, scale * state.z
@@ -230,24 +169,8 @@ def _steps_of_a_sample(
     )
 
 
-def _tested(
-    method: "SGMCMCKernel",
-    target: Target,
-    fixed: ChainConstants,
-    before: SGMCMCState,
-    after: SGMCMCState,
-) -> SGMCMCState:
-    """What the method makes of the steps of a sample, by the potential of all rows."""
-    change = target.change(fixed.metric, before.z, after.z)
-    is_whole = after.monitor.nonfinite_steps == before.monitor.nonfinite_steps
-    noise_key = random.split(after.rng_key, 3)[1]
-    # no step has this key
-    key = random.fold_in(random.fold_in(noise_key, after.i), 1)
-    return method.test(before, after, jnp.where(is_whole, change, jnp.inf), key)
-
-
 def one_step(
-    method: "SGMCMCKernel",
+    method: Method,
     target: Target,
     potential: Potential,
     fixed: ChainConstants,
@@ -262,7 +185,7 @@ def one_step(
     :param is_valid: whether there is a right step at all.
     :param state: without what is fixed, before and after.
     """
-    monitor, i, given = state.monitor, state.i, method.given
+    monitor, i = state.monitor, state.i
     # the split is the same at each step, and compiled loops do it once
     rows_key, *keys = random.split(state.rng_key, 3)
     noise_key, model_key = (random.fold_in(key, i) for key in keys)
@@ -272,50 +195,70 @@ def one_step(
     step_size = _step_size(method, i, fixed).astype(state.step_size.dtype)
     before = state._replace(step_size=step_size, fixed=fixed)
     new, evaluation = method.step(before, gradient, noise_key)
-    # The sum is not finite if any entry is not; squares could overflow before.
-    finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((new.z, new.dynamics))))
-    finite = finite & is_valid
-    if given.step_size is None or given.tuning is not None:
-        finite = finite & ((i < fixed.warmup_steps) | _energy_is_plausible(new, given.temperature))
-    if callable(given.step_size):
-        finite = finite & (step_size > 0)
+    is_right = is_valid & _is_right(method, fixed, before, new)
     moved = (new.z, new.dynamics, evaluation.potential)
     stayed = (state.z, _momentum_flipped(state.dynamics), monitor.minibatch_potential)
     z, dynamics, minibatch_potential = jax.tree.map(
-        lambda after, before: jnp.where(finite, after, before), moved, stayed
+        lambda after, before: jnp.where(is_right, after, before), moved, stayed
     )
-    warmup = fixed.warmup_steps
-    settled = (i >= warmup // 2) & (i < warmup)
-    # the noise of minibatches that are not independent is correlated with the position, and
-    # positions that are tested later have another law
-    judged = target.scheme.independent and not method.traits.tested
-    stein, share = add_to_sums(
-        center_sums(monitor.stein, state.z, jnp.where(settled, i - warmup // 2 + 1, 0)),
-        new.z if method.gradient_at_end(fixed.layout.integrator) else state.z,
-        evaluation.gradient,
-        finite & (i >= warmup) & is_for_samples(given.step_size, i) & judged,
-        given.temperature,
-        fixed.layout.sites,
-        fixed.metric.direction,
-        fixed.variances,
-    )
-    steps = steps_for_samples(given.step_size, fixed.layout.steps_per_sample)
-    share = share / steps if judged else jnp.full_like(share, jnp.nan)
-    stay = jnp.where(finite, 0, monitor.stay + 1)
+    watched = _watched(method, target, before, new, evaluation, is_right)
     return state._replace(
         i=i + 1,
         z=z,
         dynamics=dynamics,
         step_size=step_size,
-        monitor=Monitored(
-            minibatch_potential=minibatch_potential,
-            nonfinite_steps=monitor.nonfinite_steps + ~finite,
-            stay=stay,
-            longest_stay=jnp.maximum(monitor.longest_stay, stay),
-            diverging=monitor.diverging,
-            configurational_temperature=monitor.configurational_temperature + share,
-            stein=stein,
-        ),
+        monitor=watched._replace(minibatch_potential=minibatch_potential),
+    )
+
+
+def _is_right(
+    method: Method, fixed: ChainConstants, before: SGMCMCState, after: SGMCMCState
+) -> Array | bool:
+    """Whether a step is finite, its momentum one that occurs and its size positive."""
+    # The sum is not finite if any entry is not; squares could overflow before.
+    finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((after.z, after.dynamics))))
+    if method.step_size is None or method.tuning is not None:
+        is_warmup = before.i < fixed.warmup_steps
+        finite = finite & (is_warmup | _energy_is_plausible(after, method.temperature))
+    if callable(method.step_size):
+        finite = finite & (before.step_size > 0)
+    return finite
+
+
+def _watched(
+    method: Method,
+    target: Target,
+    before: SGMCMCState,
+    after: SGMCMCState,
+    evaluation: Evaluation,
+    is_right: Array | bool,
+) -> Monitored:
+    """The monitor after a step, with the pair of position and gradient in the Stein matrix."""
+    monitor, fixed, i = before.monitor, before.fixed, before.i
+    warmup = fixed.warmup_steps
+    settled = (i >= warmup // 2) & (i < warmup)
+    # the noise of minibatches that are not independent is correlated with the position, and
+    # positions that are tested later have another law
+    judged = target.scheme.independent and not method.traits.metropolis_corrected
+    stein, share = add_to_sums(
+        center_sums(monitor.stein, before.z, jnp.where(settled, i - warmup // 2 + 1, 0)),
+        after.z if method.gradient_at_end(fixed.layout.integrator) else before.z,
+        evaluation.gradient,
+        is_right & (i >= warmup) & is_for_samples(method.step_size, i) & judged,
+        method.temperature,
+        fixed.layout.sites,
+        fixed.metric.direction,
+        fixed.variances,
+    )
+    steps = steps_for_samples(method.step_size, fixed.layout.steps_per_sample)
+    share = share / steps if judged else jnp.full_like(share, jnp.nan)
+    stay = jnp.where(is_right, 0, monitor.stay + 1)
+    return monitor._replace(
+        nonfinite_steps=monitor.nonfinite_steps + ~jnp.asarray(is_right),
+        stay=stay,
+        longest_stay=jnp.maximum(monitor.longest_stay, stay),
+        configurational_temperature=monitor.configurational_temperature + share,
+        stein=stein,
     )
 
 
@@ -348,9 +291,9 @@ def flattened(target: Target, state: SGMCMCState) -> tuple[Array, Array, Potenti
     return flat, metric.coordinates(flat), potential
 
 
-def _step_size(method: "SGMCMCKernel", i: Array, fixed: ChainConstants) -> Array:
-    given = method.given.step_size
-    return jnp.asarray(given(i) if callable(given) else fixed.step_size)
+def _step_size(method: Method, i: Array, fixed: ChainConstants) -> Array:
+    size = method.step_size
+    return jnp.asarray(size(i) if callable(size) else fixed.step_size)
 
 
 def _momentum_flipped(dynamics: Any) -> Any:

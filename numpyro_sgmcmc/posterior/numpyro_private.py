@@ -23,9 +23,9 @@ from numpyro_sgmcmc.data.growing import row_count_of, trimmed
 
 
 def asked_whether_it_is_initialised(kernel: Any) -> Any:
-    """Decorates a kernel whose ``context`` knows whether its ``init`` has read a model."""
+    """Decorates a kernel whose ``runtime`` knows whether its ``init`` has read a model."""
     # `MCMC` calls `init` again at each run, and throws the state away, where this is None
-    kernel._sample_fn = property(lambda self: self.context.model if self.context.is_here else None)
+    kernel._sample_fn = property(lambda self: self.runtime.model if self.runtime.is_here else None)
     return kernel
 
 

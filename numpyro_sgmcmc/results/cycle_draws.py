@@ -28,7 +28,7 @@ def kept_draws(mcmc: MCMC) -> MCMC:
     if used.all():
         return mcmc
     if not used.any():
-        steps = mcmc.sampler.settings["cycle_steps"]
+        steps = mcmc.sampler.run_info["cycle_steps"]
         raise ValueError(
             f"None of {used.size:,} draws is from the end of a cycle of {steps:,} steps: draw more"
             " samples, or leave `steps_per_sample` and `thinning` out for one at the end of each"

@@ -42,7 +42,7 @@ def attributes(
         found["passes"] = samples * float(found["passes_per_sample"])
     if (tuning := getattr(mcmc.sampler, "tuning", None)) is not None:
         found["tuning_problem"] = tuning.problem or ""
-        if mcmc.sampler.given.step_size is None and tuning.steps_per_sample > 1:
+        if mcmc.sampler.method.step_size is None and tuning.steps_per_sample > 1:
             # where samples are less than a chain's memory apart, as much less
             of_a_draw = mcmc.sampler.steps_per_sample / tuning.steps_per_sample
             found["promised_per_sample"] = of_a_draw / tuning.slowness

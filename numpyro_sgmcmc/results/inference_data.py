@@ -362,7 +362,7 @@ def _warn_if_seldom_exchanged(mcmc: MCMC) -> None:
     tried = mcmc.get_extra_fields().get("exchange_prob")
     if tried is None:
         return
-    temperatures = str(mcmc.sampler.settings["temperatures"]).split(", ")
+    temperatures = str(mcmc.sampler.run_info["temperatures"]).split(", ")
     mean = np.mean(np.asarray(tried, np.float64), axis=0)
     k = int(np.argmin(mean))
     if mean[k] < _SELDOM:

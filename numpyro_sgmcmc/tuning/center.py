@@ -34,19 +34,21 @@ from numpyro_sgmcmc.tuning.gaussian import (
 )
 from numpyro_sgmcmc.tuning.newton import Fit, closest_gaussian, fit_of
 
-#: Searches from so many starts, one of them from zero, and from so many of more parameters; one
-#: where what is observed of a group takes so many evaluations.
-_STARTS, _FEWER_STARTS, _MANY_PARAMETERS, _MANY_POINTS = 6, 3, 50, 32
+_STARTS = 6  #: starts of the search, one of them from zero
+_FEWER_STARTS = 3  #: the same of many parameters
+_MANY_PARAMETERS = 50  #: how many that is
+_MANY_POINTS = 32  #: evaluations of a group beyond which there is one start
 
-#: The first search is of at least so many rows, or groups whose latent variables are integrated out
-#: by draws, and of so many for each parameter; the next ones of so many times as many.
-_FEWEST_ROWS, _FEWEST_GROUPS, _ROWS_FOR_EACH, _GROWTH = 1_000, 200, 10, 8
+_FEWEST_ROWS = 1_000  #: the fewest rows of the first search
+_FEWEST_GROUPS = 200  #: the same of groups whose latent variables are integrated out by draws
+_ROWS_FOR_EACH = 10  #: the fewest rows for each parameter
+_GROWTH = 8  #: how many times more rows each search has than the one before
 
 #: Searches that have ended so close to each other, in standard deviations, have found the same.
 _SAME = 0.5
 
-#: Newton steps of one search, and of those that begin where another one has ended.
-_STEPS, _FEWER_STEPS = 60, 20
+_STEPS = 60  #: Newton steps of a search
+_FEWER_STEPS = 20  #: the same of a search that begins where another one has ended
 
 
 def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaussian:

@@ -157,7 +157,7 @@ def find_members(
 
     :param starts: unconstrained values, with a leading axis for the members.
     :param rng_keys: for the minibatches of each.
-    :param compiled: keeps the program, :meth:`~numpyro_sgmcmc.kernels.runtime.Context.compiled`.
+    :param compiled: keeps the program, :meth:`~numpyro_sgmcmc.kernels.runtime.Runtime.compiled`.
     :param held: the model with rows that were held out, by which the best along each descent is
         kept; None keeps the last.
     :param with_curvature: whether the curvature is asked for.
@@ -216,27 +216,37 @@ def find_members(
         program = compiled("curvatures", jax.vmap(_curvature, (None, 0, 0)), target)
         keys = jax.vmap(lambda key: random.fold_in(key, 1))(rng_keys)
         curvatures = program(values, keys)
-    leaves = [np.asarray(x).reshape(len(x), -1) for x in jax.tree.leaves(values)]
-    finite = np.isfinite(np.concatenate(leaves, axis=1)).all(axis=1) & np.isfinite(potentials)
+    members = Members(values, potentials, np.asarray(steps), curvatures)
+    return _with_lost_ones_replaced(members, ensemble)
+
+
+def _with_lost_ones_replaced(members: Members, ensemble: Ensemble) -> Members:
+    """
+    Members that have ended at finite values, in the places of those that have not.
+
+    :raises ValueError: if none has.
+    """
+    leaves = [np.asarray(x).reshape(len(x), -1) for x in jax.tree.leaves(members.values)]
+    finite = np.isfinite(np.concatenate(leaves, axis=1)).all(axis=1) & np.isfinite(
+        members.potentials
+    )
     if not finite.any():
         raise ValueError(
             f"None of {len(finite)} members of the ensemble has ended at finite values: give a"
             f" `start=Ensemble(learning_rate=...)` below {ensemble.learning_rate:g}, standardise"
             " the data, or give `init_strategy`."
         )
-    if not finite.all():
-        lost = int((~finite).sum())
-        warnings.warn(
-            f"{lost} of {len(finite)} members of the ensemble have not ended at finite values, and"
-            f" were dropped: their chains start at other members. A learning rate less than"
-            f" {ensemble.learning_rate:g}, `start=Ensemble(learning_rate=...)`, may keep them.",
-            stacklevel=2,
-        )
-        good = np.flatnonzero(finite)
-        instead = np.where(finite, np.arange(len(finite)), np.resize(good, len(finite)))
-        values, curvatures = jax.tree.map(lambda x: x[instead], (values, curvatures))
-        potentials, steps = potentials[instead], steps[instead]
-    return Members(values, potentials, np.asarray(steps), curvatures)
+    if finite.all():
+        return members
+    warnings.warn(
+        f"{int((~finite).sum())} of {len(finite)} members of the ensemble have not ended at finite"
+        " values, and were dropped: their chains start at other members. A learning rate less than"
+        f" {ensemble.learning_rate:g}, `start=Ensemble(learning_rate=...)`, may keep them.",
+        stacklevel=2,
+    )
+    good = np.flatnonzero(finite)
+    instead = np.where(finite, np.arange(len(finite)), np.resize(good, len(finite)))
+    return jax.tree.map(lambda x: x[instead], members)
 
 
 def _curvature(target: Target, values: Values, rng_key: Array) -> Values:

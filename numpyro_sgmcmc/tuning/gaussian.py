@@ -34,15 +34,14 @@ from numpyro_sgmcmc.tuning.newton import (
     moved,
 )
 
-#: A mode matters if its potential is less than this above that of the best, and is another one
-#: if there is this much more on the way.
-FAR_ABOVE, _BARRIER = 10.0, 5.0
+FAR_ABOVE = 10.0  #: potential above the best mode at which another one does not matter
+_BARRIER = 5.0  #: potential on the way between two points that are different modes
 
-#: Draws of the Gaussian, in pairs of opposite sign, of which there are few where a pass takes long;
-#: and rows for each parameter of its Hessian.
-DRAWS, _FEW_DRAWS, _ROWS_FOR_EACH = 8, 2, 40
-#: Where these rows prove to be too few, so many times as many.
-_NEWTON_STEPS, _MORE_ROWS = 20, 4
+DRAWS = 8  #: draws of the Gaussian, in pairs of opposite sign
+_FEW_DRAWS = 2  #: the same where a pass takes long
+_ROWS_FOR_EACH = 40  #: rows for each parameter of a Hessian
+_NEWTON_STEPS = 20  #: the most Newton steps to the metric
+_MORE_ROWS = 4  #: how many times more rows a Hessian gets where they prove to be too few
 
 #: The second derivatives of a rough potential are less than this part of those between draws.
 _ROUGH = 0.1

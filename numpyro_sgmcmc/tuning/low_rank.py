@@ -20,12 +20,12 @@ from numpyro_sgmcmc.posterior.potential import Rows, full_data_gradient, over_al
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import DRAWS, Gaussian, hessian_times, looks_rough, normal_draws
 
-#: Products with the Hessian in a round, and rounds at most.
-_PRODUCTS, _ROUNDS = 40, 8
+_PRODUCTS = 40  #: products with the Hessian in a round
+_ROUNDS = 8  #: the most rounds
 
-#: An eigenvalue is far from 1 beyond this factor, known if its vector leaves less than this part
-#: of it, and as good as none if it is a smaller part than this of the largest.
-_FAR, _RESIDUAL, _FLAT = 1.5, 0.1, 1e-6
+_FAR = 1.5  #: factor beyond which an eigenvalue is far from 1
+_RESIDUAL = 0.1  #: part of an eigenvalue that its vector may leave, for it to be known
+_FLAT = 1e-6  #: part of the largest eigenvalue below which one is as good as none
 
 #: What is added to the gradient, as a part of its length.
 _AWAY = 1e-3

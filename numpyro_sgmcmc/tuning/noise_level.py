@@ -23,9 +23,9 @@ from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.curvature import find_curvature
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
-#: Draws at which the noise is measured, and lines along which the gradient of all data is, and
-#: on a scale on which a gradient is linear, but for its rounding errors.
-_NOISE_DRAWS, _LINES, _SHORT = 64, 8, 0.01
+_NOISE_DRAWS = 64  #: draws at which the noise is measured
+_LINES = 8  #: lines along which the gradient of all data is looked at
+_SHORT = 0.01  #: scale on which a gradient is linear, but for its rounding errors
 
 #: The noise of a control variate grows with the distance from its anchor: where it is too large for
 #: the step it drives chains further out. Half of the draws are so much further than the others, in

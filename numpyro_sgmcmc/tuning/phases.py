@@ -70,14 +70,14 @@ are read twice, for the gradient at its centre and for the anchor near their mod
     >>> noise = measure_noise(target, keys[2], gaussian, gaussian.metric, controlled=True)
     >>> noise.controlled.mean < noise.plain.mean / 1_000
     True
-    >>> CCAdL(model).suggest(noise.controlled)
+    >>> CCAdL(model).method.suggest(noise.controlled)
     (1.0, 0.7)
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array, random
 import jax.numpy as jnp
@@ -116,15 +116,15 @@ from numpyro_sgmcmc.tuning.subsample import near_the_mode, point_at, sample_of, 
 from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.variational import find_center
 
-#: Where a posterior is, is found by Newton's method up to so many parameters, and the metric is a
-#: full matrix up to so many, one of low rank up to so many, and diagonal above.
-NEWTON, DENSE_BY_DEFAULT, LOW_RANK_BY_DEFAULT = 500, 2_000, 20_000
+NEWTON = 500  #: the most parameters whose centre is found by Newton's method
+DENSE_BY_DEFAULT = 2_000  #: the most parameters whose metric is a full matrix
+LOW_RANK_BY_DEFAULT = 20_000  #: the most whose metric has a low rank; it is diagonal above
 
 #: A step with a control variate of second order takes at most so many times as long as with one of
 #: first order.
 _DEARER = 2.0
 
-#: In the order in which they come.
+#: The phases by the names that the progress bar shows.
 PHASES = ("centre", "metric", "noise", "pilot")
 
 
@@ -155,143 +155,303 @@ class TuningRequest(NamedTuple):
 Suggestion = Callable[[NoiseLevel], tuple[float, float | None]]
 
 
-def find_tuning(
+class Search(NamedTuple):
+    """
+    What every phase is told.
+
+    - **request** - what is to be found.
+    - **suggest** - the method's step size and friction for a level of noise; None if both are
+      given.
+    - **pilot** - from a tuning, without a report, to its pilot.
+    - **report** - is told the name of each phase when it begins.
+    - **rng_key** - a random key.
+    - **from_sample** - whether a sample of the rows may do for what needs no more.
+    """
+
+    request: TuningRequest
+    suggest: Suggestion | None
+    pilot: Callable[[Tuning], Pilot]
+    report: Callable[[str], None]
+    rng_key: Array
+    from_sample: bool = True
+
+    def key(self, phase: int) -> Array:
+        """The random key of a phase."""
+        return random.fold_in(self.rng_key, phase)
+
+    def rates(self, noise: NoiseLevel) -> tuple[float, float | None]:
+        """Step size and friction: those given, and what a level of noise asks for."""
+        step_size, friction = self.request.step_size, self.request.friction
+        if self.suggest is not None:
+            suggested = self.suggest(noise)
+            step_size, friction = step_size or suggested[0], friction or suggested[1]
+        assert step_size is not None
+        return step_size, friction
+
+
+class Known(NamedTuple):
+    """
+    What is known between two phases.
+
+    - **target** - the model with all of its rows.
+    - **seen** - the model with the rows that are looked at: all of them, or a sample.
+    - **share** - number of rows that are looked at, as a part of all.
+    - **passes** - the cost of each phase, in passes over all rows.
+    - **gaussian** - the Gaussian that is close to the posterior.
+    - **first** - where the search on a sample has ended, or None.
+    - **metric** - the metric in whose coordinates chains will move.
+    - **noise** - the noise of the gradient, with the anchor if there is one.
+    - **anchor** - of the control variate, or None.
+    - **tuning** - the tuning, as far as it is known.
+    - **is_sample** - whether a sample of the rows is looked at.
+    """
+
+    target: Target
+    seen: Target
+    share: float
+    passes: dict[str, float]
+    gaussian: Any = None
+    first: Any = None
+    metric: Any = None
+    noise: Any = None
+    anchor: Anchor | None = None
+    tuning: Any = None
+    is_sample: bool = False
+
+    def after(self, phase: str, passes: float, **values: Any) -> "Known":
+        """The same after a phase, with what it has found and what it has cost."""
+        spent = self.passes | {phase: self.passes.get(phase, 0.0) + passes}
+        return self._replace(passes=spent, **values)
+
+
+class _UnlikeItsSample(Exception):
+    """The sample of the rows has led elsewhere than all rows do."""
+
+
+def run_phases(
     target: Target,
     rng_key: Array,
-    choices: TuningRequest,
+    request: TuningRequest,
     suggest: Suggestion | None,
     pilot: Callable[[Tuning], Pilot],
     report: Callable[[str], None] = lambda phase: None,
-    from_sample: bool = True,
 ) -> Tuning:
     """
-    All phases, one after the other.
+    All phases, one after the other; again without a sample of the rows if that misleads.
 
     :param target: the model with its data.
     :param rng_key: a random key.
-    :param choices: what is to be found.
-    :param suggest: the method's step size and friction for a level of noise; None if both are
-        given.
-    :param pilot: from a tuning, without a report, to its pilot.
-    :param report: is told the name of each phase when it begins.
-    :param bool from_sample: whether a sample of the rows may do for what needs no more.
+    :param request: what is to be found.
+    :param suggest: as of :class:`Search`.
+    :param pilot: as of :class:`Search`.
+    :param report: as of :class:`Search`.
     """
-    keys = (random.fold_in(rng_key, k) for k in range(5))
-    center_key, metric_key, noise_key, pilot_key, rare_key = keys
-    passes: dict[str, float] = {}
-    report("centre")
-    find = search_center if target.model.dimension <= NEWTON else find_center
-    if choices.reparametrise:
+    search = Search(request, suggest, pilot, report, rng_key)
+    known = _begin(search, target)
+    try:
+        for phase in _PHASES:
+            known = phase(search, known)
+    except _UnlikeItsSample as unlike:
+        search = search._replace(from_sample=False)
+        known = _begin(search, target)
+        for phase in _PHASES:
+            known = phase(search, known)
+        return known.tuning._replace(passes={"sample": unlike.args[0]} | known.tuning.passes)
+    return known.tuning
+
+
+def _begin(search: Search, target: Target) -> Known:
+    """
+    The rows that are looked at, in coordinates in which hierarchies have no funnels.
+
+    :raises ValueError: if there are too many rows to be looked at again and again.
+    """
+    request, dimension = search.request, target.model.dimension
+    search.report("centre")
+    if request.reparametrise:
         target = non_centred(target)
     target = target._replace(model=target.model.with_rule(target.model.search_rule))
-    controls = choices.gradient != "minibatch" and bool(target.model.plates)
-    shaped = _shape_of(choices.metric, target.model.dimension)
+    is_small = dimension <= NEWTON and _shape_of(request.metric, dimension) is find_metric
     sample = None
-    if from_sample and find is search_center and shaped is find_metric:
-        sample = sample_of(target) if choices.strata in (None, "auto") else None
+    if search.from_sample and is_small:
+        sample = sample_of(target) if request.strata in (None, "auto") else None
     for plate in target.model.plates:
         if sample is None and needs_64_bits(plate.size):
-            raise ValueError(_cannot_be_tuned(plate, from_sample))
-    # what is looked at, and how many of its rows there are to a row
-    seen, share = (target, 1.0) if sample is None else (sample, share_of(sample))
-    _prepare(seen, choices, controls)
-    gaussian = find(seen, center_key, choices.init_strategy)
-    gaussian = gaussian._replace(part=share * gaussian.part)
-    multimodal = gaussian.multimodal
+            raise ValueError(_cannot_be_tuned(plate, search.from_sample))
+    if sample is None:
+        return Known(target, target, 1.0, {})
+    return Known(target, sample, share_of(sample), {}, is_sample=True)
+
+
+def _find_center(search: Search, known: Known) -> Known:
+    """The centre, and the coordinates of hierarchies."""
+    seen, request = known.seen, search.request
+    _prepare(seen, request, _controls(search, known))
+    find = search_center if seen.model.dimension <= NEWTON else find_center
+    gaussian = find(seen, search.key(0), request.init_strategy)
+    gaussian = gaussian._replace(part=known.share * gaussian.part)
+    known = known._replace(
+        tuning=Tuning(1.0, None, IdentityMetric(), multimodal=gaussian.multimodal)
+    )
     seen, gaussian = find_centring(seen, gaussian)
-    passes["centre"] = share * gaussian.passes
+    return known.after("centre", known.share * gaussian.passes, seen=seen, gaussian=gaussian)
+
+
+def _find_shape(search: Search, known: Known) -> Known:
+    """The metric: a matrix, a low rank, or the variances of the first search."""
+    seen, gaussian = known.seen, known.gaussian
+    shaped = _shape_of(search.request.metric, seen.model.dimension)
     if shaped is not None:
-        report("metric")
-        gaussian = shaped(seen, metric_key, gaussian)
-        passes["metric"] = share * gaussian.passes
+        search.report("metric")
+        gaussian = shaped(seen, search.key(1), gaussian)
+        known = known.after("metric", known.share * gaussian.passes)
         if isinstance(gaussian.metric, DenseMetric):
             # of all rows, and not of a part of them
             seen, gaussian = find_centring(seen, gaussian)
-    target = target._replace(centring=seen.centring)
-    if sample is not None:
+    target = known.target._replace(centring=seen.centring)
+    known = known._replace(target=target, seen=seen, gaussian=gaussian)
+    if known.is_sample:
         first = point_at(target, gaussian)
-        gaussian = first.at_the_mode
-        passes["all rows"] = 1.0
-    metric = _chosen(choices.metric, gaussian.metric)
-    report("noise")
-    measured = measure_noise(seen, noise_key, gaussian, metric, controls)
+        known = known.after("all rows", 1.0, first=first, gaussian=first.at_the_mode)
+    return known._replace(metric=_chosen(search.request.metric, known.gaussian.metric))
+
+
+def _find_noise(search: Search, known: Known) -> Known:
+    """The noise of the gradient, and whether a control variate takes it out."""
+    request = search.request
+    search.report("noise")
+    at = known.gaussian, known.metric, _controls(search, known)
+    measured = measure_noise(known.seen, search.key(2), *at)
     plain, controlled, anchor, rounding, cost, widest = measured
-    passes["noise"] = share * cost
     noise = plain
     if controlled is not None:
-        if choices.gradient != "auto" or controlled.mean < plain.mean / 2:
+        if request.gradient != "auto" or controlled.mean < plain.mean / 2:
             noise = controlled
         else:
             anchor = None
-    steps_with = partial(_steps, choices, suggest, metric, gaussian.metric)
-    if anchor is not None and _may_be_expanded(seen, choices, steps_with, noise):
-        further, level, cost = _expanded(seen, noise_key, gaussian, metric, anchor, noise)
-        passes["noise"] += share * cost
-        if choices.gradient != "auto" or steps_with(noise) > _DEARER * steps_with(level):
-            anchor, noise = further, level
-    if sample is not None:
-        point, cost = near_the_mode(target, first, order_of(anchor))
-        passes["all rows"] += cost
-        if point is None:
-            again = target, rng_key, choices, suggest, pilot, report
-            found = find_tuning(*again, from_sample=False)
-            spent = sum(passes.values())
-            return found._replace(passes={"sample": spent} | found.passes)
-        gaussian, anchor = point.at_the_mode, None if anchor is None else point.anchor
-        metric = _chosen(choices.metric, gaussian.metric)
-    rule, integrals, cost = rule_of_steps(target, rare_key, gaussian, anchor is not None)
-    target = target._replace(model=target.model.with_rule(rule))
-    passes["noise"] += cost
-    step_size, friction = _rates(choices, suggest, noise)
-    tuning = Tuning(
-        step_size,
-        friction,
-        metric,
-        gaussian.metric,
-        anchor,
-        noise,
-        plain,
-        rounding=rounding,
-        multimodal=multimodal,
+    tuning = known.tuning._replace(plain_noise=plain, rounding=rounding)
+    if widest is not None:
+        slow = site_of(known.target, np.abs(widest))
+        tuning = tuning._replace(widest=float(np.linalg.norm(widest)), slow=slow)
+    found = {"noise": noise, "anchor": anchor, "tuning": tuning}
+    return known.after("noise", known.share * cost, **found)
+
+
+def _find_expansion(search: Search, known: Known) -> Known:
+    """A control variate of second order, where it is asked for or pays."""
+    request, noise, anchor = search.request, known.noise, known.anchor
+    steps_with = partial(_steps, search, known.metric, known.gaussian.metric)
+    if anchor is None or not _may_be_expanded(known.seen, request, steps_with, noise):
+        return known
+    at = search.key(2), known.gaussian, known.metric, anchor, noise
+    further, level, cost = _expanded(known.seen, *at)
+    if request.gradient != "auto" or steps_with(noise) > _DEARER * steps_with(level):
+        anchor, noise = further, level
+    return known.after("noise", known.share * cost, anchor=anchor, noise=noise)
+
+
+def _find_mode_of_all_rows(search: Search, known: Known) -> Known:
+    """
+    The centre and the anchor of all rows, after a search on a sample.
+
+    :raises _UnlikeItsSample: if the sample has led elsewhere.
+    """
+    if not known.is_sample:
+        return known
+    point, cost = near_the_mode(known.target, known.first, order_of(known.anchor))
+    known = known.after("all rows", cost)
+    if point is None:
+        raise _UnlikeItsSample(sum(known.passes.values()))
+    return known._replace(
+        gaussian=point.at_the_mode,
+        anchor=None if known.anchor is None else point.anchor,
+        metric=_chosen(search.request.metric, point.at_the_mode.metric),
+    )
+
+
+def _find_rates(search: Search, known: Known) -> Known:
+    """The integrals over latent variables of groups, the step size and the friction."""
+    gaussian, anchor, noise = known.gaussian, known.anchor, known.noise
+    at = search.key(4), gaussian, anchor is not None
+    rule, integrals, cost = rule_of_steps(known.target, *at)
+    target = known.target._replace(model=known.target.model.with_rule(rule))
+    step_size, friction = search.rates(noise)
+    tuning = known.tuning._replace(
+        step_size=step_size,
+        friction=friction,
+        metric=known.metric,
+        start=gaussian.metric,
+        anchor=anchor,
+        noise=noise,
         converged=gaussian.converged,
         flat="" if gaussian.flat is None else site_of(target, gaussian.flat**2),
         centring=dict(target.centring),
         integrals=integrals,
         rule=rule,
     )
-    if widest is not None:
-        tuning = tuning._replace(
-            widest=float(np.linalg.norm(widest)), slow=site_of(target, np.abs(widest))
-        )
-    if choices.step_size is None:
+    if search.request.step_size is None:
         # as it is if no rows prove to be rare
-        pilot(tuning).prepare()
+        search.pilot(tuning).prepare()
+    return known.after("noise", cost, target=target, tuning=tuning)
+
+
+def _find_strata(search: Search, known: Known) -> Known:
+    """Rows that few minibatches have, and strata where they would make the draws wrong."""
+    target, gaussian, noise = known.target, known.gaussian, known.noise
     is_noisy = target.scheme.independent and any(target.factors.values())
-    if is_noisy and target.shards is None:
-        longest, _ = _rates(choices, suggest, noise._replace(mean=0.0, largest=0.0))
-        error = partial(
-            error_of, nonlinearity=noise.nonlinearity, step_size=longest, friction=friction
-        )
-        order, strata = order_of(anchor), choices.strata
-        at = rare_key, gaussian, metric, order
-        if sample is not None:
-            rare = find_rare_rows(seen, *at, None, error)
-            passes["rare rows"] = share * rare.passes
-        if sample is None or (strata is not None and error(rare.fourth_cumulant) > TOLERABLE):
-            rare = find_rare_rows(target, *at, strata, error)
-            passes["rare rows"] = passes.get("rare rows", 0.0) + rare.passes
-        tuning = tuning._replace(strata=rare.strata, fourth_cumulant=rare.fourth_cumulant)
-    if tuning.strata:
-        target = target._replace(strata=tuning.strata)
-        noise, cost = noise_with(target, noise_key, gaussian, metric, anchor, noise)
-        passes["noise"] += cost
-        step_size, friction = _rates(choices, suggest, noise)
-        tuning = tuning._replace(step_size=step_size, friction=friction, noise=noise)
-    tuning = tuning._replace(passes=passes)
-    if choices.step_size is not None:
-        return tuning
-    report("pilot")
-    return run_pilot(target, pilot_key, tuning, pilot(tuning))
+    if not is_noisy or target.shards is not None:
+        return known
+    longest, _ = search.rates(noise._replace(mean=0.0, largest=0.0))
+    error = partial(
+        error_of,
+        nonlinearity=noise.nonlinearity,
+        step_size=longest,
+        friction=known.tuning.friction,
+    )
+    strata = search.request.strata
+    at = search.key(4), gaussian, known.metric, order_of(known.anchor)
+    if known.is_sample:
+        rare = find_rare_rows(known.seen, *at, None, error)
+        known = known.after("rare rows", known.share * rare.passes)
+    if not known.is_sample or (strata is not None and error(rare.fourth_cumulant) > TOLERABLE):
+        rare = find_rare_rows(target, *at, strata, error)
+        known = known.after("rare rows", rare.passes)
+    tuning = known.tuning._replace(strata=rare.strata, fourth_cumulant=rare.fourth_cumulant)
+    if not tuning.strata:
+        return known._replace(tuning=tuning)
+    target = target._replace(strata=tuning.strata)
+    at_anchor = gaussian, known.metric, known.anchor, noise
+    noise, cost = noise_with(target, search.key(2), *at_anchor)
+    step_size, friction = search.rates(noise)
+    tuning = tuning._replace(step_size=step_size, friction=friction, noise=noise)
+    return known.after("noise", cost, target=target, noise=noise, tuning=tuning)
+
+
+def _fly(search: Search, known: Known) -> Known:
+    """Short chains with the step size that was found, where it was not given."""
+    tuning = known.tuning._replace(passes=known.passes)
+    if search.request.step_size is None:
+        search.report("pilot")
+        tuning = run_pilot(known.target, search.key(3), tuning, search.pilot(tuning))
+    return known._replace(tuning=tuning)
+
+
+#: In the order in which they are run.
+_PHASES = (
+    _find_center,
+    _find_shape,
+    _find_noise,
+    _find_expansion,
+    _find_mode_of_all_rows,
+    _find_rates,
+    _find_strata,
+    _fly,
+)
+
+
+def _controls(search: Search, known: Known) -> bool:
+    """Whether a control variate is looked at."""
+    return search.request.gradient != "minibatch" and bool(known.seen.model.plates)
 
 
 def _cannot_be_tuned(plate: Plate, from_sample: bool) -> str:
@@ -310,53 +470,35 @@ def _cannot_be_tuned(plate: Plate, from_sample: bool) -> str:
     )
 
 
-def _prepare(target: Target, choices: TuningRequest, controls: bool) -> None:
+def _prepare(target: Target, request: TuningRequest, controls: bool) -> None:
     """Compiles the search beside the tracing of what comes next, and that beside the search."""
     if target.model.dimension <= NEWTON:
         prepare_center(target)
-    if _shape_of(choices.metric, target.model.dimension) is not find_metric:
+    if _shape_of(request.metric, target.model.dimension) is not find_metric:
         return
     prepare_metric(target)
-    if choices.metric in (None, "dense"):
+    if request.metric in (None, "dense"):
         dimension, dtype = target.model.dimension, target.model.dtype
         shapes = (dimension,), (dimension, dimension), (dimension, dimension)
         metric = DenseMetric(*(jnp.asarray(np.zeros(shape, dtype)) for shape in shapes))
         prepare_noise(target, metric, controls)
 
 
-def _rates(
-    choices: TuningRequest, suggest: Suggestion | None, noise: NoiseLevel
-) -> tuple[float, float | None]:
-    """Step size and friction: those given, and what a level of noise asks for."""
-    step_size, friction = choices.step_size, choices.friction
-    if suggest is not None:
-        suggested = suggest(noise)
-        step_size, friction = step_size or suggested[0], friction or suggested[1]
-    assert step_size is not None
-    return step_size, friction
-
-
-def _steps(
-    choices: TuningRequest,
-    suggest: Suggestion | None,
-    metric: Metric,
-    start: GaussianMetric,
-    noise: NoiseLevel,
-) -> float:
-    """After how many steps a chain forgets where it was, with a level of noise."""
-    step_size, friction = _rates(choices, suggest, noise)
+def _steps(search: Search, metric: Metric, start: GaussianMetric, noise: NoiseLevel) -> float:
+    """The number of steps in which a chain forgets where it was, with a level of noise."""
+    step_size, friction = search.rates(noise)
     return Tuning(step_size, friction, metric, start).relaxation_time / step_size
 
 
 def _may_be_expanded(
-    target: Target, choices: TuningRequest, steps: Callable[[NoiseLevel], float], noise: NoiseLevel
+    target: Target, request: TuningRequest, steps: Callable[[NoiseLevel], float], noise: NoiseLevel
 ) -> bool:
     """
     Whether a control variate of second order is asked for, or could pay.
 
     :raises ValueError: if it is asked for, and there is none.
     """
-    asked = choices.gradient == GRADIENTS[2]
+    asked = request.gradient == GRADIENTS[2]
     dimension, drawn = target.model.dimension, target.model.drawn_plates
     if drawn or dimension > DENSE_BY_DEFAULT:
         if not asked:
@@ -373,7 +515,7 @@ def _may_be_expanded(
         )
     # with given rates there are as many steps with any noise
     without = noise._replace(mean=0.0, largest=0.0)
-    return asked or (choices.gradient == "auto" and steps(noise) > _DEARER * steps(without))
+    return asked or (request.gradient == "auto" and steps(noise) > _DEARER * steps(without))
 
 
 def _expanded(

@@ -3,30 +3,42 @@
 
 """Short chains that show whether the steps are short enough, and whether chains agree."""
 
+from collections.abc import Callable
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
-from jax import Array, random
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, order_of
-from numpyro_sgmcmc.posterior.metric import DenseMetric
+from numpyro_sgmcmc.posterior.initial_values import draw_from
+from numpyro_sgmcmc.posterior.metric import DenseMetric, GaussianMetric, Metric
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.stein import stein_report
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
-from numpyro_sgmcmc.tuning.pilot_rhat import PilotRun, r_hats
+from numpyro_sgmcmc.tuning.pilot_rhat import (
+    Halves,
+    PilotRun,
+    no_positions,
+    r_hats,
+    with_position,
+)
 from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
 
-#: The pilot: chains, the fewest and the most steps of each, and halvings.
-PILOT_CHAINS, _PILOT_STEPS, _MOST_PILOT_STEPS, _HALVINGS = 8, 600, 40_000, 5
+PILOT_CHAINS = 8  #: chains of a pilot
+_PILOT_STEPS = 600  #: the fewest steps of each
+_MOST_PILOT_STEPS = 40_000  #: the most
+_HALVINGS = 5  #: the most halvings of the step size
 
-#: Steps of a pilot that may be undone: so many, which do not say yet how often it happens, and a
-#: part of all.
-_UNDONE_BY_CHANCE, _UNDONE = 2, 1e-4
+_UNDONE_BY_CHANCE = 2  #: undone steps of a pilot that do not say yet how often it happens
+_UNDONE = 1e-4  #: and the tolerable part of all
 
-#: A pilot that is not much longer than the memory of a chain, which is of the order of 1 in
-#: time, would find draws too narrow; where its chains do not agree, it is so many times as long.
-_PILOT_TIME, _LONGER = 40.0, (1, 8, 32)
+_PILOT_TIME = 40.0  #: length of a chain in units of its memory; shorter ones look too narrow
+_LONGER = (1, 8, 32)  #: how many times longer it is where chains do not agree
 
 
 class Pilot(Protocol):
@@ -128,3 +140,56 @@ def site_of(target: Target, sizes: np.ndarray) -> str:
     latents = target.model.latents
     ends = np.cumsum([math.prod(latents[name].shape) for name in sorted(latents)])
     return sorted(latents)[int(np.searchsorted(ends, np.argmax(sizes), side="right"))]
+
+
+def short_chains(
+    begin: Callable[[Values, Array, Array], Any],
+    advance: Callable[[Any], Any],
+    axes: Any,
+    target: Target,
+    gaussian: GaussianMetric,
+    temperature: float,
+    metric: Metric,
+    samples: Array,
+    rng_key: Array,
+) -> PilotRun:
+    """
+    The chains of a pilot, from draws of a Gaussian.
+
+    :param begin: from values and two keys to the state of a chain.
+    :param advance: one sample of a chain, or of several.
+    :param axes: those of the state of several chains, for :func:`jax.vmap`.
+    :param target: the model with its data, tuned.
+    :param gaussian: the Gaussian that is close to the posterior.
+    :param metric: in whose coordinates chains are compared.
+    :param samples: number of samples of each chain.
+    """
+    keys = random.split(rng_key, (3, PILOT_CHAINS))
+    z = draw_from(gaussian, target, temperature, keys[1])
+
+    def seen(halves: Halves, z: Values, k: Array) -> Halves:
+        position = metric.coordinates(ravel(target.to_internal(z)))
+        return with_position(halves, position, 4 * k // samples - 2, 2 * k >= samples)
+
+    def both(seen: Callable) -> Callable:
+        def sampled(k: Array, run: tuple[Any, Halves]) -> tuple[Any, Halves]:
+            state = advance(run[0])
+            return state, seen(run[1], state.z, k)
+
+        return sampled
+
+    none = no_positions(target.model.dimension, gaussian.center.dtype)
+
+    def one(chain: tuple[Values, Array, Array]) -> PilotRun:
+        state, halves = lax.fori_loop(0, samples, both(seen), (begin(*chain), none))
+        return PilotRun(state.monitor.stein, halves, state.monitor.nonfinite_steps)
+
+    if target.shards is None:
+        # one after the other: a program for all at once takes twice as long to compile
+        return lax.map(one, (z, keys[0], keys[2]))
+    # devices would spend their time in waiting for each other
+    chains = jax.vmap(begin, out_axes=axes)(z, keys[0], keys[2])
+    several = jax.tree.map(lambda x: jnp.stack([x] * PILOT_CHAINS), none)
+    of_chains = both(jax.vmap(seen, (0, 0, None)))
+    state, halves = lax.fori_loop(0, samples, of_chains, (chains, several))
+    return PilotRun(state.monitor.stein, halves, state.monitor.nonfinite_steps)

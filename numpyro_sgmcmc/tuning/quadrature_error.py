@@ -15,9 +15,8 @@ from numpyro_sgmcmc.posterior.potential import full_data_gradient, ravel, rows_i
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
-#: Directions at most; and of more parameters than these, power steps for the one in which standard
-#: deviations change most.
-_DIRECTIONS, _POWER_STEPS = 4, 3
+_DIRECTIONS = 4  #: the most directions in which standard deviations are compared
+_POWER_STEPS = 3  #: power steps to the direction of the largest change, of more parameters
 
 #: Few nodes are enough if they move the draws by no more than this, in standard deviations.
 _ENOUGH = 0.02

@@ -47,17 +47,15 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.strata import given_strata
 
-#: Pairs of opposite draws of the Gaussian at which rows are looked at, and how much wider than it
-#: they are spread: what is seen of a row at eight places is not to miss what it does at others. Of
-#: groups whose latent variables are integrated out by draws a look takes as long as many rows.
-_PAIRS, _FEW_PAIRS, _WIDTH = 8, 2, 1.5
+_PAIRS = 8  #: pairs of opposite draws of the Gaussian at which rows are looked at
+_FEW_PAIRS = 2  #: the same where integrals over groups are drawn, and a look takes long
+_WIDTH = 1.5  #: their spread: what a row does at a few places is not to miss what it does at others
 
 #: Of so many rows, those that kick the hardest, the gradients are looked at one by one.
 _MOST_ROWS = 1_000
 
-#: Standard deviations that are wrong by more than this part are worth strata, and a warning if
-#: there cannot be any.
-TOLERABLE, MUCH_ERROR = 0.02, 0.05
+TOLERABLE = 0.02  #: relative error of a standard deviation beyond which strata are made
+MUCH_ERROR = 0.05  #: and beyond which the tuning warns where there cannot be any
 
 
 class Importance(NamedTuple):

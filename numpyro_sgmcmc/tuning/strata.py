@@ -7,35 +7,40 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_sgmcmc.data.converters import MOST, array, shown
+from numpyro_sgmcmc.data.converters import MOST, array, one_of
 from numpyro_sgmcmc.data.strata import Strata, by_labels
+from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.posterior.target import Target
 
 #: The scheme of subsampling that draws rows within strata too.
 STRATIFIED = "without_replacement"
 
 
-def checked_strata(strata: Any, subsampling: str) -> Any:
+def checked_subsampling(subsampling: Any) -> Any:
     """
-    Strata by plate, those of the only one under the name None; ``"auto"`` and None as they are.
+    The word for a scheme as it is, and strata by plate, those of the only one under the name None.
 
-    :raises ValueError: if they are not whole numbers, or rows are not drawn within strata.
+    :raises ValueError: if there is no such scheme, or strata are not whole numbers.
     """
-    if strata is None or isinstance(strata, str):
-        if strata not in (None, "auto"):
+    if isinstance(subsampling, str):
+        # a word of earlier versions, refused by itself for one release
+        if subsampling == "importance":
             raise ValueError(
-                "`strata` must be an array with the number of the stratum of each row, a dictionary"
-                f" of arrays by plate, 'auto' or None; got {shown(strata)}."
+                "subsampling='importance' was taken out: leave `subsampling` out. Strata do the"
+                " same, which the tuning finds by itself."
             )
-        return strata
-    if subsampling != STRATIFIED:
+        return one_of("subsampling", subsampling, ("auto", *SCHEMES))
+    if subsampling is None:
+        words = ", ".join(map(repr, ("auto", *SCHEMES)))
         raise ValueError(
-            f"`strata` are drawn from without replacement, but subsampling={subsampling!r}: use"
-            f" subsampling={STRATIFIED!r}, or leave `strata` out."
+            f"`subsampling` must be one of {words}, an array with the number of the stratum of each"
+            " row, or a dictionary of arrays by plate; got None."
         )
     checked = {}
-    for plate, labels in (strata if isinstance(strata, dict) else {None: strata}).items():
-        where = "`strata`" if plate is None else f"`strata[{plate!r}]`"
+    for plate, labels in (
+        subsampling if isinstance(subsampling, dict) else {None: subsampling}
+    ).items():
+        where = "`subsampling`" if plate is None else f"`subsampling[{plate!r}]`"
         found = array(where.strip("`"), labels)
         if found.ndim != 1 or found.dtype.kind not in "biu":
             raise ValueError(
@@ -78,25 +83,25 @@ def given_strata(
     names = ", ".join(f"'{name}'" for name in plates) or "none"
     if None in strata and len(plates) != 1:
         raise ValueError(
-            f"`strata` is one array, but the plates with a `subsample_size` are {names}: give a"
-            " dictionary of arrays by the name of the plate."
+            f"`subsampling` is one array, but the plates with a `subsample_size` are {names}: give"
+            " a dictionary of arrays by the name of the plate."
         )
     if target.shards is not None:
         raise ValueError(
-            "`strata` cannot be used with rows that are spread over devices, each of which draws"
-            " from its own rows: leave `strata` out, or sample on one device."
+            "`subsampling` cannot be used with rows that are spread over devices, each of which"
+            " draws from its own rows: leave `subsampling` out, or sample on one device."
         )
     found = {}
     for key, labels in strata.items():
         if key is not None and key not in plates:
             raise ValueError(
-                f"`strata` has an entry for '{key}', which is no plate with a `subsample_size`;"
-                f" those are {names}."
+                f"`subsampling` has an entry for '{key}', which is no plate with a"
+                f" `subsample_size`; those are {names}."
             )
         plate = next(iter(plates.values())) if key is None else plates[key]
         if len(labels) != plate.size:
             raise ValueError(
-                f"`strata` has {len(labels):,} entries for plate '{plate.name}', which has"
+                f"`subsampling` has {len(labels):,} entries for plate '{plate.name}', which has"
                 f" {plate.size:,} rows: give the number of the stratum of each row."
             )
         known = None if importance is None else importance[plate.name]

@@ -37,22 +37,22 @@ from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
-#: A sample has about so many rows, of at most so many bytes, and no less than so many for each
-#: parameter; where there are not four times as many, all rows are looked at.
-_ROWS, _BYTES, _ROWS_FOR_EACH, _FEWEST_TIMES = 2**18, 2**28, 200, 4
+_ROWS = 2**18  #: rows of a sample
+_BYTES = 2**28  #: the most bytes of a sample
+_ROWS_FOR_EACH = 200  #: the fewest rows for each parameter
+_FEWEST_TIMES = 4  #: how many times more rows there must be, for a sample to be taken
 
 #: It is made of stretches of so many neighbours, which are read at once.
 _STRETCH = 64
 
-#: The anchor is near the mode if it is within so many standard deviations in each coordinate, and
-#: so many passes may be made to come there.
-NEAR, _MOST_PASSES = 0.5, 4
+NEAR = 0.5  #: the farthest that an anchor is from the mode in a coordinate, in standard deviations
+_MOST_PASSES = 4  #: the most passes to come there
 
 #: A Newton step with the Hessian of a sample that is large enough leaves no more of the way.
 _SHORTENED = 0.25
 
-#: Rows that are compared with themselves among all others, and the rounding errors of that.
-_FEW, _SAME = 64, 1e-3
+_FEW = 64  #: rows that are compared with themselves among all others
+_SAME = 1e-3  #: the rounding errors of that
 
 
 def sample_of(target: Target) -> Target | None:

@@ -3,7 +3,8 @@
 
 """What was found for a model and its data, and what of it a user should hear."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -19,10 +20,10 @@ from numpyro_sgmcmc.stein import SteinReport, advice
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
 
-#: Gradients that deviate more than this from linear ones may belong to posteriors whose shape no
-#: metric fits, such as funnels, bananas and neural networks, where the chains of a pilot have an
-#: R-hat above this.
-_FAR_FROM_GAUSSIAN, NOT_MIXED = 0.6, 1.1
+#: Nonlinearity of the gradient and R-hat of the pilot above which no metric may fit the posterior,
+#: such as a funnel, a banana or a neural network.
+_FAR_FROM_GAUSSIAN = 0.6
+NOT_MIXED = 1.1
 
 #: Rounding errors that a user should hear of, in posterior standard deviations.
 _MUCH_ROUNDING = 0.05
@@ -33,9 +34,8 @@ _WRONG_INTEGRALS = 0.05
 #: A direction in which chains are so many times slower is one that a user should hear of.
 _MUCH_SLOWER = 4.0
 
-#: Passes over the data for an independent draw from which on minibatches do not pay, and the square
-#: of the step size times the noise that limits it, which is 1 where nothing else does.
-_NO_GAIN, _BY_NOISE = 3.0, 0.5
+_NO_GAIN = 3.0  #: passes over the data for an independent draw beyond which minibatches do not pay
+_BY_NOISE = 0.5  #: square of the step size times the noise; 1 where nothing else limits the step
 
 #: Kinds of gradients in words, by the order of their control variate.
 _KINDS = ("plain minibatches", "a control variate", "a control variate of second order")
@@ -254,72 +254,16 @@ class Tuning(NamedTuple):
         return "\n".join(lines)
 
 
-def warn_of(tuning: Tuning) -> None:
-    """Says what the tuning has found to be wrong."""
-    if tuning.flat:
-        warnings.warn(
-            f"The posterior is the same for all values of site '{tuning.flat}' in some direction:"
-            " neither the data nor its prior say anything of it, and what is drawn of it means"
-            " nothing. Give it a proper prior; drop columns that depend on each other, or that tell"
-            " all outcomes of one kind from those of another.",
-            stacklevel=3,
-        )
-    if tuning.multimodal:
-        warnings.warn(
-            "The posterior has several modes (searches from different starts ended in"
-            " different ones, with a barrier between): the chains will see one of them. Break a"
-            " symmetry of the model, take the draws for predictions only, or use"
-            " `replicas=Replicas(...)`, which visit all.",
-            stacklevel=3,
-        )
-    if tuning.is_far_from_gaussian:
-        warnings.warn(
-            f"The posterior is far from any Gaussian, and no metric fits it{_pilot_of(tuning)}."
-            " Chains may be slow in directions that a short run does not show: compare several long"
-            " ones. If they differ, write effects of groups so that they are recognised, and get"
-            " coordinates of their own: `x = numpyro.sample('x', dist.Normal(mu, tau))` or"
-            " `x = mu + tau * numpyro.sample('z', dist.Normal(0, 1))`, with `z` used once.",
-            stacklevel=3,
-        )
-    if tuning.misses_a_direction:
-        warnings.warn(
-            f"The metric misses a direction of site '{tuning.slow}': {_slow(tuning)}. Run longer by"
-            " as much; use `metric='dense'`, if memory allows; or leave out what the data cannot"
-            " tell apart, such as an intercept beside an effect of each level.",
-            stacklevel=3,
-        )
-    if not tuning.minibatches_pay:
-        warnings.warn(
-            f"Minibatches do not pay here: {_no_gain(tuning)}. If all rows fit into memory, use"
-            " `NUTS(full_data(model))`.",
-            stacklevel=3,
-        )
-    if tuning.needs_double_precision:
-        warnings.warn(
-            f"Rounding errors of the gradient are as large as {tuning.rounding:.2g} posterior"
-            " standard deviations in the worst coordinate, and the draws may be off by as much."
-            " Use double precision: call `numpyro.enable_x64()` before anything else.",
-            stacklevel=3,
-        )
-    if tuning.has_rare_rows:
-        warnings.warn(
-            "Some parameters are known from a few rows only, those of a small group or with a rare"
-            " feature, and most minibatches have none of them: their standard deviations are wrong"
-            f" by {_about(tuning.rare_rows_error)}, which no correction of the noise removes. Use"
-            " strata (`strata='auto'`, with subsampling='without_replacement' and an estimate of"
-            " the noise from sub-batches), or a larger `subsample_size`.",
-            stacklevel=3,
-        )
-    if tuning.has_wrong_integrals:
-        warnings.warn(
-            "The integrals over the latent variables of groups are not exact enough: the draws are"
-            f" off by as much as {tuning.integrals:.2g} posterior standard deviations. Use"
-            " gradient='control_variate', which corrects for what is wrong at the centre; larger"
-            " minibatches; or sample some of these sites for all groups, outside of the plate.",
-            stacklevel=3,
-        )
-    if tuning.report is not None and (problem := tuning.report.problem()):
-        warnings.warn(f"After tuning: {advice(problem)}", stacklevel=3)
+class TuningFailed(ValueError):
+    """
+    A tuning with which a run would be of no use.
+
+    :param tuning: what was found.
+    """
+
+    def __init__(self, message: str, tuning: Tuning) -> None:
+        super().__init__(message)
+        self.tuning = tuning
 
 
 def _pilot_of(tuning: Tuning) -> str:
@@ -348,3 +292,87 @@ def _no_gain(tuning: Tuning) -> str:
 def _about(error: float) -> str:
     """An error of first order, which means little where it is large."""
     return f"about {error:.0%}" if error < 0.2 else "20% or more"
+
+
+#: Conditions under which the tuning warns, and the warnings.
+_WARNINGS: tuple[tuple[Callable[["Tuning"], Any], Callable[["Tuning"], str]], ...] = (
+    (
+        lambda t: t.flat,
+        lambda t: (
+            f"The posterior is the same for all values of site '{t.flat}' in some direction:"
+            " neither the data nor its prior say anything of it, and what is drawn of it means"
+            " nothing. Give it a proper prior; drop columns that depend on each other, or that tell"
+            " all outcomes of one kind from those of another."
+        ),
+    ),
+    (
+        lambda t: t.multimodal,
+        lambda t: (
+            "The posterior has several modes (searches from different starts ended in"
+            " different ones, with a barrier between): the chains will see one of them. Break a"
+            " symmetry of the model, take the draws for predictions only, or use"
+            " `replicas=Replicas(...)`, which visit all."
+        ),
+    ),
+    (
+        lambda t: t.is_far_from_gaussian,
+        lambda t: (
+            f"The posterior is far from any Gaussian, and no metric fits it{_pilot_of(t)}."
+            " Chains may be slow in directions that a short run does not show: compare several long"
+            " ones. If they differ, write effects of groups so that they are recognised, and get"
+            " coordinates of their own: `x = numpyro.sample('x', dist.Normal(mu, tau))` or"
+            " `x = mu + tau * numpyro.sample('z', dist.Normal(0, 1))`, with `z` used once."
+        ),
+    ),
+    (
+        lambda t: t.misses_a_direction,
+        lambda t: (
+            f"The metric misses a direction of site '{t.slow}': {_slow(t)}. Run longer by"
+            " as much; use `metric='dense'`, if memory allows; or leave out what the data cannot"
+            " tell apart, such as an intercept beside an effect of each level."
+        ),
+    ),
+    (
+        lambda t: not t.minibatches_pay,
+        lambda t: (
+            f"Minibatches do not pay here: {_no_gain(t)}. If all rows fit into memory, use"
+            " `NUTS(full_data(model))`."
+        ),
+    ),
+    (
+        lambda t: t.needs_double_precision,
+        lambda t: (
+            f"Rounding errors of the gradient are as large as {t.rounding:.2g} posterior"
+            " standard deviations in the worst coordinate, and the draws may be off by as much."
+            " Use double precision: call `numpyro.enable_x64()` before anything else."
+        ),
+    ),
+    (
+        lambda t: t.has_rare_rows,
+        lambda t: (
+            "Some parameters are known from a few rows only, those of a small group or with a rare"
+            " feature, and most minibatches have none of them: their standard deviations are wrong"
+            f" by {_about(t.rare_rows_error)}, which no correction of the noise removes. Use"
+            " strata (subsampling='auto', with an estimate of the noise from sub-batches), or a"
+            " larger `subsample_size`."
+        ),
+    ),
+    (
+        lambda t: t.has_wrong_integrals,
+        lambda t: (
+            "The integrals over the latent variables of groups are not exact enough: the draws are"
+            f" off by as much as {t.integrals:.2g} posterior standard deviations. Use"
+            " gradient='control_variate', which corrects for what is wrong at the centre; larger"
+            " minibatches; or sample some of these sites for all groups, outside of the plate."
+        ),
+    ),
+)
+
+
+def warn_of(tuning: Tuning) -> None:
+    """Warns of what the tuning has found to be wrong."""
+    for is_wrong, said in _WARNINGS:
+        if is_wrong(tuning):
+            warnings.warn(said(tuning), stacklevel=3)
+    if tuning.report is not None and (problem := tuning.report.problem()):
+        warnings.warn(f"After tuning: {advice(problem)}", stacklevel=3)

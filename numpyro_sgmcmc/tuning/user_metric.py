@@ -54,8 +54,8 @@ def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuni
     if not isinstance(strata, str) and (strata is not None or tuning.strata):
         kind = "with strata" if tuning.strata else "without strata"
         raise ValueError(
-            f"`tuning` was found {kind}, and uses the same again: give `strata` to the kernel that"
-            " tunes."
+            f"`tuning` was found {kind}, and uses the same again: give `subsampling` to the kernel"
+            " that tunes."
         )
     return tuning
 

@@ -20,7 +20,9 @@ from numpyro_sgmcmc.posterior.potential import over_all_data
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes
 
-_CENTER_STARTS, _CENTER_STEPS, _LEARNING_RATE = 6, 2_000, 0.05
+_CENTER_STARTS = 6  #: starts of the search
+_CENTER_STEPS = 2_000  #: steps of stochastic variational inference
+_LEARNING_RATE = 0.05  #: its learning rate
 
 
 def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaussian:

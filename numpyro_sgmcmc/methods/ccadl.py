@@ -1,0 +1,356 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Covariance-controlled adaptive Langevin thermostat."""
+
+from dataclasses import dataclass
+from functools import partial
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, random
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.data.converters import one_of, positive
+from numpyro_sgmcmc.gradients.covariance import FEW_LANCZOS_STEPS, LANCZOS_STEPS
+from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
+from numpyro_sgmcmc.gradients.noise_estimate import RunningCovariance
+from numpyro_sgmcmc.kernels.integrators import (
+    covariance_controlled,
+    drift,
+    euler_kick,
+    noise_controls,
+    ornstein_uhlenbeck,
+    thermostat,
+)
+from numpyro_sgmcmc.kernels.method import Traits
+from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
+from numpyro_sgmcmc.kernels.settings import (
+    check_not_matrix_free,
+    checked_noise,
+    recorded,
+)
+from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
+from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, largest_of, whitened_step
+from numpyro_sgmcmc.tuning.tuning import Tuning
+
+#: Integrators that other methods do not have.
+_OWN = ("euler", "symmetric", "nogin")
+
+#: The noise, :math:`h^2 v`, that a symmetric integrator is to take out of the momentum: in one
+#: direction what a tuned step has at most, but for rounding; and in their mean. With 0.65 in the
+#: mean and 400 parameters each pilot halved the step, and none with NOGIN.
+_MOST_NOISE = 1.001
+_MOST_IN_THE_MEAN = 0.3
+#: And the noise times the curvature that a metric leaves: a third of it is the error of a variance.
+_ACCEPTED = 0.1
+#: The largest nonlinearity, with noise and with hardly any. From the neck of a funnel a step that
+#: was undone leads back with the momentum reversed only where the gradient is taken between two
+#: half drifts: with it at the end chains stood still there, with nu = 0.22, h^2 v = 0.09 and 0.5.
+_NO_FUNNEL = 0.15
+_NO_FUNNEL_IF_QUIET = 0.3
+_QUIET = 0.05
+
+
+def _splitting_of(integrator: str) -> Splitting | None:
+    """The splitting around the control and the thermostat; None is Euler's method."""
+    names = {"auto": "aboba", "nogin": "aboba", "symmetric": "baoab"}
+    return SPLITTINGS.get(names.get(integrator, integrator))
+
+
+class CovarianceControlled(NamedTuple):
+    """
+    - **momentum** - momentum of every coordinate, shape (d,).
+    - **thermostat** - :math:`\\xi`, the friction that the thermostat has come to, a scalar.
+    - **noise_covariance** - :math:`\\hat V`, the covariance of the noise of the minibatch
+      gradient, averaged over past steps: its diagonal, shape (d,), all of it, (d, d), a
+      :class:`~numpyro_sgmcmc.gradients.covariance.LowRankPlusDiagonal`, or nothing if matrix-free.
+    - **observations** - the number of minibatches that :math:`\\hat V` has seen.
+    """
+
+    momentum: Array
+    thermostat: Array
+    noise_covariance: Any
+    observations: Array
+
+
+class CCAdL(MomentumKernel):
+    """
+    Covariance-controlled adaptive Langevin thermostat.
+
+    An estimate :math:`\\hat V` of the covariance of the gradient's noise, which may depend on the
+    position and on the direction, is dissipated by a friction of its own; a thermostat :math:`\\xi`
+    takes up what is left.
+
+    With ``integrator="symmetric"`` a step is, written from one drift to the next,
+
+    .. math::
+
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p &\\leftarrow a(\\hat V) \\, p \\\\
+        \\xi &\\leftarrow \\xi + \\frac{h}{2 \\mu} \\left( \\frac{p^\\top p}{d} - T \\right) \\\\
+        p &\\leftarrow e^{-\\xi h} p
+            + \\sqrt{2 A T h \\, \\phi(\\xi h)} \\, R, \\qquad R \\sim N(0, I) \\\\
+        \\xi &\\leftarrow \\xi + \\frac{h}{2 \\mu} \\left( \\frac{p^\\top p}{d} - T \\right) \\\\
+        p &\\leftarrow b(\\hat V) \\, p \\\\
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p &\\leftarrow p - h \\nabla \\tilde U(\\theta) ,
+
+    with :math:`a` and :math:`b` of
+    :func:`~numpyro_sgmcmc.kernels.integrators.noise_controls` and :math:`\\phi` of
+    :func:`~numpyro_sgmcmc.kernels.integrators.phi`. With :math:`\\hat V = V`
+    it is exact for a Gaussian posterior in its metric, whatever the noise and its direction; where
+    the curvature :math:`\\lambda` is not 1 a variance is off by a part of at most about
+    :math:`h^3 v (\\lambda - 1) / (3 T)`. The gradient is taken where the draws are.
+
+    With ``integrator="nogin"`` a step is
+
+    .. math::
+
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p &\\leftarrow p - \\tfrac h2 \\nabla \\tilde U(\\theta) \\\\
+        \\xi &\\leftarrow \\xi + \\frac{h}{\\mu} \\left( \\frac{p^\\top p
+            - \\tfrac{h^2}{4} \\operatorname{tr} \\hat V}{d} - T \\right) \\\\
+        p &\\leftarrow (I - D) (I + D)^{-1} (p + R) + R \\\\
+        p &\\leftarrow p - \\tfrac h2 \\nabla \\tilde U(\\theta) \\\\
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p
+
+    with one gradient, the same :math:`R \\sim N(0, T \\tanh(A h / 2) I)` twice, and
+    :math:`D = \\tanh(\\xi h / 2) I + \\tfrac{h^2}{4 T} \\hat V`. With :math:`\\hat V = V` it
+    is exact for a Gaussian posterior in any metric, whatever the noise and its direction, up to
+    :math:`h^2 \\lambda < 4`. For others its gradient is taken half a drift from the draws, where
+    they are wider by :math:`h^2 / 4`, so that :math:`d` effects together move their common scale
+    by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation.
+
+    For posteriors that are not Gaussian the error of both is of second order in :math:`h`.
+    ``"auto"``, the default, is ``"symmetric"`` for a tuned step, up to :math:`h^2 v = T` in all
+    directions, or :math:`T / (10 (\\lambda - 1))` if that is less, and :math:`0.3 \\, T` in their
+    mean, and ``"nogin"`` beyond, where something looks like a funnel, and where nothing is tuned.
+
+    ``"euler"`` is the step of the paper,
+
+    .. math::
+
+        \\theta &\\leftarrow \\theta + h p \\\\
+        p &\\leftarrow p - h \\nabla \\tilde U(\\theta) - \\frac{h^2}{2 T} \\hat V_{t-1} p
+            - h \\xi p + \\sqrt{2 h A T} \\, R, \\qquad R \\sim N(0, I) \\\\
+        \\xi &\\leftarrow \\xi + \\frac{h}{\\mu} \\left( \\frac{p^\\top p}{d} - T \\right),
+
+    stable for :math:`h^2 v < 4`, whose draws have :math:`1 - (h \\xi + h^2 v / 2) / 2` times the
+    posterior's variance in a direction with gradient noise of variance :math:`v`, times the
+    kinetic temperature of that direction, of which the thermostat makes the mean :math:`T`.
+
+    In each of them :math:`\\hat V` is the average of what past minibatches have shown,
+
+    .. math::
+
+        \\hat V_t = (1 - \\kappa_t) \\hat V_{t-1} + \\kappa_t V(\\theta),
+            \\qquad \\kappa_t = \\max(1 / t, 1 / \\text{window}),
+
+    used one step later than in the paper, since what a minibatch shows is correlated with
+    the noise of its own gradient. The diagonal alone is not enough where the noise is
+    correlated between parameters, as it is in most regressions: some directions of the
+    posterior then come out too wide and others too narrow, which the mean kinetic energy
+    does not show.
+
+    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`. At least one
+        plate must have a ``subsample_size``.
+    :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
+        schedule; None is tuned.
+    :param float friction: :math:`A`, the strength of the added noise and the initial
+        thermostat :math:`\\xi_0`, per unit of time; None is tuned.
+    :param str integrator: ``"auto"``; ``"symmetric"``; ``"nogin"``; another of the splittings in
+        :mod:`numpyro_sgmcmc.kernels.splittings`, with the same middle but for
+        :math:`a = b = \\exp(-\\tfrac{h^2}{4 T} \\hat V)`; or ``"euler"``.
+    :param float thermal_mass: :math:`\\mu`; larger is slower to adapt and fluctuates less. The
+        paper has 1 in this convention (its :math:`\\mu = d`). None is 10, and more for fewer
+        than 100 parameters, :math:`1000 / d`; ``math.inf`` is a constant friction.
+    :param NoiseEstimate noise: how :math:`\\hat V` is represented, observed and averaged.
+    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
+
+    **References:**
+
+    1. *Covariance-Controlled Adaptive Langevin Thermostat for Large-Scale Bayesian
+       Sampling*, Algorithm 1 and eqs. (17)-(19),
+       Xiaocheng Shang, Zhanxing Zhu, Benedict Leimkuhler and Amos J. Storkey (2015).
+    2. *Langevin Markov Chain Monte Carlo with stochastic gradients*, the NOGIN scheme,
+       Charles Matthews and Jonathan Weare (2018).
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import CCAdL
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> y = 3 + jax.random.normal(jax.random.key(0), (1_000,))
+        >>> kernel = CCAdL(model, step_size=2e-3, friction=50.0)
+        >>> mcmc = MCMC(kernel, num_warmup=500, num_samples=1_000, progress_bar=False)
+        >>> mcmc.run(jax.random.key(1), y)
+        >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
+    """
+
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Method(MomentumKernel.Method):
+        integrator: str = recorded("auto")
+        thermal_mass: float | None = None
+        noise: Any = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            one_of("integrator", self.integrator, ("auto", *_OWN, *SPLITTINGS))
+            if self.thermal_mass is not None:
+                mass = positive("thermal_mass", self.thermal_mass, infinite=True)
+                self.set(thermal_mass=mass)
+            noise = checked_noise(self.noise)
+            self.set(noise=noise)
+            splitting = _splitting_of(self.integrator)
+            if splitting and not splitting.gradient_before_middle:
+                check_not_matrix_free(noise, self.integrator, "nogin")
+
+        @property
+        def traits(self) -> Traits:
+            return Traits(self.gradient_at_end(self.integrator), corrects_noise=True)
+
+        def integrator_for(self, tuning: Tuning) -> str:
+            noise, level = self.noise, tuning.noise
+            if self.integrator != "auto":
+                return self.integrator
+            if level is None or (noise is not None and noise.covariance == "matrix_free"):
+                return "nogin"
+            unit = tuning.step_size**2 / self.temperature
+            most = min(_MOST_NOISE, _ACCEPTED / max(level.curvature - 1, _ACCEPTED / 2))
+            is_quiet = unit * level.largest <= most and unit * level.mean <= _MOST_IN_THE_MEAN
+            bent = _NO_FUNNEL_IF_QUIET if unit * level.largest <= _QUIET else _NO_FUNNEL
+            return "symmetric" if is_quiet and level.nonlinearity < bent else "nogin"
+
+        def gradient_at_end(self, integrator: str) -> bool:
+            splitting = _splitting_of(integrator)
+            return splitting is None or splitting.gradient_at_end
+
+        def noise_estimator(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
+            assert self.noise is not None
+            level = largest_of(tuning.noise)
+            # D is small where the step is as short as the noise asks for
+            short = level is not None and tuning.step_size**2 * level <= 1.001 * self.temperature
+            steps = FEW_LANCZOS_STEPS if short else LANCZOS_STEPS
+            return self.noise.resolved(target, level, steps)
+
+        def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
+            if _splitting_of(self.integrator) is None:
+                friction = 0.5
+                return euler_step(noise, friction), friction
+            # V is known with an error and for the average position: what is left of the noise
+            # widens a direction by up to h v / (2 A)
+            longest = 1.0 if self.integrator in ("auto", "nogin") else 0.5
+            step_size = whitened_step(noise, longest)
+            return step_size, min(max(0.7, 2.5 * step_size * noise.largest), 2.5)
+
+        def init_dynamics(
+            self, rng_key: Array, position: Array, fixed: ChainConstants
+        ) -> CovarianceControlled:
+            momentum = fresh_momentum(rng_key, position, self.temperature)
+            xi = jnp.asarray(fixed.friction, position.dtype)
+            return CovarianceControlled(momentum, xi, *fixed.layout.noise.start(position))
+
+        def step(self, state: SGMCMCState, gradient: Gradient, rng_key: Array) -> Step:
+            h, fixed = state.step_size, state.fixed
+            noise, integrator = fixed.layout.noise, fixed.layout.integrator
+            p, xi, average, count = state.dynamics
+            splitting = _splitting_of(integrator)
+            if splitting is not None:
+                inner = self._nogin if integrator == "nogin" else self._middle
+                maps = partial(inner, state, splitting, rng_key)
+                position, p, xi, evaluation = splitting.step(state.z, p, gradient, h, maps)
+            else:
+                position = drift(state.z, p, h)
+                evaluation = gradient(position)
+                product = noise.representation.product(noise.current(average, evaluation), p)
+                damping = h / (2 * self.temperature) * product + xi * p
+                normal = random.normal(rng_key, p.shape, p.dtype)
+                diffusion = fixed.friction * self.temperature
+                p = euler_kick(p, evaluation.gradient, damping, diffusion, h, normal)
+                xi = self._adapted(xi, jnp.mean(p**2), h, p.shape[0])
+            dynamics = CovarianceControlled(p, xi, *noise.update(average, count, evaluation))
+            return state._replace(z=position, dynamics=dynamics), evaluation
+
+        def _adapted(self, xi: Array, energy: Array, step_size: Array, dimension: int) -> Array:
+            """The map D."""
+            # the thermostat fluctuates by 1 / sqrt(mu d), which few parameters would feel
+            mass = self.thermal_mass or 10 * max(1.0, 100 / dimension)
+            return thermostat(xi, energy, step_size, self.temperature, mass)
+
+        def _middle(
+            self,
+            state: SGMCMCState,
+            splitting: Splitting,
+            rng_key: Array,
+            p: Array,
+            evaluation: Evaluation | None,
+        ) -> tuple[Array, Array]:
+            """C D(h/2) O D(h/2) C, of the momentum and of the added noise side by side."""
+            h, friction, noise = state.step_size, state.fixed.friction, state.fixed.layout.noise
+            xi, average = state.dynamics.thermostat, state.dynamics.noise_covariance
+
+            def controls(v: Array) -> tuple[Array, Array]:
+                """The maps C on either side of the middle, for eigenvalues of the covariance."""
+                if splitting is SPLITTINGS["baoab"]:
+                    return noise_controls(v / self.temperature, h, friction)
+                half = jnp.exp(-(h**2) * v / (4 * self.temperature))
+                return half, half
+
+            covariance = average if evaluation is None else noise.current(average, evaluation)
+            normal = random.normal(rng_key, p.shape, p.dtype)
+            both = jax.vmap(partial(noise.representation.on, covariance))(jnp.stack([p, normal]))
+            of_momentum, of_noise = (jax.tree.map(lambda x, k=k: x[k], both) for k in range(2))
+            p = of_momentum.apply(lambda v: controls(v)[0])
+            half = self._adapted(xi, jnp.mean(p**2), h / 2, p.shape[0])
+            moved = partial(
+                ornstein_uhlenbeck,
+                damping=half,
+                diffusion=friction * self.temperature,
+                step_size=h,
+            )
+            energy = jnp.mean(moved(p, noise=normal) ** 2)
+            whole = self._adapted(half, energy, h / 2, p.shape[0])
+            p = of_momentum.apply(lambda v: math.prod(controls(v)))
+            return moved(p, noise=of_noise.apply(lambda v: controls(v)[1])), whole
+
+        def _nogin(
+            self,
+            state: SGMCMCState,
+            splitting: Splitting,
+            rng_key: Array,
+            p: Array,
+            evaluation: Evaluation | None,
+        ) -> tuple[Array, Array]:
+            """D, and the O of NOGIN."""
+            assert evaluation is not None
+            h, noise, here = state.step_size, state.fixed.layout.noise, state.dynamics.thermostat
+            noise_key, probe_key = random.split(rng_key)
+            covariance = noise.current(state.dynamics.noise_covariance, evaluation)
+            if self.thermal_mass != math.inf:
+                # what half a kick's noise has added to the kinetic energy is not heat
+                probe = random.normal(probe_key, p.shape, p.dtype)
+                added = h**2 / 4 * noise.representation.trace(covariance, probe) / p.shape[0]
+                here = self._adapted(here, jnp.mean(p**2) - added, h, p.shape[0])
+
+            def inverse(x: Array) -> Array:
+                damping = jnp.tanh(here * h / 2)
+                return noise.representation.apply(
+                    covariance, lambda v: 1 / (1 + damping + h**2 * v / (4 * self.temperature)), x
+                )
+
+            scale = jnp.sqrt(self.temperature * jnp.tanh(state.fixed.friction * h / 2))
+            normal = random.normal(noise_key, p.shape, p.dtype)
+            return covariance_controlled(p, inverse, scale * normal), here

@@ -1,0 +1,72 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Whether chains move fast enough for a run to be of use."""
+
+import warnings
+
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric
+from numpyro_sgmcmc.tuning.tuning import Tuning, TuningFailed
+
+#: The most steps of a sample, of a method that needs very short ones.
+MOST_STEPS_PER_SAMPLE = 1_000
+
+#: The seconds of a draw beyond which the tuning warns.
+_LONG = 0.5
+
+#: The steps of a sample beyond which the tuning has failed.
+_FAILED = MOST_STEPS_PER_SAMPLE
+
+#: The same where the coordinates have variances and no matrix.
+_FAILED_WITHOUT_MATRIX = 10_000
+
+
+def check_speed(
+    name: str, tuning: Tuning, steps: int, without_noise: float, on_failure: str
+) -> None:
+    """
+    Warns of chains that take long to forget where they were.
+
+    :param name: the name of the kernel.
+    :param int steps: the steps of a sample.
+    :param float without_noise: the steps of a sample if minibatches had no noise.
+    :param on_failure: ``"raise"`` or ``"warn"``.
+
+    :raises TuningFailed: if they take so long that nothing can be expected of a run, unless a
+        warning was asked for.
+    """
+    most = _FAILED_WITHOUT_MATRIX if isinstance(tuning.start, DiagonalMetric) else _FAILED
+    # by a wide margin: the noise makes some difference everywhere
+    is_for_noise = without_noise <= most / 2
+    has_failed = steps > most and not is_for_noise
+    if not has_failed and tuning.seconds_per_sample <= _LONG:
+        return
+    found, site = tuning.problem, tuning.slowest
+    slowest = f", and the slowest site is '{site}'" if site else ""
+    seen = (
+        f"with a step size of {tuning.step_size:.2g} a chain forgets where it was after {steps:,}"
+        f" steps, {tuning.seconds_per_sample:.2g} s for each independent draw{slowest}"
+        f"{f' ({found})' if found else ''}. "
+    )
+    if steps > most and is_for_noise:
+        seen += (
+            "The cause is the noise of the minibatches: take larger ones, or a method and a"
+            " gradient for which they matter less, such as CCAdL and gradient='auto'."
+        )
+    else:
+        seen += (
+            "The usual causes are columns that nearly depend on each other: standardise them, and"
+            " drop one; effects of a hierarchy that the tuning does not recognise: write them"
+            " `x = numpyro.sample('x', dist.Normal(mu, tau))`; and digits that single precision"
+            " does not have: `numpyro.enable_x64()`."
+        )
+    if not has_failed or on_failure == "warn":
+        warnings.warn(f"The sampler moves slowly: {seen}", stacklevel=2)
+        return
+    raise TuningFailed(
+        f"The tuning has failed: {seen} To go on nevertheless, with"
+        f" {MOST_STEPS_PER_SAMPLE:,} steps between two samples:"
+        f" `{name}(model, on_failure='warn')`; what was found is in"
+        " `kernel.tuning`, for `tuning=`.",
+        tuning,
+    )
