@@ -122,7 +122,7 @@ class Runtime:
         :raises ValueError: if the method cannot serve the model, or minibatches cannot.
         """
         name = self.name
-        self.shards = found_shards(None, args, kwargs)
+        self.shards = found_shards(args, kwargs)
         model = read_model(method.model, method.init_strategy, args, kwargs)
         self.is_here = True
         if model != self.model:
