@@ -58,17 +58,6 @@ def in_order(function: Callable) -> Callable:
     the call before exceeds infinity, which XLA does not know to be never.
 
     :param function: of trees of arrays to a tree of arrays; it is not to be differentiated.
-
-    **Example:**
-
-    .. doctest::
-
-        >>> import jax, jax.numpy as jnp
-        >>> from numpyro_sgmcmc.posterior.linear_algebra import in_order
-
-        >>> two = lambda x: jnp.linalg.cholesky(x) + jnp.linalg.cholesky(4 * x)
-        >>> float(jax.jit(in_order(two))(jnp.ones((1_000, 1, 1))).sum())
-        3000.0
     """
 
     def ordered(*arguments: Any) -> Any:

@@ -51,68 +51,73 @@ def nothing_prefetched(target: Target) -> Prefetched | None:
     return Prefetched(jnp.full((), -1, jnp.int32), rows, jnp.zeros((), jnp.int32))
 
 
-def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target) -> Prefetched:
-    """
-    The block that holds step ``i``: this one or, if it does not, a new one that begins with it.
+class _Ahead:
+    """Minibatches of so many successive steps of one chain or several, drawn and read."""
 
-    :param i: number of the step of one chain.
-    :param rows_key: key of the rows of this chain.
-    :param block: the block of this chain.
-    :param target: the model with its data.
-    """
-    sources = _by_plate(target)
-    steps = next(iter(block.rows.values())).numbers.shape[-2]
-    # arrays of the program that draws the rows, as arguments: a rule for `vmap` has no others
-    facts = target.known, dict(target.strata)
+    def __init__(self, target: Target, steps: int) -> None:
+        self.target, self.steps, self.sources = target, steps, _by_plate(target)
 
-    def part_here() -> Array | None:
-        return None if target.shards is None else target.shards.part
+    @property
+    def part(self) -> Array | None:
+        return None if self.target.shards is None else self.target.shards.part
 
-    def numbers(facts: Any, rows_key: Array, start: Array) -> dict[str, DrawnRows]:
+    def numbers(self, facts: Any, rows_key: Array, start: Array) -> dict[str, DrawnRows]:
         known, strata = facts
 
         def at(k: Array) -> dict[str, DrawnRows]:
-            rows = target._replace(known=known, strata=strata).rows(rows_key, start + k)
-            return {name: rows[name]._replace(weights=None) for name in sources}
+            here = self.target._replace(known=known, strata=strata)
+            rows = here.rows(rows_key, start + k)
+            return {name: rows[name]._replace(weights=None) for name in self.sources}
 
-        return jax.vmap(at)(jnp.arange(steps))
+        return jax.vmap(at)(jnp.arange(self.steps))
 
-    def filled(facts: Any, rows_key: Array, start: Array, chains: bool) -> Prefetched:
-        drawn = jax.vmap(numbers) if chains else numbers
-        now, following = (drawn(facts, rows_key, k) for k in (start, start + steps))
-        part = part_here()
+    def filled(self, facts: Any, rows_key: Array, start: Array, chains: bool) -> Prefetched:
+        """A block that begins with this step."""
+        drawn = jax.vmap(self.numbers) if chains else self.numbers
+        now, following = (drawn(facts, rows_key, k) for k in (start, start + self.steps))
+        part = self.part
         requests = [
             (source, now[name].on(part), following[name].on(part))
-            for name, found in sources.items()
+            for name, found in self.sources.items()
             for source in found
         ]
         values = iter(read_ahead(requests))
         rows = {
             name: now[name]._replace(values=tuple(next(values) for _ in found))
-            for name, found in sources.items()
+            for name, found in self.sources.items()
         }
         nowhere = jnp.zeros_like(start)
         return Prefetched(start, rows, nowhere if part is None else nowhere + part)
 
     def kept_or_filled(
-        block: Prefetched, facts: Any, rows_key: Array, i: Array, chains: bool
+        self, block: Prefetched, facts: Any, rows_key: Array, i: Array, chains: bool
     ) -> Prefetched:
+        """The block if it has the step, or a new one."""
+
         def is_needed(passed: tuple[Prefetched, Array]) -> Array:
-            start, part = passed[0].start, part_here()
+            start, part = passed[0].start, self.part
             is_of_another = False if part is None else passed[0].part != part
-            return jnp.any((start < 0) | (i < start) | (i >= start + steps) | is_of_another)
+            return jnp.any((start < 0) | (i < start) | (i >= start + self.steps) | is_of_another)
 
         def read(passed: tuple[Prefetched, Array]) -> tuple[Prefetched, Array]:
             # without the count, XLA would read before the loop, whether or not there is need to
             _, count = passed
-            return filled(facts, rows_key, i + count, chains), count + 1
+            return self.filled(facts, rows_key, i + count, chains), count + 1
 
         # a loop of one pass or none keeps the block where it is; a condition would copy it
         return lax.while_loop(is_needed, read, (block, jnp.zeros_like(i)))[0]
 
+
+def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target) -> Prefetched:
+    """
+    The block that holds step ``i`` of a chain: this one or, if it does not, a new one that begins
+    with it.
+    """
+    ahead = _Ahead(target, next(iter(block.rows.values())).numbers.shape[-2])
+
     @custom_vmap
     def one(block: Prefetched, facts: Any, rows_key: Array, i: Array) -> Prefetched:
-        return kept_or_filled(block, facts, rows_key, i, chains=False)
+        return ahead.kept_or_filled(block, facts, rows_key, i, chains=False)
 
     @one.def_vmap
     def several(axis_size: int, in_batched: Any, *given: Any) -> tuple[Prefetched, Any]:
@@ -121,10 +126,11 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
             return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
 
         block, facts, rows_key, i = jax.tree.map(of_chains, given, tuple(in_batched))
-        found = kept_or_filled(block, facts, rows_key, i, chains=True)
+        found = ahead.kept_or_filled(block, facts, rows_key, i, chains=True)
         return found, jax.tree.map(lambda _: True, found)
 
-    return one(block, facts, rows_key, i)
+    # arrays of the program that draws the rows, as arguments: a rule for `vmap` has no others
+    return one(block, (target.known, dict(target.strata)), rows_key, i)
 
 
 def minibatch(

@@ -63,16 +63,6 @@ def watched(
     :param inputs: a tree of arrays.
     :param bool elsewhere: whether 0 is taken for indices outside of an array, and not what JAX
         takes for them: where that makes no difference, what is read there is not used.
-
-    **Example:**
-
-    .. doctest::
-
-        >>> import jax.numpy as jnp
-        >>> from numpyro_sgmcmc.posterior.checks.index_bounds import watched
-        >>> value, found = watched(lambda i: jnp.arange(3.0)[i - 1], jnp.arange(3))
-        >>> value.tolist(), found[0].length, found[0].indices.ravel().tolist()
-        ([2.0, 0.0, 1.0], 3, [-1, 0, 1])
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(inputs)
     found: list[IndexedArray] = []
