@@ -162,8 +162,8 @@ MUTATIONS = {
         "more = jax.tree.map(jnp.negative, slope)", "tuning/test_tuning.py -k control_variate",
     ),
     "an anchor of coordinates in the place of effects": Mutation(
-        "posterior/target.py", "potential: Any = self.centred.potential(IdentityMetric())",
-        "potential: Any = self.potential(IdentityMetric())", "tuning/test_centring.py -k bend",
+        "posterior/target.py", "return self.centred.potential(IdentityMetric())",
+        "return self.potential(IdentityMetric())", "tuning/test_centring.py -k bend",
     ),
     "an anchor that is not told of the rows that have come": Mutation(
         "posterior/growing.py", "jax.tree.map(jnp.add, total, change)", "total",
@@ -211,7 +211,7 @@ MUTATIONS = {
         "kernels/test_cyclical.py -k left_out",
     ),
     "minibatches that stand for the room, too": Mutation(
-        "posterior/target.py", "share = (jnp.maximum(count, size) / plate.size)",
+        "data/growing.py", "share = (jnp.maximum(count, size) / self.size)",
         "share = (1.0 + 0 * count)",
         "rows/test_growing.py -k sums_of_old",
     ),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.converters import array, positive, shown
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.growing_on_disk import (
     PaddedArrayOnDisk,
     looked_at_again,
@@ -20,7 +21,9 @@ from numpyro_sgmcmc.data.growing_on_disk import (
 )
 from numpyro_sgmcmc.data.row_identity import RowIdentity, checksum, identity_of
 from numpyro_sgmcmc.data.row_numbers import MOST_ROWS
+from numpyro_sgmcmc.data.rows import Rows
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
+from numpyro_sgmcmc.data.subsampling import Scheme
 
 #: Below this number of rows the order in which they are drawn would show.
 _FEWEST = 100
@@ -77,12 +80,59 @@ class RowCount(NamedTuple):
         age = (self.rows - 1 - numbers).astype(dtype)
         return jnp.exp2(-age / self.half_life.astype(dtype))
 
+    def counted(self, numbers: Array, dtype: Any, first: Array | int = 0) -> Array:
+        """The same of those that there are, from the first of these on, and 0 of all others."""
+        is_there = (numbers >= first) & (numbers < self.rows)
+        return jnp.where(is_there, self.weights(numbers, dtype), 0)
+
     def worth(self, dtype: Any) -> Array:
         """What all rows count together, :math:`\\sum_i 2^{-(N - 1 - i) / H}`."""
         if self.half_life is None:
             return self.rows.astype(dtype)
         rate = math.log(2) / self.half_life.astype(dtype)
         return jnp.expm1(-rate * self.rows.astype(dtype)) / jnp.expm1(-rate)
+
+
+class RowsSoFar(Rows):
+    """
+    Rows that keep coming: those that there are, of room for more.
+
+    :param int size: the rows that there is room for.
+    :param int batch_size: the rows of a minibatch.
+    :param scheme: how they are drawn.
+    :param known: how many there are.
+    :param dtype: that of weights.
+    """
+
+    is_interchangeable = False
+
+    def __init__(
+        self, size: int, batch_size: int, scheme: Scheme, known: RowCount, dtype: Any
+    ) -> None:
+        self.size, self.batch_size, self.scheme = size, batch_size, scheme
+        self.known, self.dtype = known, dtype
+
+    def draw(self, key: Array, step: Array) -> DrawnRows:
+        count, size = self.known.rows, self.batch_size
+        assert self.scheme.draw_so_far is not None
+        # all rows, in places of their own, where they are fewer than a minibatch
+        numbers = self.scheme.draw_so_far(key, step, jnp.maximum(count, size), size)
+        is_there, numbers = numbers < count, jnp.minimum(numbers, count - 1)
+        share = (jnp.maximum(count, size) / self.size).astype(self.dtype)
+        weights = share * self.known.weights(numbers, self.dtype)
+        return DrawnRows(numbers, weights=jnp.where(is_there, weights, 0))
+
+    @property
+    def factor(self) -> float:
+        return float(self.scheme.factor(self.size, self.batch_size))
+
+    @property
+    def factor_so_far(self) -> Array:  # type: ignore[override]
+        factor = self.scheme.factor(self.known.rows.astype(self.dtype), self.batch_size)
+        return jnp.maximum(jnp.asarray(factor), 0)
+
+    def counts(self, numbers: Array) -> Array:
+        return self.known.counted(numbers, self.dtype)
 
 
 class PaddedArray(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_sgmcmc.data.concatenated import Joined
-from numpyro_sgmcmc.data.drawn_rows import Numbers
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
 from numpyro_sgmcmc.data.sources import Source
 
@@ -80,7 +80,7 @@ class PaddedArrayOnDisk(RowsOnDisk):
     def reader(self) -> RowsOnDisk:
         return self._held
 
-    def places(self, rows: Numbers) -> np.ndarray:
+    def places(self, rows: DrawnRows) -> np.ndarray:
         return super().places(rows) % len(self._held)
 
     def read(self, numbers: Any) -> np.ndarray:

@@ -37,8 +37,7 @@ from numpyro_sgmcmc.data.content_hash import (
     seen_as,
     seen_of,
 )
-from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows, Numbers, numbers_in
-from numpyro_sgmcmc.data.row_numbers import as_integers
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows
 from numpyro_sgmcmc.data.sources import MOST_BYTES, Source, UnreadableRows, opened
 
 #: Requests that are read ahead, of each source: one or two for each chain on its own device.
@@ -259,9 +258,9 @@ class RowsOnDisk(IndexedByRows):
 
         :param part: of rows that are spread over devices which of these it is.
         """
-        numbers, high, _ = given = numbers_in(rows, part)
+        given, numbers = rows.on(part), rows.numbers
         shape = jax.ShapeDtypeStruct((*numbers.shape, *self.shape[1:]), self.dtype)
-        if high is None and part is None:
+        if rows.high is None and part is None:
             return jax.pure_callback(self.read, shape, numbers, vmap_method="expand_dims")
         return jax.pure_callback(self._read_places, shape, given, vmap_method="expand_dims")
 
@@ -269,7 +268,7 @@ class RowsOnDisk(IndexedByRows):
         """Some rows, in the memory of the device."""
         return jnp.asarray(self.read(numbers))
 
-    def _read_places(self, rows: Numbers) -> np.ndarray:
+    def _read_places(self, rows: DrawnRows) -> np.ndarray:
         return self.reader.read(self.places(rows))
 
     @property
@@ -286,11 +285,9 @@ class RowsOnDisk(IndexedByRows):
         """What holds the rows that this process reads."""
         return self
 
-    def places(self, rows: Numbers) -> np.ndarray:
+    def places(self, rows: DrawnRows) -> np.ndarray:
         """Numbers of rows, as a program knows them, as those that the :attr:`reader` reads."""
-        if rows.high is None:
-            return np.asarray(rows.low)
-        return as_integers(*np.broadcast_arrays(rows.high, rows.low))
+        return rows.integers
 
     def __iter__(self) -> Iterator[Array]:
         raise TypeError(f"{self!r} is not read row by row: index it, `X[i]`.")
@@ -437,7 +434,7 @@ def replaced(arguments: Any, others: Sequence[Any]) -> Any:
 
 
 def read_ahead(
-    requests: Sequence[tuple[RowsOnDisk, Numbers, Numbers]],
+    requests: Sequence[tuple[RowsOnDisk, DrawnRows, DrawnRows]],
 ) -> tuple[Array, ...]:
     """
     Reads rows in one call back to Python, while a thread begins to read those that will be asked
@@ -458,8 +455,8 @@ def read_ahead(
         return found
 
     shapes = [
-        jax.ShapeDtypeStruct((*numbers.low.shape, *source.shape[1:]), source.dtype)
-        for source, numbers, _ in requests
+        jax.ShapeDtypeStruct((*rows.numbers.shape, *source.shape[1:]), source.dtype)
+        for source, rows, _ in requests
     ]
     now, following = ([x[k] for x in requests] for k in (1, 2))
     return tuple(jax.pure_callback(read, shapes, now, following))

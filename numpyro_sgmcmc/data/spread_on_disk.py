@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from numpyro_sgmcmc.data.content_hash import ContentHash
-from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows, Numbers
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
 
 
@@ -96,7 +96,7 @@ class SpreadRowsOnDisk(RowsOnDisk):
     def reader(self) -> RowsOnDisk:
         return self._held
 
-    def places(self, rows: Numbers) -> np.ndarray:
+    def places(self, rows: DrawnRows) -> np.ndarray:
         numbers = super().places(rows)
         if rows.part is None:
             return numbers

@@ -27,20 +27,9 @@ from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
+from numpyro_sgmcmc.data.rows import Group, Rows
 from numpyro_sgmcmc.data.subsampling import permute, sub_batches
-
-
-class Group(NamedTuple):
-    """
-    Sub-batches of one stratum, neighbours in a minibatch.
-
-    - **start**, **stop** - the first of them, and the first of the next ones.
-    - **factor** - the finite-population factor :math:`1 - n_h / N_h`.
-    """
-
-    start: int
-    stop: int
-    factor: float
 
 
 @jax.tree_util.register_static
@@ -154,6 +143,18 @@ class Strata(NamedTuple):
             parts.append(start + positions)
             start += size
         return self.order.at[jnp.concatenate(parts)].get(mode="promise_in_bounds")
+
+
+class Stratified(Rows):
+    """Rows in strata, of each of which a minibatch has a number of its own."""
+
+    def __init__(self, strata: Strata) -> None:
+        self.strata, allocation = strata, strata.allocation
+        self.size, self.batch_size = allocation.size, allocation.batch_size
+        self.groups, self.factor = allocation.groups, allocation.factor  # type: ignore[misc]
+
+    def draw(self, key: Array, step: Array) -> DrawnRows:
+        return DrawnRows(self.strata.draw(key, step), weights=self.strata.weights)
 
 
 #: A stratum of which some rows are drawn has so many sub-batches at least, which show a spread.

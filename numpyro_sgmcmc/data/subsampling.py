@@ -30,7 +30,9 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.data import row_numbers
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows, far_rows
 from numpyro_sgmcmc.data.row_numbers import Pair, network
+from numpyro_sgmcmc.data.rows import Rows
 
 #: Fewer sub-batches make a noisier estimate of the noise, more make the gradient dearer.
 _FEWEST_SUB_BATCHES = 10
@@ -272,6 +274,28 @@ def _multiply_divmod(x: Array, factor: int, divisor: int) -> tuple[Array, Array]
     return quotient, remainder
 
 
+class DrawnAlike(Rows):
+    """Rows each of which is as likely as any other, drawn by a scheme."""
+
+    def __init__(self, scheme: "Scheme", size: int, batch_size: int) -> None:
+        self.scheme, self.size, self.batch_size = scheme, size, batch_size
+
+    def draw(self, key: Array, step: Array) -> DrawnRows:
+        return DrawnRows(self.scheme.draw(key, step, self.size, self.batch_size))
+
+    @property
+    def factor(self) -> float:
+        return float(self.scheme.factor(self.size, self.batch_size))
+
+
+class FarRows(DrawnAlike):
+    """More rows than 2\\ :sup:`31`, with numbers in pairs."""
+
+    def draw(self, key: Array, step: Array) -> DrawnRows:
+        assert self.scheme.draw_far is not None
+        return far_rows(self.scheme.draw_far(key, step, self.size, self.batch_size))
+
+
 class Scheme(NamedTuple):
     """
     A scheme of subsampling: all that the other rooms know of it.
@@ -284,6 +308,8 @@ class Scheme(NamedTuple):
       estimated from whole blocks.
     - **draw_so_far** - the same as ``draw`` for a number of rows that is an array, or None.
     - **draw_far** - the same for more rows than 2\\ :sup:`31`, or None.
+    - **kind** - the class of the rows, where they are not all drawn alike, or do not all count
+      alike.
     """
 
     draw: Callable[[Array, Array, int, int], Array]
@@ -292,6 +318,12 @@ class Scheme(NamedTuple):
     blocks: bool = False
     draw_so_far: Callable[[Array, Array, Array, int], Array] | None = None
     draw_far: Callable[[Array, Array, int, int], Pair] | None = None
+    kind: Callable[["Scheme", int, int], Rows] = DrawnAlike
+
+    def rows(self, size: int, batch_size: int) -> Rows:
+        """The rows of a plate."""
+        kind = FarRows if row_numbers.needs_64_bits(size) else self.kind
+        return kind(self, size, batch_size)
 
     def factor(self, size: Any, batch_size: int) -> Any:
         """

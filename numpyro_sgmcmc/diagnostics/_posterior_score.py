@@ -92,7 +92,7 @@ def scores_of(
             " object `model=` and `model_args=`, as they were in `mcmc.run(rng_key, *model_args)`."
         )
     data = as_data(run)
-    target = target_of(model, args, kwargs)
+    target = target_of(model, args, kwargs, data.attrs.get("subsampling"))
     if isinstance(run, MCMC):
         check_data(run, "Judge", target)
     flat = positions_of(target, _thinned(data, target, draws))
@@ -140,14 +140,15 @@ def checked_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
     :param str asked: what is to be done with it, a verb.
     :raises ValueError: if the draws are those of another law.
     """
-    temperature = getattr(mcmc.sampler, "settings", {}).get("temperature", 1.0)
+    settings = getattr(mcmc.sampler, "settings", {})
+    temperature = settings.get("temperature", 1.0)
     if temperature != 1.0:
         raise ValueError(
             f"The run has temperature={temperature}: its draws are those of another law than the"
             f" posterior. {asked} a run at temperature 1."
         )
     check_rows_of(mcmc)
-    target = target_of(mcmc.sampler.model, args, kwargs)
+    target = target_of(mcmc.sampler.model, args, kwargs, settings.get("subsampling"))
     check_data(mcmc, asked, target)
     return target
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from numpyro_sgmcmc.data.drawn_rows import DrawnRows
-from numpyro_sgmcmc.posterior.handlers import Plate, numbers_of
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows, drawn_rows
+from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.potential import (
     Rows,
@@ -295,7 +295,7 @@ def sandwich_of(
 def _weighted(rows: Rows, weights: Mapping[str, Array]) -> Rows:
     found = dict(rows)
     for name, w in weights.items():
-        numbers = numbers_of(rows[name])
+        numbers = drawn_rows(rows[name]).numbers
         found[name] = DrawnRows(numbers, weights=w[numbers])
     return found
 

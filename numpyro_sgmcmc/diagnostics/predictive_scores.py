@@ -17,7 +17,7 @@ import xarray as xr
 from numpyro_sgmcmc.data.converters import instance, random_key
 from numpyro_sgmcmc.diagnostics._predictive_mixture import of_numbers, pooled, shapes_of
 from numpyro_sgmcmc.diagnostics._proper_scores import scores_of, standard_error
-from numpyro_sgmcmc.posterior.argument_checks import checked_arrays
+from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
 from numpyro_sgmcmc.posterior.handlers import Model, full_data
 from numpyro_sgmcmc.posterior.local_latents import MARGINAL
 from numpyro_sgmcmc.results.cycle_draws import kept_draws

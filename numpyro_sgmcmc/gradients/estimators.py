@@ -23,10 +23,10 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.strata import Group
+from numpyro_sgmcmc.data.rows import Group
 from numpyro_sgmcmc.data.subsampling import sub_batches
 from numpyro_sgmcmc.gradients.covariance import Covariance, LowRankPlusDiagonal, column_sums
-from numpyro_sgmcmc.posterior.handlers import BatchRows, count_of
+from numpyro_sgmcmc.posterior.handlers import BatchRows
 from numpyro_sgmcmc.posterior.potential import Potential, Rows
 from numpyro_sgmcmc.posterior.target import Target
 
@@ -112,7 +112,7 @@ def sub_batch_gradient(
         noise, evaluation = None, None
         for name in _noisy(rows, factors):
             strata = groups.get(name)
-            count = strata[-1].stop if strata else sub_batches(count_of(rows[name]))
+            count = strata[-1].stop if strata else sub_batches(rows[name].size)
             potentials, gradients = jax.vmap(_on_rows_of(name, potential, position, rows))(
                 _shaped(rows[name], (count, -1)), random.split(rng_key, count)
             )
@@ -159,7 +159,7 @@ def per_example_gradient(
         noise = representation.zeros(position.shape[0], position.dtype)
         chunk = max(1, PER_EXAMPLE_NUMBERS // position.shape[0])
         for name in _noisy(rows, factors):
-            count = count_of(rows[name])
+            count = rows[name].size
             on_rows = _on_rows_of(name, potential, position, rows)
             scale = jnp.sqrt(factors[name] / (count * (count - 1)))
 
@@ -211,7 +211,7 @@ def two_cotangent_gradient(
         )
         signs = {name: jnp.zeros_like(term) for name, term in terms.items()}
         for k, name in enumerate(_noisy(rows, factors)):
-            count = count_of(rows[name])
+            count = rows[name].size
             sign = _signs(random.fold_in(rng_key, k), count).astype(terms[name].dtype)
             scale = jnp.sqrt(factors[name] * count / (count - 1))
             signs[name] = scale * (sign - sign.mean())

@@ -146,7 +146,7 @@ class NoiseEstimate:
                 "subsampling='blocks' needs an estimate from whole blocks, and not from single"
                 " rows: use estimator='sub_batches', and another covariance than 'matrix_free'."
             )
-        if target.strata and not self.can_stratify:
+        if target.groups and not self.can_stratify:
             raise ValueError(
                 "Stratified minibatches need an estimate from sub-batches of one stratum: use"
                 " estimator='sub_batches', and another covariance than 'matrix_free', or"

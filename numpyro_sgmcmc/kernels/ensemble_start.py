@@ -19,7 +19,7 @@ from numpyro_sgmcmc.kernels.runtime import Runtime
 from numpyro_sgmcmc.kernels.self_tuning import constants_for
 from numpyro_sgmcmc.kernels.state import ChainConstants
 from numpyro_sgmcmc.kernels.transition import flattened, start
-from numpyro_sgmcmc.posterior.argument_checks import checked_arrays
+from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values, read_model

@@ -16,7 +16,6 @@ from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.method import Method
 from numpyro_sgmcmc.kernels.replicas import HotReplicas, Replicas
 from numpyro_sgmcmc.kernels.state import SGMCMCState
-from numpyro_sgmcmc.posterior.handlers import count_of
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
@@ -168,8 +167,9 @@ def _potential_differences(
     :param z: unconstrained values, with a leading axis for the positions.
     """
     # independent minibatches, whose rows say how they vary
+    potential = target.potential(IdentityMetric())
     target = target._replace(scheme=SCHEMES["without_replacement"])
-    potential, factors = target.potential(IdentityMetric()), target.factors
+    factors = target.factors
     values = jax.vmap(lambda z: potential.values(ravel(target.to_internal(z))))(z)
     if target.strata or minibatches * target.minibatch_share >= 1:
 
@@ -185,7 +185,7 @@ def _potential_differences(
         energies, terms = jax.vmap(lambda x: potential.with_row_terms(x, rows, own))(values)
         difference, variance = -jnp.diff(energies), jnp.zeros(len(energies) - 1, energies.dtype)
         for name, term in terms.items():
-            count, each = count_of(rows[name]), -jnp.diff(term, axis=0)
+            count, each = rows[name].size, -jnp.diff(term, axis=0)
             # as of the sum of as many draws, with the factor of a finite population
             variance += factors[name] * count * jnp.var(each, axis=1, ddof=1)
         return jax.tree.map(jnp.add, total, (difference, variance)), None

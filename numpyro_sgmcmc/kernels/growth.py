@@ -46,6 +46,7 @@ from numpyro_sgmcmc.kernels.chains import axes_of
 from numpyro_sgmcmc.kernels.method import Method
 from numpyro_sgmcmc.kernels.state import ChainConstants, RowProgress, SGMCMCState
 from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
+from numpyro_sgmcmc.posterior.growing import with_new_rows
 from numpyro_sgmcmc.posterior.metric import IdentityMetric, Metric
 from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
 from numpyro_sgmcmc.posterior.potential import ravel
@@ -140,7 +141,7 @@ def _anchor_of_all(target: Target, metric: Metric, fixed: ChainConstants) -> Anc
     assert known is not None and now is not None and anchor is not None
     has_other_rows = ~now.begins_with(known.rows, known.digest)
     # of other rows there are no sums to which any could be added
-    anchor = target.with_new_rows(anchor, jnp.where(has_other_rows, now.rows, known.rows))
+    anchor = with_new_rows(target, anchor, jnp.where(has_other_rows, now.rows, known.rows))
     can_move = not isinstance(metric, IdentityMetric)
 
     def is_due(run: tuple[Array, Array, Anchor]) -> Array:

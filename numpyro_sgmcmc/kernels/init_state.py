@@ -25,7 +25,7 @@ from numpyro_sgmcmc.kernels.self_tuning import constants_for, tuning_for
 from numpyro_sgmcmc.kernels.settings import check_schedule
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState
 from numpyro_sgmcmc.kernels.transition import start
-from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.initial_values import (
     check_initial_values,
     draw_from,

@@ -24,7 +24,7 @@ from numpyro_sgmcmc.kernels.self_tuning import new_tuning
 from numpyro_sgmcmc.kernels.state import SGMCMCState
 from numpyro_sgmcmc.kernels.transition import sample, sample_on_devices
 from numpyro_sgmcmc.posterior import numpyro_private
-from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.handlers import Model, full_data
 from numpyro_sgmcmc.posterior.linear_algebra import run_in_order
 from numpyro_sgmcmc.posterior.local_latents import AT_ONCE, Marginal

@@ -13,9 +13,9 @@ from numpyro_sgmcmc.kernels.cyclical import Cyclical
 from numpyro_sgmcmc.kernels.method import Method
 from numpyro_sgmcmc.kernels.runtime import Runtime
 from numpyro_sgmcmc.kernels.settings import check_schedule
+from numpyro_sgmcmc.posterior.checks.all_rows import densities_of, program_of
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS, GRADIENTS_OF_A_STEP, order_of
 from numpyro_sgmcmc.posterior.metric import name_of
-from numpyro_sgmcmc.posterior.row_checks import densities_of, program_of
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
 

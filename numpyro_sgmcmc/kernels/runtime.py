@@ -12,15 +12,14 @@ import warnings
 import jax
 
 from numpyro_sgmcmc.data.growing import growing_in, padded, row_count_of, trimmed
-from numpyro_sgmcmc.data.row_numbers import MOST_ROWS, needs_64_bits
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards, found_shards
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.method import Method
-from numpyro_sgmcmc.posterior.argument_checks import checked_arrays
-from numpyro_sgmcmc.posterior.local_latents import Marginal
+from numpyro_sgmcmc.posterior.checks.all_rows import check_rows
+from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
+from numpyro_sgmcmc.posterior.checks.devices import check_spread
+from numpyro_sgmcmc.posterior.checks.run import Asked, check_run
 from numpyro_sgmcmc.posterior.model import MinibatchModel, read_model
-from numpyro_sgmcmc.posterior.row_checks import check_rows
-from numpyro_sgmcmc.posterior.sharding_checks import check_spread
 from numpyro_sgmcmc.posterior.target import Program, Quick, Target
 from numpyro_sgmcmc.tuning.tuning import Tuning, TuningFailed
 
@@ -129,53 +128,12 @@ class Runtime:
         if model != self.model:
             self.model, self.programs = model, {}
         self._models[_shapes((args, kwargs))] = model
-        independent = SCHEMES[method.scheme].independent
-        if method.traits.corrects_noise and not independent:
-            raise ValueError(
-                f"{name} with subsampling='{method.scheme}' would correct for noise that is not"
-                " there: minibatches of one pass over the data are anti-correlated. Use"
-                " subsampling='without_replacement'."
-            )
-        self._check_number_of_rows(method.scheme, model)
-        if not model.plates and not independent:
-            raise ValueError(
-                f"{name} with subsampling='{method.scheme}' needs minibatches, but no plate of"
-                " the model has a `subsample_size`: write `numpyro.plate(name, size,"
-                " subsample_size=...)` around the data, or use another kernel."
-            )
-        if not model.plates:
-            warnings.warn(
-                "No plate of the model has a `subsample_size`: every step uses the gradient on all"
-                " data. For minibatches write `numpyro.plate(name, size, subsample_size=...)`"
-                " around the data.",
-                stacklevel=3,
-            )
-        if model.dimension == 0 and isinstance(model.model, Marginal):
-            names = ", ".join(f"'{plate.name}'" for plate in model.model.plates)
-            raise ValueError(
-                f"All latent sites of the model are inside of the subsampled plate {names}, and are"
-                " integrated out: no parameter is left to be sampled. Leave its `subsample_size`"
-                " out to sample them."
-            )
-        if model.dimension == 0:
-            raise ValueError("The model has no latent sites: there is nothing to sample.")
+        parts = 1 if self.shards is None else self.shards.parts
+        corrects_noise = method.traits.corrects_noise
+        check_run(Asked(name, corrects_noise, method.scheme, model, parts))
         if self.shards is not None:
             check_spread(self.whole(method, args, kwargs), self.shards)
         return self.target(method, args, kwargs)
-
-    def _check_number_of_rows(self, scheme: str, model: MinibatchModel) -> None:
-        """
-        :raises ValueError: if there are more rows than this way of drawing them has numbers for.
-        """
-        parts = 1 if self.shards is None else self.shards.parts
-        for plate in model.plates:
-            if needs_64_bits(plate.size // parts) and SCHEMES[scheme].draw_far is None:
-                words = [name for name, scheme in SCHEMES.items() if scheme.draw_far is not None]
-                raise ValueError(
-                    f"Plate '{plate.name}' has {plate.size // parts:,} rows on a device, and"
-                    f" subsampling='{scheme}' has numbers for {MOST_ROWS:,}: use one of"
-                    f" {', '.join(words)}, or more devices."
-                )
 
     def whole(self, method: Method, args: tuple, kwargs: dict) -> Target:
         """

@@ -29,8 +29,8 @@ from numpyro_sgmcmc.kernels.metropolis import tested
 from numpyro_sgmcmc.kernels.moving_anchor import with_anchor_moved
 from numpyro_sgmcmc.kernels.state import ChainConstants, Monitored, SGMCMCState
 from numpyro_sgmcmc.posterior.model import Values
-from numpyro_sgmcmc.posterior.potential import Potential, Rows, ravel
-from numpyro_sgmcmc.posterior.prefetch import nothing_prefetched, prefetched_with, rows_at
+from numpyro_sgmcmc.posterior.potential import Potential, ravel
+from numpyro_sgmcmc.posterior.prefetch import minibatch, nothing_prefetched
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.tempered import tempered
 from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
@@ -189,11 +189,8 @@ def one_step(
     # the split is the same at each step, and compiled loops do it once
     rows_key, *keys = random.split(state.rng_key, 3)
     noise_key, model_key = (random.fold_in(key, i) for key in keys)
-    rows: Rows = target.rows(rows_key, i)
-    if state.prefetched is not None:
-        prefetched = prefetched_with(i, rows_key, state.prefetched, target)
-        state = state._replace(prefetched=prefetched)
-        rows = rows_at(prefetched, i, rows)
+    rows, prefetched = minibatch(target, rows_key, i, state.prefetched)
+    state = state._replace(prefetched=prefetched)
     gradient = gradient_oracle(target, potential, rows, model_key, fixed.layout.noise)
     step_size = _step_size(method, i, fixed).astype(state.step_size.dtype)
     before = state._replace(step_size=step_size, fixed=fixed)

@@ -33,7 +33,7 @@ from numpyro_sgmcmc.long_runs.moments import Moments, no_moments, summary_of
 from numpyro_sgmcmc.long_runs.processes import watched
 from numpyro_sgmcmc.long_runs.program import Program, joined, separated
 from numpyro_sgmcmc.long_runs.running import Limits, Progress, Running, restored_progress
-from numpyro_sgmcmc.posterior.argument_checks import checked_arrays
+from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
 from numpyro_sgmcmc.posterior.handlers import first_rows_of, full_data
 from numpyro_sgmcmc.posterior.numpyro_private import HostedRun, is_initialised
 from numpyro_sgmcmc.results.inference_data import plate_dims

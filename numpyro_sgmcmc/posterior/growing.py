@@ -3,8 +3,7 @@
 
 """What all rows say at a point, of rows that keep coming: sums, to which new rows are added."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import Array, lax
@@ -13,40 +12,14 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.growing import RowCount
 from numpyro_sgmcmc.posterior.control_variate import Anchor
-from numpyro_sgmcmc.posterior.handlers import Plate
-from numpyro_sgmcmc.posterior.potential import Potential, Rows, hessian_of
+from numpyro_sgmcmc.posterior.potential import hessian_of
+from numpyro_sgmcmc.posterior.target import Target
 
 #: New rows are looked at so many at a time, of which each may be evaluated at many points.
 _CHUNK, _FEWEST = 1_024, 64
 
 
-class SoFar(NamedTuple):
-    """
-    A potential of the rows that there are, from the first of these on, with what each of them
-    counts: of all others the weight is zero.
-    """
-
-    base: Any
-    plates: Sequence[Plate]
-    first: Array
-    known: RowCount
-
-    def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
-        weighted = dict(rows)
-        for plate in self.plates:
-            if plate.grows:
-                numbers: Any = rows[plate.name]
-                there = (numbers >= self.first) & (numbers < self.known.rows)
-                inside = jnp.minimum(numbers, plate.size - 1)
-                counts = self.known.weights(inside, jnp.result_type(float))
-                weights = jnp.where(there, counts, 0)
-                weighted[plate.name] = DrawnRows(inside, weights=weights)
-        return self.base(values, weighted, rng_key)
-
-
-def with_new_rows(
-    anchor: Anchor, potential: Potential, plate: Plate, first: Array, known: RowCount
-) -> Anchor:
+def with_new_rows(target: Target, anchor: Anchor, first: Array) -> Anchor:
     """
     The anchor of all rows, of one that knows those before the first of these:
 
@@ -56,21 +29,23 @@ def with_new_rows(
     and likewise potential and Hessian, at a cost in proportion to the new rows. Where rows are
     forgotten what the old ones say counts :math:`2^{-(N' - N) / H}` of what it did.
 
-    :param potential: the minibatch potential, of any number of rows.
-    :param plate: the plate of the rows.
+    :param target: the model with all rows.
     :param first: number of the first new row.
-    :param known: how many rows there are.
     """
+    fine = target._replace(model=target.model.with_rule("fine"))
+    potential, (plate,), known = fine.whole_potential, target.model.plates, target.known
+    assert known is not None
     length = min(plate.size, max(_FEWEST, _CHUNK // plate.points))
     key = jax.random.key(0)
 
     def seen(start: Array, known: RowCount) -> tuple[Array, Any, Array | None]:
-        rows = {plate.name: start + jnp.arange(length)}
-        some: Any = SoFar(potential, (plate,), start, known)
-        value, gradient = jax.value_and_grad(some)(anchor.values, rows, key)
+        numbers = start + jnp.arange(length)
+        weights = known.counted(numbers, jnp.result_type(float), start)
+        rows = {plate.name: DrawnRows(jnp.minimum(numbers, plate.size - 1), weights=weights)}
+        value, gradient = jax.value_and_grad(potential)(anchor.values, rows, key)
         hessian = None
         if anchor.hessian is not None:
-            hessian = hessian_of(some, anchor.values, rows, key)
+            hessian = hessian_of(potential, anchor.values, rows, key)
         return value, gradient, hessian
 
     # with no row at all: the prior, which each chunk has too

@@ -6,7 +6,7 @@ Effect handlers that choose the rows of the plates that have a ``subsample_size`
 first ones, or those of a minibatch.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 import operator
 from typing import Any, NamedTuple
@@ -14,22 +14,13 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 import jax.numpy as jnp
-import numpy as np
 from numpyro import distributions as dist
 from numpyro.primitives import Messenger
 
-from numpyro_sgmcmc.data.drawn_rows import DrawnRows
-from numpyro_sgmcmc.data.row_numbers import (
-    Pair,
-    as_integers,
-    as_pair,
-    counted_from,
-    needs_64_bits,
-    of_32_bits,
-)
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows, drawn_rows
 
 Model = Callable[..., Any]
-#: The rows of a minibatch of one plate: their numbers, or what else is known of them, too.
+#: The rows of a minibatch of one plate, which may be given by their numbers alone.
 BatchRows = Array | DrawnRows
 #: Rows of the minibatch for each subsampled plate, by name of the plate.
 Indices = Mapping[str, BatchRows]
@@ -56,8 +47,6 @@ class Plate(NamedTuple):
     seen: int | None = None
     #: of how many rows these are a sample, or None
     of: int | None = None
-    #: whether only the first rows are there yet, and the size is the room for them
-    grows: bool = False
 
     @property
     def worth(self) -> float:
@@ -151,8 +140,9 @@ class given_rows(_choose_rows):
         self, fn: Model, plates: tuple[Plate, ...], indices: Indices, parts: int | Fraction = 1
     ) -> None:
         self.sizes = {plate.name: plate.size for plate in plates}
-        self.indices = {name: numbers_of(rows) for name, rows in indices.items()}
-        self.weights = {name: weights_of(rows) for name, rows in indices.items()}
+        drawn = {name: drawn_rows(rows) for name, rows in indices.items()}
+        self.indices = {name: rows.numbers for name, rows in drawn.items()}
+        self.weights = {name: rows.weights for name, rows in drawn.items()}
         self.parts = parts
         #: what the scale that the plate gives to its sites lacks
         self.missing: dict[str, float] = {}
@@ -180,73 +170,6 @@ class given_rows(_choose_rows):
             )
         self.missing[plate.name] = float(here * self.parts / plate.size)
         return self.indices[plate.name]
-
-
-def far_rows(numbers: Pair) -> DrawnRows:
-    """Rows of a plate of more than 2\\ :sup:`31`."""
-    high, low = of_32_bits(numbers)
-    return DrawnRows(low, high=high)
-
-
-def counted_rows(size: int, chunk: Array, apart: int, first: int, length: int) -> BatchRows:
-    """
-    Rows ``first + chunk * apart + (0, ..., length - 1)`` of a plate.
-
-    :param int size: the rows of the plate.
-    """
-    if needs_64_bits(size):
-        return far_rows(counted_from(chunk, apart, first, length))
-    return first + chunk * apart + jnp.arange(length)
-
-
-def rows_of(numbers: np.ndarray, size: int) -> BatchRows:
-    """
-    Rows with these numbers, of NumPy.
-
-    :param int size: the rows of the plate.
-    """
-    if not needs_64_bits(size):
-        return jnp.asarray(numbers, jnp.int32)
-    high, low = as_pair(np.asarray(numbers, np.int64))
-    return DrawnRows(low, high=high)
-
-
-def rows_among(plates: Iterable[Plate], found: Indices, most: int | None = None) -> Indices:
-    """The first of some rows of each plate, of which the numbers of some are those of NumPy."""
-    sizes = {plate.name: plate.size for plate in plates}
-    return {
-        name: jax.tree.map(lambda x: x[:most], rows)
-        if isinstance(rows, DrawnRows)
-        else rows_of(np.asarray(rows)[:most], sizes[name])
-        for name, rows in found.items()
-    }
-
-
-def integers_of(rows: Any) -> np.ndarray:
-    """The numbers of rows whose values are known, as integers of NumPy."""
-    if isinstance(rows, DrawnRows) and rows.high is not None:
-        return as_integers(rows.high, rows.numbers)
-    return np.asarray(numbers_of(rows))
-
-
-def drawn_rows(rows: BatchRows) -> DrawnRows:
-    """Rows of a minibatch, with what is known of them."""
-    return rows if isinstance(rows, DrawnRows) else DrawnRows(rows)
-
-
-def numbers_of(rows: BatchRows) -> Array:
-    """The numbers of the rows of a minibatch."""
-    return rows.numbers if isinstance(rows, DrawnRows) else rows
-
-
-def weights_of(rows: BatchRows) -> Array | None:
-    """The weights of the rows of a minibatch; None if they are equal."""
-    return rows.weights if isinstance(rows, DrawnRows) else None
-
-
-def count_of(rows: BatchRows) -> int:
-    """The number of the rows of a minibatch."""
-    return numbers_of(rows).shape[0]
 
 
 def log_density(site: dict) -> Array:

@@ -19,9 +19,9 @@ from numpyro import distributions as dist
 from numpyro.distributions import biject_to, constraints, transforms
 from numpyro.handlers import substitute, trace
 
+from numpyro_sgmcmc.posterior.checks.exceptions import explained
 from numpyro_sgmcmc.posterior.handlers import Indices
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
-from numpyro_sgmcmc.posterior.model_exceptions import explained
 
 _WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
 

@@ -14,10 +14,10 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import initialize_model
 from numpyro.util import is_prng_key
 
+from numpyro_sgmcmc.posterior.checks.exceptions import one_at_a_time
 from numpyro_sgmcmc.posterior.handlers import first_rows_of
 from numpyro_sgmcmc.posterior.metric import GaussianMetric
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
-from numpyro_sgmcmc.posterior.model_exceptions import one_at_a_time
 from numpyro_sgmcmc.posterior.target import Target
 
 

@@ -35,7 +35,7 @@ from numpyro.distributions import biject_to
 from numpyro.handlers import block, trace, uncondition
 from numpyro.primitives import Messenger
 
-from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.handlers import Model, Plate, log_density, without_wrappers
 from numpyro_sgmcmc.posterior.quadrature import draws_of, log_integral, needs_draws, points_of
 

@@ -16,43 +16,35 @@ whose average over the minibatches of a partition, or over random minibatches, i
 cannot hold; :class:`MinibatchModel` then evaluates it.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from fractions import Fraction
 import math
 from typing import Any, NamedTuple
-import warnings
 
 import jax
-from jax import Array, lax, random
+from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
-from numpyro.distributions import biject_to
 from numpyro.distributions.distribution import validation_enabled
-from numpyro.handlers import seed, substitute, trace
+from numpyro.handlers import seed, trace
 from numpyro.infer.util import compute_log_probs, constrain_fn, potential_energy, unconstrain_fn
 
-from numpyro_sgmcmc.data.drawn_rows import DrawnRows, OfMinibatch, ShapeOf, Watched
-from numpyro_sgmcmc.data.row_numbers import needs_64_bits
+from numpyro_sgmcmc.data.drawn_rows import OfMinibatch, drawn_rows
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
-from numpyro_sgmcmc.posterior.argument_checks import check_data
+from numpyro_sgmcmc.posterior.checks.arguments import check_data
+from numpyro_sgmcmc.posterior.checks.exceptions import explained, one_at_a_time
+from numpyro_sgmcmc.posterior.checks.sites import CHECKS
 from numpyro_sgmcmc.posterior.handlers import (
     Indices,
     Model,
     Plate,
-    count_of,
-    drawn_rows,
-    first_rows_of,
     given_rows,
     log_density,
-    numbers_of,
 )
 from numpyro_sgmcmc.posterior.local_latents import LocalPlate, Marginal
-from numpyro_sgmcmc.posterior.local_latents_checks import without_local_latents
-from numpyro_sgmcmc.posterior.model_checks import check_hidden, check_sites
-from numpyro_sgmcmc.posterior.model_exceptions import explained, one_at_a_time
-from numpyro_sgmcmc.posterior.on_disk_checks import check_far, check_lengths
 from numpyro_sgmcmc.posterior.quadrature import needs_draws
+from numpyro_sgmcmc.posterior.reading import reading_of
 
 #: Unconstrained values of the latent sites, by name.
 Values = dict[str, Array]
@@ -109,7 +101,7 @@ class MinibatchModel(NamedTuple):
 
     def padded(self, size: int) -> "MinibatchModel":
         """The model with room for so many rows, of which only the first are there yet."""
-        plates = (plate._replace(size=size, grows=True) for plate in self.plates)
+        plates = (plate._replace(size=size) for plate in self.plates)
         return self._replace(plates=tuple(plates))
 
     def sampled(self, rows: int, on_disk: tuple[str | None, ...]) -> "MinibatchModel":
@@ -201,23 +193,18 @@ class MinibatchModel(NamedTuple):
         sources = on_disk(arguments)
         if not sources:
             return arguments
-        values = {
-            name: iter(x.values)
-            for name, x in indices.items()
-            if isinstance(x, DrawnRows) and x.values
-        }
-        far = {plate.name for plate in self.plates if needs_64_bits(plate.size)}
+        drawn = {name: drawn_rows(rows) for name, rows in indices.items()}
+        values = {name: iter(rows.values) for name, rows in drawn.items()}
         seen: list[Any] = []
         for whole, plate in zip(sources, self.on_disk, strict=True):
             source: Any = whole.on_each(self.parts)
-            if plate in values:
-                source = OfMinibatch(source, numbers_of(indices[plate]), next(values[plate]))
-            elif plate in far:
-                # what the model indexes by has half of each number
-                rows = drawn_rows(indices[plate])
-                if rows.high is None:
-                    rows = rows._replace(high=jnp.zeros_like(rows.numbers))
-                source = OfMinibatch(source, rows.numbers, source.drawn(rows))
+            if plate is not None and plate in drawn:
+                rows = drawn[plate]
+                if rows.values:
+                    source = OfMinibatch(source, rows.numbers, next(values[plate]))
+                elif rows.high is not None:
+                    # what the model indexes by has half of each number
+                    source = OfMinibatch(source, rows.numbers, source.drawn(rows))
             seen.append(source)
         return replaced(arguments, seen)
 
@@ -282,7 +269,7 @@ class MinibatchModel(NamedTuple):
         """
         energy, sites = self.potential_and_sites(z, indices, rng_key, args, kwargs)
         names = {plate.name for plate in self.plates}
-        terms = {name: jnp.zeros(count_of(indices[name])) for name in names}
+        terms = {name: jnp.zeros(indices[name].size) for name in names}
         for site in sites.values():
             frames = site["cond_indep_stack"] if site["type"] == "sample" else []
             frames = [frame for frame in frames if frame.name in names]
@@ -340,8 +327,8 @@ def unremarkable_values(view: MinibatchModel) -> Values:
 
 def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict) -> MinibatchModel:
     """
-    Reads a model and its arguments once: finds the subsampled plates and the latent sites
-    and checks that minibatches of the model are unbiased.
+    Reads a model and its arguments once: finds the subsampled plates and the latent sites, and
+    refuses models whose minibatches are not unbiased (:data:`~.checks.sites.CHECKS`).
 
     Nothing of what is read depends on a random key or on the chain.
 
@@ -353,99 +340,14 @@ def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
     :raises ValueError: naming the site, plate or argument, and what to do about it.
     """
     check_data(model, args, kwargs)
-
-    def initial(site: dict) -> Any:
-        if is_endless(site):
-            # refused later: a draw of it takes seconds to compile
-            return jnp.zeros(site["fn"].shape(), jnp.int32)
-        value = init_strategy(site)
-        if value is None or site["type"] != "sample":
-            return value
-        if (shape := jnp.shape(value)) != site["fn"].shape():
-            raise ValueError(
-                f"The initial value of site '{site['name']}' has the shape {shape}, but its"
-                f" distribution the shape {site['fn'].shape()}: give `init_to_value(values=...)`"
-                " values of that shape."
-            )
-        if not isinstance(value, jax.core.Tracer) and not np.all(np.isfinite(value)):
-            raise ValueError(
-                f"The initial value of site '{site['name']}' is not finite: give"
-                " `init_to_value(values=...)` other values."
-            )
-        return value
-
-    taken: dict[str, Array] = {}
-    watched = [Watched(source) for source in on_disk((args, kwargs))]
-
-    def traced(model: Model) -> dict[str, dict]:
-        start = substitute(seed(first_rows_of(model, taken), random.key(0)), substitute_fn=initial)
-        return trace(start).get_trace(*seen_args, **seen_kwargs)
-
-    with jax.ensure_compile_time_eval():
-        seen_args, seen_kwargs = replaced((args, kwargs), watched)
-        # what is not valid is looked for in all rows, and named with the first
-        with explained(model, args, kwargs), validation_enabled(False):
-            sites = traced(model)
-            check_hidden(model, seen_args, seen_kwargs)
-            plates = tuple(
-                Plate(name, site["args"][0], site["args"][1])
-                for name, site in sites.items()
-                if site["type"] == "plate" and site["args"][1] is not None
-            )
-            names = ("param", "mutable")
-            constants = {k: s["value"] for k, s in sites.items() if s["type"] in names}
-            _warn_about_constants(sites)
-            given_constants = substitute(model, data=constants) if constants else model
-            fixed = without_local_latents(given_constants, sites, plates, seen_args, seen_kwargs)
-            if isinstance(fixed, Marginal):
-                sites = traced(replace(fixed, rule="none"))
-                plates = fixed.with_points(fixed.with_members(plates, sites))
-    latents = {k: s for k, s in sites.items() if s["type"] == "sample" and not s["is_observed"]}
-
-    def given(rows: Indices, args: tuple, kwargs: dict) -> dict[str, dict]:
-        values = {k: lax.stop_gradient(s["value"]) for k, s in latents.items()}
-        at = substitute(given_rows(fixed, plates, rows), data=values)
-        with explained(model, args, kwargs):
-            return trace(seed(at, random.key(0))).get_trace(*args, **kwargs)
-
-    plate_of = tuple(_plate_of(source, taken) for source in watched)
-    check_lengths(plates, plate_of, on_disk((args, kwargs)))
-
-    def densities(rows: Indices) -> dict[str, Array]:
-        empty = [ShapeOf(source) for source in on_disk((args, kwargs))]
-        seen = given(rows, *replaced((args, kwargs), empty))
-        return {k: log_density(site) for k, site in seen.items() if site["type"] == "sample"}
-
-    check_far(plates, [source.indices for source in watched], taken, densities)
-    dependent, captured = check_sites(model, sites, plates, given, args, kwargs)
-    with jax.ensure_compile_time_eval():
-        unconstrained = {
-            k: biject_to(s["fn"].support).inv(jnp.asarray(s["value"])) for k, s in latents.items()
-        }
-    shapes = {k: jax.ShapeDtypeStruct(jnp.shape(v), v.dtype) for k, v in unconstrained.items()}
-    return MinibatchModel(fixed, plates, shapes, dependent, plate_of, *captured)
-
-
-def is_endless(site: dict) -> bool:
-    """Whether a site is latent, discrete, and of a law without an end to its values."""
-    if site["type"] != "sample" or site["is_observed"] or not site["fn"].support.is_discrete:
-        return False
-    return not site["fn"].has_enumerate_support
-
-
-def _plate_of(source: Watched, taken: Mapping[str, Array]) -> str | None:
-    """The plate by whose indices the model has indexed it first."""
-    return next((k for i in source.indices for k, rows in taken.items() if i is rows), None)
-
-
-def _warn_about_constants(sites: dict[str, dict]) -> None:
-    """Warns of sites that an optimiser would move and a sampler of the posterior does not."""
-    for name, site in sites.items():
-        sampled = any(k.startswith(f"{name.removesuffix('$params')}/") for k in sites)
-        if site["type"] == "param" and not sampled or site["type"] == "mutable":
-            warnings.warn(
-                f"Site '{name}' is a `numpyro.{site['type']}`: it stays at its initial value."
-                " Give it a prior with `numpyro.sample` (for a neural network,"
-                " `random_flax_module` or `random_nnx_module`) to have it sampled.",
-                stacklevel=2,
-            )
+    reading = reading_of(model, init_strategy, args, kwargs)
+    for check in CHECKS:
+        check(reading)
+    return MinibatchModel(
+        reading.fixed,
+        reading.plates,
+        reading.latents,
+        reading.minibatch_dependent,
+        reading.plate_of_source,
+        *reading.captured,
+    )

@@ -6,7 +6,7 @@ The minibatch potential as a sampler sees it: a function of the coordinates of a
 or without a control variate, on the rows of a minibatch or, in chunks, on all data.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 import math
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +16,9 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.posterior.handlers import BatchRows, Indices, Plate, counted_rows
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows, counted_rows, drawn_rows
+from numpyro_sgmcmc.data.rows import Rows as Kind
+from numpyro_sgmcmc.posterior.handlers import Indices, Plate
 from numpyro_sgmcmc.posterior.hierarchy import hierarchy_of
 from numpyro_sgmcmc.posterior.metric import Metric
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
@@ -111,6 +113,8 @@ class ModelPotential(NamedTuple):
     kwargs: dict
     #: where the values are between those of a centred and those of a non-centred hierarchy
     centring: Centring = {}
+    #: the rows of each plate, of which each counts once where nothing is said
+    kinds: Mapping[str, Kind] = {}
 
     def values(self, position: Array, /) -> Values:
         return self.unravel(self.metric.values(position))
@@ -131,6 +135,7 @@ class ModelPotential(NamedTuple):
 
     def with_effects(self, values: Values, rows: Rows, rng_key: Array, /) -> tuple[Array, Values]:
         """The potential, and the effects that the values are."""
+        rows = counted(self.kinds, rows)
         data = rows, rng_key, self.args, self.kwargs
         if not self.centring:
             return self.model.potential(values, *data), values
@@ -147,11 +152,12 @@ class ModelPotential(NamedTuple):
         if self.centring:
             return jax.value_and_grad(self.__call__)(values, rows, rng_key)
         both = jax.value_and_grad(self.model.potential)
-        return both(values, rows, rng_key, self.args, self.kwargs)
+        return both(values, counted(self.kinds, rows), rng_key, self.args, self.kwargs)
 
     def with_row_terms(
         self, values: Values, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, dict[str, Array]]:
+        rows = counted(self.kinds, rows)
         data = rows, rng_key, self.args, self.kwargs
         if not self.centring:
             return self.model.potential_and_row_terms(values, *data)
@@ -162,6 +168,15 @@ class ModelPotential(NamedTuple):
     def _written(self, values: Values, rows: Rows, rng_key: Array) -> Written:
         hierarchy = hierarchy_of(self.model, values, rows, rng_key, self.args, self.kwargs)
         return from_internal(hierarchy, self.centring, values)
+
+
+def counted(kinds: Mapping[str, Kind], rows: Rows) -> dict[str, DrawnRows]:
+    """Some rows with what each of them counts, where nothing is said of it and it is not once."""
+    found = {name: drawn_rows(x) for name, x in rows.items()}
+    for name, x in found.items():
+        if name in kinds and x.weights is None:
+            found[name] = x._replace(weights=kinds[name].counts(x.numbers))
+    return found
 
 
 def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> Any:
@@ -187,7 +202,7 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
 
         >>> y = jnp.arange(5.0)
         >>> plate = Plate("rows", size=5, subsample_size=2)
-        >>> float(over_all_data(lambda rows: y[rows["rows"]].mean(), [plate]))
+        >>> float(over_all_data(lambda rows: y[rows["rows"].numbers].mean(), [plate]))
         2.0
     """
     total = None
@@ -199,7 +214,7 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
         )
 
         def weighted(k: Array, parts: Any = parts, weight: float = weight) -> Any:
-            rows: dict[str, BatchRows] = {}
+            rows: dict[str, DrawnRows] = {}
             for plate, (start, chunks, length, apart) in zip(plates, parts, strict=True):
                 k, chunk = k // chunks, k % chunks
                 rows[plate.name] = counted_rows(plate.size, chunk, apart, start, length)

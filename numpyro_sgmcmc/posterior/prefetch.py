@@ -10,11 +10,9 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.data.drawn_rows import DrawnRows, numbers_in
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, on_disk, read_ahead
-from numpyro_sgmcmc.posterior.handlers import drawn_rows, weights_of
-from numpyro_sgmcmc.posterior.potential import Rows
 from numpyro_sgmcmc.posterior.target import Target
 
 #: A block holds the minibatches of so many steps, or fewer of so many bytes together.
@@ -75,7 +73,7 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
 
         def at(k: Array) -> dict[str, DrawnRows]:
             rows = target._replace(known=known, strata=strata).rows(rows_key, start + k)
-            return {name: drawn_rows(rows[name])._replace(weights=None) for name in sources}
+            return {name: rows[name]._replace(weights=None) for name in sources}
 
         return jax.vmap(at)(jnp.arange(steps))
 
@@ -84,7 +82,7 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
         now, following = (drawn(facts, rows_key, k) for k in (start, start + steps))
         part = part_here()
         requests = [
-            (source, numbers_in(now[name], part), numbers_in(following[name], part))
+            (source, now[name].on(part), following[name].on(part))
             for name, found in sources.items()
             for source in found
         ]
@@ -129,13 +127,20 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
     return one(block, facts, rows_key, i)
 
 
-def rows_at(block: Prefetched, i: Array, drawn: Rows) -> Rows:
-    """The minibatch of a step, as it was drawn, with the values that the block holds."""
+def minibatch(
+    target: Target, rows_key: Array, i: Array, block: Prefetched | None
+) -> tuple[dict[str, DrawnRows], Prefetched | None]:
+    """The rows of a step, with their values if they are on disk, and the block that holds these."""
+    drawn = target.rows(rows_key, i)
+    if block is None:
+        return drawn, None
+    block = prefetched_with(i, rows_key, block, target)
+    start = block.start
     read = jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, i - block.start, keepdims=False), block.rows
+        lambda x: lax.dynamic_index_in_dim(x, i - start, keepdims=False), block.rows
     )
-    weighted = {name: rows._replace(weights=weights_of(drawn[name])) for name, rows in read.items()}
-    return {**drawn, **weighted}
+    weighted = {name: x._replace(weights=drawn[name].weights) for name, x in read.items()}
+    return {**drawn, **weighted}, block
 
 
 def _by_plate(target: Target) -> dict[str, list[RowsOnDisk]]:

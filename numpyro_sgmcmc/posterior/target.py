@@ -19,15 +19,14 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.growing import RowCount
-from numpyro_sgmcmc.data.row_numbers import needs_64_bits
+from numpyro_sgmcmc.data.kinds import kind_of
+from numpyro_sgmcmc.data.rows import Group, Rows
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
-from numpyro_sgmcmc.data.strata import Group, Strata
+from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
 from numpyro_sgmcmc.posterior.control_variate import Anchor, ControlVariate
 from numpyro_sgmcmc.posterior.fusions import WITHOUT_FAULTY_FUSIONS
-from numpyro_sgmcmc.posterior.growing import SoFar, with_new_rows
-from numpyro_sgmcmc.posterior.handlers import BatchRows, Plate, far_rows
 from numpyro_sgmcmc.posterior.hierarchy import Hierarchy, hierarchy_of
 from numpyro_sgmcmc.posterior.linear_algebra import in_order
 from numpyro_sgmcmc.posterior.metric import IdentityMetric, Metric
@@ -35,6 +34,7 @@ from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
 from numpyro_sgmcmc.posterior.potential import (
     ModelPotential,
     Potential,
+    counted,
     full_data_expansion,
     full_data_gradient,
     over_all_data,
@@ -105,7 +105,7 @@ class Target(NamedTuple):
 
     def potential(self, metric: Metric, anchor: Anchor | None = None) -> Potential:
         """The minibatch potential in the coordinates of a metric."""
-        data = self.args, self.kwargs, self.centring
+        data = self.args, self.kwargs, self.centring, self.kinds
         plain = ModelPotential(self.model, self.unravel, metric, *data)
         return plain if anchor is None else ControlVariate(plain, anchor)
 
@@ -165,14 +165,15 @@ class Target(NamedTuple):
         """
         return self._replace(model=self.model.with_rule("fine")).expansion(effects, order)
 
+    @property
+    def whole_potential(self) -> Potential:
+        """As a function of effects, for passes over all rows."""
+        return self.centred.potential(IdentityMetric())
+
     def expansion(self, effects: Values, order: int = 1) -> Anchor:
         """The same with integrals as they are in a step."""
         # groups of other devices, which have the same numbers, are to have other draws
-        key = self.own(random.key(0))
-        potential: Any = self.centred.potential(IdentityMetric())
-        if self.known is not None:
-            potential = SoFar(potential, self.model.plates, jnp.zeros((), jnp.int32), self.known)
-        data = potential, self.model.plates, effects, key
+        data = self.whole_potential, self.model.plates, effects, self.own(random.key(0))
         if order > 1:
             return Anchor(effects, *self.mean(full_data_expansion(*data)))
         value, slope = self.mean(full_data_gradient(*data))
@@ -184,83 +185,56 @@ class Target(NamedTuple):
         chunk, as the difference of large sums would lose its digits.
         """
         fine = self._replace(model=self.model.with_rule("fine"))
-        plain, key = fine.potential(metric), self.own(random.key(0))
-        potential: Any = plain
-        if self.known is not None:
-            potential = SoFar(plain, self.model.plates, jnp.zeros((), jnp.int32), self.known)
+        potential, key = fine.potential(metric), self.own(random.key(0))
 
         def of_chunk(rows: Any) -> Array:
-            here, there = (potential(plain.values(x), rows, key) for x in (after, before))
+            here, there = (potential(potential.values(x), rows, key) for x in (after, before))
             return here - there
 
         return self.mean(over_all_data(of_chunk, self.model.plates))
 
-    def with_new_rows(self, anchor: Anchor, first: Array) -> Anchor:
-        """
-        An anchor that knows the rows before the first of these, with what those that have come
-        since add to it.
-        """
-        assert self.known is not None
-        fine = self._replace(model=self.model.with_rule("fine"))
-        potential = fine.centred.potential(IdentityMetric())
-        return with_new_rows(anchor, potential, self.model.plates[0], first, self.known)
-
-    def rows(self, rng_key: Array, step: Any = 0) -> dict[str, BatchRows]:
-        """The rows of a minibatch, drawn independently for each plate."""
-        rng_key, step = self.own(rng_key), jnp.asarray(step)
-
-        def drawn(plate: Plate, key: Array) -> BatchRows:
-            if (strata := self.strata.get(plate.name)) is not None:
-                return DrawnRows(strata.draw(key, step), weights=strata.weights)
-            if plate.grows:
-                assert self.known is not None and self.scheme.draw_so_far is not None
-                count, size = self.known.rows, plate.subsample_size
-                # all rows, in places of their own, where they are fewer than a minibatch
-                numbers = self.scheme.draw_so_far(key, step, jnp.maximum(count, size), size)
-                is_there, numbers = numbers < count, jnp.minimum(numbers, count - 1)
-                share = (jnp.maximum(count, size) / plate.size).astype(self.model.dtype)
-                weights = share * self.known.weights(numbers, self.model.dtype)
-                return DrawnRows(numbers, weights=jnp.where(is_there, weights, 0))
-            if needs_64_bits(plate.size):
-                assert self.scheme.draw_far is not None
-                return far_rows(self.scheme.draw_far(key, step, plate.size, plate.subsample_size))
-            return self.scheme.draw(key, step, plate.size, plate.subsample_size)
-
+    @property
+    def kinds(self) -> dict[str, Rows]:
+        """The rows of each plate."""
         return {
-            plate.name: drawn(plate, random.fold_in(rng_key, k))
-            for k, plate in enumerate(self.model.plates)
+            plate.name: kind_of(
+                plate.size,
+                plate.subsample_size,
+                self.scheme,
+                self.strata.get(plate.name),
+                self.known,
+                self.model.dtype,
+            )
+            for plate in self.model.plates
         }
+
+    def rows(self, rng_key: Array, step: Any = 0) -> dict[str, DrawnRows]:
+        """The rows of a minibatch, drawn independently for each plate."""
+        rng_key, step, kinds = self.own(rng_key), jnp.asarray(step), self.kinds
+        each = enumerate(kinds.items())
+        drawn = {name: rows.draw(random.fold_in(rng_key, k), step) for k, (name, rows) in each}
+        return counted(kinds, drawn)
 
     @property
     def factors(self) -> dict[str, float]:
         """The finite-population factor of each plate; 0 where its minibatches have no noise."""
-        return {
-            plate.name: self.strata[plate.name].allocation.factor
-            if plate.name in self.strata
-            else self.scheme.factor(plate.size, plate.subsample_size)
-            for plate in self.model.plates
-        }
+        return {name: rows.factor for name, rows in self.kinds.items()}
 
     @property
     def factors_so_far(self) -> dict[str, Array]:
-        """The same of plates whose rows keep coming."""
-        plates = [plate for plate in self.model.plates if plate.grows]
-        if self.known is None:
-            return {}
-        count = self.known.rows.astype(self.model.dtype)
-        factors = {p.name: self.scheme.factor(count, p.subsample_size) for p in plates}
-        return {name: jnp.maximum(jnp.asarray(factor), 0) for name, factor in factors.items()}
+        """The same where the number of rows is an array."""
+        found = {name: rows.factor_so_far for name, rows in self.kinds.items()}
+        return {name: factor for name, factor in found.items() if factor is not None}
 
     @property
     def groups(self) -> dict[str, tuple[Group, ...]]:
         """The sub-batches that show the noise, by stratum, where rows are not drawn alike."""
-        return {name: strata.allocation.groups for name, strata in self.strata.items()}
+        return {name: rows.groups for name, rows in self.kinds.items() if rows.groups}
 
     @property
     def minibatch_share(self) -> float:
         """Rows in a minibatch, as a part of all rows: the cost of a step in passes."""
-        plates = self.model.plates
-        return max((plate.subsample_size / plate.size for plate in plates), default=1.0)
+        return max((rows.share for rows in self.kinds.values()), default=1.0)
 
     @property
     def effective_batch_size(self) -> float:

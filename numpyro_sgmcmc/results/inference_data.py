@@ -29,7 +29,7 @@ from numpyro_sgmcmc.data.converters import (
     truth,
     whole,
 )
-from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.local_latents import Marginal, group_axis
 from numpyro_sgmcmc.posterior.numpyro_private import arguments, view_of
 from numpyro_sgmcmc.results.cycle_draws import kept_draws

@@ -10,7 +10,8 @@ from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
-from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.data.subsampling import SCHEMES
+from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.handlers import full_data
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.model import read_model
@@ -18,12 +19,21 @@ from numpyro_sgmcmc.posterior.numpyro_private import arguments
 from numpyro_sgmcmc.posterior.target import Target
 
 
-def target_of(model: Callable, args: tuple, kwargs: dict | None = None) -> Target:
-    """The model with its minibatches, of which the kernels show the full-data view."""
+def target_of(
+    model: Callable, args: tuple, kwargs: dict | None = None, subsampling: Any = None
+) -> Target:
+    """
+    The model with its minibatches, of which the kernels show the full-data view.
+
+    :param subsampling: the scheme of the run, which may say what rows count.
+    """
     args, kwargs = as_arrays((tuple(args), kwargs or {}))
     raw: Any = model.fn if isinstance(model, full_data) else model
     raw = raw.model if isinstance(raw, Marginal) else raw
-    return Target(read_model(raw, init_to_uniform, args, kwargs), args, kwargs)
+    scheme = SCHEMES["without_replacement"]
+    if subsampling in SCHEMES:
+        scheme = scheme._replace(kind=SCHEMES[subsampling].kind)
+    return Target(read_model(raw, init_to_uniform, args, kwargs), args, kwargs, scheme)
 
 
 def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:

@@ -16,7 +16,6 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.posterior.handlers import numbers_of
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import Values
@@ -178,9 +177,10 @@ def _rows(
         rows, n = drawn[plate.name], plate.subsample_size
         # of a sample each row counts once, too
         weight = part * jnp.minimum(1.0, count * n / float(plate.of or plate.size))
-        given = rows if isinstance(rows, DrawnRows) else DrawnRows(rows)
-        weights = jnp.full(numbers_of(rows).shape, weight, target.model.dtype)
-        found[plate.name] = given._replace(weights=weights)
+        weights = jnp.full(rows.numbers.shape, weight, target.model.dtype)
+        if (counts := target.kinds[plate.name].counts(rows.numbers)) is not None:
+            weights = weights * counts
+        found[plate.name] = rows._replace(weights=weights)
     return found
 
 

@@ -14,8 +14,8 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.drawn_rows import drawn_rows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.posterior.handlers import weights_of
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     GaussianMetric,
@@ -273,7 +273,7 @@ def whitened_hessian(
     for plate in drawn:
         scores = jax.vmap(along, 1, 1)(factor)[plate.name]
         # each is multiplied by the number of rows that it stands for
-        weights = weights_of(rows[plate.name])
+        weights = drawn_rows(rows[plate.name]).weights
         counts = plate.size / len(scores) * (jnp.ones(len(scores)) if weights is None else weights)
         scores = scores - scores.mean(axis=0)
         found = found + (scores / counts[:, None]).T @ scores

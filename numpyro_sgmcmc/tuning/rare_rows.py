@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtri
 import numpy as np
 
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.strata import Strata, by_importance
 from numpyro_sgmcmc.gradients.estimators import PER_EXAMPLE_NUMBERS
 from numpyro_sgmcmc.posterior.control_variate import Anchor
@@ -102,7 +103,7 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
             share = rows.shape[0] / float(plate.size * target.model.parts)
 
             def terms(point: Array) -> Array:
-                values, batch = target.unravel(point), {**others, plate.name: rows}
+                values, batch = target.unravel(point), {**others, plate.name: DrawnRows(rows)}
                 return share * potential.with_row_terms(values, batch, model_key)[1][plate.name]
 
             def slope(point: Array) -> Array:
@@ -212,7 +213,7 @@ def _fourth_cumulant_of(
 
         def gradient(point: Array, row: Array) -> Array:
             def term(values: Any) -> Array:
-                batch = {**others, plate.name: row[None]}
+                batch = {**others, plate.name: DrawnRows(row[None])}
                 return potential.with_row_terms(values, batch, model_key)[1][plate.name][0]
 
             slope = jax.grad(term)(target.unravel(point))

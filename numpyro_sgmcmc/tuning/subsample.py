@@ -26,10 +26,10 @@ from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.drawn_rows import rows_of
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.data.sharding import found_shards
 from numpyro_sgmcmc.posterior.control_variate import Anchor
-from numpyro_sgmcmc.posterior.handlers import rows_of
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.metric import DenseMetric
 from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
@@ -67,7 +67,9 @@ def sample_of(target: Target) -> Target | None:
     sources = on_disk((target.args, target.kwargs))
     if target.shards is None and not sources:
         return None
-    if len(view.plates) != 1 or isinstance(view.model, Marginal) or target.known is not None:
+    if len(view.plates) != 1 or isinstance(view.model, Marginal):
+        return None
+    if not all(rows.is_interchangeable for rows in target.kinds.values()):
         return None
     (plate,) = view.plates
     bytes_of_a_row = max((source.row_bytes for source in sources), default=4)

@@ -13,9 +13,9 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal
 import optax
 
+from numpyro_sgmcmc.posterior.checks.exceptions import one_at_a_time
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import with_rows
-from numpyro_sgmcmc.posterior.model_exceptions import one_at_a_time
 from numpyro_sgmcmc.posterior.potential import over_all_data
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes

@@ -491,7 +491,8 @@ def test_plates_draw_their_own_rows():
     kernel = SGLD(two_plates, step_size=1e-3)
     kernel.runtime.read(kernel.method, (jnp.asarray(X), jnp.asarray(Y)), {})
     target = kernel.runtime.target(kernel.method)
-    rows = jax.vmap(lambda i: target.rows(random.key(0), i))(jnp.arange(200))
+    drawn = jax.vmap(lambda i: target.rows(random.key(0), i))(jnp.arange(200))
+    rows = {name: x.numbers for name, x in drawn.items()}
     assert set(rows) == {"a", "b"} and not np.array_equal(rows["a"][0], rows["b"][0])
     assert not np.array_equal(rows["a"][0], rows["a"][1])
     shared = [len(set(a) & set(b)) for a, b in zip(*map(np.asarray, rows.values()), strict=True)]

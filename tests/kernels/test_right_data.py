@@ -17,8 +17,8 @@ import optax
 import pytest
 
 from numpyro_sgmcmc import SGLD, LongRun
+from numpyro_sgmcmc.posterior.checks.exceptions import one_at_a_time
 from numpyro_sgmcmc.posterior.model import read_model
-from numpyro_sgmcmc.posterior.model_exceptions import one_at_a_time
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.variational import find_center
 

@@ -596,10 +596,10 @@ def test_the_tuning_knows_how_wrong_draws_are(monkeypatch):
 def test_a_pass_over_some_rows():
     y = jnp.arange(1_000.0)
     plate = Plate("rows", 1_000, 10, points=100, seen=256)
-    rows = over_all_data(lambda rows: jnp.zeros(1_000).at[rows["rows"]].set(1.0), [plate])
+    rows = over_all_data(lambda rows: jnp.zeros(1_000).at[rows["rows"].numbers].set(1.0), [plate])
     assert rows_in(plate) == jnp.sum(rows > 0) == 256
     # from the first to the last, in the mean of what a chunk says
-    mean = over_all_data(lambda rows: y[rows["rows"]].mean(), [plate])
+    mean = over_all_data(lambda rows: y[rows["rows"].numbers].mean(), [plate])
     assert abs(mean - y.mean()) < 150
 
 

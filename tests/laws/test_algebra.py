@@ -331,7 +331,7 @@ def test_a_sample_is_a_step_on_a_minibatch(metric):
     rows_key, noise_key, _ = random.split(state.rng_key, 3)
     target, drawn = kernel.runtime.target(kernel.method), []
     for i in range(2):  # each with rows and normals of its own
-        rows = np.asarray(target.rows(rows_key, i)["rows"])
+        rows = np.asarray(target.rows(rows_key, i)["rows"].numbers)
         normal = np.asarray(random.normal(random.fold_in(noise_key, i), (D,)))
         drawn.append((set(rows.tolist()), normal))
         theta = np.asarray(state.z["theta"], float)

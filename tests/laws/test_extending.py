@@ -140,7 +140,7 @@ def test_a_new_scheme(monkeypatch):
     x, factor = data(np.eye(D), np.eye(D))
     kernel = SGLD(gaussian_mean, step_size=1e-3, subsampling="systematic")
     state = kernel.init(random.key(0), 0, {"theta": jnp.zeros(D)}, (x, factor), {})
-    rows = np.asarray(kernel.runtime.target(kernel.method).rows(random.key(1))["rows"])
+    rows = np.asarray(kernel.runtime.target(kernel.method).rows(random.key(1))["rows"].numbers)
     assert np.all(np.diff(rows) % 100 == 10)
     kernel.sample(state, (x, factor), {})
     assert kernel.run_info["subsampling"] == "systematic"

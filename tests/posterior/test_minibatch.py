@@ -22,7 +22,7 @@ from numpyro.infer.util import log_density, potential_energy
 import pytest
 
 from numpyro_sgmcmc import full_data
-from numpyro_sgmcmc.posterior.argument_checks import as_arrays
+from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.initial_values import initial_values
 from numpyro_sgmcmc.posterior.model import read_model

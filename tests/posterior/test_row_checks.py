@@ -16,9 +16,9 @@ from numpyro.infer import init_to_uniform
 import pytest
 
 from numpyro_sgmcmc import RowsOnDisk
-from numpyro_sgmcmc.posterior.argument_checks import as_arrays, checked_arrays
+from numpyro_sgmcmc.posterior.checks.all_rows import check_rows
+from numpyro_sgmcmc.posterior.checks.arguments import as_arrays, checked_arrays
 from numpyro_sgmcmc.posterior.model import read_model
-from numpyro_sgmcmc.posterior.row_checks import check_rows
 from numpyro_sgmcmc.posterior.target import Target
 
 COMPILE_QUICKLY = True
@@ -336,7 +336,7 @@ def test_rows_on_disk(tmp_path):
 
 
 def test_more_rows_than_are_looked_at_together(monkeypatch):
-    monkeypatch.setattr("numpyro_sgmcmc.posterior.row_checks._CHUNK", 64)
+    monkeypatch.setattr("numpyro_sgmcmc.posterior.checks.all_rows._CHUNK", 64)
     look(model_of(logistic), BINARY)
     with pytest.raises(ValueError, match="in 2 of 400 rows .* first in row 130: 7"):
         look(model_of(logistic), one_row(one_row(BINARY, 399, 7), 130, 7))

@@ -38,7 +38,7 @@ from numpyro_sgmcmc import (
     to_arviz,
 )
 from numpyro_sgmcmc.data import content_hash, sources
-from numpyro_sgmcmc.data.drawn_rows import Numbers
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.rows_on_disk import read_ahead
 from numpyro_sgmcmc.kernels.identity import data_fingerprint
 
@@ -219,7 +219,7 @@ take = RowsOnDisk.read
 def test_what_was_not_foreseen_is_read_too(tmp_path):
     x = npy(tmp_path, ROWS)
     first, second = jnp.array([3, 1]), jnp.array([[4, 299]])
-    read = jax.jit(lambda a, b: read_ahead([(x, Numbers(a), Numbers(b))])[0])
+    read = jax.jit(lambda a, b: read_ahead([(x, DrawnRows(a), DrawnRows(b))])[0])
     for numbers in (first, second.ravel(), first):
         assert np.array_equal(read(numbers, first), ROWS[numbers])
 

@@ -150,7 +150,7 @@ def test_a_run_that_goes_on_has_the_law_of_all_rows(chains, monkeypatch):
 
     # the test sees an anchor that does not know the rows that have come
     rows.append(X[20_000:30_000], Y[20_000:30_000])
-    monkeypatch.setattr(Target, "with_new_rows", lambda target, anchor, first: anchor)
+    monkeypatch.setattr(going_on, "with_new_rows", lambda target, anchor, first: anchor)
     monkeypatch.setattr(going_on, "_FAR", np.inf)
     other = run_of(CCAdL(linear, tuning=mcmc.sampler.tuning, progress_bar=False), 2_000)
     other.sampler.runtime.__dict__.update(mcmc.sampler.runtime.__dict__, programs={})
@@ -227,7 +227,7 @@ def test_sums_of_old_rows_and_new_ones(model, half_life):
         {},
     )
     before = jax.jit(lambda: summed(first, 1_300))()
-    close(jax.jit(lambda: growing.with_new_rows(before, jnp.asarray(1_300)))(), expected)
+    close(jax.jit(lambda: going_on.with_new_rows(growing, before, jnp.asarray(1_300)))(), expected)
     # and a minibatch is, in the mean, all of them
     potential = growing.potential(going_on.IdentityMetric())
     slope = jax.jit(lambda key: jax.grad(potential)(effects, growing.rows(key), random.key(0)))

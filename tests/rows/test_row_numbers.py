@@ -19,7 +19,6 @@ from numpyro_sgmcmc.data import row_numbers
 from numpyro_sgmcmc.data.row_numbers import as_integers, as_pair, counted_from, product, total
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.runtime import Context
-from numpyro_sgmcmc.posterior.handlers import integers_of
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning import subsample
@@ -108,7 +107,7 @@ def test_a_minibatch_has_the_rows_that_were_drawn(scheme):
     y = RowsOnDisk(Computed(FAR))
     target = target_of(y, scheme)
     rows = target.rows(random.key(0), 3)
-    numbers = integers_of(rows["rows"])
+    numbers = rows["rows"].integers
     assert numbers.max() > 2**33
     found = jax.jit(target.model.potential)({"mu": 1.0}, rows, random.key(0), (y,), {})
     values = (numbers % 1_000) / 100
@@ -133,7 +132,7 @@ def test_steps_read_the_rows_that_were_drawn(monkeypatch):
     drawn = jax.jit(lambda key, step: target.rows(key, step)["rows"])
     for chain in range(2):
         for step in range(70):
-            assert set(integers_of(drawn(keys[chain], step)).tolist()) <= asked
+            assert set(drawn(keys[chain], step).integers.tolist()) <= asked
     assert np.isfinite(mcmc.get_samples()["mu"]).all()
 
 

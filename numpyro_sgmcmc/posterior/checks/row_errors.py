@@ -13,9 +13,9 @@ from numpyro.distributions import constraints
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.ops.provenance import eval_provenance
 
-from numpyro_sgmcmc.posterior.argument_checks import named_arrays
-from numpyro_sgmcmc.posterior.handlers import Indices, rows_among, without_wrappers
-from numpyro_sgmcmc.posterior.index_bounds import IndexedArray
+from numpyro_sgmcmc.posterior.checks.arguments import named_arrays
+from numpyro_sgmcmc.posterior.checks.index_bounds import IndexedArray
+from numpyro_sgmcmc.posterior.handlers import Indices, without_wrappers
 from numpyro_sgmcmc.posterior.local_latents import MARGINAL, with_observed
 from numpyro_sgmcmc.posterior.model import unremarkable_values
 from numpyro_sgmcmc.posterior.target import Target
@@ -75,7 +75,7 @@ def _of_all(target: Target, plate: str) -> str:
 
 def outside_support(target: Target, name: str, plate: str, bad: Any) -> ValueError:
     """Observations outside of the support of their site."""
-    site = _sites(target, rows_among(target.model.plates, bad.among))[name]
+    site = _sites(target, bad.among)[name]
     value = np.asarray(site["value"])
     inside = np.asarray(site["fn"].support(site["value"]))
     event = value.ndim - inside.ndim

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 import math
 from typing import Any
+import warnings
 
 import jax
 from jax import Array, random
@@ -21,14 +22,17 @@ from jax.extend.core import Literal
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from numpyro.distributions import biject_to
+from numpyro.distributions.distribution import validation_enabled
 from numpyro.handlers import block, seed, trace
-from numpyro.ops.provenance import eval_provenance
 from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.data.fingerprint import fingerprints_of_captured
-from numpyro_sgmcmc.posterior.argument_checks import named_arrays
+from numpyro_sgmcmc.posterior.checks.arguments import named_arrays
+from numpyro_sgmcmc.posterior.checks.disk import check_far, check_lengths
+from numpyro_sgmcmc.posterior.checks.exceptions import explained
 from numpyro_sgmcmc.posterior.handlers import first_rows_of, without_wrappers
 from numpyro_sgmcmc.posterior.local_latents import with_observed
+from numpyro_sgmcmc.posterior.reading import Reading
 
 #: Operations between ``x[i]`` and the gather that leave the rows what they are.
 _SAME_INDEX = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")
@@ -36,80 +40,71 @@ _SAME_INDEX = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze",
 _INDEX = "`with numpyro.plate(...) as i: ... X[i]` or `numpyro.subsample(X, event_dim=...)`"
 
 
-def check_sites(
-    model: Callable,
-    sites: Mapping[str, dict],
-    plates: tuple[Any, ...],
-    given: Callable[[dict[str, Array], tuple, dict], Mapping[str, dict]],
-    args: tuple,
-    kwargs: dict,
-) -> tuple[frozenset[str], tuple[str, str]]:
-    """
-    Checks a traced model site by site.
-
-    :param model: the model as the user wrote it, for the names of its arguments.
-    :param sites: a trace of the model on the first rows of its plates.
-    :param plates: the plates with a ``subsample_size``.
-    :param given: the trace as a function of the rows of each plate and the arguments.
-    :return: names of the deterministic sites that depend on the rows, and what tells arrays and
-        numbers that the model has from elsewhere than its arguments from others.
-    :raises ValueError: if minibatches of the model would be biased or meaningless.
-    """
-    subsampled = {p.name: p for p in plates if p.subsample_size < p.size}
+def _warn_about_constants(reading: Reading) -> None:
+    """Warns of sites that an optimiser would move and a sampler of the posterior does not."""
+    sites = reading.sites
     for name, site in sites.items():
-        if site["type"] == "sample":
-            if not site["is_observed"]:
-                _check_latent(name, site)
-            _check_scale(name, site, subsampled)
-            _check_control_flow(name, site, sites)
-    _check_broadcast(sites, subsampled, given, args, kwargs)
-    rows = {p.name: jnp.arange(p.subsample_size) for p in plates}
-    captured = _check_gathers(model, plates, given, rows, args, kwargs)
-    depends = _dependence(given, rows, args, kwargs)
-    for name, site in sites.items():
-        if site["type"] == "sample":
-            _check_dependence(name, site, subsampled, *depends[name])
-    dependent = frozenset(
-        name
-        for name, site in sites.items()
-        if site["type"] == "deterministic" and depends[name][0] & set(subsampled)
-    )
-    return dependent, captured
+        sampled = any(k.startswith(f"{name.removesuffix('$params')}/") for k in sites)
+        if site["type"] == "param" and not sampled or site["type"] == "mutable":
+            warnings.warn(
+                f"Site '{name}' is a `numpyro.{site['type']}`: it stays at its initial value."
+                " Give it a prior with `numpyro.sample` (for a neural network,"
+                " `random_flax_module` or `random_nnx_module`) to have it sampled.",
+                stacklevel=3,
+            )
 
 
-def check_hidden(model: Callable, args: tuple, kwargs: dict) -> None:
+def _check_hidden(reading: Reading) -> None:
     """
     :raises ValueError: if ``numpyro.handlers.block`` hides sites of a model.
     """
-    layer = model
+    layer, args, kwargs = reading.model, reading.args, reading.kwargs
     while isinstance(layer, Messenger) and layer.fn is not None:
         if isinstance(layer, block):
-            drawn = [
-                trace(seed(first_rows_of(layer.fn), random.key(k))).get_trace(*args, **kwargs)
-                for k in (0, 1)
-            ]
+            with jax.ensure_compile_time_eval(), explained(reading.model, args, kwargs):
+                drawn = [_drawn_by(layer.fn, k, args, kwargs) for k in (0, 1)]
             for name, site in drawn[0].items():
-                if site["type"] not in ("sample", "plate") or not layer.hide_fn(site):
-                    continue
-                if site["type"] == "plate" and site["args"][1] is not None:
-                    raise ValueError(
-                        f"Plate '{name}' is hidden by `numpyro.handlers.block`, and its rows cannot"
-                        " be set: leave the handler out."
-                    )
-                if site.get("is_observed"):
-                    raise ValueError(
-                        f"Observed site '{name}' is hidden by `numpyro.handlers.block`, and the"
-                        " draws would be those of the prior: leave the handler out."
-                    )
-                others = drawn[1][name]["value"]
-                if site["type"] == "sample" and not jnp.array_equal(site["value"], others):
-                    raise ValueError(
-                        f"Latent site '{name}' is hidden by `numpyro.handlers.block`: it would be"
-                        " drawn anew at every step, from its prior. Leave the handler out, and pick"
-                        " the sites that you want of the draws; or fix it,"
-                        f" `numpyro.handlers.substitute(model, data={{'{name}': ...}})`."
-                    )
+                if site["type"] in ("sample", "plate") and layer.hide_fn(site):
+                    _check_hidden_site(name, site, drawn[1][name]["value"])
         layer = layer.fn
+
+
+def _drawn_by(model: Callable, k: int, args: tuple, kwargs: dict) -> dict[str, dict]:
+    with validation_enabled(False):
+        return trace(seed(first_rows_of(model), random.key(k))).get_trace(*args, **kwargs)
+
+
+def _check_hidden_site(name: str, site: dict, again: Any) -> None:
+    """
+    :param again: the value of the site with another random key.
+    """
+    if site["type"] == "plate":
+        if site["args"][1] is not None:
+            raise ValueError(
+                f"Plate '{name}' is hidden by `numpyro.handlers.block`, and its rows cannot"
+                " be set: leave the handler out."
+            )
+    elif site["is_observed"]:
+        raise ValueError(
+            f"Observed site '{name}' is hidden by `numpyro.handlers.block`, and the"
+            " draws would be those of the prior: leave the handler out."
+        )
+    elif not jnp.array_equal(site["value"], again):
+        raise ValueError(
+            f"Latent site '{name}' is hidden by `numpyro.handlers.block`: it would be"
+            " drawn anew at every step, from its prior. Leave the handler out, and pick"
+            " the sites that you want of the draws; or fix it,"
+            f" `numpyro.handlers.substitute(model, data={{'{name}': ...}})`."
+        )
+
+
+def _check_each_site(reading: Reading) -> None:
+    for name, site in reading.sites.items():
+        if site["type"] == "sample":
+            if not site["is_observed"]:
+                _check_latent(name, site)
+            _check_scale(name, site, reading.subsampled)
+            _check_control_flow(name, site, reading.sites)
 
 
 def _check_scale(name: str, site: dict, subsampled: Mapping[str, Any]) -> None:
@@ -164,19 +159,13 @@ def _check_control_flow(name: str, site: dict, sites: Mapping[str, dict]) -> Non
         )
 
 
-def _check_broadcast(
-    sites: Mapping[str, dict],
-    subsampled: Mapping[str, Any],
-    given: Callable,
-    args: tuple,
-    kwargs: dict,
-) -> None:
+def _check_broadcast(reading: Reading) -> None:
     """
     :raises ValueError: if the rows of a minibatch are in a dimension too that no plate declares,
         as those of observations of shape (N, 1) are: each would be compared with the parameters of
         every row. Shapes decide, since rows of equal values could hide it.
     """
-    sites = with_observed(sites)
+    sites, subsampled = with_observed(reading.sites), reading.subsampled
     suspects = [
         (name, frame.name)
         for name, site in sites.items()
@@ -191,7 +180,7 @@ def _check_broadcast(
     fewer: dict[str, dict] = {}
 
     def read(rows: dict[str, Array]) -> None:
-        fewer.update(with_observed(given(rows, args, kwargs)))
+        fewer.update(with_observed(reading.given(rows, reading.args, reading.kwargs)))
 
     try:
         jax.eval_shape(read, {k: jax.ShapeDtypeStruct((n,), jnp.int32) for k, n in sizes.items()})
@@ -228,38 +217,13 @@ def _undeclared(site: dict) -> list[int]:
     return [n for k, n in enumerate(shape) if k - len(shape) not in declared]
 
 
-def _dependence(
-    given: Callable, rows: dict[str, Array], args: tuple, kwargs: dict
-) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    """The plates, and `""` for arguments, that each site's value and distribution depend on."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = {f"data {k}": x for k, x in enumerate(leaves) if isinstance(x, jax.Array)}
-
-    def outputs(**inputs: Array) -> dict[str, tuple[list, list]]:
-        filled = [inputs.get(f"data {k}", x) for k, x in enumerate(leaves)]
-        indices = {name: inputs[f"plate {name}"] for name in rows}
-        sites = given(indices, *jax.tree.unflatten(tree, filled))
-        return {
-            name: (_arrays(s["value"]), _arrays(s["fn"]) if s["type"] == "sample" else [])
-            for name, s in sites.items()
-            if s["type"] in ("sample", "deterministic")
-        }
-
-    found = eval_provenance(outputs, **arrays, **{f"plate {k}": v for k, v in rows.items()})
-
-    def merge(labels: list[frozenset[str]]) -> frozenset[str]:
-        union = frozenset().union(*labels)
-        return frozenset(k.removeprefix("plate ") if k.startswith("plate ") else "" for k in union)
-
-    is_pair = lambda x: isinstance(x, tuple)  # noqa: E731
-    return jax.tree.map(lambda pair: (merge(pair[0]), merge(pair[1])), found, is_leaf=is_pair)
+def _check_dependence(reading: Reading) -> None:
+    for name, site in reading.sites.items():
+        if site["type"] == "sample":
+            _check_dependence_of(name, site, reading.subsampled, *reading.dependence[name])
 
 
-def _arrays(tree: Any) -> list[Array]:
-    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if isinstance(x, (jax.Array, float, int))]
-
-
-def _check_dependence(
+def _check_dependence_of(
     name: str,
     site: dict,
     subsampled: Mapping[str, Any],
@@ -330,49 +294,19 @@ def _check_length(name: str, site: dict, frame: Any, size: int) -> None:
     )
 
 
-def _check_gathers(
-    model: Callable,
-    plates: tuple[Any, ...],
-    given: Callable,
-    rows: dict[str, Array],
-    args: tuple,
-    kwargs: dict,
-) -> tuple[str, str]:
+def _check_gathers(reading: Reading) -> None:
     """
-    Raises if a plate's indices are used on an array of another length, where JAX clamps them.
-
-    :return: what tells arrays and numbers that the model has from elsewhere from others.
+    :raises ValueError: if a plate's indices are used on an array of another length, where JAX
+        clamps them.
     """
-    names = {id(x): name for name, x in named_arrays(model, args, kwargs)}
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    positions = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
-
-    def values(rows: dict[str, Array], arrays: list[Array]) -> list[Array]:
-        filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
-        sites = given(rows, *jax.tree.unflatten(tree, list(filled.values())))
-        return [
-            x
-            for s in sites.values()
-            if s["type"] in ("sample", "deterministic")
-            for x in _arrays((s["value"], s["fn"] if s["type"] == "sample" else ()))
-        ]
-
-    def trace_again() -> Any:
-        # not from JAX's cache of what it has traced
-        return jax.make_jaxpr(lambda *inputs: values(*inputs))(rows, [leaves[k] for k in positions])
-
-    traced = trace_again()
-    jaxpr = traced.jaxpr
-    ordered = sorted(rows)
+    arrays = named_arrays(reading.model, reading.args, reading.kwargs)
+    names = {id(x): name for name, x in arrays}
+    leaves = jax.tree.leaves((reading.args, reading.kwargs))
+    jaxpr, ordered = reading.program.jaxpr, sorted(reading.rows)
     tags = dict(zip(jaxpr.invars, ordered, strict=False))
-    arguments = dict(
-        zip(
-            jaxpr.invars[len(ordered) :],
-            (names.get(id(leaves[k]), "") for k in positions),
-            strict=True,
-        )
-    )
-    sizes = {p.name: p.size for p in plates}
+    found_names = [names.get(id(x), "") for x in leaves if isinstance(x, jax.Array)]
+    arguments = dict(zip(jaxpr.invars[len(ordered) :], found_names, strict=True))
+    sizes = {p.name: p.size for p in reading.plates}
     found = _gathers(jaxpr, tags, arguments)
     neighbours = {argument for plate, *_, argument in found if plate is None and argument}
     for plate, length, shape, argument in found:
@@ -390,15 +324,16 @@ def _check_gathers(
             f" shape {shape}, which has {length} rows. Rows beyond the end would be replaced by"
             " the last one and rows beyond the plate never seen: make the two lengths equal."
         )
-    captured = fingerprints_of_captured(traced)
-    if fingerprints_of_captured(trace_again()) != captured:
+
+
+def _check_is_the_same(reading: Reading) -> None:
+    if fingerprints_of_captured(reading.traced()) != reading.captured:
         raise ValueError(
             "The model is another one each time that it is evaluated: it draws random numbers by"
             " NumPy or Python, or changes what it reads. Every step of a compiled program would see"
             " the numbers of the first. Draw them before and pass them as an argument, or in the"
             " model with `numpyro.prng_key()`."
         )
-    return captured
 
 
 def _gathers(
@@ -456,3 +391,17 @@ def _gathers(
                 if not isinstance(own, Literal) and own in inner_tags:
                     tags[outer] = inner_tags[own]
     return found
+
+
+#: In this order.
+CHECKS: list[Callable[[Reading], None]] = [
+    _warn_about_constants,
+    _check_hidden,
+    check_lengths,
+    check_far,
+    _check_each_site,
+    _check_broadcast,
+    _check_gathers,
+    _check_is_the_same,
+    _check_dependence,
+]

@@ -69,7 +69,7 @@ def watched(
     .. doctest::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_sgmcmc.posterior.index_bounds import watched
+        >>> from numpyro_sgmcmc.posterior.checks.index_bounds import watched
         >>> value, found = watched(lambda i: jnp.arange(3.0)[i - 1], jnp.arange(3))
         >>> value.tolist(), found[0].length, found[0].indices.ravel().tolist()
         ([2.0, 0.0, 1.0], 3, [-1, 0, 1])

@@ -25,22 +25,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from numpyro_sgmcmc.data.drawn_rows import DrawnRows, counted_rows, first_of, rows_of
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
-from numpyro_sgmcmc.posterior.handlers import (
-    count_of,
-    counted_rows,
-    integers_of,
-    log_density,
-    rows_among,
-    rows_of,
-)
-from numpyro_sgmcmc.posterior.index_bounds import IndexedArray, watched
-from numpyro_sgmcmc.posterior.local_latents import with_observed
-from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
-from numpyro_sgmcmc.posterior.row_errors import (
+from numpyro_sgmcmc.posterior.checks.index_bounds import IndexedArray, watched
+from numpyro_sgmcmc.posterior.checks.row_errors import (
     beyond_array,
     check_supports,
     dependent_on_number,
@@ -49,6 +40,9 @@ from numpyro_sgmcmc.posterior.row_errors import (
     of_a_process,
     outside_support,
 )
+from numpyro_sgmcmc.posterior.handlers import log_density
+from numpyro_sgmcmc.posterior.local_latents import with_observed
+from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
 from numpyro_sgmcmc.posterior.target import Target
 
 #: So many rows are looked at together, and so few where a row may depend on others; all of them in
@@ -191,16 +185,16 @@ def _of_sites(
     return terms, outside, densities
 
 
-def _beyond(indices: Array, length: int, rows: dict[str, Array]) -> Array:
+def _beyond(indices: Array, length: int, rows: dict[str, DrawnRows]) -> Array:
     """
     Whether the indices of a row are, or those of any row where they do not go row by row. Negative
     ones count from the end if all do: next to others they are codes, or neighbours of the first.
     """
     wrong = (indices < -length) | (indices >= length) | (indices < 0) & (indices >= 0).any()
     for numbers in rows.values():
-        if count_of(numbers) == len(indices):
-            return wrong.reshape(count_of(numbers), -1).any(1)
-    return jnp.full(count_of(next(iter(rows.values()))), wrong.any())
+        if numbers.size == len(indices):
+            return wrong.reshape(numbers.size, -1).any(1)
+    return jnp.full(next(iter(rows.values())).size, wrong.any())
 
 
 def _looks_wrong(
@@ -276,7 +270,7 @@ class _Look:
             for plate in self.plates
         }
 
-    def at(self, z: Values, rows: dict[str, Array], key: int = 0) -> Seen:
+    def at(self, z: Values, rows: dict[str, DrawnRows], key: int = 0) -> Seen:
         """What is seen of the rows, by all devices one after the other."""
         seen = self.run(self.program, z, rows, random.key(key))
         leaves, tree = jax.tree.flatten(seen)
@@ -346,11 +340,11 @@ class _Look:
                 new[name] = np.tile(here, self.target.parts)
             yield rows, new
 
-    def numbers(self, plate: str, rows: dict[str, Array]) -> np.ndarray:
+    def numbers(self, plate: str, rows: dict[str, DrawnRows]) -> np.ndarray:
         """Rows of a plate on all devices by their numbers among all rows."""
         size = next(p.size for p in self.plates if p.name == plate)
         parts = range(self.target.parts)
-        return np.concatenate([integers_of(rows[plate]) + part * size for part in parts])
+        return np.concatenate([rows[plate].integers + part * size for part in parts])
 
     def over_all_rows(self, z: Values) -> tuple[dict[Place, BadRows], dict[int, BadRows], bool]:
         """
@@ -376,7 +370,9 @@ class _Look:
         if not wrong.any():
             return
         numbers = self.numbers(plate, rows)[wrong]
-        before = found.get(key) or BadRows(0, int(numbers[0]), {**rows, plate: numbers})
+        before = found.get(key) or BadRows(
+            0, int(numbers[0]), {**rows, plate: rows_of(numbers, self.sizes[plate])}
+        )
         found[key] = before._replace(number=before.number + int(wrong.sum()))
 
     def never_finite(self, z: Values) -> dict[Place, BadRows]:
@@ -435,7 +431,7 @@ class _Look:
             if not _differ(one, again) and _differ(one, two):
                 yield *place, {length: 1.0, other: float(np.nanmedian(two / one))}
 
-    def _dependent(self, z: Values, first: dict[str, Array]) -> Iterator[Place]:
+    def _dependent(self, z: Values, first: dict[str, DrawnRows]) -> Iterator[Place]:
         """Those of some rows of each plate."""
         # values at which densities are finite, and others matter
         for scale in (1.0, 0.01):
@@ -445,13 +441,13 @@ class _Look:
                 break
         again = self.at(values, first, key=1)
         for plate in self.plates:
-            rows = np.asarray(first[plate.name])
+            rows = first[plate.name].integers
             if len(rows) == 1 or plate.subsample_size == plate.size:
                 continue  # nothing can depend on which others there are
             seen = np.unique(np.linspace(0, len(rows) - 1, _FEW).round().astype(int))
             # each row in a minibatch of itself alone: values that are rare are in no other
             alone, turned = (
-                [self.at(values, {**first, plate.name: jnp.asarray(x, jnp.int32)}) for x in others]
+                [self.at(values, {**first, plate.name: rows_of(x, 0)}) for x in others]
                 for others in ([np.full(len(rows), rows[k]) for k in seen], [rows[::-1]])
             )
             for place, terms in before.terms.items():
@@ -466,7 +462,7 @@ class _Look:
                 if _differ(each[:, seen], own) or (_differ(each, back) and not is_random):
                     yield place
 
-    def _unlike_rows(self, lengths: dict[str, int]) -> Iterator[dict[str, Array]]:
+    def _unlike_rows(self, lengths: dict[str, int]) -> Iterator[dict[str, DrawnRows]]:
         """
         Sets of rows that show whether others matter: all over the data, which may be sorted, and
         among them those with the extremes of each column of an argument, which may be rare.
@@ -492,11 +488,11 @@ class _Look:
             for name, x in extremes.items():
                 some = x[k * half[name] : (k + 1) * half[name]]
                 rows[name][1::2][: len(some)] = some[: len(rows[name][1::2])]
-            yield {name: jnp.asarray(x, jnp.int32) for name, x in rows.items()}
+            yield {name: rows_of(x, 0) for name, x in rows.items()}
 
 
-def _first(lengths: dict[str, int]) -> dict[str, Array]:
-    return {name: jnp.asarray(np.arange(length), jnp.int32) for name, length in lengths.items()}
+def _first(lengths: dict[str, int]) -> dict[str, DrawnRows]:
+    return {name: rows_of(np.arange(length), 0) for name, length in lengths.items()}
 
 
 def _differ(x: np.ndarray, y: np.ndarray) -> bool:
@@ -514,7 +510,7 @@ def _used_beyond(target: Target, z: Values, k: int, bad: BadRows) -> IndexedArra
     The ``k``-th index of the model in rows where it is beyond an array's ends, or None if another
     value there makes no difference.
     """
-    rows = rows_among(target.model.plates, bad.among, _FEW)
+    rows = first_of(bad.among, _FEW)
     function = partial(_of_sites, target, z, random.key(0))
     (terms, *_), indexed = watched(function, rows)
     (others, *_), _ = watched(function, rows, elsewhere=True)

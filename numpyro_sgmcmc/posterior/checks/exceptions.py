@@ -15,7 +15,7 @@ import jax
 import numpyro
 
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
-from numpyro_sgmcmc.posterior.argument_checks import shapes_of, what_is_no_array
+from numpyro_sgmcmc.posterior.checks.arguments import shapes_of, what_is_no_array
 
 #: What JAX raises where Python needs a value that is traced,
 _NEEDS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
@@ -26,7 +26,7 @@ _NEEDS_AN_ARRAY = jax.errors.TracerArrayConversionError
 _MOST_LETTERS = 100
 
 _OTHERS = tuple(module.__path__[0] for module in (jax, numpyro))
-_HERE = str(Path(__file__).parents[1])
+_HERE = str(Path(__file__).parents[2])
 
 
 #: Held while a model is evaluated: NumPyro has one stack of handlers for all threads.

@@ -3,27 +3,25 @@
 
 """Rows on disk that do not belong to their plate, and numbers of rows that a model cannot use."""
 
-from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
-from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.row_numbers import MOST_ROWS, needs_64_bits
+from numpyro_sgmcmc.posterior.reading import Reading
 
 
-def check_lengths(
-    plates: Iterable[Any], plate_of: Iterable[str | None], sources: Iterable[Any]
-) -> None:
+def check_lengths(reading: Reading) -> None:
     """
     :raises ValueError: if what is on disk has more or fewer rows than the plate that indexes it, or
         shards of other lengths than another array of as many shards.
     """
-    sizes = {plate.name: plate.size for plate in plates}
+    sizes = {plate.name: plate.size for plate in reading.plates}
     sharded: dict[tuple[str, int], Any] = {}
-    for plate, source in zip(plate_of, sources, strict=True):
+    for plate, source in zip(reading.plate_of_source, reading.sources, strict=True):
         if plate is not None and len(source) != sizes[plate]:
             raise ValueError(
                 f"The indices of plate '{plate}', of size {sizes[plate]:,}, are used on {source!r},"
@@ -41,30 +39,24 @@ def check_lengths(
                 )
 
 
-def check_far(
-    plates: Iterable[Any],
-    indices: Iterable[list[Any]],
-    taken: Mapping[str, Array],
-    densities: Callable[[dict[str, Array]], Any],
-) -> None:
+def check_far(reading: Reading) -> None:
     """
-    :param indices: by what each argument on disk is indexed.
-    :param taken: the indices of each plate.
-    :param densities: what the model says of rows whose values are all 0, by their numbers.
     :raises ValueError: if a model uses row numbers that have more than 32 bits otherwise than to
         index what is on disk.
     """
-    far, found = [plate for plate in plates if needs_64_bits(plate.size)], list(indices)
-    if not far or not found:
+    far = [plate for plate in reading.plates if needs_64_bits(plate.size)]
+    if not far or not reading.sources:
         return
-    own = list(taken.values())
-    others = [i for some in found for i in some if not any(i is rows for rows in own)]
-    first = {p.name: np.arange(p.subsample_size) for p in plates}
+    own = list(reading.taken.values())
+    others = [i for some in reading.indices for i in some if not any(i is rows for rows in own)]
+    first = {p.name: np.arange(p.subsample_size) for p in reading.plates}
     # of which no remainder is the same
     later = {name: (7_919 * rows + 104_729) % MOST_ROWS for name, rows in first.items()}
     first, later = (jax.tree.map(jnp.asarray, rows) for rows in (first, later))
     same = jax.tree.map(
-        lambda x, y: np.array_equal(x, y, equal_nan=True), densities(first), densities(later)
+        partial(np.array_equal, equal_nan=True),
+        reading.densities(first),
+        reading.densities(later),
     )
     if others or not jax.tree.all(same):
         plate = far[0]

@@ -1,0 +1,247 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""A NumPyro model as it is traced on the first rows of its plates, for checks and for samplers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.distributions import biject_to
+from numpyro.distributions.distribution import validation_enabled
+from numpyro.handlers import seed, substitute, trace
+from numpyro.ops.provenance import eval_provenance
+
+from numpyro_sgmcmc.data.drawn_rows import ShapeOf, Watched
+from numpyro_sgmcmc.data.fingerprint import fingerprints_of_captured
+from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, on_disk, replaced
+from numpyro_sgmcmc.posterior.checks.exceptions import explained
+from numpyro_sgmcmc.posterior.checks.latents import without_local_latents
+from numpyro_sgmcmc.posterior.handlers import Model, Plate, first_rows_of, given_rows, log_density
+from numpyro_sgmcmc.posterior.local_latents import Marginal
+
+
+@dataclass(frozen=True)
+class Reading:
+    """
+    A model and its arguments, and what a trace of it shows.
+
+    - **model** - as the user wrote it.
+    - **fixed** - with the values of its ``param`` and ``mutable`` sites, and without the latent
+      variables of groups, which are integrated out.
+    - **args**, **kwargs** - its arguments.
+    - **sites** - of ``fixed``, on the first rows of its plates.
+    - **plates** - those with a ``subsample_size``.
+    - **taken** - the first rows of each plate.
+    - **indices** - by what each argument that is on disk was indexed.
+    """
+
+    model: Model
+    fixed: Model
+    args: tuple
+    kwargs: dict
+    sites: dict[str, dict]
+    plates: tuple[Plate, ...]
+    taken: dict[str, Array]
+    indices: tuple[list[Any], ...]
+
+    def given(self, rows: Mapping[str, Array], args: tuple, kwargs: dict) -> dict[str, dict]:
+        """The sites as a function of the rows of each plate and the arguments."""
+        values = {k: lax.stop_gradient(s["value"]) for k, s in self._latent_sites.items()}
+        at = substitute(given_rows(self.fixed, self.plates, rows), data=values)
+        with explained(self.model, args, kwargs):
+            return trace(seed(at, random.key(0))).get_trace(*args, **kwargs)
+
+    @property
+    def _latent_sites(self) -> dict[str, dict]:
+        sites = self.sites.items()
+        return {k: s for k, s in sites if s["type"] == "sample" and not s["is_observed"]}
+
+    @cached_property
+    def latents(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Unconstrained shape and dtype of every latent site."""
+        with jax.ensure_compile_time_eval():
+            values = {
+                k: biject_to(s["fn"].support).inv(jnp.asarray(s["value"]))
+                for k, s in self._latent_sites.items()
+            }
+        return {k: jax.ShapeDtypeStruct(jnp.shape(v), v.dtype) for k, v in values.items()}
+
+    @property
+    def rows(self) -> dict[str, Array]:
+        """The rows of a minibatch."""
+        return {plate.name: jnp.arange(plate.subsample_size) for plate in self.plates}
+
+    @property
+    def subsampled(self) -> dict[str, Plate]:
+        """The plates of which a minibatch has fewer rows than there are."""
+        return {p.name: p for p in self.plates if p.subsample_size < p.size}
+
+    @property
+    def sources(self) -> list[RowsOnDisk]:
+        """The arguments that are on disk."""
+        return on_disk((self.args, self.kwargs))
+
+    @property
+    def plate_of_source(self) -> tuple[str | None, ...]:
+        """The plate by whose indices the model has indexed each of them first, or None."""
+        return tuple(
+            next((k for i in found for k, rows in self.taken.items() if i is rows), None)
+            for found in self.indices
+        )
+
+    def densities(self, rows: Mapping[str, Array]) -> dict[str, Array]:
+        """The log densities of rows whose values on disk are all 0, by their numbers."""
+        empty = [ShapeOf(source) for source in self.sources]
+        seen = self.given(rows, *replaced((self.args, self.kwargs), empty))
+        return {k: log_density(site) for k, site in seen.items() if site["type"] == "sample"}
+
+    def traced(self) -> Any:
+        """The program of all values and laws of the model, of its rows and arrays, traced anew."""
+        leaves, tree = jax.tree.flatten((self.args, self.kwargs))
+        positions = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+        def values(rows: dict[str, Array], arrays: list[Array]) -> list[Array]:
+            filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
+            sites = self.given(rows, *jax.tree.unflatten(tree, list(filled.values())))
+            return [
+                x
+                for s in sites.values()
+                if s["type"] in ("sample", "deterministic")
+                for x in arrays_of((s["value"], s["fn"] if s["type"] == "sample" else ()))
+            ]
+
+        # not from JAX's cache of what it has traced
+        arrays = [leaves[k] for k in positions]
+        return jax.make_jaxpr(lambda *inputs: values(*inputs))(self.rows, arrays)
+
+    @cached_property
+    def program(self) -> Any:
+        """The same, traced once."""
+        return self.traced()
+
+    @cached_property
+    def captured(self) -> tuple[str, str]:
+        """What tells arrays and numbers that the model has from elsewhere from others."""
+        return fingerprints_of_captured(self.program)
+
+    @cached_property
+    def dependence(self) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+        """The plates, and `""` for arguments, that each site's value and distribution depend on."""
+        leaves, tree = jax.tree.flatten((self.args, self.kwargs))
+        arrays = {f"data {k}": x for k, x in enumerate(leaves) if isinstance(x, jax.Array)}
+
+        def outputs(**inputs: Array) -> dict[str, tuple[list, list]]:
+            filled = [inputs.get(f"data {k}", x) for k, x in enumerate(leaves)]
+            indices = {name: inputs[f"plate {name}"] for name in self.rows}
+            sites = self.given(indices, *jax.tree.unflatten(tree, filled))
+            return {
+                name: (arrays_of(s["value"]), arrays_of(s["fn"]) if s["type"] == "sample" else [])
+                for name, s in sites.items()
+                if s["type"] in ("sample", "deterministic")
+            }
+
+        rows = {f"plate {k}": v for k, v in self.rows.items()}
+        found = eval_provenance(outputs, **arrays, **rows)
+
+        def merge(labels: list[frozenset[str]]) -> frozenset[str]:
+            union = frozenset().union(*labels)
+            plates = (k.removeprefix("plate ") if k.startswith("plate ") else "" for k in union)
+            return frozenset(plates)
+
+        is_pair = lambda x: isinstance(x, tuple)  # noqa: E731
+        return jax.tree.map(lambda pair: (merge(pair[0]), merge(pair[1])), found, is_leaf=is_pair)
+
+    @property
+    def minibatch_dependent(self) -> frozenset[str]:
+        """The deterministic sites whose value depends on the rows of the minibatch."""
+        return frozenset(
+            name
+            for name, site in self.sites.items()
+            if site["type"] == "deterministic" and self.dependence[name][0] & set(self.subsampled)
+        )
+
+
+def reading_of(model: Model, init_strategy: Callable, args: tuple, kwargs: dict) -> Reading:
+    """
+    Traces a model on the first rows of its plates. Parameters are those of
+    :func:`~numpyro_sgmcmc.posterior.model.read_model`.
+
+    :raises ValueError: if the model cannot be evaluated there, or latent variables of groups cannot
+        be integrated out.
+    """
+    initial = _checked_initial(init_strategy)
+    taken: dict[str, Array] = {}
+    watched = [Watched(source) for source in on_disk((args, kwargs))]
+
+    def traced(model: Model) -> dict[str, dict]:
+        start = substitute(seed(first_rows_of(model, taken), random.key(0)), substitute_fn=initial)
+        return trace(start).get_trace(*seen_args, **seen_kwargs)
+
+    with jax.ensure_compile_time_eval():
+        seen_args, seen_kwargs = replaced((args, kwargs), watched)
+        # what is not valid is looked for in all rows, and named with the first
+        with explained(model, args, kwargs), validation_enabled(False):
+            sites = traced(model)
+            plates = tuple(
+                Plate(name, site["args"][0], site["args"][1])
+                for name, site in sites.items()
+                if site["type"] == "plate" and site["args"][1] is not None
+            )
+            names = ("param", "mutable")
+            constants = {k: s["value"] for k, s in sites.items() if s["type"] in names}
+            fixed = substitute(model, data=constants) if constants else model
+            fixed = without_local_latents(fixed, sites, plates, seen_args, seen_kwargs)
+            if isinstance(fixed, Marginal):
+                # a constant is one in either trace
+                sites = traced(replace(fixed, rule="none"))
+                plates = fixed.with_points(fixed.with_members(plates, sites))
+    indices = tuple(source.indices for source in watched)
+    return Reading(model, fixed, args, kwargs, sites, plates, taken, indices)
+
+
+def _checked_initial(init_strategy: Callable) -> Callable:
+    """
+    An initialisation strategy.
+
+    :raises ValueError: on evaluation, if its values have another shape, or are not finite.
+    """
+
+    def initial(site: dict) -> Any:
+        if _is_endless(site):
+            # refused later: a draw of it takes seconds to compile
+            return jnp.zeros(site["fn"].shape(), jnp.int32)
+        value = init_strategy(site)
+        if value is None or site["type"] != "sample":
+            return value
+        if (shape := jnp.shape(value)) != site["fn"].shape():
+            raise ValueError(
+                f"The initial value of site '{site['name']}' has the shape {shape}, but its"
+                f" distribution the shape {site['fn'].shape()}: give `init_to_value(values=...)`"
+                " values of that shape."
+            )
+        if not isinstance(value, jax.core.Tracer) and not np.all(np.isfinite(value)):
+            raise ValueError(
+                f"The initial value of site '{site['name']}' is not finite: give"
+                " `init_to_value(values=...)` other values."
+            )
+        return value
+
+    return initial
+
+
+def arrays_of(tree: Any) -> list[Array]:
+    """The arrays and numbers of a tree, as arrays."""
+    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | float | int)]
+
+
+def _is_endless(site: dict) -> bool:
+    """Whether a site is latent, discrete, and of a law without an end to its values."""
+    if site["type"] != "sample" or site["is_observed"] or not site["fn"].support.is_discrete:
+        return False
+    return not site["fn"].has_enumerate_support
