@@ -303,10 +303,10 @@ def test_what_cannot_be_debiased_is_said():
     mean, sd, _ = exact()
     normal = np.random.default_rng(0).standard_normal((4, 500, 3))
     few = with_draws(linear, (X, Y), {"w": (mean + sd * normal)[:, :20]})
-    with pytest.raises(ValueError, match="has 80 draws.* 100 are needed"):
+    with pytest.raises(ValueError, match="has 80 draws of .*`debiased` needs 100"):
         debiased(few)
     stuck = with_draws(linear, (X, Y), {"w": mean + sd * normal * [1, 0, 1]})
-    with pytest.raises(ValueError, match="never moves"):
+    with pytest.raises(ValueError, match="never move "):
         debiased(stuck)
     apart = with_draws(linear, (X, Y), {"w": mean + sd * (normal + np.arange(4)[:, None, None])})
     with pytest.raises(ValueError, match="do not agree: R-hat"):

@@ -108,7 +108,10 @@ def main() -> None:
             count = int(value)
         else:
             index, port = map(int, value.split(":"))
-            jax.distributed.initialize(f"localhost:{port}", 2, index)
+            jax.distributed.initialize(
+                f"localhost:{port}", 2, index,
+                heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10,
+            )  # fmt: skip
     mcmc = LongRun(
         kernel(**settings), num_warmup=300, num_samples=int(num_samples), num_chains=2, thinning=2,
         chain_method="vectorized", store=folder, resume=resume, checkpoint_every=1e-9,
