@@ -11,14 +11,13 @@ import sys
 import arviz as az
 from generations import arviz_marks
 import jax
-from jax import random
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 from scipy import stats
 
 from numpyro_sgmcmc import (
@@ -81,10 +80,7 @@ def customers(number, seed=0):
 
 def sampled(model, *data, samples=60, chains=2, step_size=0.02):
     kernel = CCAdL(model, step_size=step_size, friction=10.0, steps_per_sample=5)
-    mcmc = MCMC(kernel, num_warmup=50, num_samples=samples, num_chains=chains,
-                chain_method="vectorized", progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(0), *data)
-    return mcmc
+    return run_mcmc(kernel, *data, warmup=50, samples=samples, chains=chains)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from numpyro.infer.initialization import init_to_median, init_to_value
 from numpyro.util import fori_collect
 import optax
 import pytest
+from runs import run_mcmc
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL, NoiseEstimate, to_arviz
 from numpyro_sgmcmc.results.facts import attributes
@@ -111,8 +112,7 @@ def test_kernel_is_shared_by_chain_methods():
     """What a kernel remembers of one run does not change how another one goes on."""
     expected = samples(run("SGHMC", num_samples=12, num_chains=2, chain_method="vectorized"))
     mcmc = run("SGHMC", num_samples=6, num_chains=2, chain_method="vectorized")
-    other = MCMC(mcmc.sampler, num_warmup=0, num_samples=1, progress_bar=False)
-    other.run(random.key(5), X, Y)
+    run_mcmc(mcmc.sampler, X, Y, key=5, warmup=0, samples=1)
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
     assert_same(samples(mcmc), jax.tree.map(lambda x: x[:, 6:], expected))

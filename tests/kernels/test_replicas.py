@@ -3,6 +3,7 @@
 
 """Replica exchange: the weights of modes, and exchanges that noise does not make wrong."""
 
+from functools import partial
 import warnings
 
 import jax
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 
 from numpyro_sgmcmc import (
     AMAGOLD,
@@ -69,17 +70,7 @@ def two_groups():
     return (np.where(left, -1.5, 1.5) + RNG.standard_normal(400)).astype(np.float32)
 
 
-def run(kernel, *data, samples=1_000, warmup=100, chains=4, key=0, **options):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=warmup,
-        num_samples=samples,
-        num_chains=chains,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(key), *data, **options)
-    return mcmc
+run = partial(run_mcmc, samples=1_000, chains=4)
 
 
 def weights_of(mcmc):
@@ -215,7 +206,7 @@ def test_two_rings():
     replicas = Replicas(np.geomspace(1, 600, 16))
     kernel = CCAdL(rings, 0.006, 20.0, replicas=replicas, **options)
     start = {"r": jnp.tile(jnp.array([0.0, 3.0]), (4, 1))}
-    mcmc = run(kernel, norms.astype(np.float32), samples=8_000, warmup=300, init_params=start)
+    mcmc = run(kernel, norms.astype(np.float32), samples=8_000, warmup=300, start=start)
     r = np.asarray(mcmc.get_samples(True)["r"])
     share = (r[..., 0] < r[..., 1]).mean(axis=1)
     assert abs(share.mean() - 0.5) < 0.05, share

@@ -22,9 +22,10 @@ import numpy as np
 import numpyro
 from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, Predictive, init_to_median, init_to_uniform
+from numpyro.infer import Predictive, init_to_median, init_to_uniform
 from numpyro.infer.util import potential_energy
 import pytest
+from runs import run_mcmc
 from scipy import stats
 import xarray as xr
 
@@ -650,16 +651,7 @@ def test_modes_are_found_from_afar(start):
 
 def sampled(model, *data, samples=2_000, **options):
     kernel = CCAdL(model, progress_bar=False, **options)
-    mcmc = MCMC(
-        kernel,
-        num_warmup=500,
-        num_samples=samples,
-        num_chains=4,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(0), *data)
-    return mcmc
+    return run_mcmc(kernel, *data, warmup=500, samples=samples, chains=4)
 
 
 N = 1_000
@@ -813,8 +805,7 @@ def test_groups_on_disk(tmp_path, monkeypatch):
         tuning = Tuning(1e-3, 1.0, IdentityMetric(), anchor=anchor)
         kernel = SGHMC(intercepts, tuning=tuning, init_strategy=init_to_median)
         counts.clear()
-        mcmc = MCMC(kernel, num_warmup=0, num_samples=130, progress_bar=False)
-        mcmc.run(random.key(0), y)
+        mcmc = run_mcmc(kernel, y, warmup=0, samples=130)
         found.append(mcmc.get_samples() | dict(local_draws(mcmc, [3, 4], num_draws=5)))
     assert all(np.array_equal(found[0][name], found[1][name]) for name in ("mu", "tau", "a"))
     assert len(np.unique(found[0]["mu"])) > 100
@@ -840,9 +831,7 @@ def effects_and_classes(y, batch=10):
 def few():
     kernel = CCAdL(effects_and_classes, 0.05, 10.0)
     options = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": False}
-    mcmc = MCMC(kernel, num_warmup=5, num_samples=20, **options)
-    mcmc.run(random.key(0), Y)
-    return mcmc
+    return run_mcmc(kernel, Y, warmup=5, samples=20, **options)
 
 
 @pytest.fixture
@@ -1094,8 +1083,7 @@ def test_nothing_to_draw():
         with groups(y, 10) as g:
             numpyro.sample("y", dist.Normal(mu, 1), obs=y[g, 0])
 
-    mcmc = MCMC(CCAdL(model, 0.1, 1.0), num_warmup=1, num_samples=2, progress_bar=False)
-    mcmc.run(random.key(0), Y)
+    mcmc = run_mcmc(CCAdL(model, 0.1, 1.0), Y, warmup=1, samples=2)
     with pytest.raises(ValueError, match="no latent sites inside of subsampled plates"):
         local_draws(mcmc)
 
@@ -1218,8 +1206,9 @@ def test_the_marginal_of_tables(buckets):
 def test_draws_of_tables():
     """The effects of both tables, by the numbers of all groups, against their normal law."""
     tables = group_rows(OF_GROUP, buckets=2)
-    mcmc = MCMC(CCAdL(ragged, 0.05, 10.0), num_warmup=50, num_samples=500, progress_bar=False)
-    mcmc.run(random.key(0), RAGGED, jax.tree.map(jnp.asarray, tables))
+    mcmc = run_mcmc(
+        CCAdL(ragged, 0.05, 10.0), RAGGED, jax.tree.map(jnp.asarray, tables), warmup=50, samples=500
+    )
     found = local_draws(mcmc, num_draws=500)
     draws = mcmc.get_samples(group_by_chain=True)
     mu, tau = (np.asarray(draws[k], float)[:, found["draw"].values, None] for k in ("mu", "tau"))

@@ -33,6 +33,7 @@ from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 from scipy.optimize import brentq
 
 from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL, NoiseEstimate
@@ -556,15 +557,7 @@ def test_state_dependent_noise(covariance, exact):
         covariance=covariance,
         steps_per_sample=5,
     )
-    mcmc = MCMC(
-        kernel,
-        num_warmup=200,
-        num_samples=4_000,
-        num_chains=100,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(4), *state_dependent_data())
+    mcmc = run_mcmc(kernel, *state_dependent_data(), key=4, warmup=200, samples=4_000, chains=100)
     means = (np.asarray(mcmc.get_samples(True)["theta"], float) ** 2).mean(1)
     error = means.std(ddof=1) / 10
     if exact:

@@ -5,6 +5,7 @@
 
 import errno
 import fcntl
+from functools import partial
 import json
 import os
 from pathlib import Path
@@ -230,10 +231,7 @@ def test_begin_anew_keeps_the_old(tmp_path):
         run(long_run(tmp_path / "other"))
 
 
-def other_prior(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 9).expand([3]).to_event(1))
-    with numpyro.plate("rows", len(y), subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+other_prior = partial(model, prior=9.0)
 
 
 FOREIGN = {
@@ -252,12 +250,6 @@ FOREIGN = {
 }  # fmt: skip
 
 
-def wide(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([y.shape[1]]).to_event(1))
-    with numpyro.plate("rows", len(y), subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "run.zarr"
@@ -269,7 +261,7 @@ def finished(tmp_path_factory):
 def test_other_run_is_refused(said, finished):
     changes, options = FOREIGN[said]
     if "latent" in said:
-        changes = {"sampler": SGHMC(wide, step_size=0.005, friction=20.0)}
+        changes = {"sampler": SGHMC(model, step_size=0.005, friction=20.0)}
     before = store.Store(finished).read("posterior/mu")
     with pytest.raises(ValueError, match=f"holds another run: .*{said}.*`resume=False`"):
         run(long_run(finished, **changes), **options)
@@ -803,14 +795,14 @@ def test_resumed_run_is_not_tuned_again(tmp_path, monkeypatch, request):
     request.addfinalizer(lambda: jax.config.update("jax_disable_most_optimizations", True))
     folder = tmp_path / "run.zarr"
     settings = {"num_chains": 2, "chain_method": "vectorized", "thinning": 1}
-    wholly = run(MCMC(CCAdL(wide, progress_bar=False), **SETTINGS | settings))
+    wholly = run(MCMC(CCAdL(model, progress_bar=False), **SETTINGS | settings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "_SECONDS", 1e-9)
         interrupt_after(patch, 60)
         with pytest.warns(UserWarning, match="interrupted"):
-            run(long_run(folder, CCAdL(wide, progress_bar=False), **settings))
+            run(long_run(folder, CCAdL(model, progress_bar=False), **settings))
     monkeypatch.setattr("numpyro_sgmcmc.kernels.self_tuning.found_tuning", None)
-    resumed = run(long_run(folder, CCAdL(wide, progress_bar=False), **settings))
+    resumed = run(long_run(folder, CCAdL(model, progress_bar=False), **settings))
     assert same(results(resumed), results(wholly))
     assert resumed.sampler.tuning.steps_per_sample == wholly.sampler.tuning.steps_per_sample
 

@@ -26,6 +26,7 @@ from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 
 from numpyro_sgmcmc import (
     SGLD,
@@ -154,9 +155,7 @@ def test_pickled_rows_are_read(tmp_path):
 def drawn(name, x, y=Y, **options):
     kernel = KERNELS[name](model, **({"init_strategy": CENTRE} | options.pop("kernel", {})))
     options = {"num_warmup": 70, "num_samples": 80, "progress_bar": False} | options
-    mcmc = MCMC(kernel, **options)
-    mcmc.run(random.key(0), x, y)
-    return mcmc
+    return run_mcmc(kernel, x, y, **options)
 
 
 @pytest.mark.slow
@@ -527,11 +526,15 @@ def test_a_long_run_on_rows_that_were_restored(tmp_path, short_stretches, monkey
     )
 
     def run_on(path, num_samples):
-        mcmc = LongRun(
-            KERNELS["SGLD"](model, init_strategy=CENTRE), num_warmup=5, num_samples=num_samples,
-            store=tmp_path / "run.zarr", progress_bar=False,
-        )  # fmt: skip
-        mcmc.run(random.key(0), RowsOnDisk(path), Y)
+        mcmc = run_mcmc(
+            KERNELS["SGLD"](model, init_strategy=CENTRE),
+            RowsOnDisk(path),
+            Y,
+            sampler=LongRun,
+            warmup=5,
+            samples=num_samples,
+            store=tmp_path / "run.zarr",
+        )
         return mcmc.get_samples()["w"]
 
     path = tmp_path / "x.npy"
@@ -704,12 +707,16 @@ def test_exact_law_of_blocks(kernel, tmp_path):
     }[kernel]
     expected = (1 + h * noise / 2) / (1 - h / 2) if kernel == "SGLD" else 1.0
     wrong = (1 + h / 2) / (1 - h / 2)
-    mcmc = MCMC(
+    mcmc = run_mcmc(
         make(gaussian_mean, subsampling="blocks", steps_per_sample=5),
-        num_warmup=4_000, num_samples=20_000, num_chains=4, chain_method="vectorized",
-        progress_bar=False,
-    )  # fmt: skip
-    mcmc.run(random.key(1), RowsOnDisk(tmp_path / "x.npy"), batch_size, precision)
+        RowsOnDisk(tmp_path / "x.npy"),
+        batch_size,
+        precision,
+        key=1,
+        warmup=4_000,
+        samples=20_000,
+        chains=4,
+    )
     squares = np.asarray(mcmc.get_samples(True)["theta"], float) ** 2
     error = squares.std() / effective_sample_size(squares) ** 0.5
     assert error < 0.012 * expected

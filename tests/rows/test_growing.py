@@ -7,7 +7,7 @@ Rows that keep coming: a run that goes on is one of the posterior of all rows, a
 
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 import itertools
 import os
 import pickle
@@ -15,11 +15,13 @@ import pickle
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import linear
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 import pytest
+from runs import run_mcmc
 import xarray as xr
 
 from numpyro_sgmcmc import (
@@ -55,12 +57,6 @@ _RNG = np.random.default_rng(2)
 ALL = 40_000
 X = _RNG.standard_normal((ALL, 3)).astype(np.float32)
 Y = (X @ np.array([1.0, -1.0, 0.5]) + _RNG.standard_normal(ALL)).astype(np.float32)
-
-
-def linear(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", x.shape[0], subsample_size=BATCH) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
 
 
 def exact(x, y):
@@ -515,8 +511,7 @@ def test_arguments_are_known_by_their_places_and_values(change, jit):
     x, y = X[:1_000, 0], 5 + Y[:1_000]
     rows = GrowingRows(x, y)
     kernel = CCAdL(about, progress_bar=False)
-    mcmc = MCMC(kernel, num_warmup=50, num_samples=500, progress_bar=False, jit_model_args=jit)
-    mcmc.run(random.key(0), *rows)
+    mcmc = run_mcmc(kernel, *rows, warmup=50, samples=500, jit_model_args=jit)
     args, kwargs = CHANGED[change][0](*rows)
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(mcmc.last_state.rng_key, *args, **kwargs)
@@ -548,30 +543,19 @@ def test_a_hash_of_rows_grows_with_them():
 
 @pytest.mark.slow
 def test_fewer_rows_than_a_minibatch():
-    rows = GrowingRows(X[:1_000], Y[:1_000])
-    mcmc = run_of(CCAdL(few_of(600), tuning=tuned(), progress_bar=False), 2_000, 100)
+    rows, model = GrowingRows(X[:1_000], Y[:1_000]), partial(linear, batch_size=600)
+    mcmc = run_of(CCAdL(model, tuning=tuned(), progress_bar=False), 2_000, 100)
     mcmc.run(random.key(0), *rows)
     rows.remove(np.arange(1_000) >= 150)
     go_on(mcmc, rows)
     assert np.all(np.abs(away(mcmc, rows)) < 4)
     # and each step sees every row once
     known = row_count_of(tuple(rows))
-    view = read_model(
-        few_of(600), init_to_uniform, tuple(map(jnp.asarray, (X[:1_000], Y[:1_000]))), {}
-    )
+    view = read_model(model, init_to_uniform, (jnp.asarray(X[:1_000]), jnp.asarray(Y[:1_000])), {})
     target = Target(view.padded(rows.capacity), padded(tuple(rows)), {}, known=known)
     drawn = target.rows(random.key(3))["rows"]
     counts = np.bincount(np.asarray(drawn.numbers), np.asarray(drawn.weights), minlength=150)
     np.testing.assert_allclose(counts, 600 / rows.capacity, rtol=1e-6)
-
-
-def few_of(batch):
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-        with numpyro.plate("rows", x.shape[0], subsample_size=batch) as i:
-            numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
-
-    return model
 
 
 def test_methods_without_a_control_variate_go_on_too():
