@@ -28,6 +28,8 @@ from numpyro_sgmcmc.stein import (
     stein_report,
 )
 
+COMPILE_QUICKLY = True
+
 
 def sums_of(draws, gradients, site_of=None, temperature=1.0, metric=None):
     """The running sums after a warm-up at zero and these steps."""

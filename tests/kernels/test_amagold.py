@@ -22,7 +22,7 @@ from numpyro_sgmcmc import AMAGOLD, spread_rows, to_arviz
 from numpyro_sgmcmc.gradients.estimators import Evaluation
 
 COMPILE_QUICKLY = True
-N, BATCH = 100, 10
+N = 100
 PRECISION = N + 0.01
 Y = np.random.default_rng(0).standard_normal(N)
 Y = ((Y - Y.mean()) / Y.std(ddof=1)).astype(np.float32)

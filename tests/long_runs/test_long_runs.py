@@ -347,29 +347,6 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
             pass
 
 
-@pytest.mark.nightly
-def test_beginning_anew_waits_for_the_writer(tmp_path):
-    """Two processes: the second one neither renames nor touches the store of the first."""
-    settings = {"cache": tmp_path / "cache", "samples": 10_000_000}
-    with child(tmp_path / "run.zarr", **settings) as first:
-        assert waits_for(first, "begins")
-        while not (tmp_path / "run.zarr" / FOLDER / "checkpoint").exists():
-            time.sleep(0.1)
-        with child(tmp_path / "run.zarr", "resume=0", stderr=subprocess.PIPE, **settings) as second:
-            _, errors = second.communicate(timeout=120)
-        assert second.returncode == 1 and "Another process is writing into the store" in errors
-        assert first.poll() is None and not (tmp_path / "run.zarr.1").exists()
-        first.kill()
-    settings["samples"] = 1_000
-    with child(tmp_path / "run.zarr", "resume=0", **settings) as third:
-        assert waits_for(third, "done") and third.wait() == 0
-    old, new = (store.Store(tmp_path / name) for name in ("run.zarr.1", "run.zarr"))
-    count = min(old.draws, new.draws)
-    assert count and np.array_equal(
-        old.read("posterior/mu")[:, :count], new.read("posterior/mu")[:, :count]
-    )
-
-
 @pytest.mark.slow
 def test_stops(tmp_path):
     settings = {"num_samples": 10_000_000, "thinning": 1, "num_warmup": 100}

@@ -154,7 +154,7 @@ def test_pickled_rows_are_read(tmp_path):
 
 def drawn(name, x, y=Y, **options):
     kernel = KERNELS[name](model, **({"init_strategy": CENTRE} | options.pop("kernel", {})))
-    options = {"num_warmup": 70, "num_samples": 80, "progress_bar": False} | options
+    options = {"warmup": 70, "samples": 80} | options
     return run_mcmc(kernel, x, y, **options)
 
 
@@ -162,11 +162,11 @@ def drawn(name, x, y=Y, **options):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("SGHMC estimated", {"num_chains": 2, "chain_method": "vectorized"}),
+        ("SGHMC estimated", {"chains": 2}),
         pytest.param("CCAdL matrix free", {"progress_bar": True}, marks=pytest.mark.nightly),
         ("CCAdL tuned", {"kernel": {"steps_per_sample": 3}, "jit_model_args": True}),
         pytest.param(
-            "SGLD", {"kernel": {"subsampling": "epochs"}, "num_chains": 2,
+            "SGLD", {"kernel": {"subsampling": "epochs"}, "chains": 2,
                      "chain_method": "parallel"}, marks=pytest.mark.nightly,
         ),
     ],
@@ -538,7 +538,7 @@ def test_a_long_run_on_rows_that_were_restored(tmp_path, short_stretches, monkey
         return mcmc.get_samples()["w"]
 
     path = tmp_path / "x.npy"
-    whole = drawn("SGLD", X, num_warmup=5, num_samples=40).get_samples()["w"]
+    whole = drawn("SGLD", X, warmup=5, samples=40).get_samples()["w"]
     np.save(path, X)
     assert np.array_equal(run_on(path, 10), whole[:10])
     assert len(passes) == 1
@@ -632,7 +632,7 @@ class Failing:
 @pytest.mark.slow
 def test_a_long_run_goes_on_when_the_disk_is_back(tmp_path):
     """With everything drawn before, and to the draws that there would have been."""
-    whole = drawn("SGLD", X, num_samples=30_000).get_samples()["w"]
+    whole = drawn("SGLD", X, samples=30_000).get_samples()["w"]
 
     def long_run():
         return LongRun(
@@ -655,7 +655,7 @@ def test_a_long_run_goes_on_when_the_disk_is_back(tmp_path):
 def test_arviz_reads_some_of_the_rows(tmp_path, monkeypatch):
     """Also where they are not asked for: never all of them."""
     x = npy(tmp_path, X)
-    mcmc = drawn("SGLD", x, num_warmup=5, num_samples=5)
+    mcmc = drawn("SGLD", x, warmup=5, samples=5)
     monkeypatch.setattr("numpyro_sgmcmc.results.row_subset.ROWS_FROM_DISK", 7)
     monkeypatch.setattr("numpyro_sgmcmc.data.rows_on_disk.MOST_BYTES", 8 * x.row_bytes)
     assert to_arviz(mcmc)["observed_data"]["y"].shape == (7,)

@@ -110,9 +110,9 @@ def other_model(x, y):
 
 
 def on_devices(args, kernel, **options):
-    options = {"num_warmup": 3, "num_samples": 70, "progress_bar": False} | options
-    mcmc = run_mcmc(kernel, *args, jit_model_args=True, **options)
-    return mcmc.get_samples()
+    return run_mcmc(
+        kernel, *args, warmup=3, samples=70, jit_model_args=True, **options
+    ).get_samples()
 
 
 @pytest.mark.parametrize("chains", [1, pytest.param(2, marks=pytest.mark.nightly)])
@@ -122,9 +122,8 @@ def test_draws_are_those_in_memory(chains, tmp_path):
     np.save(tmp_path / "x-1.npy", X[30:])
     x, y = RowsOnDisk(tmp_path / "x-*.npy"), RowsOnDisk(np.asarray(Y))
     kernel = partial(SGLD, kernel_table.model, step_size=1e-4, mesh=MESH, init_strategy=CENTRE)
-    options = {"num_chains": chains, "chain_method": "vectorized"} if chains > 1 else {}
     found = [
-        on_devices(args, kernel(), **options)
+        on_devices(args, kernel(), chains=chains)
         for args in (spread_rows(MESH, X, Y), spread_rows(MESH, x, y), spread_rows(MESH, x, Y))
     ]
     for other in found[1:]:

@@ -24,7 +24,6 @@ from numpyro_sgmcmc.kernels import ensemble_start
 from numpyro_sgmcmc.tuning import ensemble
 
 COMPILE_QUICKLY = True
-TOGETHER = {"chain_method": "vectorized", "progress_bar": False}
 RNG = np.random.default_rng(0)
 X = RNG.uniform(-2, 2, (200, 1)).astype(np.float32)
 Y = (np.sin(1.5 * X[:, 0]) + 0.1 * RNG.standard_normal(200)).astype(np.float32)
@@ -48,7 +47,7 @@ def states(kernel, chains=3):
 
 
 def after_run(kernel, warmup, samples, *data):
-    return run_mcmc(kernel, *data, warmup=warmup, samples=samples, chains=4, **TOGETHER)
+    return run_mcmc(kernel, *data, warmup=warmup, samples=samples, chains=4)
 
 
 def test_each_chain_starts_at_an_optimum_of_its_own():
