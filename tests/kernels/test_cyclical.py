@@ -12,7 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from runs import run_mcmc
+from runs import go_on, run_mcmc
 
 from numpyro_sgmcmc import SGHMC, SGLD, cyclical, stein_matrix, summary, to_arviz
 from numpyro_sgmcmc.kernels.cyclical import is_for_samples, steps_for_samples
@@ -114,8 +114,7 @@ def test_a_run_goes_on_with_its_cycle_and_is_tuned_with_one():
     step_size = cyclical(LARGEST, SMALLEST, steps=40, sampling=0.5)
     whole = run(step_size, 40, steps_per_sample=10)
     first = run(step_size, 20, steps_per_sample=10)
-    first.post_warmup_state = first.last_state
-    first.run(first.post_warmup_state.rng_key, DATA)
+    go_on(first, DATA)
     assert np.array_equal(first.get_samples()["mu"], whole.get_samples()["mu"][20:])
     assert to_arviz(first)["posterior"].sizes["draw"] == 10
     # in units of a metric that is found
