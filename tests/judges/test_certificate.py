@@ -13,6 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 import pytest
+from runs import run_mcmc
 from scipy import stats
 
 from numpyro_sgmcmc import (
@@ -38,8 +39,7 @@ pytestmark = pytest.mark.arviz
 def with_draws(model, args, values, **settings):
     """A run that has these draws, shape (chains, draws, ...)."""
     chains, draws = next(iter(values.values())).shape[:2]
-    mcmc = MCMC(NUTS(model), num_warmup=1, num_samples=1, progress_bar=False)
-    mcmc.run(random.key(0), *args)
+    mcmc = run_mcmc(NUTS(model), *args, warmup=1, samples=1)
     values = {name: jnp.asarray(x, jnp.float32) for name, x in values.items()}
     view = view_of(mcmc, model, values, args, {}, settings)
     view.num_samples, view.num_chains = draws, chains
@@ -155,8 +155,9 @@ def test_through_a_kernel_and_from_disk(tmp_path):
     found = certify(mcmc)
     for name, values in (("x", X), ("y", Y)):
         np.save(tmp_path / f"{name}.npy", values)
-    on_disk = MCMC(kernel, num_warmup=50, num_samples=300, progress_bar=False)
-    on_disk.run(random.key(0), *(RowsOnDisk(tmp_path / f"{name}.npy") for name in "xy"))
+    on_disk = run_mcmc(
+        kernel, *(RowsOnDisk(tmp_path / f"{name}.npy") for name in "xy"), warmup=50, samples=300
+    )
     again = certify(on_disk)
     np.testing.assert_allclose(again.log_evidence, found.log_evidence, atol=0.01)
     np.testing.assert_allclose(again.table["mean"], found.table["mean"], rtol=1e-3)

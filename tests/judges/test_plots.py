@@ -9,14 +9,13 @@ import sys
 
 import arviz as az
 from generations import FIRST_GENERATION, arviz_marks
-from jax import random
 import matplotlib.pyplot as plt
 from matplotlib.text import Text
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 from scipy import stats
 import xarray as xr
 
@@ -48,10 +47,15 @@ def model(y):
 def run(
     kernel, fields=(), num_samples=400, num_chains=2, chain_method="vectorized", num_warmup=100
 ):
-    mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains,
-                chain_method=chain_method, progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(0), Y, extra_fields=fields)
-    return mcmc
+    return run_mcmc(
+        kernel,
+        Y,
+        warmup=num_warmup,
+        samples=num_samples,
+        chains=num_chains,
+        chain_method=chain_method,
+        fields=fields,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@
 
 import errno
 import fcntl
+from functools import partial
 import io
 import json
 import os
@@ -231,10 +232,7 @@ def test_begin_anew_keeps_the_old(tmp_path):
         run(long_run(tmp_path / "other"))
 
 
-def other_prior(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 9).expand([3]).to_event(1))
-    with numpyro.plate("rows", len(y), subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+other_prior = partial(model, prior=9.0)
 
 
 FOREIGN = {
@@ -253,12 +251,6 @@ FOREIGN = {
 }  # fmt: skip
 
 
-def wide(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([y.shape[1]]).to_event(1))
-    with numpyro.plate("rows", len(y), subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "run.zarr"
@@ -270,7 +262,7 @@ def finished(tmp_path_factory):
 def test_other_run_is_refused(said, finished):
     changes, options = FOREIGN[said]
     if "latent" in said:
-        changes = {"sampler": SGHMC(wide, step_size=0.005, friction=20.0)}
+        changes = {"sampler": SGHMC(model, step_size=0.005, friction=20.0)}
     before = store.Store(finished).read("posterior/mu")
     with pytest.raises(ValueError, match=f"holds another run: .*{said}.*`resume=False`"):
         run(long_run(finished, **changes), **options)
@@ -351,29 +343,6 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="cannot lock .*run.zarr.* no other run writes into"):
         with RunFolder(tmp_path / "run.zarr", True):
             pass
-
-
-@pytest.mark.nightly
-def test_beginning_anew_waits_for_the_writer(tmp_path):
-    """Two processes: the second one neither renames nor touches the store of the first."""
-    settings = {"cache": tmp_path / "cache", "samples": 10_000_000}
-    with child(tmp_path / "run.zarr", **settings) as first:
-        assert waits_for(first, "begins")
-        while not (tmp_path / "run.zarr" / FOLDER / "checkpoint").exists():
-            time.sleep(0.1)
-        with child(tmp_path / "run.zarr", "resume=0", stderr=subprocess.PIPE, **settings) as second:
-            _, errors = second.communicate(timeout=120)
-        assert second.returncode == 1 and "Another process is writing into the store" in errors
-        assert first.poll() is None and not (tmp_path / "run.zarr.1").exists()
-        first.kill()
-    settings["samples"] = 1_000
-    with child(tmp_path / "run.zarr", "resume=0", **settings) as third:
-        assert waits_for(third, "done") and third.wait() == 0
-    old, new = (store.Store(tmp_path / name) for name in ("run.zarr.1", "run.zarr"))
-    count = min(old.draws, new.draws)
-    assert count and np.array_equal(
-        old.read("posterior/mu")[:, :count], new.read("posterior/mu")[:, :count]
-    )
 
 
 @pytest.mark.slow
@@ -818,14 +787,14 @@ def test_resumed_run_is_not_tuned_again(tmp_path, monkeypatch, request):
     request.addfinalizer(lambda: jax.config.update("jax_disable_most_optimizations", True))
     folder = tmp_path / "run.zarr"
     settings = {"num_chains": 2, "chain_method": "vectorized", "thinning": 1}
-    wholly = run(MCMC(CCAdL(wide, progress_bar=False), **SETTINGS | settings))
+    wholly = run(MCMC(CCAdL(model, progress_bar=False), **SETTINGS | settings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "_SECONDS", 1e-9)
         interrupt_after(patch, 60)
         with pytest.warns(UserWarning, match="interrupted"):
-            run(long_run(folder, CCAdL(wide, progress_bar=False), **settings))
+            run(long_run(folder, CCAdL(model, progress_bar=False), **settings))
     monkeypatch.setattr("numpyro_sgmcmc.kernels.self_tuning.new_tuning", None)
-    resumed = run(long_run(folder, CCAdL(wide, progress_bar=False), **settings))
+    resumed = run(long_run(folder, CCAdL(model, progress_bar=False), **settings))
     assert same(results(resumed), results(wholly))
     assert resumed.sampler.tuning.steps_per_sample == wholly.sampler.tuning.steps_per_sample
 

@@ -154,13 +154,6 @@ def a_socket(file):
         os.chdir(here)
 
 
-def a_link(file):
-    elsewhere = file.parents[len(file.parts) - 3] / "elsewhere"
-    elsewhere.write_bytes(file.read_bytes())
-    file.unlink()
-    file.symlink_to(elsewhere)
-
-
 OF_A_FILE = {
     **{f"flipped at {place}": flipped(place) for place in (0.0, 0.31, 0.64, 1.0)},
     "cut": cut,

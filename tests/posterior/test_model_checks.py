@@ -26,6 +26,7 @@ from bad_inputs import (
 from flax import linen
 from jax import random
 import jax.numpy as jnp
+from models import linear
 import numpy as np
 from numpy.testing import assert_allclose
 import numpyro
@@ -218,13 +219,8 @@ def test_frozen_preconditioner_needs_a_warmup():
 
 
 def test_sweeps_need_a_partition():
-    def eleven(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-        with numpyro.plate("rows", len(x), subsample_size=11) as i:
-            numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
-
     with pytest.raises(ValueError, match="divides the 20 rows .* 11 does not, .* is 10"):
-        run(SMSUBU(eleven, 0.01, 1.0), X[:20], Y[:20])
+        run(SMSUBU(partial(linear, batch_size=11), 0.01, 1.0), X[:20], Y[:20])
 
 
 @pytest.mark.parametrize(

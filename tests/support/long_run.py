@@ -23,18 +23,11 @@ import time
 import jax
 from jax import random
 import jax.numpy as jnp
+from models import means as model
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 
 from numpyro_sgmcmc import SGHMC, GrowingRows, LongRun, RowsOnDisk
 from numpyro_sgmcmc.long_runs import checkpoint, running, store
-
-
-def model(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([3]).to_event(1))
-    with numpyro.plate("rows", len(y), subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
 
 
 def data():

@@ -15,6 +15,7 @@ import numpyro.distributions as dist
 from numpyro.distributions.transforms import AffineTransform, ExpTransform
 from numpyro.infer import MCMC, init_to_uniform
 import pytest
+from runs import run_mcmc
 
 from numpyro_sgmcmc import SGHMC, CCAdL
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
@@ -406,8 +407,7 @@ def test_a_tuning_is_used_again(by_hand):
     tuning = by_hand.sampler.tuning
     others = DATA[0], DATA[1] + 0.1
     kernel = CCAdL(hierarchy(CASES["by hand"][0]), tuning=tuning, progress_bar=False)
-    mcmc = MCMC(kernel, num_warmup=100, num_samples=2_000, progress_bar=False)
-    mcmc.run(random.key(1), *others)
+    mcmc = run_mcmc(kernel, *others, key=1, warmup=100, samples=2_000)
     assert stein_report(mcmc.last_state.monitor.stein).problem() is None
     used = mcmc.last_state.fixed.centring["z"]
     for found, expected in zip(used, tuning.centring["z"], strict=True):
