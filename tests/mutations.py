@@ -77,7 +77,8 @@ MUTATIONS = {
         f"{ALGEBRA} -k thermostat",
     ),
     "noise of half a kick taken for heat (NOGIN)": Mutation(
-        "methods/ccadl.py CCAdL.Method._nogin here", "self._adapted(here, jnp.mean(p**2), h, p.shape[0])",
+        "methods/ccadl.py CCAdL.Method._nogin here",
+        "self._adapted(here, jnp.mean(p**2), h, p.shape[0])",
         f"{ALGEBRA} -k thermostat",
     ),
     "twice the covariance in the control (NOGIN)": Mutation(
