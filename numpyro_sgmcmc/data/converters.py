@@ -68,18 +68,14 @@ def positive(name: str, value: Any, *, zero: bool = False, infinite: bool = Fals
 
 
 def share(name: str, value: Any) -> float:
-    """
-    :raises ValueError: if ``value`` is not between 0 and 1.
-    """
+    """Raise ``ValueError`` if ``value`` is not between 0 and 1."""
     if not 0 < (number := _real(value)) < 1:
         raise ValueError(f"`{name}` must be a number between 0 and 1; got {shown(value)}.")
     return number
 
 
 def whole(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
-    """
-    :raises ValueError: if ``value`` is not an integer from ``least`` to ``most``.
-    """
+    """Raise ``ValueError`` if ``value`` is not an integer from ``least`` to ``most``."""
     found = _scalar(value)
     number = int(found) if isinstance(found, Integral) else None
     if number is None or number < least:
@@ -91,9 +87,7 @@ def whole(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
 
 
 def truth(name: str, value: Any) -> bool:
-    """
-    :raises ValueError: if ``value`` is not a truth value.
-    """
+    """Raise ``ValueError`` if ``value`` is not a truth value."""
     is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
     is_scalar = is_array and value.ndim == 0 and value.dtype == np.bool_
     if not isinstance(value, bool) and (not is_scalar or isinstance(value, jax.core.Tracer)):
@@ -102,9 +96,7 @@ def truth(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, options: Iterable[str]) -> str:
-    """
-    :raises ValueError: if ``value`` is not among ``options``, which the message lists.
-    """
+    """Raise ``ValueError`` if ``value`` is not among ``options``, which the message lists."""
     if not isinstance(value, str) or value not in options:
         words = ", ".join(map(repr, options))
         raise ValueError(f"`{name}` must be one of {words}; got {shown(value)}.")
@@ -112,9 +104,7 @@ def one_of(name: str, value: Any, options: Iterable[str]) -> str:
 
 
 def names(name: str, value: Any) -> list[str]:
-    """
-    :raises ValueError: if ``value`` is neither a name nor some of them.
-    """
+    """Raise ``ValueError`` if ``value`` is neither a name nor some of them."""
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list | tuple) or not all(isinstance(x, str) for x in found):
         raise ValueError(f"`{name}` must be a name or a list of names; got {shown(value)}.")
@@ -145,9 +135,7 @@ def given_key(value: Any, chains: int | None = 1) -> Array:
 
 
 def array(name: str, value: Any) -> np.ndarray:
-    """
-    :raises ValueError: if ``value`` is no array, or hides some of its entries.
-    """
+    """Raise ``ValueError`` if ``value`` is no array, or hides some of its entries."""
     try:
         found = np.asarray(value)
     except Exception:  # whatever the package says whose object it is
@@ -164,9 +152,7 @@ def is_sparse(value: Any) -> bool:
 
 
 def path(name: str, value: Any) -> Path:
-    """
-    :raises ValueError: if ``value`` is not the path of a file or a folder.
-    """
+    """Raise ``ValueError`` if ``value`` is not the path of a file or a folder."""
     if not isinstance(value, str | os.PathLike) or os.fspath(value) in ("", b""):
         raise ValueError(f"`{name}` must be a path; got {shown(value)}.")
     return Path(os.fsdecode(value))

@@ -234,10 +234,11 @@ class GrowingRows:
         self._arrays = tuple(_with_room(x, _capacity_for(self.count)) for x in found)
         #: rows on disk as they were when their sources were looked at
         self._sources = [x if isinstance(x, RowsOnDisk) else None for x in found]
-        #: and in the parts in which they came
-        self._parts = [[x] for x in self._sources if x is not None]
-        #: all that have been read, of whatever source
-        self._read = [x for x in found if isinstance(x, RowsOnDisk)]
+        #: rows on disk in the parts in which they came, with the number of the array in whose
+        #: source they are, or None of what was appended
+        self._parts: list[tuple[int | None, RowsOnDisk]] = [
+            (k, x) for k, x in enumerate(self._sources) if x is not None
+        ]
         self._remembered: list[RowIdentity] = []
         self._remember(identity_of(found, self.half_life))
 
@@ -280,9 +281,11 @@ class GrowingRows:
         :raises UnreadableRows: likewise, of rows on disk.
         """
         found = _checked(arrays, self._arrays)
-        if not len(found[0]):
-            return
-        self._check_unchanged()
+        if len(found[0]):
+            self._check_unchanged([part for _, part in self._parts])
+            self._add(found, in_sources=False)
+
+    def _add(self, found: list[Any], in_sources: bool) -> None:
         count = self.count + len(found[0])
         held = self._arrays
         if count > self.capacity:
@@ -291,17 +294,17 @@ class GrowingRows:
             _appended(values, new, self.count) for values, new in zip(held, found, strict=True)
         )
         self.count = count
-        self._read += [x for x in found if isinstance(x, RowsOnDisk)]
+        for k, x in enumerate(found):
+            if isinstance(x, RowsOnDisk):
+                self._parts.append((k if in_sources else None, x))
         self._remember(self.identity.with_more(self._on_host()))
         for x, hashes in zip(self._arrays, self.identity.hashes, strict=True):
             if isinstance(x, PaddedArrayOnDisk):
                 x.reader.know(hashes)
 
-    def _check_unchanged(self) -> None:
-        """
-        :raises UnreadableRows: if rows on disk have been edited since they were read.
-        """
-        for part in self._read:
+    def _check_unchanged(self, parts: Sequence[RowsOnDisk]) -> None:
+        """Raise ``UnreadableRows`` if rows on disk have been edited since they were read."""
+        for part in parts:
             if not part.is_as(part):
                 raise UnreadableRows(
                     f"{part!r} has been edited since it was read. Make a new `GrowingRows`: a run"
@@ -328,7 +331,8 @@ class GrowingRows:
                 " use `append`."
             )
         sources = [x for x in self._sources if x is not None]
-        looked = list(map(looked_at_again, sources, self._parts))
+        parts = [[part for j, part in self._parts if j == k] for k in range(len(sources))]
+        looked = list(map(looked_at_again, sources, parts))
         lengths = [0 if new is None else len(new) for _, new in looked]
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -337,10 +341,11 @@ class GrowingRows:
                 " files of all arrays are there."
             )
         if lengths[0]:
-            news = [new for _, new in looked if new is not None]
-            self.append(*news)
+            # those in the sources have been compared
+            self._check_unchanged([part for k, part in self._parts if k is None])
+            news = tuple(new for _, new in looked if new is not None)
+            self._add(_checked(news, self._arrays), in_sources=True)
             self._sources = [now for now, _ in looked]
-            self._parts = [[*p, new] for p, new in zip(self._parts, news, strict=True)]
         return lengths[0]
 
     def remove(self, where: Any) -> None:
@@ -408,9 +413,7 @@ def _as_kept(x: np.ndarray) -> np.ndarray:
 
 
 def _checked_half_life(half_life: Any) -> float | None:
-    """
-    :raises ValueError: if it is no number of rows, or if fewer rows count than there must be.
-    """
+    """Raise ValueError if it is no number of rows, or if fewer rows count than there must be."""
     if half_life is None:
         return None
     found = positive("half_life", half_life)
@@ -424,9 +427,7 @@ def _checked_half_life(half_life: Any) -> float | None:
 
 
 def _check_alike(k: int, x: Any, there: Any) -> None:
-    """
-    :raises ValueError: if rows are not like those that there are.
-    """
+    """Raise ``ValueError`` if rows are not like those that there are."""
     if isinstance(x, RowsOnDisk) != isinstance(there, RowsOnDisk):
         here, before = ("on disk", "in memory")[:: -1 if isinstance(there, RowsOnDisk) else 1]
         raise ValueError(
@@ -468,9 +469,7 @@ def _check_content(k: int, x: Any) -> None:
 
 
 def _capacity_for(count: int) -> int:
-    """
-    :raises ValueError: if there are more rows than their numbers can count.
-    """
+    """Raise ``ValueError`` if there are more rows than their numbers can count."""
     if count >= MOST_ROWS:
         raise ValueError(
             f"{count:,} rows are more than a `GrowingRows` has numbers for, {MOST_ROWS:,}: a run of"

@@ -140,9 +140,7 @@ def _between(rows: RowsOnDisk, first: int, end: int) -> RowsOnDisk:
 
 
 def _check_order(before: RowsOnDisk, now: RowsOnDisk) -> None:
-    """
-    :raises ValueError: if the rows that were known are no longer the first ones.
-    """
+    """Raise ``ValueError`` if the rows that were known are no longer the first ones."""
     for k, old in enumerate(before.shards):
         new = now.shards[k] if k < len(now.shards) else None
         is_file = hasattr(old, "path")

@@ -345,9 +345,7 @@ class RowsOnDisk(IndexedByRows):
         return kept if kept.kind in "iu" and kept.itemsize > self.dtype.itemsize else None
 
     def _refuse_large(self, numbers: np.ndarray, found: np.ndarray) -> None:
-        """
-        :raises UnreadableRows: if integers do not fit into what JAX keeps of them.
-        """
+        """Raise ``UnreadableRows`` if integers do not fit into what JAX keeps of them."""
         limits = np.iinfo(self.dtype)
         where = np.argwhere((found < limits.min) | (found > limits.max))
         if len(where):
@@ -359,9 +357,7 @@ class RowsOnDisk(IndexedByRows):
             )
 
     def _refuse_nonfinite(self, numbers: np.ndarray, found: np.ndarray) -> None:
-        """
-        :raises UnreadableRows: unless it was only the sum that was too large.
-        """
+        """Raise `UnreadableRows` unless it was only the sum that was too large."""
         where = np.argwhere(~np.isfinite(found))
         if len(where):
             row, column = where[0]
@@ -372,9 +368,7 @@ class RowsOnDisk(IndexedByRows):
             )
 
     def _read_in_run(self, numbers: np.ndarray) -> np.ndarray:
-        """
-        :raises UnreadableRows: also if the rows are no longer those that were compared.
-        """
+        """Raise `UnreadableRows` also if the rows are no longer those that were compared."""
         found, seen, version = self.read(numbers), self._seen, self._source.version()
         if seen is None or version == seen.version:
             return found

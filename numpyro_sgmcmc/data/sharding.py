@@ -127,14 +127,12 @@ class Shards:
         return jax.jit(lambda x: x, out_shardings=shardings)(tree)
 
 
-def checked_mesh(mesh: Any) -> Mesh | None:
+def checked_mesh(mesh: Any) -> Mesh:
     """
     The mesh with axes whose shardings XLA propagates.
 
     :raises ValueError: if it is no mesh, or has other axes than ``rows`` and ``chains``.
     """
-    if mesh is None:
-        return None
     if not isinstance(mesh, Mesh):
         raise ValueError(
             f"`mesh` must be a `jax.sharding.Mesh`; got {shown(mesh)}: {_MAKE_A_MESH}."
@@ -151,8 +149,7 @@ def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
     """
     Spreads arrays over the devices of a mesh by their first axis, the rows.
 
-    They go to ``mcmc.run`` as any others do, of a kernel with ``mesh=mesh`` and an ``MCMC`` with
-    ``jit_model_args=True``.
+    They go to ``mcmc.run`` as any others do, of an ``MCMC`` with ``jit_model_args=True``.
 
     In one process every array has all rows. In several (``jax.distributed.initialize``) each
     process gives the rows that its own devices are to hold, as many as every other; all have to
@@ -178,9 +175,9 @@ def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
         >>> X.shape, len(X.addressable_shards) == jax.device_count()
         ((800, 3), True)
     """
-    checked = checked_mesh(mesh)
-    if checked is None or not arrays:
+    if mesh is None or not arrays:
         raise ValueError("`spread_rows` needs a mesh and arrays: `spread_rows(mesh, X, y)`.")
+    checked = checked_mesh(mesh)
     sharding = NamedSharding(checked, PartitionSpec(ROWS))
     several = Shards(checked, ()).processes > 1
     arrays = tuple(_rows_of(f"arrays[{k}]", x) for k, x in enumerate(arrays))
@@ -196,9 +193,7 @@ def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
 
 
 def _rows_of(name: str, value: Any) -> Any:
-    """
-    :raises ValueError: if it is no array that devices could hold.
-    """
+    """Raise ``ValueError`` if it is no array that devices could hold."""
     if isinstance(value, jax.Array | RowsOnDisk):
         return value
     if (found := array(name, value)).dtype.kind not in "biufc":
@@ -211,9 +206,7 @@ def _device_put(sharding: NamedSharding, array: Any) -> Array:
 
 
 def _check_rows(mesh: Mesh, shapes: list[tuple[int, ...]], several: bool) -> None:
-    """
-    :raises ValueError: if a device would hold more rows than another.
-    """
+    """Raise ``ValueError`` if a device would hold more rows than another."""
     axis = mesh.axis_names.index(ROWS)
     here = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     held = np.where(np.reshape(here, mesh.devices.shape))[axis]
@@ -235,9 +228,7 @@ def _check_rows(mesh: Mesh, shapes: list[tuple[int, ...]], several: bool) -> Non
 
 
 def _check_same_rows(k: int, rows: int) -> None:
-    """
-    :raises ValueError: in all processes, if one of them has another number of rows.
-    """
+    """Raise `ValueError` in all processes, if one of them has another number of rows."""
     counts = np.ravel(process_allgather(np.asarray(rows))).tolist()
     if len(set(counts)) > 1:
         listed = ", ".join(f"{count:,} in process {p}" for p, count in enumerate(counts))
@@ -246,18 +237,18 @@ def _check_same_rows(k: int, rows: int) -> None:
         )
 
 
-def found_shards(mesh: Mesh | None, args: tuple, kwargs: dict) -> Shards | None:
+def found_shards(args: tuple, kwargs: dict) -> Shards | None:
     """
     How the arguments of a model lie on the devices; None if their rows are not spread.
 
-    :param mesh: the mesh that they should be spread over, or None for any.
-    :raises ValueError: if they are spread over another mesh, or over none.
+    :raises ValueError: if some are spread over another mesh than others, or are on disk and not
+        spread.
     """
     meshes = [_mesh_of(leaf) for leaf in jax.tree.leaves((args, kwargs))]
     sources = on_disk((args, kwargs))
     found = [one for one in meshes if one is not None]
     found += [source.mesh for source in sources if isinstance(source, SpreadRowsOnDisk)]
-    if mesh is None and not found:
+    if not found:
         return None
     for source in sources:
         if not isinstance(source, SpreadRowsOnDisk):
@@ -265,23 +256,12 @@ def found_shards(mesh: Mesh | None, args: tuple, kwargs: dict) -> Shards | None:
                 f"All devices would read the same rows of {source!r}: spread it over them too,"
                 " `X = spread_rows(mesh, X)`, or read from disk on one device, without a mesh."
             )
-    if not found:
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
-        raise ValueError(
-            "The kernel has a mesh, but its data are traced: where they lie is not known inside"
-            " `jit` or `vmap`. Call `mcmc.run` outside of them."
-            if traced
-            else "The kernel has a mesh, but no array among the arguments of the model is spread"
-            " over it: `X, y = spread_rows(mesh, X, y)` before `mcmc.run(key, X, y)`."
-        )
-    chosen = checked_mesh(found[0]) if mesh is None else mesh
-    assert chosen is not None
+    chosen = checked_mesh(found[0])
     for one in found:
         if one.axis_names != chosen.axis_names or not np.array_equal(one.devices, chosen.devices):
             raise ValueError(
-                f"The rows are spread over {_named(one)}, but the mesh of"
-                f" {'other arrays' if mesh is None else 'the kernel'} is {_named(chosen)}: use one"
-                " mesh for `spread_rows(mesh, ...)` and for the kernel."
+                f"The rows are spread over {_named(one)}, but those of other arrays over"
+                f" {_named(chosen)}: use one mesh for all, `spread_rows(mesh, ...)`."
             )
     return Shards(chosen, tuple(one is not None for one in meshes))
 

@@ -90,9 +90,7 @@ class Source(ABC):
 
 
 def opened(source: Any) -> Source:
-    """
-    :raises TypeError: if it has no rows.
-    """
+    """Raise ``TypeError`` if it has no rows."""
     if isinstance(source, Source):
         return source
     if np.ma.is_masked(source):
@@ -128,9 +126,7 @@ def opened(source: Any) -> Source:
 
 
 def _mapped(path: str | Path) -> np.memmap:
-    """
-    :raises UnreadableRows: if it is not a whole ``.npy`` file.
-    """
+    """Raise ``UnreadableRows`` if it is not a whole ``.npy`` file."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
             raise OSError(errno.EINVAL, "it is no file, but a folder, a pipe or a device")
@@ -196,9 +192,7 @@ class _File(Source):
             raise _unopened(self.name, error, _PUT_BACK) from error
 
     def _opened(self) -> _Open:
-        """
-        :raises UnreadableRows: if it is not there any more.
-        """
+        """Raise ``UnreadableRows`` if it is not there any more."""
         held = self._open
         if held is None:
             try:

@@ -151,7 +151,11 @@ class Stratified(Rows):
     def __init__(self, strata: Strata) -> None:
         self.strata, allocation = strata, strata.allocation
         self.size, self.batch_size = allocation.size, allocation.batch_size
-        self.groups, self.factor = allocation.groups, allocation.factor  # type: ignore[misc]
+        self.groups = allocation.groups
+
+    @property
+    def factor(self) -> float:
+        return self.strata.allocation.factor
 
     def draw(self, key: Array, step: Array) -> DrawnRows:
         return DrawnRows(self.strata.draw(key, step), weights=self.strata.weights)

@@ -144,7 +144,7 @@ def checked_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
     :param str asked: what is to be done with it, a verb.
     :raises ValueError: if the draws are those of another law.
     """
-    settings = getattr(mcmc.sampler, "settings", {})
+    settings = getattr(mcmc.sampler, "run_info", {})
     temperature = settings.get("temperature", 1.0)
     if temperature != 1.0:
         raise ValueError(

@@ -211,7 +211,7 @@ def calibrated(
     moved = sandwich.center + (flat - center) @ sandwich.stretch.T
     values = constrained(target, moved.reshape(positions.shape))
     values = {name: values.get(name, x) for name, x in draws.items()}
-    settings = dict(getattr(mcmc.sampler, "settings", {})) | {"calibrated": "sandwich"}
+    settings = dict(getattr(mcmc.sampler, "run_info", {})) | {"calibrated": "sandwich"}
     settings.setdefault("algorithm", type(mcmc.sampler).__name__)
     view = view_of(mcmc, mcmc.sampler.model, values, args, kwargs, settings)
     return Calibrated(

@@ -166,6 +166,7 @@ def _potential_differences(
 
     :param z: unconstrained values, with a leading axis for the positions.
     """
+    potential = target.potential(IdentityMetric())
     # independent minibatches, whose rows say how they vary
     potential = target.potential(IdentityMetric())
     target = target._replace(scheme=SCHEMES["without_replacement"])

@@ -70,7 +70,7 @@ def init_state(
     # chains that are traced all at once are not to trace the tuning too
     traced = isinstance(rng_key, jax.core.Tracer)
     at_once = jax.ensure_compile_time_eval if traced else nullcontext
-    if (shards := found_shards(None, args, kwargs)) is not None:
+    if (shards := found_shards(args, kwargs)) is not None:
         check_chains(shards, 1 if is_prng_key(rng_key) else rng_key.shape[0], traced)
     target = runtime.read(method, args, kwargs)
     with at_once():

@@ -122,15 +122,14 @@ class Runtime:
         :raises ValueError: if the method cannot serve the model, or minibatches cannot.
         """
         name = self.name
-        self.shards = found_shards(None, args, kwargs)
+        self.shards = found_shards(args, kwargs)
         model = read_model(method.model, method.init_strategy, args, kwargs)
         self.is_here = True
         if model != self.model:
             self.model, self.programs = model, {}
         self._models[_shapes((args, kwargs))] = model
         parts = 1 if self.shards is None else self.shards.parts
-        corrects_noise = method.traits.corrects_noise
-        check_run(Asked(name, corrects_noise, method.scheme, model, parts))
+        check_run(Asked(name, method.traits.corrects_noise, method.scheme, model, parts))
         if self.shards is not None:
             check_spread(self.whole(method, args, kwargs), self.shards)
         return self.target(method, args, kwargs)

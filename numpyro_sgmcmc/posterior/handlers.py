@@ -187,9 +187,7 @@ def without_wrappers(fn: Any) -> Any:
 
 
 def check_plate(name: str, size: Any, subsample_size: Any) -> None:
-    """
-    :raises ValueError: if ``subsample_size`` is not a whole number from 1 to ``size``.
-    """
+    """Raise ``ValueError`` if ``subsample_size`` is not a whole number from 1 to ``size``."""
     try:
         size, subsample_size = operator.index(size), operator.index(subsample_size)
     except (TypeError, jax.errors.JAXTypeError) as error:

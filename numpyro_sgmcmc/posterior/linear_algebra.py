@@ -15,7 +15,6 @@ slower, and needs no other thread.
 """
 
 from collections.abc import Callable, Iterator
-from functools import wraps
 import math
 from typing import Any
 
@@ -64,16 +63,18 @@ def in_order(function: Callable) -> Callable:
 
     .. doctest::
 
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from numpyro_sgmcmc.posterior.linear_algebra import in_order
 
         >>> two = lambda x: jnp.linalg.cholesky(x) + jnp.linalg.cholesky(4 * x)
-        >>> float(in_order(two)(jnp.ones((1_000, 1, 1))).sum())
+        >>> float(jax.jit(in_order(two))(jnp.ones((1_000, 1, 1))).sum())
         3000.0
     """
 
-    @wraps(function)
     def ordered(*arguments: Any) -> Any:
+        leaves = jax.tree.leaves(arguments)
+        if leaves and not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return function(*arguments)  # operation by operation
         return run_in_order(*jax.make_jaxpr(function, return_shape=True)(*arguments), arguments)
 
     return ordered
@@ -83,9 +84,7 @@ def run_in_order(program: ClosedJaxpr, result: Any, arguments: Any) -> Any:
     """
     Runs what :func:`jax.make_jaxpr` has traced as :func:`in_order` does.
 
-    :param program: the function, traced.
     :param result: a tree like its result.
-    :param arguments: a tree of its arguments.
     """
     leaves = jax.tree.leaves(arguments)
     if _count(program.jaxpr) < (1 if _devices_share_threads() else 2):

@@ -82,7 +82,7 @@ def view_of(
     # ArviZ takes the number of leapfrog steps for the trees of NUTS
     depth = getattr(mcmc.sampler, "_max_tree_depth", None)
     view.sampler = SimpleNamespace(
-        model=model, settings=dict(settings), tuning=None, _max_tree_depth=depth
+        model=model, run_info=dict(settings), tuning=None, _max_tree_depth=depth
     )
     view._args, view._kwargs = args, kwargs
     view._states = mcmc._states | {mcmc._sample_field: dict(values)}

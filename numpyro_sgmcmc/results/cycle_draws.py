@@ -18,7 +18,7 @@ def kept_draws(mcmc: MCMC) -> MCMC:
 
     :raises ValueError: if there are none.
     """
-    smallest = getattr(mcmc.sampler, "settings", {}).get("cycle_step_size")
+    smallest = getattr(mcmc.sampler, "run_info", {}).get("cycle_step_size")
     if smallest is None or mcmc.last_state is None:
         return mcmc
     sizes = mcmc.get_extra_fields(group_by_chain=True).get("step_size")

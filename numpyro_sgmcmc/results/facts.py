@@ -25,7 +25,7 @@ def attributes(
     mcmc: MCMC, stein: SteinReport | None, sampling_time: float | None
 ) -> dict[str, str | int | float]:
     """The settings of the kernel and the facts of the run, as words and numbers."""
-    settings = getattr(mcmc.sampler, "settings", {})
+    settings = getattr(mcmc.sampler, "run_info", {})
     # netCDF has no truth values
     found = {name: int(x) if isinstance(x, bool) else x for name, x in settings.items()}
     found.setdefault("algorithm", type(mcmc.sampler).__name__)

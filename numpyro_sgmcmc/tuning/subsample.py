@@ -107,7 +107,7 @@ def _with(target: Target, numbers: np.ndarray) -> Target:
             leaves[k] = leaf[numbers]
     args, kwargs = replaced(jax.tree.unflatten(tree, leaves), read)
     left = tuple(place for place in view.on_disk if place != plate.name)
-    found = None if shards is None else found_shards(shards.mesh, args, kwargs)
+    found = None if shards is None else found_shards(args, kwargs)
     new = view.sampled(len(numbers), left)
     return target._replace(model=new, args=args, kwargs=kwargs, shards=found)
 

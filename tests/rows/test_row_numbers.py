@@ -20,7 +20,7 @@ from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk
 from numpyro_sgmcmc.data import row_numbers
 from numpyro_sgmcmc.data.row_numbers import as_integers, as_pair, counted_from, product, total
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.kernels.runtime import Context
+from numpyro_sgmcmc.kernels.runtime import Runtime
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning import subsample
@@ -116,7 +116,7 @@ def test_a_minibatch_has_the_rows_that_were_drawn(scheme):
 
 def test_steps_read_the_rows_that_were_drawn(monkeypatch):
     """Through `MCMC`, two chains, read ahead of the steps."""
-    monkeypatch.setattr(Context, "check_rows", lambda self, target: None)
+    monkeypatch.setattr(Runtime, "check_rows", lambda self, target: None)
     source = Computed(FAR)
     y = RowsOnDisk(source)
     kernel = SGLD(model, step_size=1e-13, gradient="minibatch", init_strategy=init_to_uniform)

@@ -278,9 +278,7 @@ class _Look:
         return jax.tree.unflatten(tree, [np.asarray(x) for x in here])
 
     def run(self, program: Callable, *arguments: Any) -> Any:
-        """
-        :raises UnreadableRows: if that is why a program has failed.
-        """
+        """Raise ``UnreadableRows`` if that is why a program has failed."""
         try:
             return jax.block_until_ready(program(*arguments))
         except (ValueError, jax.errors.JaxRuntimeError) as error:

@@ -142,9 +142,7 @@ def _first_nonfinite(x: Array) -> list[Array]:
 
 
 def check_data(model: Callable, args: tuple, kwargs: dict) -> None:
-    """
-    :raises ValueError: if an array among the arguments has entries that are NaN or infinite.
-    """
+    """Raise ``ValueError`` if an array among the arguments has entries that are NaN or infinite."""
     for name, x in named_arrays(model, args, kwargs):
         if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
             continue

@@ -73,9 +73,7 @@ def without_local_latents(
 
 
 def _check_local(site: dict, plates: list[Plate]) -> None:
-    """
-    :raises ValueError: if a latent site cannot be integrated out of the plates that it is in.
-    """
+    """Raise ValueError if a latent site cannot be integrated out of the plates that it is in."""
     name, plate = site["name"], plates[0].name
     if len(plates) > 1:
         raise ValueError(
@@ -105,9 +103,7 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
 
 
 def _check_size(plate: LocalPlate) -> None:
-    """
-    :raises ValueError: if there are too many latent variables in each group.
-    """
+    """Raise ``ValueError`` if there are too many latent variables in each group."""
     sites = [f"'{name}'" for name in plate.names]
     number = math.prod(size for _, size in plate.discrete)
     what = (

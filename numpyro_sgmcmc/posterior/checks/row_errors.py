@@ -34,9 +34,7 @@ def _sites(target: Target, rows: Indices, z: Any = None) -> dict[str, dict]:
 
 
 def check_supports(target: Target) -> None:
-    """
-    :raises ValueError: if what an observation may be depends on latent sites.
-    """
+    """Raise ``ValueError`` if what an observation may be depends on latent sites."""
     plates = {plate.name for plate in target.model.plates}
 
     def inside(**z: Array) -> dict[str, Array]:

@@ -27,9 +27,7 @@ class Asked(NamedTuple):
 
 
 def check_run(asked: Asked) -> None:
-    """
-    :raises ValueError: if the method cannot serve the model, or minibatches cannot.
-    """
+    """Raise ``ValueError`` if the method cannot serve the model, or minibatches cannot."""
     for check in CHECKS:
         check(asked)
 

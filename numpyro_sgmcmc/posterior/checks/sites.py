@@ -55,9 +55,7 @@ def _warn_about_constants(reading: Reading) -> None:
 
 
 def _check_hidden(reading: Reading) -> None:
-    """
-    :raises ValueError: if ``numpyro.handlers.block`` hides sites of a model.
-    """
+    """Raise ``ValueError`` if ``numpyro.handlers.block`` hides sites of a model."""
     layer, args, kwargs = reading.model, reading.args, reading.kwargs
     while isinstance(layer, Messenger) and layer.fn is not None:
         if isinstance(layer, block):
