@@ -65,7 +65,9 @@ PARTS = {
     "group_laplace": "benchmarks/groups.py laplace",
     "group_draws": "benchmarks/groups.py errors",
     "latent_laws": "benchmarks/latent_laws.py",
-    "groups_and_nuts": "benchmarks/groups_and_nuts.py --data {data}",
+    "groups_and_nuts": (
+        "benchmarks/groups_and_nuts.py --data {data} intercepts counts mixture verbagg"
+    ),
     "insteval": "benchmarks/insteval.py --data {data}",
     "growing": "benchmarks/growing.py --draws 2000 --picture docs/growing_rows.png",
     "coverage": "benchmarks/intervals.py",
