@@ -33,7 +33,7 @@ from numpyro_sgmcmc.posterior.numpyro_private import view_of
 
 COMPILE_QUICKLY = True
 #: the smoothing of weights has another name, and another sign, in ArviZ 1.x
-pytestmark = pytest.mark.arviz
+ARVIZ = pytest.mark.arviz
 
 
 def with_draws(model, args, values, **settings):
@@ -60,6 +60,7 @@ def run_too_wide_by(factor, seed=0):
     return with_draws(plain, (X, Y), {"w": draws})
 
 
+@ARVIZ
 def test_a_run_that_is_too_wide_is_corrected():
     mean, sd, evidence = exact()
     for factor in (1.0, 1.15):

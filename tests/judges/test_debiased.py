@@ -347,12 +347,3 @@ def test_too_much_noise_is_said(monkeypatch):
     normal = np.random.default_rng(0).standard_normal((4, 100, 3))
     with pytest.raises(ValueError, match="take larger minibatches"):
         debiased(with_draws(steep, (X, Y), {"w": mean + sd * normal}))
-
-
-@pytest.mark.slow
-def test_changed_data_are_noticed():
-    x, y = X[:500].copy(), Y[:500].copy()
-    mcmc = run_of(CCAdL(linear, progress_bar=False), x, y, samples=200, chains=1)
-    x[:] += 1.0
-    with pytest.raises(ValueError, match="changed in place since, .* Debias the run"):
-        debiased(mcmc)
