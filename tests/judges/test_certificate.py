@@ -11,9 +11,9 @@ from linear_posterior import X, Y, exact, linear
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import MCMC
 import pytest
-from runs import run_mcmc
+from runs import run_mcmc, with_draws
 from scipy import stats
 
 from numpyro_sgmcmc import (
@@ -29,21 +29,10 @@ from numpyro_sgmcmc import (
 )
 from numpyro_sgmcmc.diagnostics._mixture import Mixture, fitted
 from numpyro_sgmcmc.diagnostics.runs import group
-from numpyro_sgmcmc.posterior.numpyro_private import view_of
 
 COMPILE_QUICKLY = True
 #: the smoothing of weights has another name, and another sign, in ArviZ 1.x
 ARVIZ = pytest.mark.arviz
-
-
-def with_draws(model, args, values, **settings):
-    """A run that has these draws, shape (chains, draws, ...)."""
-    chains, draws = next(iter(values.values())).shape[:2]
-    mcmc = run_mcmc(NUTS(model), *args, warmup=1, samples=1)
-    values = {name: jnp.asarray(x, jnp.float32) for name, x in values.items()}
-    view = view_of(mcmc, model, values, args, {}, settings)
-    view.num_samples, view.num_chains = draws, chains
-    return view
 
 
 def plain(x, y):

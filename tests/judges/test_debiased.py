@@ -14,29 +14,19 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import NUTS
 import pytest
-from runs import run_mcmc
+from runs import run_mcmc, with_draws
 from scipy import stats
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, debiased, full_data, summary
 from numpyro_sgmcmc.diagnostics import _coupled_chains
 from numpyro_sgmcmc.diagnostics._coupled_chains import coupled
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric
-from numpyro_sgmcmc.posterior.numpyro_private import view_of
 from numpyro_sgmcmc.results.run_data import target_of
 
 COMPILE_QUICKLY = True
 
 
 run_of = partial(run_mcmc, samples=1_000, chains=4)
-
-
-def with_draws(model, args, values, **settings):
-    """A run that has these draws, shape (chains, draws, ...)."""
-    mcmc = run_mcmc(NUTS(full_data(model)), *map(jnp.asarray, args), warmup=1, samples=1)
-    values = {name: jnp.asarray(x, jnp.float32) for name, x in values.items()}
-    view = view_of(mcmc, model, values, args, {}, settings)
-    view.num_chains, view.num_samples = next(iter(values.values())).shape[:2]
-    return view
 
 
 def test_a_normal_law_is_left_unchanged_at_any_step_size():

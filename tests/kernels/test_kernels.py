@@ -43,7 +43,10 @@ each_state = pytest.mark.parametrize(
 #: One, for what the base class does alike for all.
 few_kernels = pytest.mark.parametrize(
     "name",
-    ["CCAdL", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("SGLD epochs", "PSGLD"))],
+    [
+        "CCAdL",
+        *(pytest.param(k, marks=pytest.mark.nightly) for k in ("SGLD epochs", "SGHMC estimated")),
+    ],
 )
 SUPPORT = Path(__file__).parents[1] / "support"
 COMPILE_QUICKLY = True
