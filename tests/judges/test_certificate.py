@@ -7,7 +7,7 @@ from functools import partial
 
 from jax import random
 import jax.numpy as jnp
-from linear_posterior import X, Y, exact, linear
+from linear_posterior import X, Y, exact
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -15,6 +15,7 @@ from numpyro.infer import MCMC
 import pytest
 from runs import run_mcmc, with_draws
 from scipy import stats
+from small_models import linear
 
 from numpyro_sgmcmc import (
     SGHMC,

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 from jax import random
 import jax.numpy as jnp
-from linear_posterior import X, Y, exact, linear
+from linear_posterior import X, Y, exact
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -16,6 +16,7 @@ from numpyro.infer import NUTS
 import pytest
 from runs import run_mcmc, with_draws
 from scipy import stats
+from small_models import linear
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, debiased, full_data, summary
 from numpyro_sgmcmc.diagnostics import _coupled_chains

@@ -8,13 +8,13 @@ from functools import partial
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import mean
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 import pytest
 from runs import run_mcmc
+from small_models import mean
 
 from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk
 from numpyro_sgmcmc.data import row_numbers

@@ -10,7 +10,6 @@ import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-from models import logistic
 import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
@@ -21,6 +20,7 @@ from numpyro.infer.initialization import init_to_uniform, init_to_value
 import optax
 import pytest
 from runs import run_mcmc, target_of
+from small_models import logistic
 
 from numpyro_sgmcmc import (
     PSGLD,
