@@ -8,35 +8,26 @@ from functools import partial
 import jax
 from jax import random
 import jax.numpy as jnp
-from linear_posterior import X, Y, exact, linear
+from linear_posterior import X, Y, exact
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import NUTS
 import pytest
-from runs import run_mcmc
+from runs import run_mcmc, with_draws
 from scipy import stats
+from small_models import linear
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, debiased, full_data, summary
 from numpyro_sgmcmc.diagnostics import _coupled_chains
 from numpyro_sgmcmc.diagnostics._coupled_chains import coupled
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric
-from numpyro_sgmcmc.posterior.numpyro_private import view_of
 from numpyro_sgmcmc.results.run_data import target_of
 
 COMPILE_QUICKLY = True
 
 
 run_of = partial(run_mcmc, samples=1_000, chains=4)
-
-
-def with_draws(model, args, values, **settings):
-    """A run that has these draws, shape (chains, draws, ...)."""
-    mcmc = run_mcmc(NUTS(full_data(model)), *map(jnp.asarray, args), warmup=1, samples=1)
-    values = {name: jnp.asarray(x, jnp.float32) for name, x in values.items()}
-    view = view_of(mcmc, model, values, args, {}, settings)
-    view.num_chains, view.num_samples = next(iter(values.values())).shape[:2]
-    return view
 
 
 def test_a_normal_law_is_left_unchanged_at_any_step_size():
@@ -347,12 +338,3 @@ def test_too_much_noise_is_said(monkeypatch):
     normal = np.random.default_rng(0).standard_normal((4, 100, 3))
     with pytest.raises(ValueError, match="take larger minibatches"):
         debiased(with_draws(steep, (X, Y), {"w": mean + sd * normal}))
-
-
-@pytest.mark.slow
-def test_changed_data_are_noticed():
-    x, y = X[:500].copy(), Y[:500].copy()
-    mcmc = run_of(CCAdL(linear, progress_bar=False), x, y, samples=200, chains=1)
-    x[:] += 1.0
-    with pytest.raises(ValueError, match="changed in place since, .* Debias the run"):
-        debiased(mcmc)

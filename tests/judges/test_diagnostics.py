@@ -13,7 +13,6 @@ from generations import FIRST_GENERATION, arviz_marks
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import means
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -22,6 +21,7 @@ import pytest
 from runs import run_mcmc
 from scipy import stats
 from scipy.signal import lfilter
+from small_models import means
 import xarray as xr
 
 from numpyro_sgmcmc import (

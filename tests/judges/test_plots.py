@@ -44,24 +44,11 @@ def model(y):
         numpyro.sample("x", dist.Normal(level, 1), obs=y[i, 0])
 
 
-def run(
-    kernel, fields=(), num_samples=400, num_chains=2, chain_method="vectorized", num_warmup=100
-):
-    return run_mcmc(
-        kernel,
-        Y,
-        warmup=num_warmup,
-        samples=num_samples,
-        chains=num_chains,
-        chain_method=chain_method,
-        fields=fields,
-    )
-
-
 @pytest.fixture(scope="module")
 def mcmc():
     kernel = CCAdL(model, step_size=0.03, friction=5.0, steps_per_sample=5)
-    return run(kernel, ("thermostat", "kinetic_temperature"))
+    fields = ("thermostat", "kinetic_temperature")
+    return run_mcmc(kernel, Y, samples=400, chains=2, fields=fields)
 
 
 @pytest.fixture(scope="module", params=["an MCMC object", "an ArviZ object", "a file"])

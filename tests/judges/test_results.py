@@ -32,7 +32,7 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.diagnostics.runs import group
 from numpyro_sgmcmc.posterior import numpyro_private, quadrature
 
-pytestmark = arviz_marks(
+ARVIZ, *pytestmark = arviz_marks(
     "The draws do not have the law",
     "The log likelihood is that of",
     "Estimated shape parameter of Pareto",
@@ -94,6 +94,7 @@ def mcmc(y):
     return sampled(normal, y, samples=200)
 
 
+@ARVIZ
 def test_groups_are_drawn_anew(mcmc, y):
     """New observations of a group are at its own effect, given its rows: against their law."""
     data = to_arviz(mcmc, posterior_predictive=True)
@@ -122,6 +123,7 @@ def test_a_copy_knows_its_groups(mcmc):
     )
 
 
+@ARVIZ
 def test_chosen_groups_are_drawn_anew(mcmc):
     data = to_arviz(mcmc, posterior_predictive=True, rows={"groups": [3, 70]})
     found = group(data, "posterior_predictive")
@@ -130,6 +132,7 @@ def test_chosen_groups_are_drawn_anew(mcmc):
     assert data.attrs["rows_kept_groups"] == "2 of 80 rows of plate 'groups'"
 
 
+@ARVIZ
 def test_an_elpd_of_some_rows_is_told(mcmc):
     with pytest.warns(UserWarning, match="that of 7 of 80 rows of plate 'others'"):
         data = to_arviz(mcmc, log_likelihood=True, rows={"others": 7})

@@ -9,11 +9,11 @@ import warnings
 import jax
 from jax import lax, random
 import jax.numpy as jnp
-from models import mean, means
 import numpy as np
 from numpyro.infer import MCMC
 import pytest
 from runs import run_mcmc
+from small_models import mean, means
 
 from numpyro_sgmcmc import SGLD, CCAdL, summary, to_arviz
 from numpyro_sgmcmc.kernels.monitor import Monitor

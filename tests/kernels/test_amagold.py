@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import logistic, mean
 import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
@@ -17,6 +16,7 @@ import numpyro.distributions as dist
 import pytest
 from runs import run_mcmc
 from scipy import special
+from small_models import logistic, mean
 
 from numpyro_sgmcmc import AMAGOLD, spread_rows, to_arviz
 from numpyro_sgmcmc.gradients.estimators import Evaluation

@@ -17,7 +17,6 @@ import warnings
 import jax
 from jax.experimental.sparse import BCOO, BCSR
 import jax.numpy as jnp
-from models import mean
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -25,6 +24,7 @@ from numpyro.infer import MCMC, NUTS, BarkerMH, Predictive
 import pandas as pd
 import pytest
 import scipy.sparse
+from small_models import mean
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import (

@@ -29,20 +29,24 @@ from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL, NoiseEstimate, to_arviz
 from numpyro_sgmcmc.results.facts import attributes
 
 #: The contract is met once, in the base class: of each kind one, and all in `make test-nightly`.
-KINDS = ("SGLD epochs", "SGHMC", "CCAdL tuned", "PSGLD")
+KINDS = ("SGLD epochs", "SGHMC", "CCAdL tuned")
 LAWFUL = [
     pytest.param(name, marks=() if name in KINDS else pytest.mark.nightly) for name in KERNELS
 ]
 each_kernel = pytest.mark.parametrize("name", LAWFUL)
 # those that differ from another one in a word are left to the nightly tests
-ALIKE = ("SGLD", "SGLD modified", "SGHMC", "CCAdL", "CCAdL euler")
+ALIKE = ("SGLD", "SGLD epochs", "SGLD modified", "SGHMC", "PSGLD", "SMSUBU", "CCAdL",
+         "CCAdL euler", "CCAdL matrix free")  # fmt: skip
 each_state = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.nightly if n in ALIKE else ()) for n in KERNELS]
 )
-#: One of each kind, for what the base class does alike for all.
+#: One, for what the base class does alike for all.
 few_kernels = pytest.mark.parametrize(
     "name",
-    ["SGLD epochs", pytest.param("SGHMC estimated", marks=pytest.mark.nightly), "CCAdL"],
+    [
+        "CCAdL",
+        *(pytest.param(k, marks=pytest.mark.nightly) for k in ("SGLD epochs", "SGHMC estimated")),
+    ],
 )
 SUPPORT = Path(__file__).parents[1] / "support"
 COMPILE_QUICKLY = True
@@ -154,7 +158,11 @@ def test_progress_bar_changes_nothing(name, chains, progress_bar, capsys):
 
 @pytest.mark.parametrize(
     ("name", "chains", "init_params"),
-    [("SGHMC", 1, False), ("CCAdL tuned", 2, False), ("CCAdL", 1, True)],
+    [
+        pytest.param("SGHMC", 1, False, marks=pytest.mark.nightly),
+        ("CCAdL tuned", 2, False),
+        ("CCAdL", 1, True),
+    ],
 )
 def test_second_run_compiles_nothing(name, chains, init_params, progress_bar, compiled):
     z = {"w": jnp.ones(3), "scale": jnp.zeros(())} if init_params else None

@@ -10,13 +10,13 @@ import warnings
 
 from jax import random
 import jax.numpy as jnp
-from models import mean
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 import optax
 import pytest
+from small_models import mean
 
 from numpyro_sgmcmc import SGLD, LongRun
 from numpyro_sgmcmc.posterior.checks.exceptions import one_at_a_time

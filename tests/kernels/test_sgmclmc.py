@@ -8,12 +8,12 @@ from functools import partial
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import mean, means
 import numpy as np
 from numpyro.infer import MCMC
 import pytest
 from runs import run_mcmc
 from scipy.integrate import solve_ivp
+from small_models import mean, means
 
 from numpyro_sgmcmc import SGMCLMC, summary
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes

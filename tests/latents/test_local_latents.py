@@ -25,7 +25,7 @@ import numpyro.distributions as dist
 from numpyro.infer import Predictive, init_to_median, init_to_uniform
 from numpyro.infer.util import potential_energy
 import pytest
-from runs import run_mcmc
+from runs import run_mcmc, target_of
 from scipy import stats
 import xarray as xr
 
@@ -429,7 +429,7 @@ def test_where_a_bound_is_near():
 @pytest.mark.nightly
 def test_few_nodes_where_they_are_enough():
     """Of effects with a standard deviation of 7 they are not, of 1 they are."""
-    target = Target(read_model(logistic, init_to_uniform, (BINARY,), {}), (BINARY,), {})
+    target = target_of(logistic, BINARY)
     x = flat_potential(logistic, BINARY)[1]
 
     def chosen(center):

@@ -194,8 +194,11 @@ def test_a_symmetric_integrator_takes_noise_out(h):
 
 def test_laws_without_bias():
     """What is claimed to be exact for a Gaussian posterior is."""
-    for law in (thermostatted("nogin", 1.0), langevin("aboba", 1.0)):
-        for h in (0.4, 0.5, 1.0):
+    for law, step_sizes in (
+        (thermostatted("nogin", 1.0), (0.5, 1.0)),
+        (langevin("aboba", 1.0), (0.4,)),
+    ):
+        for h in step_sizes:
             assert law(ONE, NOISE * ONE, h) == pytest.approx(1)
             for matrices in ((PRECISION, NOISE_2), HETEROGENEOUS):
                 posterior = np.linalg.inv(matrices[0])

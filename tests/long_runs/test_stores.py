@@ -25,6 +25,8 @@ from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program
 from numpyro_sgmcmc.long_runs import checkpoint, running, store
 from numpyro_sgmcmc.long_runs.folder import FOLDER
 
+COMPILE_QUICKLY = True
+
 KEY = random.key(1)
 
 

@@ -12,11 +12,11 @@ import re
 
 from jax import random
 import jax.numpy as jnp
-from models import mean as model
 import numpy as np
 from numpyro.infer import MCMC, NUTS
 import pytest
 from runs import run_mcmc
+from small_models import mean as model
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGLD

@@ -26,7 +26,6 @@ from bad_inputs import (
 from flax import linen
 from jax import random
 import jax.numpy as jnp
-from models import linear
 import numpy as np
 from numpy.testing import assert_allclose
 import numpyro
@@ -35,6 +34,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_value
 import pytest
+from small_models import linear
 
 from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL, NoiseEstimate
 

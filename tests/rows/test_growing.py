@@ -15,13 +15,13 @@ import pickle
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import linear
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 import pytest
 from runs import go_on, run_mcmc
+from small_models import linear
 import xarray as xr
 
 from numpyro_sgmcmc import (

@@ -8,13 +8,13 @@ from functools import partial
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import mean
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 import pytest
 from runs import run_mcmc
+from small_models import mean
 
 from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk
 from numpyro_sgmcmc.data import row_numbers
@@ -83,8 +83,8 @@ def test_it_is_a_permutation(size):
 @pytest.mark.parametrize("size", [1_024, FAR])
 def test_rows_are_equally_likely(scheme, size):
     """And so are pairs of them; of blocks the rows of different stretches."""
-    draw = jax.jit(partial(SCHEMES[scheme].draw_far, size=size, batch_size=20))
-    rows = np.stack([as_integers(*draw(random.key(0), step)) for step in range(4_000)])
+    draw = partial(SCHEMES[scheme].draw_far, random.key(0), size=size, batch_size=20)
+    rows = as_integers(*jax.jit(jax.vmap(draw))(jnp.arange(4_000)))
     assert rows.min() >= 0 and rows.max() < size
     of_blocks = scheme == "blocks"
     if of_blocks:

@@ -10,13 +10,13 @@ from jax import random
 from jax.sharding import Mesh
 import kernel_table
 from kernel_table import CENTRE, X, Y
-from models import linear
 import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 import pytest
 from runs import run_mcmc
+from small_models import linear
 
 from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk, UnreadableRows, spread_rows
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk as Reading

@@ -16,9 +16,8 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import init_to_uniform
 import pytest
-from runs import run_mcmc
+from runs import run_mcmc, target_of
 
 from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
@@ -26,9 +25,7 @@ from numpyro_sgmcmc.data.strata import Allocation, Strata, by_importance, by_lab
 from numpyro_sgmcmc.gradients.covariance import Full
 from numpyro_sgmcmc.gradients.estimators import minibatch_gradient, sub_batch_gradient
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
-from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.potential import full_data_gradient
-from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.rare_rows import error_of, find_importance, fourth_cumulant
 from numpyro_sgmcmc.tuning.tuning import warn_of
@@ -55,10 +52,6 @@ def in_a_second_dimension(x, y, batch_size):
     with rows as i, numpyro.plate("columns", 2, dim=-1):
         mean = (x[i] @ w)[:, None] * jnp.array([1.0, 0.5])
         numpyro.sample("y", dist.StudentT(4, mean, 1), obs=y[i][:, None])
-
-
-def target_of(model, *args):
-    return Target(read_model(model, init_to_uniform, args, {}), args, {})
 
 
 def all_minibatches(strata):

@@ -8,9 +8,9 @@ from functools import partial
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import linear
 import numpy as np
 from numpyro.infer import MCMC
+from small_models import linear
 
 from numpyro_sgmcmc import CCAdL
 

@@ -23,8 +23,8 @@ import time
 import jax
 from jax import random
 import jax.numpy as jnp
-from models import means as model
 import numpy as np
+from small_models import means as model
 
 from numpyro_sgmcmc import SGHMC, GrowingRows, LongRun, RowsOnDisk
 from numpyro_sgmcmc.long_runs import checkpoint, running, store

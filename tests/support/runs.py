@@ -1,10 +1,17 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs of ``MCMC``, as most tests have them."""
+"""Runs of ``MCMC`` and targets, as most tests have them."""
 
 from jax import random
-from numpyro.infer import MCMC
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import MCMC, NUTS, init_to_uniform
+
+from numpyro_sgmcmc import full_data
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.numpyro_private import view_of
+from numpyro_sgmcmc.posterior.target import Target
 
 
 def run_mcmc(
@@ -32,3 +39,17 @@ def go_on(mcmc, *args):
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(mcmc.last_state.rng_key, *args)
     return mcmc
+
+
+def with_draws(model, args, values, **settings):
+    """A run that has these draws, shape (chains, draws, ...)."""
+    arrays = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args)
+    mcmc = run_mcmc(NUTS(full_data(model)), *arrays, warmup=1, samples=1)
+    values = {name: jnp.asarray(x, jnp.float32) for name, x in values.items()}
+    view = view_of(mcmc, model, values, args, {}, settings)
+    view.num_chains, view.num_samples = next(iter(values.values())).shape[:2]
+    return view
+
+
+def target_of(model, *args):
+    return Target(read_model(model, init_to_uniform, args, {}), args, {})

@@ -9,7 +9,6 @@ from functools import partial
 import jax
 from jax import random
 import jax.numpy as jnp
-import models
 import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
@@ -18,6 +17,7 @@ from numpyro.infer.util import potential_energy
 import optax
 import pytest
 from runs import run_mcmc
+import small_models
 
 from numpyro_sgmcmc import SGHMC, SGMCLMC, CCAdL, Ensemble, Replicas, full_data
 from numpyro_sgmcmc.kernels import ensemble_start
@@ -175,7 +175,7 @@ def test_rows_that_were_held_out_are_checked():
     with pytest.raises(ValueError, match="`held_out` must be a tuple"):
         Ensemble(held_out=[X, Y])
 
-    of_columns = partial(models.linear, batch_size=50)
+    of_columns = partial(small_models.linear, batch_size=50)
 
     two = np.concatenate([X, X], axis=1)
     kernel = SGHMC(of_columns, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(two, Y)))
@@ -191,7 +191,7 @@ X3 = (RNG.standard_normal((2_000, 3)) * TRUE_SCALES).astype(np.float32)
 Y3 = (X3 @ np.ones(3) + RNG.standard_normal(2_000)).astype(np.float32)
 
 
-linear = partial(models.linear, prior=0.5)
+linear = partial(small_models.linear, prior=0.5)
 
 
 LINEAR_START = Ensemble(steps=5_000, learning_rate=0.02)

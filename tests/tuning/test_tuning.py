@@ -10,7 +10,6 @@ import jax
 from jax import random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
-from models import logistic
 import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
@@ -20,7 +19,8 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 from numpyro.infer.initialization import init_to_uniform, init_to_value
 import optax
 import pytest
-from runs import run_mcmc
+from runs import run_mcmc, target_of
+from small_models import logistic
 
 from numpyro_sgmcmc import (
     PSGLD,
@@ -511,7 +511,7 @@ def test_where_the_gradient_is_taken(order):
     mean, sd = p @ grid, np.sqrt(p @ (grid - p @ grid) ** 2)
 
     args = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
-    target = Target(read_model(model, init_to_uniform, args, {}), args, {})
+    target = target_of(model, *args)
     precision = x.T @ x / np.exp(2 * mean)
     covariance = np.zeros((size + 1, size + 1))
     covariance[:size, :size], covariance[size, size] = np.linalg.inv(precision), 1 / (2 * rows)
@@ -1039,7 +1039,7 @@ def test_a_direction_that_a_metric_misses():
             numpyro.sample("y", dist.Normal(x[i] @ w, scale), obs=y[i])
 
     args = jnp.asarray(design, jnp.float32), jnp.zeros(rows)
-    target = Target(read_model(differences, init_to_uniform, args, {}), args, {})
+    target = target_of(differences, *args)
     precision = np.eye(size) + design.T @ design / scale**2
     marginal = np.sqrt(np.diag(np.linalg.inv(precision)))
     center = jnp.zeros(size)
