@@ -24,6 +24,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = (
     "benchmarks",
     "diagnostics",
+    "verdict_accuracy",
+    "debiased",
+    "certificate",
     "rows_on_disk",
     "many_devices",
     "internet_scale",
