@@ -59,7 +59,7 @@ test-newest: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/laws/test_algebra.py tests/posterior/test_host.py tests/kernels/test_kernels.py tests/tuning/test_centring.py \
 		-m 'not slow and not nightly' -k 'law or host or tuned or second_run or same_draws or recognised'
 
-# Measures everything and writes the tables into README.md and docs/benchmarks.md; some of it with
+# Measures everything and writes the tables into README.md and the pages of docs; some of it with
 # PARTS="step_cost peers". DATA and CACHE are folders for the parts on real data.
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/report.py $(PARTS) $(if $(DATA),--data '$(DATA)') $(if $(CACHE),--cache '$(CACHE)')

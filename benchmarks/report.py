@@ -23,7 +23,16 @@ from measure import machine
 ROOT = Path(__file__).parent.parent
 PAGES = (
     "benchmarks",
+    "benchmark_posteriors",
+    "benchmark_steps",
+    "benchmark_noise",
+    "benchmark_runs",
+    "benchmark_chains",
+    "benchmark_long_runs",
     "diagnostics",
+    "verdict_accuracy",
+    "debiased",
+    "certificate",
     "rows_on_disk",
     "many_devices",
     "internet_scale",
