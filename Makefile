@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DATA ?=
 QUICK ?=
+# What has tests that are marked `arviz`.
+ARVIZ := tests/judges tests/long_runs tests/rows/test_data.py
 NOTEBOOKS ?= $(wildcard $(if $(QUICK),,notebooks/*.ipynb) notebooks/papers/*.ipynb)
 
 .PHONY: demo test test-slow test-nightly mutations lint test-newest bench docs dist notebooks clean
@@ -26,8 +28,9 @@ else
 	$(BIN)/python examples/flights.py
 endif
 
+# With SLOW=1 what `make test-slow` has besides, in the same processes.
 test: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m 'not slow and not nightly'
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m '$(if $(SLOW),,not slow and )not nightly'
 
 # Simulations, the README's code and whatever else takes its time; CI runs them too.
 test-slow: $(VENV)/.ready
@@ -52,11 +55,11 @@ lint: $(VENV)/.ready
 # What the newest ArviZ and JAX could break: `make test-newest PYTHON=python3.12 VENV=.venv-newest`; all
 # of the quick tests with NIGHTLY=1.
 test-newest: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(if $(NIGHTLY),not slow and not nightly,arviz and not slow and not nightly)' tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(if $(NIGHTLY),,arviz and )not slow and not nightly' $(if $(NIGHTLY),tests,$(ARVIZ))
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/laws/test_algebra.py tests/posterior/test_host.py tests/kernels/test_kernels.py tests/tuning/test_centring.py \
-		-m 'not slow and not nightly' -k 'law or host or tuned or second_run or same_draws or recognised or change_of_variables'
+		-m 'not slow and not nightly' -k 'law or host or tuned or second_run or same_draws or recognised'
 
-# Measures everything and writes the tables into README.md and docs/benchmarks.md; some of it with
+# Measures everything and writes the tables into README.md and the pages of docs; some of it with
 # PARTS="step_cost peers". DATA and CACHE are folders for the parts on real data.
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/report.py $(PARTS) $(if $(DATA),--data '$(DATA)') $(if $(CACHE),--cache '$(CACHE)')

@@ -6,7 +6,7 @@ Latent variables of groups, integrated out: the time of a step for a thousand to
 the bias of a Laplace approximation and of few nodes, the bias of draws of 21 effects, and 100,000
 groups of 10 rows with an intercept and 20 slopes of their own.
 
-    python benchmarks/groups.py [flat] [laplace] [errors] [coverage] [slopes] [--groups 100000]
+    python benchmarks/groups.py [flat] [laplace] [errors] [slopes] [--groups 100000]
 """
 
 import argparse
@@ -228,53 +228,29 @@ def simulated_slopes(number, seed):
     return jnp.asarray(x), y, mu, tau
 
 
-def recovered(number, seed, samples):
-    """z-scores of what the data were simulated with by site, the draws, the kernel, and seconds."""
+def many_slopes(number, seed, samples):
+    """The lines of a report: z-scores of what the data were simulated with."""
     x, y, mu, tau = simulated_slopes(number, seed)
     draws, kernel, first, _ = sampled(slopes, x, y, samples=samples, seed=seed + 1)
-    z = {
-        k: (np.asarray(draws[k]).mean((0, 1)) - truth) / np.asarray(draws[k]).std((0, 1))
-        for k, truth in (("mu", mu), ("tau", tau))
-    }
-    return z, draws, kernel, first
-
-
-def many_slopes(number, seed, samples):
-    """The lines of a report."""
-    z, draws, kernel, first = recovered(number, seed, samples)
-    both = np.concatenate(list(z.values()))
     yield f"{number:,} groups, {first:.0f} s, least effective sample size {least_size(draws):,.0f}"
-    for name, values in z.items():
-        rms = np.sqrt((values**2).mean())
-        yield f"z-scores of {name} at the truth: mean {values.mean():+.2f}, rms {rms:.2f}"
-    yield f"in 95 % intervals: {(np.abs(both) < 1.96).mean():.0%} of {len(both)}"
+    inside = []
+    for name, truth in (("mu", mu), ("tau", tau)):
+        found = np.asarray(draws[name])
+        z = (found.mean((0, 1)) - truth) / found.std((0, 1))
+        inside.extend(np.abs(z) < 1.96)
+        rms = np.sqrt((z**2).mean())
+        yield f"z-scores of {name} at the truth: mean {z.mean():+.2f}, rms {rms:.2f}"
+    yield f"in 95 % intervals: {np.mean(inside):.0%} of {len(inside)}"
     yield str(kernel.tuning)
-
-
-def coverage(number, simulations):
-    """The same of several simulations together, with less of each."""
-    inside, squares = [], []
-    for seed in range(100, 100 + simulations):
-        z, draws, _, first = recovered(number, seed, 250)
-        both = np.concatenate(list(z.values()))
-        inside.extend(np.abs(both) < 1.96)
-        squares.extend(both**2)
-        means = ", ".join(f"{name} {values.mean():+.2f}" for name, values in z.items())
-        yield (
-            f"simulation {seed}: {first:.0f} s, least ESS {least_size(draws):,.0f}, mean z-scores"
-            f" {means}; so far {np.mean(inside):.1%} of {len(inside)} in 95 % intervals, rms"
-            f" z-score {np.mean(squares) ** 0.5:.2f}"
-        )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parts = ["flat", "laplace", "errors", "coverage", "slopes"]
+    parts = ["flat", "laplace", "errors", "slopes"]
     parser.add_argument("parts", nargs="*", default=parts)
     parser.add_argument("--groups", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=500, help="of each of 4 chains, for slopes")
-    parser.add_argument("--simulations", type=int, default=6, help="for coverage")
     options = parser.parse_args()
     if "flat" in options.parts:
         header = ["groups", "step of 4 chains", "to 4,000 draws", "least ESS", "mu, tau off, sd"]
@@ -288,9 +264,6 @@ def main():
     if "errors" in options.parts:
         header = ["draws around", "number", "largest bias, sd", "rms", "its error", "noise of one"]
         print(table(header, list(errors(min(options.groups, 10_000)))))
-    if "coverage" in options.parts:
-        for line in coverage(options.groups, options.simulations):
-            print(line, flush=True)
     if "slopes" in options.parts:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

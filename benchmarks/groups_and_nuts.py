@@ -5,8 +5,8 @@
 Latent variables of groups, integrated out, and NUTS on all of them together: the same models with
 the same data, and whether the global parameters and some of the groups have the same law.
 
-    python benchmarks/groups_and_nuts.py --data FOLDER [intercepts] [slopes] [counts] [mixture]
-        [verbagg] [chem97] [insteval]
+    python benchmarks/groups_and_nuts.py --data FOLDER [intercepts] [counts] [mixture]
+        [verbagg] [chem97]
 """
 
 import argparse
@@ -38,32 +38,6 @@ def intercepts(y, batch):
         a = numpyro.sample("a", dist.Normal(mu, tau))
         with numpyro.plate("members", y.shape[1]):
             numpyro.sample("y", dist.Bernoulli(logits=a), obs=y[g].T)
-
-
-def slopes(x, y, batch):
-    """Three effects of each group that are correlated."""
-    mu = numpyro.sample("mu", dist.Normal(0, 2).expand([3]).to_event(1))
-    tau = numpyro.sample("tau", dist.HalfNormal(1).expand([3]).to_event(1))
-    corr = numpyro.sample("corr", dist.LKJCholesky(3, 2.0))
-    scale = tau[:, None] * corr
-    with numpyro.plate("groups", len(y), subsample_size=batch) as g:
-        b = numpyro.sample("b", dist.MultivariateNormal(mu, scale_tril=scale))
-        with numpyro.plate("members", y.shape[1]):
-            logits = jnp.einsum("gmk,gk->mg", x[g], b)
-            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[g].T)
-
-
-def slopes_by_unit(x, y, batch):
-    """The same, for NUTS: effects in units of their scale, which it finds easier."""
-    mu = numpyro.sample("mu", dist.Normal(0, 2).expand([3]).to_event(1))
-    tau = numpyro.sample("tau", dist.HalfNormal(1).expand([3]).to_event(1))
-    corr = numpyro.sample("corr", dist.LKJCholesky(3, 2.0))
-    with numpyro.plate("groups", len(y)):
-        unit = numpyro.sample("unit", dist.Normal(0, 1).expand([3]).to_event(1))
-        b = numpyro.deterministic("b", mu + unit @ (tau[:, None] * corr).T)
-        logits = jnp.einsum("gmk,gk->mg", x, b)
-        with numpyro.plate("members", y.shape[1]):
-            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y.T)
 
 
 def counts(x, y, batch):
@@ -156,32 +130,12 @@ def insteval(rating, lecturer, members, observed, batch):
             numpyro.sample("rating", likelihood.mask(observed[g].T), obs=rating[row])
 
 
-def insteval_by_row(rating, lecturer, student):
-    """The same, each rating once."""
-    mu = numpyro.sample("mu", dist.Normal(3, 2))
-    of_lecturers = numpyro.sample("of_lecturers", dist.HalfNormal(1))
-    of_students = numpyro.sample("of_students", dist.HalfNormal(1))
-    sd = numpyro.sample("sd", dist.HalfNormal(2))
-    b = numpyro.sample("b", dist.Normal(0, of_lecturers).expand([1_128]).to_event(1))
-    with numpyro.plate("students", 2_972):
-        a = numpyro.sample("a", dist.Normal(0, of_students))
-    with numpyro.plate("ratings", len(rating)):
-        numpyro.sample("rating", dist.Normal(mu + a[student] + b[lecturer], sd), obs=rating)
-
-
 def simulated(name, rng):
     """Model for us, model for NUTS, data, size of the minibatches."""
     if name == "intercepts":
         a = 0.5 + 1.5 * rng.standard_normal((2_000, 1))
         y = rng.random((2_000, 4)) < 1 / (1 + np.exp(-a))
         return intercepts, intercepts, (y.astype(np.float32),), 200
-    if name == "slopes":
-        root = np.array([[0.8, 0, 0], [0.3, 0.5, 0], [-0.2, 0.2, 0.6]])
-        b = np.array([0.5, -0.5, 0.2]) + rng.standard_normal((1_000, 3)) @ root.T
-        x = rng.standard_normal((1_000, 12, 3)).astype(np.float32)
-        x[..., 0] = 1
-        y = rng.random((1_000, 12)) < 1 / (1 + np.exp(-np.einsum("gmk,gk->gm", x, b)))
-        return slopes, slopes_by_unit, (x, y.astype(np.float32)), 100
     if name == "counts":
         x = rng.standard_normal((2_000, 4)).astype(np.float32)
         y = rng.poisson(rng.gamma(2.0, 0.5, (2_000, 1)) * np.exp(0.5 + 0.3 * x))
@@ -213,7 +167,7 @@ def real(name, folder):
     members, observed = group_rows(student)
     rating = data["rating"].astype(np.float32)
     by_row = (rating, lecturer, student)
-    return insteval, insteval_by_row, (rating, lecturer, members, observed), 200, by_row
+    return insteval, None, (rating, lecturer, members, observed), 200, by_row
 
 
 def run(kernel, data, warmup, samples, key):
@@ -287,7 +241,7 @@ def ks_of_groups(mcmc, nuts, size):
 def line_of(name, folder, seed, draws, samples):
     """A line of the table."""
     rng = np.random.default_rng(seed)
-    is_real = name in ("verbagg", "chem97", "insteval")
+    is_real = name in ("verbagg", "chem97")
     model, joint, data, batch, *by_row = real(name, folder) if is_real else simulated(name, rng)
     data = tuple(jnp.asarray(x) for x in data)
     with warnings.catch_warnings(record=True) as caught:
@@ -322,7 +276,7 @@ HEADER = [
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    names = ["intercepts", "slopes", "counts", "mixture", "verbagg", "chem97", "insteval"]
+    names = ["intercepts", "counts", "mixture", "verbagg", "chem97"]
     parser.add_argument("names", nargs="*", default=names)
     parser.add_argument("--data", help="folder of the real data")
     parser.add_argument("--seed", type=int, default=0)

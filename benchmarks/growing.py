@@ -6,20 +6,16 @@ Rows that keep coming: a logistic regression with 20 parameters, whose 100,000 r
 in 100 appends.
 
     python benchmarks/growing.py [--appends 100] [--draws 4000] [--picture FILE]
-    python benchmarks/growing.py --identity
 
 Seconds from an append to the first draw of the posterior of all rows, and from the same arrays to
 the first draw of a run that starts anew; what a draw costs before and after; and after each tenth
 append the largest z-score of a mean and of a standard deviation of the draws, over the 20
-parameters, against those of importance sampling around the mode. With ``--identity`` instead: the
-seconds of the hash by which rows are known, of 10,000,000 rows of 20 numbers and of more of them.
+parameters, against those of importance sampling around the mode.
 """
 
 import argparse
-from collections.abc import Callable
 import sys
 import time
-from typing import Any
 
 from alternatives import reference
 import jax
@@ -32,7 +28,6 @@ from numpyro.infer import MCMC
 from speed import data, logistic
 
 from numpyro_sgmcmc import CCAdL, GrowingRows, growth
-from numpyro_sgmcmc.data.row_identity import identity_of
 
 FIRST, LAST, PARAMETERS = 100_000, 200_000, 20
 #: Of 500 draws, for the right moments.
@@ -69,10 +64,7 @@ def main() -> None:
     parser.add_argument("--appends", type=int, default=100)
     parser.add_argument("--draws", type=int, default=4_000)
     parser.add_argument("--picture")
-    parser.add_argument("--identity", action="store_true")
     options = parser.parse_args()
-    if options.identity:
-        return print(identity())
     x, y = (np.asarray(a) for a in data(LAST, PARAMETERS))
     each = (LAST - FIRST) // options.appends
     rows = GrowingRows(x[:FIRST], y[:FIRST])
@@ -115,27 +107,6 @@ def main() -> None:
     ))  # fmt: skip
     if options.picture:
         narrowing(moments, options.picture)
-
-
-def identity(rows: int = 10_000_000, more: int = 100_000) -> str:
-    """Seconds of a hash beside those of one pass over the rows."""
-    x = np.random.default_rng(0).standard_normal((rows + more, PARAMETERS), np.float32)
-    one_pass = jax.jit(lambda x, w: jax.nn.softplus(x @ w).sum())
-    w = jnp.zeros(PARAMETERS)
-
-    def seconds(function: Callable) -> tuple[float, Any]:
-        start = time.perf_counter()
-        found = jax.block_until_ready(function())
-        return time.perf_counter() - start, found
-
-    seconds(lambda: one_pass(x[:rows], w))
-    of_all, known = seconds(lambda: identity_of([x[:rows]], None))
-    found = [
-        ("one pass of a logistic regression", seconds(lambda: one_pass(x[:rows], w))[0]),
-        (f"hash of {rows:,} rows", of_all),
-        (f"hash of {more:,} more", seconds(lambda: known.with_more([x]))[0]),
-    ]
-    return table(["", "seconds"], [(name, f"{value:.3f}") for name, value in found])
 
 
 def narrowing(moments: list, path: str) -> None:

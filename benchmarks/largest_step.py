@@ -15,7 +15,7 @@ the friction a multiple of its inverse, the same for all methods. Chains start a
 
 Run with ``python benchmarks/largest_step.py --data mnist.npz --picture docs/largest_step.png``;
 the file has ``train_x`` and ``train_y``. Writes a Markdown table. It takes the better part of
-an hour: ``--methods`` does a part of it, and ``--tables`` draws what several runs have written.
+an hour: ``--methods`` does a part of it.
 """
 
 import argparse
@@ -126,16 +126,11 @@ def outside(ratio, error):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", help="an .npz file with train_x and train_y")
-    parser.add_argument("--tables", nargs="+", help="draw what earlier runs have written to these")
     parser.add_argument("--friction", type=float, nargs="+", default=[1.0])
     parser.add_argument("--steps", type=int, default=2_000_000, help="steps at h = 1 and less")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--picture", help="where to draw the deviations")
     args = parser.parse_args()
-    if args.tables:
-        curves = read_tables(args.tables)
-        draw(curves, sorted({friction for friction, _ in curves}), args.picture)
-        return
     x, y = load(args.data)
     start, covariance = mode(x.astype(float), y)
     narrowest = np.sqrt(np.linalg.eigvalsh(covariance)[0])
@@ -178,19 +173,6 @@ def main():
         print(f"| {friction} | " + " | ".join(cells) + " |")
     if args.picture:
         draw(curves, args.friction, args.picture)
-
-
-def read_tables(paths):
-    """The median standard deviations in the tables of earlier runs."""
-    curves = {}
-    for path in paths:
-        with open(path) as file:
-            rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in file]
-        for row in rows:
-            if len(row) == 8 and row[1] in METHODS:
-                point = float(row[2]), float(row[3]), float(row[4])
-                curves.setdefault((float(row[0]), row[1]), []).append(point)
-    return curves
 
 
 def draw(curves, frictions, path):

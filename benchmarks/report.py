@@ -23,7 +23,16 @@ from measure import machine
 ROOT = Path(__file__).parent.parent
 PAGES = (
     "benchmarks",
+    "benchmark_posteriors",
+    "benchmark_steps",
+    "benchmark_noise",
+    "benchmark_runs",
+    "benchmark_chains",
+    "benchmark_long_runs",
     "diagnostics",
+    "verdict_accuracy",
+    "debiased",
+    "certificate",
     "rows_on_disk",
     "many_devices",
     "internet_scale",
@@ -65,7 +74,9 @@ PARTS = {
     "group_laplace": "benchmarks/groups.py laplace",
     "group_draws": "benchmarks/groups.py errors",
     "latent_laws": "benchmarks/latent_laws.py",
-    "groups_and_nuts": "benchmarks/groups_and_nuts.py --data {data}",
+    "groups_and_nuts": (
+        "benchmarks/groups_and_nuts.py --data {data} intercepts counts mixture verbagg"
+    ),
     "insteval": "benchmarks/insteval.py --data {data}",
     "growing": "benchmarks/growing.py --draws 2000 --picture docs/growing_rows.png",
     "coverage": "benchmarks/intervals.py",

@@ -622,7 +622,7 @@ BAD_ARGUMENTS = {
         "`subsampling` must be one of 'auto', 'without_replacement'.*got 'soil'",
     ),
     "an argument that is part of another now": (
-        partial(sgld, regression, strata=np.zeros(N, int)),
+        partial(sgld, regression, subsampling=np.zeros(N, int)),
         "unexpected keyword argument 'strata'; write subsampling=strata",
     ),
     "strata with an estimate from single rows": (

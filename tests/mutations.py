@@ -8,9 +8,13 @@ Samplers that are wrong in one place, and the tests that find each of them out.
 
 copies the package and its tests, plants one error at a time, and runs the tests that are to
 notice; an error that none notices is an error of the tests, and the script then ends with 1.
+
+A place is a function and a value in it, whatever the words of the value: what a name is assigned,
+what is returned, the test of an `if`, an argument of a call.
 """
 
 import argparse
+import ast
 from pathlib import Path
 import re
 import shutil
@@ -23,255 +27,309 @@ ROOT = Path(__file__).parent.parent
 
 
 class Mutation(NamedTuple):
-    #: file of the package
-    file: str
-    #: what stands there once, and what is put in its place
-    right: str
+    #: file of the package, function or method (``-`` outside of all), and value: a name, which
+    #: may be ``name#2`` for the second of its assignments; ``return``; ``if``; ``f(1)``, the
+    #: second argument of the only call of ``f``
+    place: str
+    #: what is put there; RIGHT is what stands there
     wrong: str
     #: the tests that are to notice, as arguments of pytest in ``tests/``
     tests: str
 
 
 ALGEBRA = "laws/test_algebra.py"
+DRAWN = "rows/test_subsampling.py"
 
 MUTATIONS = {
     "gradient at the old position (SGHMC, Euler)": Mutation(
-        "methods/sghmc.py", "evaluation = gradient(position)", "evaluation = gradient(state.z)",
-        f"{ALGEBRA} -k SGHMC",
+        "methods/sghmc.py SGHMC.Method.step evaluation", "gradient(state.z)", f"{ALGEBRA} -k SGHMC",
     ),
     "gradient after the whole drift (ABOBA, NOGIN)": Mutation(
-        "kernels/splittings.py", "partial(kicks_around, before=0.5)",
-        "partial(kicks_around, before=1.0)", f"{ALGEBRA} -k CCAdL",
+        "kernels/splittings.py - SPLITTINGS",
+        'RIGHT | {"aboba": Splitting(partial(kicks_around, before=1.0), False, True)}',
+        f"{ALGEBRA} -k CCAdL",
     ),
     "half a kick too little (BAOAB)": Mutation(
-        "kernels/splittings.py", "kick(momentum, evaluation.gradient, h), kept",
-        "kick(momentum, evaluation.gradient, h / 2), kept", f"{ALGEBRA} -k baoab",
+        "kernels/splittings.py drifts_around return",
+        "position, kick(momentum, evaluation.gradient, h / 2), kept, evaluation",
+        f"{ALGEBRA} -k baoab",
     ),
     "half the added noise (SGLD)": Mutation(
-        "kernels/integrators.py", "jnp.sqrt(2 * step_size * temperature) * noise",
-        "jnp.sqrt(step_size * temperature) * noise", f"{ALGEBRA} -k SGLD",
+        "kernels/integrators.py langevin return",
+        "position - step_size * gradient + jnp.sqrt(step_size * temperature) * noise",
+        f"{ALGEBRA} -k SGLD",
     ),
     "noise of Euler's method in the exact map O": Mutation(
-        "kernels/integrators.py", "jnp.sqrt(2 * step_size * diffusion * phi(x)) * noise",
-        "jnp.sqrt(2 * step_size * diffusion) * noise", f"{ALGEBRA} -k badodab",
+        "kernels/integrators.py ornstein_uhlenbeck return",
+        "jnp.exp(-x) * momentum + jnp.sqrt(2 * step_size * diffusion) * noise",
+        f"{ALGEBRA} -k badodab",
     ),
     "noise that is not taken out of the middle (CCAdL, symmetric)": Mutation(
-        "kernels/integrators.py", "before, after = (1 + 4 * u / rest - delta) ** -0.5",
-        "before, after = (1 + 3 * u / rest - delta) ** -0.5", f"{ALGEBRA} -k symmetric",
+        "kernels/integrators.py noise_controls before",
+        "(1 + 3 * u / rest - delta) ** -0.5, (1 - delta) ** 0.5", f"{ALGEBRA} -k symmetric",
     ),
     "temperature left out of the added noise (SGHMC)": Mutation(
-        "methods/sghmc.py", "kept = -given.temperature * xp.expm1", "kept = -1.0 * xp.expm1",
+        "methods/sghmc.py _balance kept", "-1.0 * xp.expm1(-2 * friction * h)",
         f"{ALGEBRA} -k SGHMC",
     ),
     "thermostat driven by the old momentum (SGNHT, Euler)": Mutation(
-        "methods/sgnht.py", "xi = adapted(xi, p, h)",
-        "xi = adapted(xi, state.dynamics.momentum, h)", f"{ALGEBRA} -k thermostat",
+        "methods/sgnht.py SGNHT.Method.step xi", "adapted(xi, state.dynamics.momentum, h)",
+        f"{ALGEBRA} -k thermostat",
     ),
     "noise of half a kick taken for heat (NOGIN)": Mutation(
-        "methods/ccadl.py", "jnp.mean(p**2) - added", "jnp.mean(p**2)",
+        "methods/ccadl.py CCAdL.Method._nogin here",
+        "self._adapted(here, jnp.mean(p**2), h, p.shape[0])",
         f"{ALGEBRA} -k thermostat",
     ),
     "twice the covariance in the control (NOGIN)": Mutation(
-        "methods/ccadl.py", "1 / (1 + damping + h**2 * v / (4 * temperature))",
-        "1 / (1 + damping + h**2 * v / (2 * temperature))", f"{ALGEBRA} -k CCAdL",
+        "methods/ccadl.py CCAdL.Method._nogin.inverse return",
+        "apply(covariance, lambda v: 1 / (1 + damping + h**2 * v / (2 * temperature)), x)",
+        f"{ALGEBRA} -k CCAdL",
     ),
     "metric at a member without the prior": Mutation(
-        "tuning/ensemble.py", "jnp.maximum(variance, 0.0) + jnp.maximum(prior, 0.0)",
-        "jnp.maximum(variance, 0.0)", "tuning/test_ensemble.py -k curvature",
+        "tuning/ensemble.py _curvature.both return", "size / factor * jnp.maximum(variance, 0.0)",
+        "tuning/test_ensemble.py -k curvature",
     ),
     "chains with the metric of another": Mutation(
-        "kernels/ensemble_start.py", "metric = DiagonalMetric(center, ",
-        "metric = DiagonalMetric(center, jnp.roll(curvature, 1, axis=0) ** -0.5 + 0 * ",
+        "kernels/ensemble_start.py chain_starts metric#2",
+        "DiagonalMetric(center, jnp.roll((RIGHT).scale, 1, axis=0))",
         "tuning/test_ensemble.py -k curvature",
     ),
     "twice the correction (modified SGLD)": Mutation(
-        "methods/sgld.py", "normal - h / (4 * temperature) * product",
-        "normal - h / (2 * temperature) * product", f"{ALGEBRA} -k SGLD",
+        "methods/sgld.py SGLD.Method.step normal#2", "normal - h / (2 * temperature) * product",
+        f"{ALGEBRA} -k SGLD",
     ),
     "free flight without the drift of its noise (SMSUBU)": Mutation(
-        "kernels/integrators.py", "+ jnp.tanh(y) / friction * kicked", "+ 0.0 * kicked",
-        f"{ALGEBRA} -k SMSUBU",
+        "kernels/integrators.py free_flight position",
+        "(RIGHT) - jnp.tanh(y) / friction * kicked", f"{ALGEBRA} -k SMSUBU",
     ),
     "unlagged covariance": Mutation(
-        "gradients/noise_estimate.py",
-        'return evaluation.noise if self.covariance == "matrix_free" else average',
-        "return evaluation.noise", f"{ALGEBRA} -k CCAdL",
+        "gradients/noise_estimate.py RunningCovariance.current return", "evaluation.noise",
+        f"{ALGEBRA} -k CCAdL",
     ),
     "average of twice the window": Mutation(
-        "gradients/noise_estimate.py", "jnp.minimum(count, int(self.window))",
-        "jnp.minimum(count, 2 * int(self.window))", f"{ALGEBRA} -k average",
+        "gradients/noise_estimate.py RunningCovariance.update window",
+        "count if self.window == math.inf else jnp.minimum(count, 2 * int(self.window))",
+        f"{ALGEBRA} -k average",
     ),
     "N for N - 1 (sub-batches)": Mutation(
-        "gradients/estimators.py", "spread * jnp.sqrt(factors[name] / (count * (count - 1)))",
-        "spread * jnp.sqrt(factors[name] / (count * count))",
-        "posterior/test_gradients.py -k unbiased",
+        "gradients/estimators.py sub_batch_gradient.gradient samples#2",
+        "(RIGHT) * jnp.sqrt((count - 1) / count)", "posterior/test_gradients.py -k unbiased",
     ),
     "signs with a mean (two cotangents)": Mutation(
-        "gradients/estimators.py", "scale * (sign - sign.mean())", "scale * sign",
+        "gradients/estimators.py two_cotangent_gradient.gradient signs[name]", "scale * sign",
         "posterior/test_gradients.py -k unbiased",
     ),
     "no finite-population factor": Mutation(
-        "data/subsampling.py",
-        "return 1.0 - batch_size / size if self.distinct and self.independent else 1.0",
-        "return 1.0", "rows/test_subsampling.py",
+        "data/subsampling.py Scheme.factor return", "1.0", DRAWN,
     ),
     "index off by one": Mutation(
-        "data/subsampling.py",
-        "return permute(random.fold_in(key, step), jnp.arange(batch_size), size)",
-        "return jnp.minimum(permute(random.fold_in(key, step), jnp.arange(batch_size), size) + 1,"
-        " size - 1)", "rows/test_subsampling.py",
+        "data/subsampling.py without_replacement return#2", "jnp.minimum(RIGHT + 1, size - 1)",
+        DRAWN,
     ),
     "the same rows at every step": Mutation(
-        "data/subsampling.py",
-        "return permute(random.fold_in(key, step), jnp.arange(batch_size), size)",
-        "return permute(key, jnp.arange(batch_size), size)", "rows/test_subsampling.py",
+        "data/subsampling.py without_replacement return#2",
+        "permute(key, jnp.arange(batch_size), size)", DRAWN,
     ),
     "a straddling minibatch repeats its epoch": Mutation(
-        "data/subsampling.py", "epoch + jnp.arange(2, dtype=jnp.uint32)",
-        "epoch + jnp.zeros(2, jnp.uint32)",
-        "rows/test_subsampling.py -k epoch",
+        "data/subsampling.py epochs keys",
+        "jax.vmap(random.fold_in, (None, 0))(key, epoch + jnp.zeros(2, jnp.uint32))",
+        f"{DRAWN} -k epoch",
     ),
     "sweeps that do not turn round": Mutation(
-        "data/subsampling.py", "jnp.where(turn < batches, turn, 2 * batches - 1 - turn)",
-        "jnp.where(turn < batches, turn, turn - batches)", "rows/test_subsampling.py -k sweep",
+        "data/subsampling.py symmetric_sweeps batch",
+        "jnp.where(turn < batches, turn, turn - batches)", f"{DRAWN} -k sweep",
     ),
     "double scale of a minibatch": Mutation(
-        "posterior/handlers.py", "self.missing[plate.name] = float(here * self.parts / plate.size)",
-        "self.missing[plate.name] = float(2 * here * self.parts / plate.size)",
+        "posterior/handlers.py given_rows.rows self.missing[plate.name]", "2 * RIGHT",
         f"{ALGEBRA} -k sample_is_a_step",
     ),
     "rows read ahead of another device": Mutation(
-        "posterior/prefetch.py",
-        "is_of_another = False if part is None else passed[0].part != part",
-        "is_of_another = False", "rows/test_shards.py -k read_ahead",
+        "posterior/prefetch.py prefetched_with.kept_or_filled.is_needed is_of_another", "False",
+        "rows/test_shards.py -k read_ahead",
     ),
     "a sample that is not like all rows": Mutation(
-        "tuning/subsample.py", "NEAR, _MOST_PASSES = 0.5, 4", "NEAR, _MOST_PASSES = 1e9, 4",
-        "rows/test_shards.py -k is_found_out",
+        "tuning/subsample.py - NEAR", "1e9, 4", "rows/test_shards.py -k is_found_out",
     ),
     "the same normals at every step": Mutation(
-        "kernels/transition.py", "(random.fold_in(key, i) for key in keys)",
-        "(random.fold_in(key, 0) for key in keys)", f"{ALGEBRA} -k sample_is_a_step",
+        "kernels/transition.py one_step noise_key", "(random.fold_in(key, 0) for key in keys)",
+        f"{ALGEBRA} -k sample_is_a_step",
     ),
     "the metric for its transpose": Mutation(
-        "posterior/metric.py", "return gradient @ self.factor", "return self.factor @ gradient",
+        "posterior/metric.py DenseMetric.pullback return", "self.factor @ gradient",
         f"{ALGEBRA} posterior/test_metric.py -k 'sample_is_a_step or pullback or metric'",
     ),
     "a control variate without the gradient of all data": Mutation(
-        "posterior/control_variate.py", "more = jax.tree.map(jnp.subtract, known_slope, slope)",
-        "more = jax.tree.map(jnp.negative, slope)", "tuning/test_tuning.py -k control_variate",
+        "posterior/control_variate.py ControlVariate.value_and_gradient more",
+        "jax.tree.map(jnp.negative, slope)", "tuning/test_tuning.py -k control_variate",
     ),
     "an anchor of coordinates in the place of effects": Mutation(
-        "posterior/target.py", "return self.centred.potential(IdentityMetric())",
-        "return self.potential(IdentityMetric())", "tuning/test_centring.py -k bend",
+        "posterior/target.py Target.whole_potential return", "self.potential(IdentityMetric())",
+        "tuning/test_centring.py -k bend",
     ),
     "an anchor that is not told of the rows that have come": Mutation(
-        "posterior/growing.py", "jax.tree.map(jnp.add, total, change)", "total",
+        "posterior/growing.py with_new_rows.added return", "start + length, total",
         "rows/test_growing.py -k sums_of_old",
     ),
     "old rows that are not forgotten": Mutation(
-        "posterior/growing.py", "lambda x, p: p + left * (x - p)", "lambda x, p: x",
+        "posterior/growing.py with_new_rows total#2", "total",
         "rows/test_growing.py -k sums_of_old",
     ),
     "rows read ahead before others came": Mutation(
-        "kernels/growth.py", "jnp.where(has_changed, -1, prefetched.start)", "prefetched.start",
+        "kernels/growth.py with_rows_so_far start", "prefetched.start",
         "rows/test_growing.py -k on_disk_that_keep",
     ),
     "the work of half of the momentum": Mutation(
-        "methods/amagold.py", "@ (p + new)", "@ (p + p)", "kernels/test_amagold.py -k reverse",
+        "methods/amagold.py AMAGOLD.Method.step work",
+        "state.dynamics.work + h / 2 * evaluation.gradient @ (p + p)",
+        "kernels/test_amagold.py -k reverse",
     ),
     "weights without the density of the mixture": Mutation(
-        "diagnostics/certificate.py", "-differences - mixture.log_density(fresh)", "-differences",
+        "diagnostics/certificate.py certify log_ratios#1", "-differences",
         "judges/test_certificate.py -k too_wide",
     ),
     "noise of minibatches that stays": Mutation(
-        "diagnostics/_coupled_chains.py",
-        "momentum = damped(momentum, h * _together(seen))", "pass",
+        "diagnostics/_coupled_chains.py _kick momentum", "momentum",
         "judges/test_debiased.py -k taken_out",
     ),
     "a short path that is not the long one": Mutation(
-        "diagnostics/_coupled_chains.py", "quarter(noise[0], noise[1])", "noise[0] + noise[1]",
+        "diagnostics/_coupled_chains.py _pairs.step long",
+        "jax.vmap(lambda noise: noise[0] + noise[1])(short)",
         "judges/test_debiased.py -k second_order",
     ),
     "noise with directions that is left to the momentum": Mutation(
-        "methods/sgmclmc.py", "    taken = (h / temperature) ** 2\n", "    taken = 0 * h\n",
+        "methods/sgmclmc.py _random_force taken", "0 * h",
         "kernels/test_sgmclmc.py -k so_much_less",
     ),
     "exchanges without a penalty for their noise": Mutation(
-        "kernels/replicas.py", "ratio = difference - penalty", "ratio = difference - 0 * penalty",
+        "kernels/exchange.py exchange_probability ratio", "difference",
         "kernels/test_replicas.py -k balanced",
     ),
     "replicas whose noise is that of the chain": Mutation(
-        "posterior/tempered.py", "return self.scale * self.potential.pullback(gradient)",
-        "return self.potential.pullback(gradient)",
+        "posterior/tempered.py Tempered.pullback return", "self.potential.pullback(gradient)",
         "kernels/test_replicas.py -k law_of_their_temperature",
     ),
     "draws from the fall of a cycle": Mutation(
-        "results/cycle_draws.py", "if used.all():", "if used.any():",
+        "results/cycle_draws.py kept_draws if#3", "used.any()",
         "kernels/test_cyclical.py -k left_out",
     ),
     "minibatches that stand for the room, too": Mutation(
-        "data/growing.py", "share = (jnp.maximum(count, size) / self.size)",
-        "share = (1.0 + 0 * count)",
+        "data/growing.py RowsSoFar.draw share", "0 * RIGHT + 1",
         "rows/test_growing.py -k sums_of_old",
     ),
     "coordinates whose mean moves with the location only": Mutation(
-        "posterior/reparam.py", "far = there.estimate - there.degree * self.location",
-        "far = -there.degree * self.location", "tuning/test_centring.py -k independent",
+        "posterior/reparam.py Around._moved far", "-there.degree * self.location",
+        "tuning/test_centring.py -k independent",
     ),
     "the last row of each cluster for their sum": Mutation(
-        "diagnostics/_sandwich.py", "none.at[clusters[plate.name][numbers]].add(x.T)",
-        "none.at[clusters[plate.name][numbers]].set(x.T)",
+        "diagnostics/_sandwich.py _of_clusters.run.of_plate.of_rows z",
+        "(none.at[clusters[plate.name][numbers]].set(x.T) for x in found)",
         "judges/test_calibrated.py -k the_sandwich",
     ),
     "a prior that is not seen": Mutation(
-        "diagnostics/_sandwich.py", "self.unseen * found + self.prior", "self.unseen * found",
+        "diagnostics/_sandwich.py Sandwich.meat return", "(RIGHT) - self.prior",
         "judges/test_calibrated.py -k prior",
     ),
     "an anchor that does not move": Mutation(
-        "kernels/transition.py", "lambda z, _: move(z, centring),", "lambda _, anchor: anchor,",
+        "kernels/moving_anchor.py with_anchor_moved anchor", "state.fixed.anchor",
         "tuning/test_tuning.py -k anchor_moves",
     ),
     "single-precision sum of rows one by one": Mutation(
-        "posterior/potential.py", "_CHUNK, _FEWEST = 16_384, 64", "_CHUNK, _FEWEST = 16, 64",
+        "posterior/potential.py - _CHUNK", "16, 64",
         "posterior/test_gradients.py -k single_precision",
     ),
     "steps that are not finite are kept": Mutation(
-        "kernels/transition.py", "lambda after, before: jnp.where(finite, after, before)",
-        "lambda after, before: after", "kernels/test_kernels.py -k nonfinite",
+        "kernels/transition.py one_step z", "moved", "kernels/test_kernels.py -k nonfinite",
     ),
     "a preconditioner that goes on to adapt": Mutation(
-        "methods/psgld.py", "(state.i < state.fixed.warmup_steps) | (not self.method.frozen)",
-        "state.i >= 0", f"{ALGEBRA} -k PSGLD",
+        "methods/psgld.py PSGLD.Method.step adapts", "state.i >= 0", f"{ALGEBRA} -k PSGLD",
     ),
     "the Stein matrix with the position of the other end": Mutation(
-        "kernels/transition.py",
-        "new.z if method.gradient_at_end(fixed.layout.integrator) else state.z",
-        "state.z if method.gradient_at_end(fixed.layout.integrator) else new.z",
+        "kernels/transition.py _watched add_to_sums(1)",
+        "before.z if method.gradient_at_end(fixed.layout.integrator) else after.z",
         "laws/test_exact_laws.py -k 'stationary_variance and SGLD'",
     ),
     "nodes that do not reach as far as a tail": Mutation(
-        "posterior/quadrature.py", "return jnp.where(is_found | (least == 0), t, least)",
-        "return jnp.full_like(t, math.sqrt(2 * fall))",
+        "posterior/quadrature.py reaches return", "jnp.full_like(t, math.sqrt(2 * fall))",
         "latents/test_local_latents.py -k skewed_integrals",
     ),
     "the noise of one device for that of the mean": Mutation(
-        "gradients/estimators.py", "noise = jax.tree.map(lambda x: x / target.parts, noise)",
-        "noise = noise", "rows/test_devices.py -k noise_of_the_devices",
+        "gradients/estimators.py over_devices.everywhere noise#3", "noise",
+        "rows/test_devices.py -k noise_of_the_devices",
     ),
 }  # fmt: skip
 
 
+def value_at(tree: ast.Module, function: str, value: str) -> ast.expr:
+    """
+    The value of a place in a file.
+
+    :raises LookupError: if the file has no such place.
+    """
+    where: ast.AST = tree
+    for name in [] if function == "-" else function.split("."):
+        defined = [x for x in _own(where) if getattr(x, "name", None) == name]
+        if len(defined) != 1:
+            raise LookupError(f"{name!r} is defined {len(defined)} times")
+        (where,) = defined
+    value, _, number = value.partition("#")
+    called = re.fullmatch(r"(\w+)\((\d)\)", value)
+    found = [x for node in _own(where) if (x := _value(node, value, called)) is not None]
+    if len(found) < int(number or 1) or not number and len(found) > 1:
+        raise LookupError(f"{value!r} is there {len(found)} times")
+    return found[int(number or 1) - 1]
+
+
+def _own(where: ast.AST):
+    """What is in a function, in its order, and not in the functions in it."""
+    for node in ast.iter_child_nodes(where):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _own(node)
+
+
+def _value(node: ast.AST, value: str, called: re.Match | None) -> ast.expr | None:
+    if called:
+        is_it = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == called[1]
+        return node.args[int(called[2])] if is_it else None
+    if isinstance(node, ast.Return) and value == "return":
+        return node.value
+    if isinstance(node, ast.If) and value == "if":
+        return node.test
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        first = target.elts[0] if isinstance(target, ast.Tuple) else target
+        return node.value if ast.unparse(first) == value else None
+    return None
+
+
+def planted(mutation: Mutation, root: Path) -> tuple[Path, str, str]:
+    """The file, its text, and its text with the error."""
+    file, function, value = mutation.place.split()
+    path = root / "numpyro_sgmcmc" / file
+    text = path.read_text()
+    try:
+        node = value_at(ast.parse(text), function, value)
+    except LookupError as error:
+        raise LookupError(f"{mutation.place}: {error}") from None
+    # columns are of bytes
+    lines = text.encode().splitlines(keepends=True)
+    start, end = (
+        sum(map(len, lines[: line - 1])) + column
+        for line, column in (
+            (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+        )
+    )  # fmt: skip
+    content = text.encode()
+    right = content[start:end].decode()
+    wrong = mutation.wrong.replace("RIGHT", right)
+    return path, text, (content[:start] + wrong.encode() + content[end:]).decode()
+
+
 def first_failure(root: Path, mutation: Mutation) -> str | None:
     """The first of the tests that fails with the error planted, or None if all pass."""
-    file = root / "numpyro_sgmcmc" / mutation.file
-    source = file.read_text()
-    if source.count(mutation.right) != 1:
-        raise SystemExit(
-            f"{mutation.file} has {source.count(mutation.right)} times what a mutation replaces:"
-            f" {mutation.right}"
-        )
-    file.write_text(source.replace(mutation.right, mutation.wrong))
+    file, source, wrong = planted(mutation, root)
+    file.write_text(wrong)
     try:
         options = "-x -q -p no:cacheprovider -m 'not nightly'"
         command = f"cd tests && {sys.executable} -m pytest {options} {mutation.tests}"

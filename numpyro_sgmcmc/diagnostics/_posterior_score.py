@@ -12,6 +12,7 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
+from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.data.converters import instance, one_of, random_key, whole
@@ -31,6 +32,9 @@ _AT_ONCE, _MINIBATCHES_AT_ONCE = 8, 64
 
 #: Draws at which the noise of minibatches is compared with and without a control variate.
 _COMPARED = 32
+
+#: R-hat of chains that do not agree.
+_NOT_MIXED = 1.1
 
 
 class RunModel(NamedTuple):
@@ -97,8 +101,8 @@ def scores_of(
         check_data(run, "Judge", target)
     flat = positions_of(target, _thinned(data, target, draws))
     every = flat.reshape(-1, flat.shape[-1])
-    labels, sites = parameters({name: x.shape for name, x in target.model.latents.items()})
-    _check_moves(every, labels)
+    labels, sites = labels_and_sites(target)
+    check_moves(every, labels)
     rows = math.prod(plate.size for plate in target.model.plates)
     affordable = scores == "auto" and rows * len(every) <= _AFFORDABLE
     exact = scores == "full" or affordable or not target.model.plates
@@ -169,6 +173,33 @@ def exact_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
     return target
 
 
+def check_draws(positions: np.ndarray, judge: str, fewest: int, where_not_mixed: str = "") -> None:
+    """
+    :param positions: shape (chains, draws, d).
+    :param str judge: what needs the draws.
+    :param int fewest: how many it needs.
+    :param str where_not_mixed: what chains that do not agree mean for it; empty if nothing.
+    :raises ValueError: if there are too few draws, or if the chains do not agree.
+    """
+    chains, count, dimension = positions.shape
+    if chains * count < fewest:
+        raise ValueError(
+            f"The run has {chains * count:,} draws of {dimension:,} parameters: {judge} needs"
+            f" {fewest:,} or more. Run with a larger `num_samples`."
+        )
+    if not where_not_mixed or count < 4:
+        return
+    with np.errstate(invalid="ignore", divide="ignore"):  # of what never moves
+        worst = float(np.nanmax(split_gelman_rubin(positions.astype(np.float64))))
+    if worst > _NOT_MIXED:
+        raise ValueError(f"The chains do not agree: R-hat is up to {worst:.2f}. {where_not_mixed}")
+
+
+def labels_and_sites(target: Target) -> tuple[list[str], list[str]]:
+    """The label and the site of each unconstrained parameter."""
+    return parameters({name: x.shape for name, x in target.model.latents.items()})
+
+
 def _thinned(data: Any, target: Target, draws: int) -> dict[str, np.ndarray]:
     """Values of the latent sites at evenly spaced draws, shape (chains, draws, ...)."""
     known, latents = group(data, "posterior"), sorted(target.model.latents)
@@ -192,7 +223,11 @@ def _thinned(data: Any, target: Target, draws: int) -> dict[str, np.ndarray]:
     }
 
 
-def _check_moves(every: np.ndarray, labels: list[str]) -> None:
+def check_moves(every: np.ndarray, labels: list[str]) -> None:
+    """
+    :param every: positions, shape (draws, d).
+    :raises ValueError: if a parameter never moves.
+    """
     constant = [label for label, x in zip(labels, every.T, strict=True) if np.ptp(x) == 0]
     if constant:
         some = ", ".join(constant[:5]) + (", ..." if len(constant) > 5 else "")

@@ -12,10 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro import distributions as dist
 from numpyro.distributions import constraints
-from numpyro.handlers import seed, substitute, trace
+from numpyro.handlers import substitute, trace
 
-from numpyro_sgmcmc.data.drawn_rows import ShapeOf
-from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.posterior.handlers import Model, without_wrappers
 from numpyro_sgmcmc.results.parts import of_each
 from numpyro_sgmcmc.results.row_subset import at_rows, seeded, subsampled_plates
@@ -67,21 +65,6 @@ def sites_at(
         return value
 
     return trace(substitute(model, substitute_fn=given)).get_trace(*args, **kwargs)
-
-
-def shapes_of(
-    model: Model, draws: Mapping[str, Array], args: tuple, kwargs: dict
-) -> dict[str, dict[str, Any]]:
-    """The same sites at no cost: their values are not computed, and must not be used."""
-    sites: dict[str, dict] = {}
-    model = seed(model, random.key(0))
-    args, kwargs = replaced((args, kwargs), [ShapeOf(x) for x in on_disk((args, kwargs))])
-
-    def read(draws: Mapping[str, Array]) -> None:
-        sites.update(sites_at(model, {k: x[0] for k, x in draws.items()}, args, kwargs))
-
-    jax.eval_shape(read, dict(draws))
-    return sites
 
 
 def chunked_axis(sites: Mapping[str, dict], name: str) -> tuple[str, int] | None:

@@ -4,33 +4,33 @@
 """Intervals that cover where the model is wrong."""
 
 from collections.abc import Mapping
-import math
 from typing import Any, NamedTuple
 
 from jax import Array
 import numpy as np
-from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 import pandas as pd
 from scipy import stats
 
 from numpyro_sgmcmc.data.converters import MOST_OF_64_BITS, array, whole
-from numpyro_sgmcmc.diagnostics._posterior_score import checked_target, constrained, positions_of
+from numpyro_sgmcmc.diagnostics._posterior_score import (
+    check_draws,
+    checked_target,
+    constrained,
+    labels_and_sites,
+    positions_of,
+)
 from numpyro_sgmcmc.diagnostics._sandwich import RARE, Sandwich, sandwich_of
-from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
+from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws, printed
 from numpyro_sgmcmc.posterior.numpyro_private import view_of
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
-from numpyro_sgmcmc.results.facts import parameters
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.row_subset import site_shapes
 
 #: Rows that are not in clusters are taken together beyond so many: sums of independent rows say
 #: as much.
 _MOST_CLUSTERS = 50_000
-
-#: Chains that disagree by so much have not found one mode.
-_NOT_MIXED = 1.1
 
 #: Intervals of fewer draws than these say little.
 _FEWEST = 100
@@ -45,6 +45,7 @@ _WORTH = 0.05
 _OfRows = Array | np.ndarray | Mapping[str, Any]
 
 
+@printed
 class Calibrated(NamedTuple):
     """
     A run whose draws are stretched to intervals that cover.
@@ -95,14 +96,9 @@ class Calibrated(NamedTuple):
             said += ", and no interval is wrong by more than is known of it"
         return f"{said}."
 
-    def __str__(self) -> str:
-        return f"{self.table.to_string(float_format='{:.4g}'.format)}\n\n{self.verdict}"
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return f"{self.table.to_html(float_format='{:.4g}'.format)}<p>{self.verdict}</p>"
+    @property
+    def _lines(self) -> list[str]:
+        return [self.verdict]
 
 
 def calibrated(
@@ -197,7 +193,8 @@ def calibrated(
     draws = mcmc.get_samples(group_by_chain=True)
     target = _checked_target(mcmc, draws, args, kwargs)
     positions = positions_of(target, draws)
-    _check_draws(positions)
+    one_mode = "A sandwich is of one mode, and there may be several, or the run was too short."
+    check_draws(positions, "`calibrated`", _FEWEST, one_mode)
     labels, number, of_rows = _clusters_of(clusters, target)
     dimension = positions.shape[-1]
     if number <= dimension:
@@ -260,24 +257,6 @@ def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: d
     return target._replace(model=target.model.with_rule("fine"))
 
 
-def _check_draws(positions: np.ndarray) -> None:
-    """
-    :raises ValueError: if there are too few draws, or if they do not have a single mode.
-    """
-    if (number := math.prod(positions.shape[:2])) < _FEWEST:
-        raise ValueError(
-            f"The run has {number:,} draws: {_FEWEST} are needed, whose intervals are calibrated."
-            " Run with a larger `num_samples`."
-        )
-    if positions.shape[1] >= 4:
-        found = np.asarray(split_gelman_rubin(positions.astype(np.float64)))
-        if np.nanmax(found) > _NOT_MIXED:
-            raise ValueError(
-                f"The chains do not agree: R-hat is up to {np.nanmax(found):.2f}. A sandwich is of"
-                " one mode, and there may be several, or the run was too short."
-            )
-
-
 def _check_prior(sandwich: Sandwich, target: Target) -> None:
     """
     :raises ValueError: if the rows would have a parameter where the prior does not let it be, as
@@ -286,7 +265,7 @@ def _check_prior(sandwich: Sandwich, target: Target) -> None:
     away = sandwich.contradiction
     k, (count, dimension) = int(np.argmax(away)), sandwich.scores.shape
     if 2 * dimension * stats.t.sf(away[k], count - 1) < _CONTRADICTION:
-        label = parameters({name: x.shape for name, x in target.model.latents.items()})[0][k]
+        label = labels_and_sites(target)[0][k]
         raise ValueError(
             f"Prior and rows contradict each other: these would have '{label}' {away[k]:.1f}"
             " standard errors away from where the prior, or a bound of it, keeps the draws, and no"

@@ -13,8 +13,13 @@ import pandas as pd
 
 from numpyro_sgmcmc.data.converters import random_key, whole
 from numpyro_sgmcmc.diagnostics._mixture import fitted
-from numpyro_sgmcmc.diagnostics._posterior_score import constrained, exact_target, positions_of
-from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws
+from numpyro_sgmcmc.diagnostics._posterior_score import (
+    check_draws,
+    constrained,
+    exact_target,
+    positions_of,
+)
+from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, effective_sizes, flat_draws, printed
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.potential import over_all_data
 from numpyro_sgmcmc.posterior.target import Target
@@ -35,6 +40,7 @@ _AT_ONCE = 16
 _ERRORS = 4.0
 
 
+@printed
 class Certificate(NamedTuple):
     """
     What independent weighted draws say of a run.
@@ -109,18 +115,10 @@ class Certificate(NamedTuple):
             f" deviations, widths to a part of {2 * ratio:.2g}."
         )
 
-    def __str__(self) -> str:
+    @property
+    def _lines(self) -> list[str]:
         evidence = f"log evidence {self.log_evidence:.2f} +- {self.log_evidence_error:.2f}"
-        table = self.table.to_string(float_format="{:.4g}".format)
-        return f"{table}\n\n{evidence}\n{self.verdict}"
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        table = self.table.to_html(float_format="{:.4g}".format)
-        evidence = f"log evidence {self.log_evidence:.2f} +- {self.log_evidence_error:.2f}"
-        return f"{table}<p>{evidence}</p><p>{self.verdict}</p>"
+        return [evidence, self.verdict]
 
 
 def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None) -> Certificate:
@@ -189,8 +187,8 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
     target = exact_target(mcmc, args, kwargs, "Certify")
     target = target._replace(model=target.model.with_rule("fine"))
     positions = positions_of(target, draws).astype(np.float64)
-    _check_number(positions)
     chains, count, d = positions.shape
+    check_draws(positions, "a certificate", max(_FEWEST, 2 * d))
     each = np.linspace(0, count - 1, min(count, -(-_FITTED // chains))).round().astype(int)
     flat = positions.reshape(-1, d)
     center, factor = flat.mean(axis=0), _factor_of(flat)
@@ -222,19 +220,6 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
         {name: x[0] for name, x in values.items()},
         weights,
     )
-
-
-def _check_number(positions: np.ndarray) -> None:
-    """
-    :raises ValueError: if there are fewer draws than a mixture needs.
-    """
-    chains, count, d = positions.shape
-    needed = max(_FEWEST, 2 * d)
-    if chains * count < needed:
-        raise ValueError(
-            f"The run has {chains * count:,} draws of {d:,} parameters: a certificate needs"
-            f" {needed:,}, and as many times that as there are. Run with a larger `num_samples`."
-        )
 
 
 def _factor_of(flat: np.ndarray) -> np.ndarray:

@@ -11,20 +11,27 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
-from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
 from numpyro_sgmcmc.data.converters import array, random_key, share, whole
 from numpyro_sgmcmc.diagnostics._coupled_chains import CHAINS, Levels, coupled
-from numpyro_sgmcmc.diagnostics._posterior_score import constrained, exact_target, positions_of
+from numpyro_sgmcmc.diagnostics._posterior_score import (
+    check_draws,
+    check_moves,
+    constrained,
+    exact_target,
+    labels_and_sites,
+    positions_of,
+)
 from numpyro_sgmcmc.diagnostics.runs import (
     Functions,
     as_data,
     draws_of,
     effective_sizes,
     flat_draws,
+    printed,
     values_of,
 )
 from numpyro_sgmcmc.posterior.metric import (
@@ -43,8 +50,11 @@ from numpyro_sgmcmc.results.inference_data import arguments_of
 #: said.
 _FEWEST, _FEWEST_OF_CHAIN, _MOST = 100, 32, 100_000
 
-#: Chains that disagree by so much have not found the posterior.
-_NOT_MIXED = 1.1
+#: What chains that do not agree mean.
+_NOT_DRAWS = (
+    "Coupled chains start at draws of the run, and these are not yet draws of its posterior, which"
+    " may have several modes, or none. Run longer."
+)
 
 #: Up to so many parameters the covariance of the draws is a metric.
 _DENSE = 300
@@ -56,6 +66,7 @@ _ERRORS = 4.0
 _BESIDE = 0.05
 
 
+@printed
 class Debiased(NamedTuple):
     """
     Expectations without the error of a step size.
@@ -127,17 +138,9 @@ class Debiased(NamedTuple):
             f" deviations, {self.passes:,.0f} passes, {self.effective:,.0f} effective draws"
         )
 
-    def __str__(self) -> str:
-        return (
-            f"{self.table.to_string(float_format='{:.4g}'.format)}\n\n{self.line}\n{self.verdict}"
-        )
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        table = self.table.to_html(float_format="{:.4g}".format)
-        return f"{table}<p>{self.line}<br>{self.verdict}</p>"
+    @property
+    def _lines(self) -> list[str]:
+        return [self.line, self.verdict]
 
 
 def debiased(
@@ -231,7 +234,8 @@ def debiased(
     draws = kept_draws(mcmc).get_samples(group_by_chain=True)
     target = exact_target(mcmc, args, kwargs, "Debias")
     positions = positions_of(target, draws).astype(np.float64)
-    _check_draws(positions)
+    check_draws(positions, "`debiased`", _FEWEST, _NOT_DRAWS)
+    check_moves(positions.reshape(-1, positions.shape[-1]), labels_and_sites(target)[0])
     target, metric, anchor, found = _coordinates(mcmc, target, positions)
     flat = found.reshape(-1, found.shape[-1])
     starts = flat[np.linspace(0, len(flat) - 1, CHAINS).round().astype(int)]
@@ -247,28 +251,6 @@ def debiased(
     table, scale = (pd.concat(x) for x in zip(*parts, strict=True))
     effective = float(((scale / table["error"]) ** 2).min())
     return Debiased(table, levels.step_size, effective, _passes(levels, target), scale)
-
-
-def _check_draws(positions: np.ndarray) -> None:
-    """
-    :raises ValueError: if there are too few draws, or if they have not found the posterior.
-    """
-    chains, count, _ = positions.shape
-    if chains * count < _FEWEST:
-        raise ValueError(
-            f"The run has {chains * count:,} draws, and coupled chains start at different ones:"
-            f" {_FEWEST} are needed. Run with a larger `num_samples`."
-        )
-    with np.errstate(invalid="ignore", divide="ignore"):  # of what never moves
-        worst = float(np.nanmax(split_gelman_rubin(positions)))
-    if worst > _NOT_MIXED:
-        raise ValueError(
-            f"The chains do not agree: R-hat is up to {worst:.2f}. Coupled chains start at draws of"
-            " the run, and these are not yet draws of its posterior, which may have several modes,"
-            " or none. Run longer."
-        )
-    if np.any(np.ptp(positions, axis=(0, 1)) == 0):
-        raise ValueError("A parameter never moves: the run is stuck, and has no law to be judged.")
 
 
 def _coordinates(

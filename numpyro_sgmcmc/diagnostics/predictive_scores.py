@@ -10,21 +10,24 @@ from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
 from numpyro import distributions as dist
+from numpyro.handlers import seed
 from numpyro.infer import MCMC
 import pandas as pd
 import xarray as xr
 
 from numpyro_sgmcmc.data.converters import instance, random_key
-from numpyro_sgmcmc.diagnostics._predictive_mixture import of_numbers, pooled, shapes_of
+from numpyro_sgmcmc.diagnostics._predictive_mixture import of_numbers, pooled, sites_at
 from numpyro_sgmcmc.diagnostics._proper_scores import scores_of, standard_error
+from numpyro_sgmcmc.diagnostics.runs import printed
 from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
 from numpyro_sgmcmc.posterior.handlers import Model, full_data
 from numpyro_sgmcmc.posterior.local_latents import MARGINAL
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import variable_name
-from numpyro_sgmcmc.results.row_subset import subsampled_plates
+from numpyro_sgmcmc.results.row_subset import chosen_site, site_shapes, subsampled_plates
 
 
+@printed
 class PredictiveScores(NamedTuple):
     """
     How well a run predicts; printing it shows the table and the facts.
@@ -79,15 +82,9 @@ class PredictiveScores(NamedTuple):
         }
         return pd.DataFrame.from_dict(rows, orient="index", columns=["difference", "se"])
 
-    def __str__(self) -> str:
-        return f"{self.table.to_string(float_format='{:.4g}'.format, na_rep='-')}\n\n{self.line}"
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        shown = self.table.to_html(float_format="{:.4g}".format, na_rep="-")
-        return f"{shown}<p>{self.line}</p>"
+    @property
+    def _lines(self) -> list[str]:
+        return [self.line]
 
     @property
     def line(self) -> str:
@@ -201,7 +198,7 @@ def predictive_scores(
     args, kwargs = checked_arrays(model, args, kwargs)
     count = _check_samples(samples)
     draws = {name: jnp.asarray(x) for name, x in samples.items()}
-    sites = shapes_of(model, draws, args, kwargs)
+    sites = site_shapes(seed(model, random.key(0)), draws, args, kwargs, sites_at, axes=1)
     name = _observed_site(sites, samples, var_name)
     _check_latents(sites, samples, name)
     latents = {k: x for k, x in draws.items() if k in sites and sites[k]["type"] == "sample"}
@@ -296,17 +293,7 @@ def _observed_site(
             f"With these arguments the model has no observed value of {which}. Pass the"
             " observations of the rows that were held out, as in `mcmc.run(key, X, y)`."
         )
-    if var_name is None and len(observed) > 1:
-        raise ValueError(
-            f"The model has {len(observed)} observed sites, {observed}: choose one of them, for"
-            f" instance `var_name='{observed[0]}'`."
-        )
-    if var_name is not None and var_name not in observed:
-        raise ValueError(
-            f"`var_name={var_name!r}` names none of the observed sites of the model, which are"
-            f" {observed}. Choose one of them."
-        )
-    return observed[0] if var_name is None else var_name
+    return chosen_site(observed, var_name)
 
 
 def _check_latents(sites: Mapping[str, dict], samples: Mapping[str, Any], name: str) -> None:

@@ -4,6 +4,7 @@
 """A run as every diagnostic takes it: an ``MCMC`` object or an ArviZ object, checked once."""
 
 from collections.abc import Callable, Mapping, Sequence
+import math
 from typing import Any
 import warnings
 
@@ -11,6 +12,7 @@ import jax
 from jax import Array
 import numpy as np
 from numpyro.infer import MCMC
+import pandas as pd
 import xarray as xr
 
 from numpyro_sgmcmc.data.converters import instance, names
@@ -22,6 +24,16 @@ Run = Any
 
 #: From the values of one draw, by name, to scalars or arrays, by name.
 Functions = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+
+
+#: How numbers in the columns of a table are shown.
+_FORMATS = {
+    "r_hat": "{:.3f}",
+    "ess_bulk": "{:.0f}",
+    "ess_tail": "{:.0f}",
+    "variance_error": "{:+.3f}",
+    "mcse_variance_error": "{:.3f}",
+}
 
 
 def as_data(run: Run) -> Any:
@@ -162,6 +174,33 @@ def effective_sizes(draws: np.ndarray, method: str = "mean") -> np.ndarray:
     numbers = xr.Dataset({"number": (("chain", "draw", "index"), draws)})
     with np.errstate(invalid="ignore", divide="ignore"):  # of what never moves
         return arviz.ess(numbers, method=method)["number"].values
+
+
+def printed(kind: type) -> type:
+    """A class of results is shown as its table and the ``_lines`` below, here and in notebooks."""
+
+    def as_text(self: Any) -> str:
+        return "\n".join([_shown(self.table).to_string(), "", *self._lines])
+
+    def as_page(self: Any) -> str:
+        return f"{_shown(self.table).to_html()}<p>{'<br>'.join(self._lines)}</p>"
+
+    added: Any = kind
+    added.__str__ = added.__repr__ = as_text
+    added._repr_html_ = as_page
+    return kind
+
+
+def _shown(table: pd.DataFrame) -> pd.DataFrame:
+    """Numbers with so many digits as say something."""
+    shown = table.astype(object)
+    for column in table:
+        form = _FORMATS.get(str(column), "{:#.4g}")
+        shown[column] = [
+            "-" if math.isnan(x) else form.format(x).removesuffix(".")
+            for x in table[column].astype(float)
+        ]
+    return shown
 
 
 def passes_per_draw(data: Any) -> float | None:

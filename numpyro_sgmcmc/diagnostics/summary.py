@@ -3,7 +3,6 @@
 
 """The summary of a run: its draws, its bias and what it cost."""
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpyro_sgmcmc.diagnostics.runs import (
     group,
     labels_of,
     passes_per_draw,
+    printed,
 )
 from numpyro_sgmcmc.stein import TOLERANCE
 
@@ -35,6 +35,7 @@ _KEPT = 0.2
 _HEADINGS = ("Do not trust this run", "Doubtful", "Slower than promised", "Too short", "Not known")
 
 
+@printed
 class Summary(NamedTuple):
     """
     The summary of a run; printing it shows all of it.
@@ -50,16 +51,9 @@ class Summary(NamedTuple):
     facts: dict[str, Any]
     verdict: str
 
-    def __str__(self) -> str:
-        shown = _shown(self.table).to_string()
-        return "\n".join([shown, "", *([self.line] if self.facts else []), self.verdict])
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        shown = _shown(self.table).to_html()
-        return f"{shown}<p>{'<br>'.join([*([self.line] if self.facts else []), self.verdict])}</p>"
+    @property
+    def _lines(self) -> list[str]:
+        return [*([self.line] if self.facts else []), self.verdict]
 
     @property
     def line(self) -> str:
@@ -287,17 +281,3 @@ def _number(value: Any) -> str:
     if isinstance(value, int) or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
-
-
-def _shown(table: pd.DataFrame) -> pd.DataFrame:
-    """With so many digits as say something."""
-    formats = {"r_hat": "{:.3f}", "ess_bulk": "{:.0f}", "ess_tail": "{:.0f}"}
-    errors = {"variance_error": "{:+.3f}", "mcse_variance_error": "{:.3f}"}
-    shown = table.astype(object)
-    for column in table:
-        form = (formats | errors).get(str(column), "{:#.4g}")
-        shown[column] = [
-            "-" if math.isnan(x) else form.format(x).removesuffix(".")
-            for x in table[column].astype(float)
-        ]
-    return shown

@@ -3,17 +3,12 @@
 
 """The kinetic and the configurational temperature of a run."""
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
-import xarray as xr
 
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, effective_sizes, group
-
-#: Share of single draws within the band.
-BAND = 0.99
 
 
 class Temperature(NamedTuple):
@@ -23,7 +18,7 @@ class Temperature(NamedTuple):
     - **mean** - its mean over all draws.
     - **error** - the standard error of the mean, by effective sample size.
     - **band** - where 99 % of the single draws should be, or NaN where that is not known.
-    - **inside** - the share of the draws that are there.
+    - **inside** - the share of the draws that are there, or NaN.
     """
 
     mean: float
@@ -73,9 +68,11 @@ def kinetic_temperature(run: Run) -> Temperature:
         >>> print(f"{found.mean:.1f}, {found.inside:.2f} of the draws inside of the band")
         1.0, 0.99 of the draws inside of the band
     """
-    data = as_data(run)
-    target = float(data.attrs.get("temperature", 1.0))
-    return temperature_of(_series(data, "kinetic_temperature") / target, *chi_square_band(data))
+    values, attributes = _collected(run, "kinetic_temperature")
+    values, d = values / float(attributes.get("temperature", 1.0)), attributes.get("dimension")
+    low, high = stats.chi2.ppf([0.005, 0.995], d) / d if d else (np.nan, np.nan)
+    inside = float(np.mean((values > low) & (values < high))) if d else np.nan
+    return Temperature(*_mean(values), (float(low), float(high)), inside)
 
 
 def configurational_temperature(run: Run) -> Temperature:
@@ -108,36 +105,18 @@ def configurational_temperature(run: Run) -> Temperature:
         >>> abs(found.mean - 1) < 4 * found.error
         True
     """
-    series = _series(as_data(run), "configurational_temperature")
-    if np.any(np.isnan(series)):
+    values, _ = _collected(run, "configurational_temperature")
+    if np.any(np.isnan(values)):
         raise ValueError(
             "The configurational temperature is not known for minibatches that are not independent"
             " (subsampling='epochs' or 'symmetric_sweeps')."
         )
-    return temperature_of(series, math.nan, math.nan)
+    return Temperature(*_mean(values), (np.nan, np.nan), np.nan)
 
 
-def chi_square_band(data: Any) -> tuple[float, float]:
-    """Where 99 % of the kinetic temperatures should be, for the parameters of this run."""
-    if "dimension" not in data.attrs:
-        return math.nan, math.nan
-    size = int(data.attrs["dimension"])
-    tail = (1 - BAND) / 2
-    return (
-        float(stats.chi2.ppf(tail, size) / size),
-        float(stats.chi2.isf(tail, size) / size),
-    )
-
-
-def temperature_of(series: xr.DataArray, low: float, high: float) -> Temperature:
-    """The summary of a series, shape (chain, draw)."""
-    values = series.transpose("chain", "draw").values.astype(np.float64)
-    error = float(values.std() / np.sqrt(effective_sizes(values[..., None])[0]))
-    inside = float(np.mean((values > low) & (values < high))) if math.isfinite(low) else math.nan
-    return Temperature(float(values.mean()), error, (low, high), inside)
-
-
-def _series(data: Any, name: str) -> xr.DataArray:
+def _collected(run: Run, name: str) -> tuple[np.ndarray, dict]:
+    """A sample statistic, shape (chains, draws), and the attributes of the run."""
+    data = as_data(run)
     found = group(data, "sample_stats")
     if found is None or name not in found:
         raise ValueError(
@@ -145,4 +124,10 @@ def _series(data: Any, name: str) -> xr.DataArray:
             f" `mcmc.run(..., extra_fields=('{name}',))`; it exists for the kernels of this package"
             + (" with momentum." if name.startswith("kinetic") else ".")
         )
-    return found[name]
+    return found[name].transpose("chain", "draw").values.astype(np.float64), data.attrs
+
+
+def _mean(values: np.ndarray) -> tuple[float, float]:
+    """The mean of all draws, and its standard error."""
+    error = values.std() / np.sqrt(effective_sizes(values[..., None])[0])
+    return float(values.mean()), float(error)

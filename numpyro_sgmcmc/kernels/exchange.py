@@ -168,6 +168,7 @@ def _potential_differences(
     """
     potential = target.potential(IdentityMetric())
     # independent minibatches, whose rows say how they vary
+    potential = target.potential(IdentityMetric())
     target = target._replace(scheme=SCHEMES["without_replacement"])
     factors = target.factors
     values = jax.vmap(lambda z: potential.values(ravel(target.to_internal(z))))(z)

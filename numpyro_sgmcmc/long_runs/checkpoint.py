@@ -4,18 +4,17 @@
 """
 The file from which a run goes on: written whole or not at all, and never believed unchecked.
 
-It has a header, the magic word, the version of the format, the length and the BLAKE2b checksum
-of what follows; then the length of some JSON, the JSON, which describes values and arrays
-(:mod:`numpyro_sgmcmc.long_runs.records`), and the arrays, byte by byte. Reading it runs nothing.
+It is an ``.npz`` archive of NumPy, not compressed and read with ``allow_pickle=False``: the arrays,
+of which each has a CRC-32, and a member ``words`` of JSON with what is no array
+(:mod:`numpyro_sgmcmc.long_runs.records`). Reading it runs nothing.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-import hashlib
+import io
 import json
 import math
 from pathlib import Path
-import struct
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +30,10 @@ from numpyro_sgmcmc.long_runs.moments import Moments
 from numpyro_sgmcmc.long_runs.records import as_words, from_words, is_of_type, kinds_in
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
-#: Up to version 2 the file was a pickle, which can run any program when it is read.
-_MAGIC, VERSION = b"SGMCMCRN", 4
-_HEADER, _LENGTH = struct.Struct("<8sIQ32s"), struct.Struct("<Q")
+VERSION = 5
+
+#: How a checkpoint begins, and how one began up to version 4, with the version after it.
+_MAGIC, _OLD_MAGIC = b"PK", b"SGMCMCRN"
 
 REMEDY = (
     "`resume=False` begins anew and keeps the store under another name; the draws in it can be"
@@ -77,12 +77,11 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
     :raises TypeError: if there is something in it that is not data.
     """
     arrays: list[np.ndarray] = []
-    words = as_words(content, arrays, _KINDS)
-    shapes = [{"dtype": str(x.dtype), "shape": x.shape} for x in arrays]
-    text = json.dumps({"content": words, "arrays": shapes}).encode()
-    body: list[bytes | memoryview] = [_LENGTH.pack(len(text)), text, *map(_bytes_of, arrays)]
-    length = sum(map(len, body))
-    write_atomically(path, _HEADER.pack(_MAGIC, VERSION, length, _checksum(*body)), *body)
+    words = {"version": VERSION, "content": as_words(content, arrays, _KINDS)}
+    words["types"] = [str(x.dtype) for x in arrays]
+    text, file = np.frombuffer(json.dumps(words).encode(), np.uint8), io.BytesIO()
+    np.savez(file, *map(_of_numpy, arrays), words=text)
+    write_atomically(path, file.getbuffer())
     flush_folder(path.parent)
 
 
@@ -94,27 +93,56 @@ def load(path: Path) -> dict[str, Any]:
         content = read(path)
     except OSError as error:
         raise ValueError(f"The checkpoint {path} cannot be read: {error}. {REMEDY}") from error
-    if len(content) < _HEADER.size or not content.startswith(_MAGIC):
+    if content.startswith(_OLD_MAGIC):
+        start = len(_OLD_MAGIC)
+        raise _of_version(path, int.from_bytes(content[start : start + 4], "little"))
+    if not content.startswith(_MAGIC):
         raise ValueError(f"{path} is not a checkpoint, or its start is lost. {REMEDY}")
-    _, version, length, checksum = _HEADER.unpack_from(content)
-    body = memoryview(content)[_HEADER.size :]
-    if version != VERSION:
-        why = ", a pickle, which could run any program and is not opened" if version < 3 else ""
+    try:
+        words, arrays = _members_of(content)
+    except Exception as error:  # whatever an archive of other content ends in
         raise ValueError(
-            f"The checkpoint {path} has version {version} of the format{why}; this is version"
-            f" {VERSION}. Go on with the version of numpyro_sgmcmc that wrote it. {REMEDY}"
-        )
-    if len(body) != length:
-        raise ValueError(
-            f"The checkpoint {path} is truncated: {len(body):,} of {length:,} bytes. {REMEDY}"
-        )
-    if _checksum(body) != checksum:
-        raise ValueError(f"The checkpoint {path} is corrupted: its checksum differs. {REMEDY}")
+            f"The checkpoint {path} is truncated or corrupted"
+            f" ({type(error).__name__}: {error}). {REMEDY}"
+        ) from error
     with understood(path):
+        if (version := words["version"]) != VERSION:
+            raise _of_version(path, version)
         try:
-            return _content_of(body)
+            arrays = [x.view(of) for x, of in zip(arrays, words["types"], strict=True)]
+            found = from_words(words["content"], arrays, _KINDS)
         except ValueError as error:
             raise TypeError(error) from error
+        if not isinstance(found, dict):
+            raise TypeError("it has no names")
+    return found
+
+
+def _members_of(content: bytes) -> tuple[Any, list[np.ndarray]]:
+    """
+    The words and the arrays of an archive.
+
+    :raises Exception: of many kinds, if it is not whole.
+    """
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        # an array with another shape in its header would be read in part, and not compared
+        if (name := file.zip.testzip()) is not None:
+            raise ValueError(f"the checksum of its member {name} differs")
+        arrays = [file[f"arr_{k}"] for k in range(len(file.files) - 1)]
+        return json.loads(file["words"].tobytes()), arrays
+
+
+def _of_numpy(array: np.ndarray) -> np.ndarray:
+    """The array, or its bytes if its type, such as bfloat16, is not one of NumPy."""
+    array = np.asarray(array, order="C")
+    return array if array.dtype.isbuiltin == 1 else array.view(f"V{array.itemsize}")
+
+
+def _of_version(path: Path, version: Any) -> ValueError:
+    return ValueError(
+        f"The checkpoint {path} has version {version} of the format; this is version {VERSION}. Go"
+        f" on with the version of numpyro_sgmcmc that wrote it. {REMEDY}"
+    )
 
 
 def load_run(path: Path) -> dict[str, Any]:
@@ -145,44 +173,11 @@ def understood(path: Path | None) -> Iterator[None]:
     """
     try:
         yield
-    except (TypeError, LookupError, ArithmeticError, RecursionError, struct.error) as error:
+    except (TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise ValueError(
             f"The checkpoint {path} was written by something else:"
             f" {error if isinstance(error, TypeError) else repr(error)}. {REMEDY}"
         ) from error
-
-
-def _content_of(body: memoryview) -> dict[str, Any]:
-    """
-    :raises ValueError: or another error, if it is not as :func:`save` writes it.
-    """
-    (length,) = _LENGTH.unpack_from(body)
-    begin = _LENGTH.size + length
-    text = json.loads(bytes(body[_LENGTH.size : begin]))
-    arrays = []
-    for described in text["arrays"]:
-        dtype, shape = np.dtype(str(described["dtype"])), tuple(described["shape"])
-        end = begin + math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or not 0 <= begin <= end <= len(body):
-            raise ValueError(f"no array of {dtype} and shape {shape} is there")
-        # a copy, at an address that suits its type
-        arrays.append(np.frombuffer(body[begin:end], dtype).reshape(shape).copy())
-        begin = end
-    found = from_words(text["content"], arrays, _KINDS)
-    if not isinstance(found, dict):
-        raise ValueError("it has no names")
-    return found
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _checksum(*parts: bytes | memoryview) -> bytes:
-    found = hashlib.blake2b(digest_size=32)
-    for part in parts:
-        found.update(part)
-    return found.digest()
 
 
 def held(tree: Any) -> dict[str, Any]:

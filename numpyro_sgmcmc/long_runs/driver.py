@@ -30,7 +30,6 @@ from numpyro_sgmcmc.long_runs.effective_size import places
 from numpyro_sgmcmc.long_runs.folder import RunFolder
 from numpyro_sgmcmc.long_runs.growing import RowsOfRun, check_rows, rows_of_run
 from numpyro_sgmcmc.long_runs.moments import Moments, no_moments, summary_of
-from numpyro_sgmcmc.long_runs.processes import watched
 from numpyro_sgmcmc.long_runs.program import Program, joined, separated
 from numpyro_sgmcmc.long_runs.running import Limits, Progress, Running, restored_progress
 from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
@@ -240,7 +239,7 @@ class LongRun(HostedRun):
             keys = random.split(rng_key, self.num_chains)
         # what a warm-up of its own gives is its last state
         path = None if self.only_warms_up else self._path
-        with RunFolder(path, self._resume) as folder, watched(folder.hidden):
+        with RunFolder(path, self._resume) as folder:
             found = folder.checkpoint
             about: dict[str, Any] = {}
             begun = arguments

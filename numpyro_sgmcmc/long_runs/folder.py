@@ -13,11 +13,11 @@ import shutil
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import numpy as np
 
 from numpyro_sgmcmc.long_runs import checkpoint
 from numpyro_sgmcmc.long_runs.files import Lock
 from numpyro_sgmcmc.long_runs.identity import differences
-from numpyro_sgmcmc.long_runs.processes import together
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.long_runs.store import Store
@@ -120,11 +120,6 @@ class RunFolder:
             )
 
     @property
-    def hidden(self) -> Path | None:
-        """The folder of what is not for readers of Zarr."""
-        return None if self.path is None else self.path / FOLDER
-
-    @property
     def file(self) -> Path | None:
         """The checkpoint."""
         return None if self.path is None else self.path / FOLDER / "checkpoint"
@@ -224,6 +219,30 @@ def put_aside(path: Path) -> Path:
         k += 1
     path.rename(new)
     return new
+
+
+def together(error: BaseException | None = None) -> None:
+    """
+    Waits for all processes of ``jax.distributed``.
+
+    :param error: what went wrong in this one.
+    :raises RuntimeError: if something went wrong in another one, naming it.
+    """
+    if jax.process_count() > 1:
+        failed = np.flatnonzero(of_all_processes([error is not None])[:, 0])
+        if error is None and failed.size:
+            raise RuntimeError(
+                f"Process {failed[0]} has failed, and its error says why: this one cannot go on."
+            )
+    if error is not None:
+        raise error
+
+
+def of_all_processes(numbers: list) -> np.ndarray:
+    """The whole numbers that each process gives, one row each."""
+    from jax.experimental.multihost_utils import process_allgather
+
+    return np.asarray(process_allgather(np.array(numbers, np.int32))).reshape(-1, len(numbers))
 
 
 def _failure_of(action: Callable[[], None]) -> BaseException | None:

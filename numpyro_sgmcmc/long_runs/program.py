@@ -19,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 from numpyro.util import nested_attrgetter
 
+from numpyro_sgmcmc.data.data_leaves import separated_data
+
 #: What a call may return of draws, in bytes for all chains.
 MOST_BYTES = 16_000_000
 
@@ -56,79 +58,71 @@ class Program:
         states: list,
         num_draws: int,
     ) -> None:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
-        others = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-        data = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        batched = method == "vectorized" and num_chains > 1
-
-        def collected(state: Any, args: tuple, kwargs: dict) -> Fields:
-            found = nested_attrgetter(*fields)(state)
-            sample, *rest = [found] if len(fields) == 1 else found
-            constrain = postprocess or kernel.postprocess_fn(args, kwargs)
-            sample = (jax.vmap(constrain) if batched else constrain)(sample)
-            return dict(zip(fields, map(_arrays, (sample, *rest)), strict=True))
-
-        def run(data: list[Array], state: Any, segments: Array, steps: Array) -> tuple[Any, Fields]:
-            given = iter(data)
-            merged = [next(given) if here else x for here, x in zip(is_data, others, strict=True)]
-            args, kwargs = jax.tree.unflatten(tree, merged)
-
-            def sample(_: Any, state: Any) -> Any:
-                return kernel.sample(state, args, kwargs)
-
-            def segment(k: Array, carry: tuple[Any, Fields]) -> tuple[Any, Fields]:
-                state, draws = carry
-                # a loop for a single sample would cost some microseconds
-                state = (
-                    sample(0, state) if thinning == 1 else lax.fori_loop(0, steps, sample, state)
-                )
-                draws = jax.tree.map(
-                    lambda kept, x: lax.dynamic_update_index_in_dim(kept, x, k, 0),
-                    draws,
-                    collected(state, args, kwargs),
-                )
-                return state, draws
-
-            shapes = jax.eval_shape(lambda state: collected(state, args, kwargs), state)
-            empty = jax.tree.map(lambda x: jnp.zeros((self.capacity, *x.shape), x.dtype), shapes)
-            return lax.fori_loop(0, segments, segment, (state, empty))
-
+        self._kernel, self._postprocess, self._fields = kernel, postprocess, fields
         self._method = method if num_chains > 1 else "single"
         self._thinning = thinning
+        data, self._rest = separated_data((args, kwargs))
         one = jax.tree.map(lambda x: x[0], states[0]) if self._method == "parallel" else states[0]
-        #: Shapes of what is collected of one draw: of one chain, or of all vectorized ones.
-        shapes = jax.eval_shape(lambda state: collected(state, args, kwargs), one)
-        self._batched = batched
-        self.shapes: Fields = (
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
-            if batched
-            else shapes
-        )
-        each = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.shapes))
+        shapes = jax.eval_shape(lambda state: self._collected(state, args, kwargs), one)
+        if self._method == "vectorized":
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+        #: Shapes of what is collected of one draw of one chain.
+        self.shapes: Fields = shapes
+        each = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
         #: The most draws that a call returns.
         self.capacity = int(min(max(1, MOST_BYTES // max(1, each * num_chains)), max(1, num_draws)))
+        run: Callable = self._drawn
         if self._method == "parallel":
             mesh = chain_mesh(num_chains)
-
-            def alone(data: list, state: Any, segments: Array, steps: Array) -> Any:
-                state = jax.tree.map(lambda x: x[0], state)
-                return jax.tree.map(lambda x: x[None], run(data, state, segments, steps))
-
             everywhere, by_chain = PartitionSpec(), PartitionSpec("chain")
-            run_all: Callable = jax.shard_map(
-                alone,
+            run = jax.shard_map(
+                self._drawn_by_one,
                 mesh=mesh,
                 in_specs=(everywhere, by_chain, everywhere, everywhere),
                 out_specs=by_chain,
                 check_vma=False,
             )
             data = jax.device_put(data, NamedSharding(mesh, everywhere))
-        else:
-            run_all = run
         self._data = data
-        self._run = jax.jit(run_all)
+        self._run = jax.jit(run)
         self._first = states[0]
+
+    def _collected(self, state: Any, args: tuple, kwargs: dict) -> Fields:
+        found = nested_attrgetter(*self._fields)(state)
+        sample, *rest = [found] if len(self._fields) == 1 else found
+        constrain = self._postprocess or self._kernel.postprocess_fn(args, kwargs)
+        sample = (jax.vmap(constrain) if self._method == "vectorized" else constrain)(sample)
+        collected = jax.tree.map(jnp.asarray, (sample, *rest))
+        return dict(zip(self._fields, collected, strict=True))
+
+    def _drawn(
+        self, data: list[Array], state: Any, segments: Array, steps: Array
+    ) -> tuple[Any, Fields]:
+        args, kwargs = self._rest.with_data(data)
+
+        def sample(_: Any, state: Any) -> Any:
+            return self._kernel.sample(state, args, kwargs)
+
+        def segment(k: Array, carry: tuple[Any, Fields]) -> tuple[Any, Fields]:
+            state, draws = carry
+            # a loop for a single sample would cost some microseconds
+            alone = self._thinning == 1
+            state = sample(0, state) if alone else lax.fori_loop(0, steps, sample, state)
+            draws = jax.tree.map(
+                lambda kept, x: lax.dynamic_update_index_in_dim(kept, x, k, 0),
+                draws,
+                self._collected(state, args, kwargs),
+            )
+            return state, draws
+
+        shapes = jax.eval_shape(lambda state: self._collected(state, args, kwargs), state)
+        empty = jax.tree.map(lambda x: jnp.zeros((self.capacity, *x.shape), x.dtype), shapes)
+        return lax.fori_loop(0, segments, segment, (state, empty))
+
+    def _drawn_by_one(self, data: list[Array], state: Any, segments: Array, steps: Array) -> Any:
+        """The same on the device of one chain, whose leading axis has length one."""
+        state = jax.tree.map(lambda x: x[0], state)
+        return jax.tree.map(lambda x: x[None], self._drawn(data, state, segments, steps))
 
     def compile(self) -> None:
         """Compiles the program, by a call that takes no samples."""
@@ -157,7 +151,7 @@ class Program:
             )
         elif self._method == "parallel":
             draws = jax.tree.map(lambda x: np.array(x)[:, :kept].copy(), done[0][1])
-        elif self._batched:
+        elif self._method == "vectorized":
             draws = jax.tree.map(
                 lambda x: np.array(np.swapaxes(np.asarray(x)[:kept], 0, 1), order="C"), done[0][1]
             )
@@ -169,10 +163,6 @@ class Program:
 def _number(count: int) -> Any:
     # not yet on a device, so that it goes with data that are spread over processes
     return np.int32(count)
-
-
-def _arrays(tree: Any) -> Any:
-    return jax.tree.map(jnp.asarray, tree)
 
 
 def chain_mesh(num_chains: int) -> Mesh:

@@ -18,12 +18,11 @@ from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.long_runs.draws import Draws
 from numpyro_sgmcmc.long_runs.effective_size import ThinnedDraws, least_size, places
 from numpyro_sgmcmc.long_runs.effective_size import with_draws as monitored_with
-from numpyro_sgmcmc.long_runs.folder import RunFolder
+from numpyro_sgmcmc.long_runs.folder import RunFolder, of_all_processes, together
 from numpyro_sgmcmc.long_runs.growing import RowsOfRun
 from numpyro_sgmcmc.long_runs.interrupts import first_interrupt_waits
 from numpyro_sgmcmc.long_runs.moments import Moments, summary_of
 from numpyro_sgmcmc.long_runs.moments import with_draws as moments_with
-from numpyro_sgmcmc.long_runs.processes import agreed, together
 from numpyro_sgmcmc.long_runs.program import Program, joined
 from numpyro_sgmcmc.posterior.numpyro_private import arguments
 from numpyro_sgmcmc.results.facts import attributes, stein_of
@@ -34,6 +33,9 @@ _SECONDS, _WAITING_BYTES = 0.5, 32_000_000
 #: Targets are looked at after so many draws, and then whenever there are so many times more,
 #: as long as that takes no more than a small part of the time.
 _FEWEST_DRAWS, _GROWTH, _SHARE = 64, 1.3, 0.05
+
+#: The reasons to stop, by number.
+_REASONS = ("", "max_time", "target_ess", "target_mcse", "interrupt")
 
 
 class Limits(NamedTuple):
@@ -143,7 +145,7 @@ class Running:
             tqdm(total=self.total, initial=done, unit="sample", disable=hidden) as bar,
         ):
             while self.progress.done < self.total:
-                reason, count = agreed(self.reason(interrupted), self.planned())
+                reason, count = _agreed(self.reason(interrupted), self.planned())
                 if reason:
                     if reason == "interrupt":
                         self.say_interrupted()
@@ -289,6 +291,19 @@ class Running:
         if self.folder.path is not None:
             self.commit()
             together()  # so that all of them can read
+
+
+def _agreed(reason: str, count: int) -> tuple[str, int]:
+    """
+    What all processes do next: what the first says, unless one of them is to stop.
+
+    :param reason: why this process is to stop, or an empty word.
+    :param count: how many samples it would take.
+    """
+    if jax.process_count() == 1:
+        return reason, count
+    everyone = of_all_processes([_REASONS.index(reason), count])
+    return _REASONS[int(everyone[:, 0].max())], int(everyone[0, 1])
 
 
 def _diagnostics(kernel: Any, state: Any) -> str:

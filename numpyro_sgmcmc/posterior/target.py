@@ -17,6 +17,7 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
+from numpyro_sgmcmc.data.data_leaves import separated_data
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.growing import RowCount
 from numpyro_sgmcmc.data.kinds import kind_of
@@ -259,22 +260,13 @@ class Target(NamedTuple):
         :return: the program, of the data and the arguments; the data; and what else the target
             is made of, which tells targets that differ in their data alone from others.
         """
-        leaves, tree = jax.tree.flatten(
-            (self.args, self.kwargs, dict(self.strata), dict(self.centring), self.known)
-        )
-        is_data = [isinstance(leaf, jax.Array) for leaf in leaves]
-        data = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        others = tuple(None if isinstance(leaf, jax.Array) else leaf for leaf in leaves)
+        given = self.args, self.kwargs, dict(self.strata), dict(self.centring), self.known
+        data, rest = separated_data(given)
         nothing: dict[str, Any] = {"strata": {}, "centring": {}, "known": None, "programs": None}
         empty = self._replace(args=(), kwargs={}, **nothing)
 
         def run(data: list[Array], *arguments: Any) -> Any:
-            remaining = iter(data)
-            merged = [
-                next(remaining) if data_here else leaf
-                for leaf, data_here in zip(others, is_data, strict=True)
-            ]
-            args, kwargs, strata, centring, known = jax.tree.unflatten(tree, merged)
+            args, kwargs, strata, centring, known = rest.with_data(data)
             here = empty._replace(
                 args=args, kwargs=kwargs, strata=strata, centring=centring, known=known
             )
@@ -284,14 +276,14 @@ class Target(NamedTuple):
         named = function.func if isinstance(function, partial) else function
         run.__name__ = getattr(named, "__qualname__", "run")
         if (shards := self.shards) is None:
-            return Quick(run), data, (tree, others)
-        specs = shards.of_leaves(is_data)
+            return Quick(run), data, rest
+        specs = shards.of_leaves(rest.is_data)
 
         def everywhere(data: list[Array], *arguments: Any) -> Any:
             each = inputs if isinstance(inputs, list) else [inputs] * len(arguments)
             return shards.on_each(run, (specs, *each), outputs)(data, *arguments)
 
-        return Quick(everywhere), data, (tree, others, shards)
+        return Quick(everywhere), data, (rest, shards)
 
     def compiled(
         self, function: Callable, name: str = "", *facts: Any, outputs: Any = EVERYWHERE

@@ -38,6 +38,7 @@ from numpyro_sgmcmc.results.parts import of_each
 from numpyro_sgmcmc.results.row_subset import (
     Selection,
     at_rows,
+    chosen_site,
     log_likelihood_of,
     of_rows,
     row_numbers,
@@ -131,7 +132,8 @@ def loo(
     model, draws = mcmc.sampler.model, kept_draws(mcmc).get_samples(group_by_chain=True)
     sites = site_shapes(model, draws, args, kwargs)
     plates = subsampled_plates(sites)
-    name = _observed_site(sites, var_name)
+    observed = [k for k, s in sites.items() if s["type"] == "sample" and s["is_observed"]]
+    name = chosen_site(observed, var_name)
     variable, shape = variable_name(name), sites[name]["fn"].batch_shape
     axes = {
         frame.name: len(shape) + frame.dim
@@ -202,18 +204,6 @@ def _of_rows(mcmc: MCMC, rows: Any, options: Mapping[str, Any]) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", re.escape(SOME_ROWS.partition("{")[0]))
         return to_arviz(mcmc, rows=rows, **options)
-
-
-def _observed_site(sites: Mapping[str, dict], var_name: str | None) -> str:
-    observed = [k for k, s in sites.items() if s["type"] == "sample" and s["is_observed"]]
-    if var_name is None and len(observed) == 1:
-        return observed[0]
-    if var_name not in observed:
-        raise ValueError(
-            f"`var_name={var_name!r}` names none of the observed sites of the model, which are"
-            f" {observed}. Choose one of them."
-        )
-    return var_name
 
 
 def _posterior_mean(

@@ -49,16 +49,46 @@ def full_sites(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[
     return {k: site | {"value": known[k]} if k in known else site for k, site in sites.items()}
 
 
-def site_shapes(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
-    """The sites at no cost: their values are not computed, and must not be used."""
+def site_shapes(
+    model: Callable,
+    draws: Mapping[str, Any],
+    args: tuple,
+    kwargs: dict,
+    sites_at: Callable | None = None,
+    axes: int = 2,
+) -> dict[str, dict]:
+    """
+    The sites at no cost: their values are not computed, and must not be used.
+
+    :param sites_at: sites of the model at a draw, or None for those of a trace.
+    :param int axes: how many leading axes of the draws are for chains and draws.
+    """
     sites: dict[str, dict] = {}
 
     def read(draws: dict) -> None:
-        sites.update(_sites(model, jax.tree.map(lambda x: x[0, 0], draws), args, kwargs))
+        draw = {name: x[(0,) * axes] for name, x in draws.items()}
+        sites.update((sites_at or _sites)(model, draw, args, kwargs))
 
     args, kwargs = replaced((args, kwargs), [ShapeOf(x) for x in on_disk((args, kwargs))])
-    jax.eval_shape(read, draws)
+    jax.eval_shape(read, dict(draws))
     return sites
+
+
+def chosen_site(observed: list[str], var_name: str | None) -> str:
+    """
+    The observed site of that name, or the only one there is.
+
+    :raises ValueError: if there are several, or none of this name.
+    """
+    if var_name is None and len(observed) == 1:
+        return observed[0]
+    if var_name not in observed:
+        example = f", for instance `var_name={observed[0]!r}`" if observed else ""
+        raise ValueError(
+            f"`var_name={var_name!r}` names none of the {len(observed)} observed sites, {observed}:"
+            f" choose one of them{example}."
+        )
+    return var_name
 
 
 def _sites(model: Callable, draw: dict, args: tuple, kwargs: dict) -> dict[str, dict]:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import NUTS
 import pandas as pd
 import pytest
+from runs import run_mcmc
 
 from numpyro_sgmcmc import (
     CCAdL,
@@ -47,16 +48,13 @@ def logistic(x, y):
 
 
 def run_of(model, data, samples=2_000, kernel=CCAdL, **options):
-    mcmc = MCMC(
+    return run_mcmc(
         kernel(full_data(model) if kernel is NUTS else model, **options),
-        num_warmup=200,
-        num_samples=samples,
-        num_chains=2,
-        chain_method="vectorized",
-        progress_bar=False,
+        *data,
+        warmup=200,
+        samples=samples,
+        chains=2,
     )
-    mcmc.run(random.key(0), *data)
-    return mcmc
 
 
 @pytest.fixture(scope="module")
@@ -343,11 +341,9 @@ def test_runs_that_cannot_be_calibrated(run):
     far = view_of(run, run.sampler.model, {"b": 1e3 * draws}, DATA, {})
     with pytest.raises(ValueError, match="standard deviations from where the gradient"):
         calibrated(far)
-    hot = MCMC(
-        CCAdL(logistic, step_size=0.01, friction=10.0, temperature=2.0),
-        num_warmup=2, num_samples=4, progress_bar=False,
-    )  # fmt: skip
-    hot.run(random.key(0), *DATA)
+    hot = run_mcmc(
+        CCAdL(logistic, step_size=0.01, friction=10.0, temperature=2.0), *DATA, warmup=2, samples=4
+    )
     with pytest.raises(ValueError, match="temperature=2.0"):
         calibrated(hot)
 
@@ -356,7 +352,7 @@ def test_runs_that_cannot_be_calibrated(run):
 def test_few_draws_say_nothing_of_intervals(run, samples):
     draws = run.get_samples(group_by_chain=True)["b"][:, :samples]
     few = view_of(run, run.sampler.model, {"b": draws}, DATA, {})
-    with pytest.raises(ValueError, match=f"The run has {2 * samples} draws: 100 are needed"):
+    with pytest.raises(ValueError, match=f"has {2 * samples} draws of .*`calibrated` needs 100"):
         calibrated(few)
 
 
@@ -426,10 +422,6 @@ def crossed(y):
 
 def test_rows_of_two_plates():
     y = jax.random.normal(random.key(0), (30, 40))
-    mcmc = MCMC(
-        CCAdL(crossed, step_size=0.01, friction=10.0),
-        num_warmup=2, num_samples=4, progress_bar=False,
-    )  # fmt: skip
-    mcmc.run(random.key(0), y)
+    mcmc = run_mcmc(CCAdL(crossed, step_size=0.01, friction=10.0), y, warmup=2, samples=4)
     with pytest.raises(ValueError, match="Site 'y' is inside of several subsampled plates"):
         calibrated(mcmc)

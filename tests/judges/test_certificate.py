@@ -7,13 +7,15 @@ from functools import partial
 
 from jax import random
 import jax.numpy as jnp
-from linear_posterior import X, Y, exact, linear
+from linear_posterior import X, Y, exact
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc, with_draws
 from scipy import stats
+from small_models import linear
 
 from numpyro_sgmcmc import (
     SGHMC,
@@ -28,22 +30,10 @@ from numpyro_sgmcmc import (
 )
 from numpyro_sgmcmc.diagnostics._mixture import Mixture, fitted
 from numpyro_sgmcmc.diagnostics.runs import group
-from numpyro_sgmcmc.posterior.numpyro_private import view_of
 
 COMPILE_QUICKLY = True
 #: the smoothing of weights has another name, and another sign, in ArviZ 1.x
-pytestmark = pytest.mark.arviz
-
-
-def with_draws(model, args, values, **settings):
-    """A run that has these draws, shape (chains, draws, ...)."""
-    chains, draws = next(iter(values.values())).shape[:2]
-    mcmc = MCMC(NUTS(model), num_warmup=1, num_samples=1, progress_bar=False)
-    mcmc.run(random.key(0), *args)
-    values = {name: jnp.asarray(x, jnp.float32) for name, x in values.items()}
-    view = view_of(mcmc, model, values, args, {}, settings)
-    view.num_samples, view.num_chains = draws, chains
-    return view
+ARVIZ = pytest.mark.arviz
 
 
 def plain(x, y):
@@ -60,6 +50,7 @@ def run_too_wide_by(factor, seed=0):
     return with_draws(plain, (X, Y), {"w": draws})
 
 
+@ARVIZ
 def test_a_run_that_is_too_wide_is_corrected():
     mean, sd, evidence = exact()
     for factor in (1.0, 1.15):
@@ -155,8 +146,9 @@ def test_through_a_kernel_and_from_disk(tmp_path):
     found = certify(mcmc)
     for name, values in (("x", X), ("y", Y)):
         np.save(tmp_path / f"{name}.npy", values)
-    on_disk = MCMC(kernel, num_warmup=50, num_samples=300, progress_bar=False)
-    on_disk.run(random.key(0), *(RowsOnDisk(tmp_path / f"{name}.npy") for name in "xy"))
+    on_disk = run_mcmc(
+        kernel, *(RowsOnDisk(tmp_path / f"{name}.npy") for name in "xy"), warmup=50, samples=300
+    )
     again = certify(on_disk)
     np.testing.assert_allclose(again.log_evidence, found.log_evidence, atol=0.01)
     np.testing.assert_allclose(again.table["mean"], found.table["mean"], rtol=1e-3)

@@ -17,6 +17,7 @@ import numpyro.distributions as dist
 from numpyro.infer import HMC, MCMC, NUTS
 from numpyro.infer.initialization import init_to_value
 import pytest
+from runs import run_mcmc
 from scipy.special import expit
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, LongRun, full_data, summary, to_arviz
@@ -58,10 +59,15 @@ def names(data):
 @pytest.fixture(scope="module")
 def mcmc():
     kernel = CCAdL(model, step_size=0.05, friction=2.0, steps_per_sample=5)
-    mcmc = MCMC(kernel, num_warmup=200, num_samples=300, num_chains=2,
-                chain_method="vectorized", progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(0), X, Y, extra_fields=("thermostat", "step_size", "minibatch_potential"))
-    return mcmc
+    return run_mcmc(
+        kernel,
+        X,
+        Y,
+        warmup=200,
+        samples=300,
+        chains=2,
+        fields=("thermostat", "step_size", "minibatch_potential"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +151,7 @@ def test_plain_from_numpyro_is_right_too(mcmc, data):
 
 def test_same_as_nuts_on_the_full_data(mcmc):
     """The layout does not differ from that of a kernel that has always been there."""
-    nuts = MCMC(NUTS(full_data(model)), num_warmup=100, num_samples=300, num_chains=2,
-                chain_method="vectorized", progress_bar=False)  # fmt: skip
-    nuts.run(random.key(0), X, Y)
+    nuts = run_mcmc(NUTS(full_data(model)), X, Y, warmup=100, samples=300, chains=2)
     theirs, ours = to_arviz(nuts), to_arviz(mcmc)
     assert group(theirs, "observed_data").equals(group(ours, "observed_data"))
     assert group(theirs, "posterior")["w"].dims == group(ours, "posterior")["w"].dims
@@ -164,9 +168,15 @@ def test_slashes_in_the_names_of_sites(tmp_path):
             numpyro.sample("net/y", dist.Normal(b + c + d[0], 20), obs=y[i])
 
     kernel = SGHMC(model, step_size=0.3, friction=0.5, steps_per_sample=20)
-    mcmc = LongRun(kernel, num_warmup=200, num_samples=1_000, store=tmp_path / "run.zarr",
-                   num_chains=2, chain_method="vectorized", progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(0), X[:, 0])
+    mcmc = run_mcmc(
+        kernel,
+        X[:, 0],
+        sampler=LongRun,
+        warmup=200,
+        samples=1_000,
+        store=tmp_path / "run.zarr",
+        chains=2,
+    )
     options = {"log_likelihood": True, "posterior_predictive": True, "dims": {"net/y": ["row"]}}
     data = to_arviz(mcmc, **options)
     for name in ("observed_data", "posterior_predictive", "log_likelihood"):
@@ -249,9 +259,7 @@ TWO_PLATES = (X, X[:, 0], X[:30, 1], 0.5)
 
 @pytest.fixture(scope="module")
 def of_two_plates():
-    mcmc = MCMC(SGLD(two_plates, step_size=1e-3), num_warmup=0, num_samples=20, progress_bar=False)
-    mcmc.run(random.key(0), *TWO_PLATES)
-    return mcmc
+    return run_mcmc(SGLD(two_plates, step_size=1e-3), *TWO_PLATES, warmup=0, samples=20)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +299,7 @@ def test_rows_where_the_plate_has_latent_sites():
             numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
 
     kernel = HMC(full_data(local), num_steps=3, adapt_step_size=False, step_size=0.1)
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=20, progress_bar=False)
-    mcmc.run(random.key(0), X, X[:, 1], extra_fields=("num_steps",))
+    mcmc = run_mcmc(kernel, X, X[:, 1], warmup=0, samples=20, fields=("num_steps",))
     rows = [30, 2]
     whole, found = (to_arviz(mcmc, log_likelihood=True, rows=r) for r in (None, rows))
     assert group(found, "posterior")["z"].shape == (1, 20, 2, 2)
@@ -312,8 +319,7 @@ def test_crossed_plates_choose_rows_and_columns():
             numpyro.sample("cell", dist.Normal(mu, 1), obs=table[i[:, None], j])
 
     table = X[:48].reshape(12, 12)[:, :9]
-    mcmc = MCMC(SGLD(crossed, step_size=1e-3), num_warmup=0, num_samples=20, progress_bar=False)
-    mcmc.run(random.key(0), table)
+    mcmc = run_mcmc(SGLD(crossed, step_size=1e-3), table, warmup=0, samples=20)
     found = to_arviz(mcmc, log_likelihood=True, rows={"down": [8, 1], "across": [0, 5, 2]})
     assert group(found, "log_likelihood")["cell"].dims == ("chain", "draw", "down", "across")
     np.testing.assert_array_equal(
@@ -357,8 +363,7 @@ def test_likelihood_that_is_itself_random():
             terms = dist.Normal(mu + 0.1 * noise, 1).log_prob(y[i])
             numpyro.factor("term", jnp.log(jnp.mean(jnp.exp(terms), 0)))
 
-    mcmc = MCMC(SGLD(estimated, step_size=1e-3), num_warmup=0, num_samples=20, progress_bar=False)
-    mcmc.run(random.key(0), X[:, 0])
+    mcmc = run_mcmc(SGLD(estimated, step_size=1e-3), X[:, 0], warmup=0, samples=20)
     found = to_arviz(mcmc, log_likelihood=True)
     mu = group(found, "posterior")["mu"].values[..., None]
     exact = -((X[:, 0] - mu) ** 2) / 2 / 1.01 - np.log(2 * np.pi * 1.01) / 2
@@ -378,9 +383,7 @@ def test_nonfinite_steps_are_reported():
         step_size=lambda i: jnp.where(i < 5, 1e-3, 1e38),
         init_strategy=init_to_value(values={"w": np.ones(3), "level": np.zeros(2)}),
     )
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=10, num_chains=2,
-                chain_method="vectorized", progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(0), X, Y)
+    mcmc = run_mcmc(kernel, X, Y, warmup=0, samples=10, chains=2)
     with pytest.warns(
         UserWarning, match="10 of 20 steps were undone, at a step size of 1e.38: they were"
     ):
@@ -398,8 +401,7 @@ def test_noise_beyond_the_friction_is_reported():
         noise_variance="estimated",
         init_strategy=init_to_value(values={"w": np.ones(3), "level": np.zeros(2)}),
     )
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=40, progress_bar=False)
-    mcmc.run(random.key(0), X, Y)
+    mcmc = run_mcmc(kernel, X, Y, warmup=0, samples=40)
     used = mcmc.get_extra_fields()["friction_used"]
     assert np.all(used[:20] < 1) and np.all(used[25:] > 1)
     assert "TIMES WHAT THE FRICTION" in kernel.get_diagnostics_str(mcmc.last_state)
@@ -408,9 +410,7 @@ def test_noise_beyond_the_friction_is_reported():
 
 
 def test_thinned_run():
-    mcmc = MCMC(SGLD(model, step_size=1e-3), num_warmup=0, num_samples=100, thinning=3,
-                progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(0), X, Y)
+    mcmc = run_mcmc(SGLD(model, step_size=1e-3), X, Y, warmup=0, samples=100, thinning=3)
     assert group(to_arviz(mcmc, log_likelihood=True), "log_likelihood").sizes["draw"] == 33
 
 
@@ -422,16 +422,8 @@ def test_round_trip_through_a_file(data, tmp_path):
     np.testing.assert_array_equal(group(back, "posterior")["w"], group(data, "posterior")["w"])
 
 
-SHARED = ["plot_autocorr", "plot_trace", "plot_pair", "plot_ess", "plot_mcse", "plot_forest"]
-PLOTS = SHARED + (
-    ["plot_rank", "plot_posterior", "plot_density", "plot_ppc", "plot_violin"]
-    if FIRST_GENERATION
-    else [
-        "plot_trace_dist", "plot_rank", "plot_rank_dist", "plot_dist", "plot_ppc_dist",
-        "plot_ppc_pit", "plot_ess_evolution", "plot_ridge", "plot_convergence_dist",
-        "plot_ppc_tstat",
-    ]
-)  # fmt: skip
+PLOTS = ["plot_trace", "plot_pair", "plot_ess", "plot_forest", "plot_rank"]
+PLOTS += ["plot_posterior", "plot_ppc"] if FIRST_GENERATION else ["plot_dist", "plot_ppc_dist"]
 
 
 @pytest.mark.parametrize("name", PLOTS)

@@ -9,14 +9,13 @@ import sys
 
 import arviz as az
 from generations import FIRST_GENERATION, arviz_marks
-from jax import random
 import matplotlib.pyplot as plt
 from matplotlib.text import Text
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 from scipy import stats
 import xarray as xr
 
@@ -45,19 +44,11 @@ def model(y):
         numpyro.sample("x", dist.Normal(level, 1), obs=y[i, 0])
 
 
-def run(
-    kernel, fields=(), num_samples=400, num_chains=2, chain_method="vectorized", num_warmup=100
-):
-    mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, num_chains=num_chains,
-                chain_method=chain_method, progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(0), Y, extra_fields=fields)
-    return mcmc
-
-
 @pytest.fixture(scope="module")
 def mcmc():
     kernel = CCAdL(model, step_size=0.03, friction=5.0, steps_per_sample=5)
-    return run(kernel, ("thermostat", "kinetic_temperature"))
+    fields = ("thermostat", "kinetic_temperature")
+    return run_mcmc(kernel, Y, samples=400, chains=2, fields=fields)
 
 
 @pytest.fixture(scope="module", params=["an MCMC object", "an ArviZ object", "a file"])

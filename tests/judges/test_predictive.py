@@ -28,7 +28,6 @@ N, CHOSEN = 2_000, 500
 KEYS = random.split(random.key(0), 4)
 X = random.normal(KEYS[0], (N, 3))
 NUMBERS = 1 + X[:, 0] + random.normal(KEYS[1], (N,))
-EVENTS = (1 + X[:, 0] + random.logistic(KEYS[2], (N,)) > 0).astype(int)
 
 #: Rows in each evaluation of the model that is not only traced.
 SEEN = []
@@ -42,13 +41,6 @@ def linear(x, y=None, noise=None):
         mean = w[0] + x[i] @ w[1:]
         jax.debug.callback(lambda mean: SEEN.append(mean.shape[0]), mean)
         numpyro.sample("y", dist.Normal(mean, scale), obs=None if y is None else y[i])
-
-
-def logistic(x, y, with_intercept=True):
-    w = numpyro.sample("w", dist.Normal(0, 10).expand([4]).to_event(1))
-    with numpyro.plate("rows", x.shape[0], subsample_size=50) as i:
-        logits = w[0] * with_intercept + x[i] @ w[1:]
-        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
 
 
 def drawn(model, *args, **kwargs):
@@ -97,14 +89,6 @@ def too_sure():
 @pytest.fixture(scope="module")
 def numbers(mcmc, too_sure):
     return {True: chosen(mcmc), False: chosen(too_sure)}
-
-
-@pytest.fixture(scope="module")
-def events():
-    return {
-        with_intercept: chosen(drawn(logistic, X, EVENTS, with_intercept=with_intercept))
-        for with_intercept in (True, False)
-    }
 
 
 @pytest.mark.slow
@@ -284,31 +268,17 @@ def test_loo_pit_of_a_right_model_is_uniform_and_of_a_wrong_one_not(numbers):
         assert pit.shape == (CHOSEN,) and uniform(pit) == is_right
 
 
-@pytest.mark.nightly
-def test_reliability_of_a_right_model_and_of_a_wrong_one(events):
-    for is_right, data in events.items():
-        y = values(data, "observed_data")
-        probability = values(data, "posterior_predictive").mean((0, 1))
-        bins = np.array_split(np.argsort(probability), 10)
-        residual = [np.sum(y[b] - probability[b]) for b in bins]
-        variance = [np.sum(probability[b] * (1 - probability[b])) for b in bins]
-        # chi-square with 10 degrees of freedom, at a level of 0.1 %
-        assert (np.sum(np.square(residual) / variance) < 29.6) == is_right
-
-
 PICTURES = (
     [
         ("numbers", "plot_loo_pit", {"y": "y"}),
         ("numbers", "plot_loo_pit", {"y": "y", "ecdf": True}),
         ("numbers", "plot_bpv", {"kind": "u_value"}),
-        pytest.param("events", "plot_separation", {"y": "y"}, marks=pytest.mark.nightly),
         ("numbers", "plot_ppc", {"num_pp_samples": 20}),
     ]
     if FIRST_GENERATION
     else [
         ("numbers", "plot_loo_pit", {}),
         ("numbers", "plot_ppc_pit", {}),
-        ("events", "plot_ppc_pava", {}),
         ("numbers", "plot_ppc_tstat", {}),
     ]
 )

@@ -11,14 +11,13 @@ import sys
 import arviz as az
 from generations import arviz_marks
 import jax
-from jax import random
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 from scipy import stats
 
 from numpyro_sgmcmc import (
@@ -33,7 +32,7 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.diagnostics.runs import group
 from numpyro_sgmcmc.posterior import numpyro_private, quadrature
 
-pytestmark = arviz_marks(
+ARVIZ, *pytestmark = arviz_marks(
     "The draws do not have the law",
     "The log likelihood is that of",
     "Estimated shape parameter of Pareto",
@@ -81,10 +80,7 @@ def customers(number, seed=0):
 
 def sampled(model, *data, samples=60, chains=2, step_size=0.02):
     kernel = CCAdL(model, step_size=step_size, friction=10.0, steps_per_sample=5)
-    mcmc = MCMC(kernel, num_warmup=50, num_samples=samples, num_chains=chains,
-                chain_method="vectorized", progress_bar=False)  # fmt: skip
-    mcmc.run(random.key(0), *data)
-    return mcmc
+    return run_mcmc(kernel, *data, warmup=50, samples=samples, chains=chains)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +94,7 @@ def mcmc(y):
     return sampled(normal, y, samples=200)
 
 
+@ARVIZ
 def test_groups_are_drawn_anew(mcmc, y):
     """New observations of a group are at its own effect, given its rows: against their law."""
     data = to_arviz(mcmc, posterior_predictive=True)
@@ -126,6 +123,7 @@ def test_a_copy_knows_its_groups(mcmc):
     )
 
 
+@ARVIZ
 def test_chosen_groups_are_drawn_anew(mcmc):
     data = to_arviz(mcmc, posterior_predictive=True, rows={"groups": [3, 70]})
     found = group(data, "posterior_predictive")
@@ -134,6 +132,7 @@ def test_chosen_groups_are_drawn_anew(mcmc):
     assert data.attrs["rows_kept_groups"] == "2 of 80 rows of plate 'groups'"
 
 
+@ARVIZ
 def test_an_elpd_of_some_rows_is_told(mcmc):
     with pytest.warns(UserWarning, match="that of 7 of 80 rows of plate 'others'"):
         data = to_arviz(mcmc, log_likelihood=True, rows={"others": 7})
@@ -147,7 +146,7 @@ def of_customers():
     return sampled(counts, *customers(300), samples=20)
 
 
-SLOW = ("from_numpyro", "loo")
+NIGHTLY = ("from_numpyro", "loo")
 
 RESULTS = {
     "summary": summary,
@@ -160,7 +159,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in RESULTS]
+    "name", [pytest.param(k, marks=pytest.mark.nightly if k in NIGHTLY else ()) for k in RESULTS]
 )
 def test_integrals_are_compiled(of_customers, name, monkeypatch):
     """No result evaluates groups operation by operation, or all at once."""
@@ -194,10 +193,10 @@ def drawn(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 2])
-def test_results_of_a_copy(mcmc, times):
+def test_results_of_a_copy(mcmc):
+    """And of its copy."""
     copy = mcmc
-    for _ in range(times):
+    for _ in range(2):
         copy = pickle.loads(pickle.dumps(copy))
     (found, words), (expected, expected_words) = drawn(copy), drawn(mcmc)
     assert words == expected_words and found.keys() == expected.keys()
@@ -255,7 +254,7 @@ def test_programs_avoid_faulty_fusions():
     assert said == {k: k or (flag if needed else "") for k in said}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_customers():
     """Groups of unequal sizes, so many that a fault of jaxlib 0.10.2 has ended the process."""
     data = customers(20_000)

@@ -3,16 +3,17 @@
 
 """The Stein matrix: what it says of draws whose law is known."""
 
+from functools import partial
 import warnings
 
 import jax
 from jax import lax, random
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
+from small_models import mean, means
 
 from numpyro_sgmcmc import SGLD, CCAdL, summary, to_arviz
 from numpyro_sgmcmc.kernels.monitor import Monitor
@@ -26,6 +27,8 @@ from numpyro_sgmcmc.stein import (
     start_sums,
     stein_report,
 )
+
+COMPILE_QUICKLY = True
 
 
 def sums_of(draws, gradients, site_of=None, temperature=1.0, metric=None):
@@ -185,10 +188,7 @@ def test_silent_on_good_draws():
     assert sum(report.problem() is not None for report in found) <= 2
 
 
-def gaussian(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([3]).to_event(1))
-    with numpyro.plate("rows", len(y), subsample_size=90) as i:
-        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
+gaussian = partial(means, batch_size=90)
 
 
 def run(step_size, chains=1, progress_bar=False, **options):
@@ -251,14 +251,7 @@ def test_the_device_is_asked_seldom(monkeypatch):
 
 
 def run_of_a_mean():
-    def model(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 10))
-        with numpyro.plate("rows", len(y), subsample_size=10) as i:
-            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
-
-    mcmc = MCMC(CCAdL(model, 0.01, 1.0), num_warmup=1, num_samples=10, progress_bar=False)
-    mcmc.run(random.key(0), jnp.ones(100))
-    return mcmc
+    return run_mcmc(CCAdL(mean, 0.01, 1.0), jnp.ones(100), warmup=1, samples=10)
 
 
 def test_a_run_that_takes_longer_than_expected(monkeypatch):

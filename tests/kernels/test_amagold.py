@@ -3,6 +3,7 @@
 
 """AMAGOLD is exact at step sizes where the same steps without a test are far off."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -12,24 +13,19 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 from scipy import special
+from small_models import logistic, mean
 
 from numpyro_sgmcmc import AMAGOLD, spread_rows, to_arviz
 from numpyro_sgmcmc.gradients.estimators import Evaluation
 
 COMPILE_QUICKLY = True
-N, BATCH = 100, 10
+N = 100
 PRECISION = N + 0.01
 Y = np.random.default_rng(0).standard_normal(N)
 Y = ((Y - Y.mean()) / Y.std(ddof=1)).astype(np.float32)
-
-
-def gaussian(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with numpyro.plate("rows", y.shape[0], subsample_size=BATCH) as i:
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
 
 def rare(y):
@@ -52,13 +48,7 @@ def rare_moments():
     return mean, weights @ (b - mean) ** 2, weights @ (b - mean) ** 3
 
 
-def run_of(kernel, args, samples, chains=4, **options):
-    mcmc = MCMC(
-        kernel, num_warmup=200, num_samples=samples, num_chains=chains,
-        chain_method="vectorized", progress_bar=False, **options,
-    )  # fmt: skip
-    mcmc.run(random.key(0), *args)
-    return mcmc
+run_of = partial(run_mcmc, warmup=200, chains=4)
 
 
 def z_scores(draws, moments):
@@ -75,11 +65,11 @@ def z_scores(draws, moments):
 @pytest.mark.parametrize("step_size", [0.1, pytest.param(0.2, marks=pytest.mark.nightly)])
 def test_exact_law(step_size, monkeypatch):
     root = PRECISION**0.5
-    kernel = AMAGOLD(gaussian, step_size / root, 2 * root, steps_per_sample=5)
+    kernel = AMAGOLD(mean, step_size / root, 2 * root, steps_per_sample=5)
     moments = N * Y.mean() / PRECISION, 1 / PRECISION
 
     def draws():
-        mcmc = run_of(kernel, (Y,), 10_000)
+        mcmc = run_of(kernel, Y, samples=10_000)
         accepted = float(mcmc.get_extra_fields()["accept_prob"].mean())
         return np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], float), accepted
 
@@ -88,7 +78,7 @@ def test_exact_law(step_size, monkeypatch):
     assert np.all(np.abs(z_scores(found, moments)) < 4)
     # without the test the same steps are far too wide
     monkeypatch.setattr(AMAGOLD, "test", lambda self, before, after, change, key: after)
-    kernel = AMAGOLD(gaussian, step_size / root, 2 * root, steps_per_sample=5)
+    kernel = AMAGOLD(mean, step_size / root, 2 * root, steps_per_sample=5)
     found, _ = draws()
     assert found.var() * PRECISION > 1.1
     assert z_scores(found, moments)[1] > 8
@@ -99,7 +89,7 @@ def test_exact_law(step_size, monkeypatch):
     pytest.param({}, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_a_skewed_posterior(options):
-    mcmc = run_of(AMAGOLD(rare, progress_bar=False, **options), (RARE,), 10_000)
+    mcmc = run_of(AMAGOLD(rare, progress_bar=False, **options), RARE, samples=10_000)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["b"], float)
     assert np.all(np.abs(z_scores(draws, rare_moments())) < 4)
     assert mcmc.get_extra_fields()["accept_prob"].mean() > 0.3
@@ -114,15 +104,10 @@ def test_paths_are_as_long_as_their_noise_allows():
     x = rng.standard_normal((2_000, 5)).astype(np.float32)
     y = (x[:, 0] + rng.logistic(size=2_000) > 0).astype(np.float32)
 
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([5]).to_event(1))
-        with numpyro.plate("rows", x.shape[0], subsample_size=500) as i:
-            numpyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
-
-    steps = []
+    model, steps = partial(logistic, batch_size=500, prior=1.0), []
     for gradient in ("minibatch", "control_variate"):
         kernel = AMAGOLD(model, gradient=gradient, progress_bar=False)
-        mcmc = run_of(kernel, (x, y), 500)
+        mcmc = run_of(kernel, x, y, samples=500)
         accepted = float(mcmc.get_extra_fields()["accept_prob"].mean())
         assert 0.3 < accepted < (0.9 if gradient == "minibatch" else 1.0)
         steps.append(kernel.steps_per_sample)
@@ -132,7 +117,7 @@ def test_paths_are_as_long_as_their_noise_allows():
 def test_a_path_and_its_reverse():
     """The work is what the probabilities of the two differ by, and of their momenta."""
     rng, h, friction, temperature = np.random.default_rng(0), 0.3, 1.4, 1.7
-    kernel = AMAGOLD(gaussian, h, friction, temperature=temperature)
+    kernel = AMAGOLD(mean, h, friction, temperature=temperature)
     matrices = rng.standard_normal((6, 3, 3))
 
     def state(z, momentum):
@@ -170,8 +155,8 @@ def test_a_path_and_its_reverse():
 
 
 def test_what_is_not_accepted_stays_with_its_momentum_reversed():
-    kernel = AMAGOLD(gaussian, 0.01, 1.0)
-    mcmc = run_of(kernel, (Y,), 3, chains=1)
+    kernel = AMAGOLD(mean, 0.01, 1.0)
+    mcmc = run_of(kernel, Y, samples=3, chains=1)
     before = mcmc.last_state._replace(z=jnp.array([1.0]))
     after = before._replace(
         z=jnp.array([2.0]), dynamics=before.dynamics._replace(momentum=jnp.array([5.0]))
@@ -184,7 +169,7 @@ def test_what_is_not_accepted_stays_with_its_momentum_reversed():
 
 
 def test_a_path_that_is_not_finite_is_not_accepted():
-    mcmc = run_of(AMAGOLD(gaussian, 1e30, 1e-30, steps_per_sample=2), (Y,), 5, chains=1)
+    mcmc = run_of(AMAGOLD(mean, 1e30, 1e-30, steps_per_sample=2), Y, samples=5, chains=1)
     assert np.all(mcmc.get_extra_fields()["diverging"])
     assert np.ptp(mcmc.get_samples()["mu"]) == 0
 
@@ -192,15 +177,15 @@ def test_a_path_that_is_not_finite_is_not_accepted():
 def test_rows_on_devices():
     mesh = jax.make_mesh((2,), ("rows",))
     root = PRECISION**0.5
-    kernel = AMAGOLD(gaussian, 0.1 / root, 2 * root, steps_per_sample=5)
-    mcmc = run_of(kernel, (spread_rows(mesh, Y),), 3_000, jit_model_args=True)
+    kernel = AMAGOLD(mean, 0.1 / root, 2 * root, steps_per_sample=5)
+    mcmc = run_of(kernel, spread_rows(mesh, Y), samples=3_000, jit_model_args=True)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], float)
     assert np.all(np.abs(z_scores(draws, (N * Y.mean() / PRECISION, 1 / PRECISION))) < 4)
 
 
 def test_what_would_not_be_exact():
     with pytest.raises(ValueError, match="needs a constant `step_size`"):
-        AMAGOLD(gaussian, lambda i: 0.1 / (1 + i))
-    kernel = AMAGOLD(gaussian, 0.01, 1.0, subsampling="epochs")
+        AMAGOLD(mean, lambda i: 0.1 / (1 + i))
+    kernel = AMAGOLD(mean, 0.01, 1.0, subsampling="epochs")
     with pytest.raises(ValueError, match="minibatches of a path are to be independent"):
-        run_of(kernel, (Y,), 3, chains=1)
+        run_of(kernel, Y, samples=3, chains=1)

@@ -24,6 +24,7 @@ from numpyro.infer import MCMC, NUTS, BarkerMH, Predictive
 import pandas as pd
 import pytest
 import scipy.sparse
+from small_models import mean
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import (
@@ -94,10 +95,7 @@ def anything():
     return {f"{k} {type(x).__name__}": x for k, x in enumerate(every)}
 
 
-def model(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with numpyro.plate("rows", len(y), subsample_size=20) as i:
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+model = partial(mean, batch_size=20)
 
 
 KERNELS = (AMAGOLD, PSGLD, SGFS, SGHMC, SGLD, SGMCLMC, SGNHT, SMSUBU, CCAdL)

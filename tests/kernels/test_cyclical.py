@@ -5,15 +5,14 @@
 
 import warnings
 
-from jax import random
 import jax.numpy as jnp
 from kernel_table import KERNELS, X, Y
 from kernel_table import model as regression
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 import pytest
+from runs import go_on, run_mcmc
 
 from numpyro_sgmcmc import SGHMC, SGLD, cyclical, stein_matrix, summary, to_arviz
 from numpyro_sgmcmc.kernels.cyclical import is_for_samples, steps_for_samples
@@ -37,18 +36,16 @@ def variance(h):
     return (2 * h + h**2 * noise) / (1 - (1 - h * ROWS) ** 2) * ROWS
 
 
-def run(step_size, samples, model=gaussian_mean, data=(DATA,), warmup=2, chains=1, **options):
-    kernel = SGLD(model, step_size, subsampling="without_replacement", **options)
-    mcmc = MCMC(
+def run(step_size, samples, warmup=2, chains=1, **options):
+    kernel = SGLD(gaussian_mean, step_size, subsampling="without_replacement", **options)
+    return run_mcmc(
         kernel,
-        num_warmup=warmup,
-        num_samples=samples,
-        num_chains=chains,
-        chain_method="vectorized",
-        progress_bar=False,
+        DATA,
+        warmup=warmup,
+        samples=samples,
+        chains=chains,
+        start={"mu": jnp.zeros(chains) if chains > 1 else 0.0},
     )
-    mcmc.run(random.key(0), *data, init_params={"mu": jnp.zeros(chains) if chains > 1 else 0.0})
-    return mcmc
 
 
 def test_the_schedule_is_that_of_the_docstring():
@@ -103,8 +100,7 @@ def test_what_is_drawn_in_the_fall_is_left_out_of_the_results():
 def test_other_kernels_take_it(name):
     step_size = cyclical(2e-3, 5e-4, steps=20)
     kernel = KERNELS[name](regression, step_size=step_size)
-    mcmc = MCMC(kernel, num_warmup=2, num_samples=4, progress_bar=False)
-    mcmc.run(random.key(0), X, Y)
+    mcmc = run_mcmc(kernel, X, Y, warmup=2, samples=4)
     state = mcmc.last_state
     assert int(state.i) == 120 and np.isclose(state.step_size, 5e-4)
     assert int(state.monitor.nonfinite_steps) == 0
@@ -118,14 +114,12 @@ def test_a_run_goes_on_with_its_cycle_and_is_tuned_with_one():
     step_size = cyclical(LARGEST, SMALLEST, steps=40, sampling=0.5)
     whole = run(step_size, 40, steps_per_sample=10)
     first = run(step_size, 20, steps_per_sample=10)
-    first.post_warmup_state = first.last_state
-    first.run(first.post_warmup_state.rng_key, DATA)
+    go_on(first, DATA)
     assert np.array_equal(first.get_samples()["mu"], whole.get_samples()["mu"][20:])
     assert to_arviz(first)["posterior"].sizes["draw"] == 10
     # in units of a metric that is found
     kernel = SGHMC(regression, cyclical(0.5, 0.1, 100), progress_bar=False)
-    mcmc = MCMC(kernel, num_warmup=2, num_samples=300, progress_bar=False)
-    mcmc.run(random.key(0), X, Y)
+    mcmc = run_mcmc(kernel, X, Y, warmup=2, samples=300)
     assert kernel.tuning.friction is not None and kernel.steps_per_sample == 100
     assert summary(mcmc).facts["step size"] == pytest.approx(0.1)
 

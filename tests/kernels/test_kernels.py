@@ -23,25 +23,30 @@ from numpyro.infer.initialization import init_to_median, init_to_value
 from numpyro.util import fori_collect
 import optax
 import pytest
+from runs import go_on, run_mcmc
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, CCAdL, NoiseEstimate, to_arviz
 from numpyro_sgmcmc.results.facts import attributes
 
 #: The contract is met once, in the base class: of each kind one, and all in `make test-nightly`.
-KINDS = ("SGLD epochs", "SGHMC", "CCAdL tuned", "PSGLD")
+KINDS = ("SGLD epochs", "SGHMC", "CCAdL tuned")
 LAWFUL = [
     pytest.param(name, marks=() if name in KINDS else pytest.mark.nightly) for name in KERNELS
 ]
 each_kernel = pytest.mark.parametrize("name", LAWFUL)
 # those that differ from another one in a word are left to the nightly tests
-ALIKE = ("SGLD", "SGLD modified", "SGHMC", "CCAdL", "CCAdL euler")
+ALIKE = ("SGLD", "SGLD epochs", "SGLD modified", "SGHMC", "PSGLD", "SMSUBU", "CCAdL",
+         "CCAdL euler", "CCAdL matrix free")  # fmt: skip
 each_state = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.nightly if n in ALIKE else ()) for n in KERNELS]
 )
-#: One of each kind, for what the base class does alike for all.
+#: One, for what the base class does alike for all.
 few_kernels = pytest.mark.parametrize(
     "name",
-    ["SGLD epochs", pytest.param("SGHMC estimated", marks=pytest.mark.nightly), "CCAdL"],
+    [
+        "CCAdL",
+        *(pytest.param(k, marks=pytest.mark.nightly) for k in ("SGLD epochs", "SGHMC estimated")),
+    ],
 )
 SUPPORT = Path(__file__).parents[1] / "support"
 COMPILE_QUICKLY = True
@@ -111,10 +116,8 @@ def test_kernel_is_shared_by_chain_methods():
     """What a kernel remembers of one run does not change how another one goes on."""
     expected = samples(run("SGHMC", num_samples=12, num_chains=2, chain_method="vectorized"))
     mcmc = run("SGHMC", num_samples=6, num_chains=2, chain_method="vectorized")
-    other = MCMC(mcmc.sampler, num_warmup=0, num_samples=1, progress_bar=False)
-    other.run(random.key(5), X, Y)
-    mcmc.post_warmup_state = mcmc.last_state
-    mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
+    run_mcmc(mcmc.sampler, X, Y, key=5, warmup=0, samples=1)
+    go_on(mcmc, X, Y)
     assert_same(samples(mcmc), jax.tree.map(lambda x: x[:, 6:], expected))
 
 
@@ -155,7 +158,11 @@ def test_progress_bar_changes_nothing(name, chains, progress_bar, capsys):
 
 @pytest.mark.parametrize(
     ("name", "chains", "init_params"),
-    [("SGHMC", 1, False), ("CCAdL tuned", 2, False), ("CCAdL", 1, True)],
+    [
+        pytest.param("SGHMC", 1, False, marks=pytest.mark.nightly),
+        ("CCAdL tuned", 2, False),
+        ("CCAdL", 1, True),
+    ],
 )
 def test_second_run_compiles_nothing(name, chains, init_params, progress_bar, compiled):
     z = {"w": jnp.ones(3), "scale": jnp.zeros(())} if init_params else None
@@ -247,8 +254,7 @@ def test_resumed_run_is_one_long_run(name, chain_method):
     expected = samples(run(name, num_samples=12, **chains))
     mcmc = run(name, num_samples=6, **chains)
     first = samples(mcmc)
-    mcmc.post_warmup_state = mcmc.last_state
-    mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
+    go_on(mcmc, X, Y)
     both = jax.tree.map(lambda a, b: np.concatenate([a, b], 1), first, samples(mcmc))
     assert_same(both, expected)
 
@@ -285,8 +291,7 @@ def test_pickled_runs_go_on_in_a_new_process(tmp_path):
     python("-c", CONTINUE, pickled, found, JAX_DISABLE_MOST_OPTIMIZATIONS="True")
     continued = pickle.loads(found.read_bytes())
     for name, mcmc in runs.items():
-        mcmc.post_warmup_state = mcmc.last_state
-        mcmc.run(mcmc.post_warmup_state.rng_key, X, Y)
+        go_on(mcmc, X, Y)
         expected = samples(mcmc)
         # a deterministic site is no part of the chain: another process may round it differently
         np.testing.assert_allclose(

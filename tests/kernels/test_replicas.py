@@ -3,6 +3,7 @@
 
 """Replica exchange: the weights of modes, and exchanges that noise does not make wrong."""
 
+from functools import partial
 import warnings
 
 import jax
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 
 from numpyro_sgmcmc import (
     AMAGOLD,
@@ -29,6 +30,7 @@ from numpyro_sgmcmc.diagnostics.runs import effective_sizes
 from numpyro_sgmcmc.kernels import exchange
 from numpyro_sgmcmc.kernels.exchange import exchange_probability
 
+COMPILE_QUICKLY = True
 RNG = np.random.default_rng(0)
 ROWS, BATCH, DIMENSION = 1_000, 50, 10
 WEIGHTS = np.array([0.1, 0.2, 0.3, 0.4])
@@ -69,17 +71,7 @@ def two_groups():
     return (np.where(left, -1.5, 1.5) + RNG.standard_normal(400)).astype(np.float32)
 
 
-def run(kernel, *data, samples=1_000, warmup=100, chains=4, key=0, **options):
-    mcmc = MCMC(
-        kernel,
-        num_warmup=warmup,
-        num_samples=samples,
-        num_chains=chains,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(key), *data, **options)
-    return mcmc
+run = partial(run_mcmc, samples=1_000, chains=4)
 
 
 def weights_of(mcmc):
@@ -174,19 +166,6 @@ def test_weights_of_modes():
 
 
 @pytest.mark.nightly
-def test_labels_are_exchanged_where_nothing_tells_them_apart():
-    y = two_groups()
-    replicas = Replicas(np.geomspace(1, 100, 8))
-    options = {"covariance": "full", "steps_per_sample": 20}
-    kernel = CCAdL(two_components, 0.03, 5.0, replicas=replicas, **options)
-    mcmc = run(kernel, y, samples=10_000, warmup=300)
-    first = np.asarray(mcmc.get_samples(True)["mean"])
-    share = (first[..., 0] < first[..., 1]).mean(axis=1)
-    assert abs(share.mean() - 0.5) < 0.05, share
-    assert summary(mcmc).table["r_hat"].max() < 1.03
-
-
-@pytest.mark.nightly
 def test_a_tuning_warns_of_several_modes_only_where_chains_see_one():
     y, options = two_groups(), {"gradient": "minibatch", "progress_bar": False}
     with pytest.warns(UserWarning, match="The posterior has several modes .*`replicas=Replicas"):
@@ -196,30 +175,6 @@ def test_a_tuning_warns_of_several_modes_only_where_chains_see_one():
         warnings.simplefilter("error")
         tuning = kernel.tune(random.key(0), y)
     assert not tuning.problem and tuning.steps_per_sample > 1
-
-
-@pytest.mark.nightly
-def test_two_rings():
-    """The model of the report on rings, of a tenth of its points: modes 60 sd apart."""
-    ring = RNG.integers(2, size=1_000)
-    norms = np.array([1.0, 2.0])[ring] + 0.3 * RNG.standard_normal(1_000)
-
-    def rings(norms):
-        r = numpyro.sample("r", dist.Normal(0, 10).expand([2]).to_event(1))
-        halves = dist.Categorical(probs=jnp.full(2, 0.5))
-        with numpyro.plate("rows", len(norms), subsample_size=100) as i:
-            mixture = dist.MixtureSameFamily(halves, dist.Normal(r, 0.3))
-            numpyro.sample("norm", mixture, obs=norms[i])
-
-    options = {"covariance": "full", "steps_per_sample": 20}
-    replicas = Replicas(np.geomspace(1, 600, 16))
-    kernel = CCAdL(rings, 0.006, 20.0, replicas=replicas, **options)
-    start = {"r": jnp.tile(jnp.array([0.0, 3.0]), (4, 1))}
-    mcmc = run(kernel, norms.astype(np.float32), samples=8_000, warmup=300, init_params=start)
-    r = np.asarray(mcmc.get_samples(True)["r"])
-    share = (r[..., 0] < r[..., 1]).mean(axis=1)
-    assert abs(share.mean() - 0.5) < 0.05, share
-    assert summary(mcmc).table["r_hat"].max() < 1.03
 
 
 def test_what_is_collected_and_said():

@@ -4,6 +4,7 @@
 """What was found for one model and its data is not used for others; a run does not wear out."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 import traceback
 import warnings
 
@@ -15,6 +16,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 import optax
 import pytest
+from small_models import mean
 
 from numpyro_sgmcmc import SGLD, LongRun
 from numpyro_sgmcmc.posterior.checks.exceptions import one_at_a_time
@@ -29,10 +31,7 @@ Y = 1 + np.random.default_rng(0).standard_normal(N).astype(np.float32)
 CHANGED = np.where(np.arange(N) == 377, 500, Y).astype(np.float32)
 
 
-def normal(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with numpyro.plate("rows", y.shape[0], subsample_size=50) as i:
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+normal = partial(mean, batch_size=50)
 
 
 UNSEEN_BY_THE_LOCK = []

@@ -9,11 +9,11 @@ import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 from scipy.integrate import solve_ivp
+from small_models import mean, means
 
 from numpyro_sgmcmc import SGMCLMC, summary
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
@@ -48,23 +48,9 @@ def test_the_kick_solves_its_equation():
             np.testing.assert_allclose(jnp.linalg.norm(momentum), np.sqrt(D))
 
 
-def model(y, batch_size=N):
-    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([D]).to_event(1))
-    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
-
-
 def variances(kernel, y, draws=20_000, **options):
     """Of the posterior, and their standard errors, relative to the right ones."""
-    mcmc = MCMC(
-        kernel,
-        num_warmup=300,
-        num_samples=draws,
-        num_chains=4,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(0), y, **options)
+    mcmc = run_mcmc(kernel, y, warmup=300, samples=draws, chains=4, **options)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["mu"], np.float64)
     right = 1 / (N + 0.01)
     squares = (draws - draws.mean((0, 1))) ** 2
@@ -84,7 +70,7 @@ def data(scale=1.0):
 def kernel_of(h, batch_size=N, friction=1.0, **options):
     unit = N**-0.5
     return SGMCLMC(
-        partial(model, batch_size=batch_size),
+        partial(means, batch_size=batch_size),
         step_size=h * unit,
         friction=friction / unit,
         steps_per_sample=max(1, round(1 / h)),
@@ -125,7 +111,7 @@ def test_of_other_noise_so_much_less_is_added():
 @pytest.mark.nightly
 def test_a_tuned_run_is_right():
     y = data()
-    kernel = SGMCLMC(partial(model, batch_size=80), noise="full", progress_bar=False)
+    kernel = SGMCLMC(partial(means, batch_size=80), noise="full", progress_bar=False)
     ratio, error, mcmc = variances(kernel, y, draws=5_000)
     assert np.all(np.abs(ratio - 1) < 4 * error + 0.02)
     assert summary(mcmc).verdict.startswith("No problem found")
@@ -146,11 +132,5 @@ def test_the_energy_is_conserved_without_friction():
 
 
 def test_a_single_parameter_is_refused():
-    def one(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 1))
-        with numpyro.plate("rows", len(y), subsample_size=10) as i:
-            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
-
-    mcmc = MCMC(SGMCLMC(one, step_size=0.1, friction=1.0), num_warmup=1, num_samples=1)
     with pytest.raises(ValueError, match="has a single parameter"):
-        mcmc.run(random.key(0), data()[:, 0])
+        run_mcmc(SGMCLMC(mean, step_size=0.1, friction=1.0), data()[:, 0])

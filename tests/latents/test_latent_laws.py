@@ -10,14 +10,13 @@ import pytest
 COMPILE_QUICKLY = True
 
 #: In CI; the others before a release.
-SLOW = ("Beta, small", "Gamma, of precisions")
+IN_CI = "Gamma, of precisions"
 
 
-def marked(name):
-    return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.nightly)
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in LAWS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(k, marks=pytest.mark.slow if k == IN_CI else pytest.mark.nightly) for k in LAWS],
+)
 def test_what_is_said_is_true(name):
     """Errors of few nodes and of more, with and without an anchor, and what the tuning says."""
     found = errors(prepared(LAWS[name], 300), RULES)

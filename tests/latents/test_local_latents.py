@@ -22,9 +22,10 @@ import numpy as np
 import numpyro
 from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, Predictive, init_to_median, init_to_uniform
+from numpyro.infer import Predictive, init_to_median, init_to_uniform
 from numpyro.infer.util import potential_energy
 import pytest
+from runs import run_mcmc, target_of
 from scipy import stats
 import xarray as xr
 
@@ -428,7 +429,7 @@ def test_where_a_bound_is_near():
 @pytest.mark.nightly
 def test_few_nodes_where_they_are_enough():
     """Of effects with a standard deviation of 7 they are not, of 1 they are."""
-    target = Target(read_model(logistic, init_to_uniform, (BINARY,), {}), (BINARY,), {})
+    target = target_of(logistic, BINARY)
     x = flat_potential(logistic, BINARY)[1]
 
     def chosen(center):
@@ -650,16 +651,7 @@ def test_modes_are_found_from_afar(start):
 
 def sampled(model, *data, samples=2_000, **options):
     kernel = CCAdL(model, progress_bar=False, **options)
-    mcmc = MCMC(
-        kernel,
-        num_warmup=500,
-        num_samples=samples,
-        num_chains=4,
-        chain_method="vectorized",
-        progress_bar=False,
-    )
-    mcmc.run(random.key(0), *data)
-    return mcmc
+    return run_mcmc(kernel, *data, warmup=500, samples=samples, chains=4)
 
 
 N = 1_000
@@ -715,67 +707,6 @@ def test_exact_law(run):
     assert abs(other["mu"][1] / grid_moments(MANY)["mu"][1] - 1) > 0.2
 
 
-def moments_of_binary(counts, log_integral):
-    """
-    Of mu and tau of :func:`logistic`, by a grid.
-
-    :param counts: the number of groups with 0, 1, ... of four rows.
-    :param log_integral: of the log density of effects, shape (pairs, 5), and where they are.
-    """
-    mu, tau = np.linspace(0.2, 0.8, 61), np.linspace(0.3, 0.7, 61)
-    means, scales = (x.ravel()[:, None] for x in np.meshgrid(mu, 2 * tau, indexing="ij"))
-    k = np.arange(5)
-
-    def density(a):
-        terms = k * a - 4 * jnp.logaddexp(0.0, a)
-        return terms + dist.Normal(means, scales).log_prob(a)
-
-    terms = np.asarray(log_integral(density, means, scales), float) @ counts
-    terms = terms.reshape(61, 61) - mu[:, None] ** 2 / 8 - tau**2 / 2
-    weights = np.exp(terms - terms.max())
-    weights /= weights.sum()
-    found = {}
-    for name, x in {"mu": mu[:, None], "tau": tau[None]}.items():
-        mean = (weights * x).sum()
-        found[name] = mean, np.sqrt((weights * (x - mean) ** 2).sum())
-    return found
-
-
-@pytest.mark.nightly
-def test_law_by_few_nodes(monkeypatch):
-    """Binary rows: the law is the exact one, and not that of Laplace's approximation."""
-    rng = np.random.default_rng(5)
-    p = 1 / (1 + np.exp(-0.5 - rng.standard_normal((4_000, 1))))
-    y = jnp.asarray(rng.random((4_000, 4)) < p, jnp.int32)
-    counts = np.bincount(np.asarray(y).sum(1), minlength=5)
-
-    def by_nodes(density, means, scales):
-        x, log_weights = quadrature.gauss_hermite(101, 1)
-        densities = [
-            density(means + scales * z) + z**2 / 2 + w for z, w in zip(x, log_weights, strict=True)
-        ]
-        return jax.nn.logsumexp(jnp.stack(densities), axis=0) + np.log(scales)
-
-    def by_laplace(density, means, scales):
-        own = lambda z: density(z.reshape(-1, 5)).ravel()  # noqa: E731
-        start = jnp.zeros((5 * len(means), 1))
-        return quadrature.log_integral(own, own, own, start, None, "few").reshape(-1, 5)
-
-    mcmc = sampled(logistic, y)
-    assert mcmc.sampler.tuning.rule == "few"
-    exact = moments_of_binary(counts, by_nodes)
-    monkeypatch.setitem(quadrature._NODES, "few", (1, 1))
-    laplace = moments_of_binary(counts, by_laplace)
-    for name, x in mcmc.get_samples(group_by_chain=True).items():
-        x = np.asarray(x, float)[..., None]
-        variance, error = variance_of(x)
-        size, (mean, sd) = effective_sizes(x), exact[name]
-        assert size > 2_000
-        assert abs(x.mean() - mean) / sd < 3.5 / size**0.5 + 0.02
-        assert abs(variance**0.5 / sd - 1) < 3.5 * error / 2 + 0.02
-    assert abs(laplace["tau"][0] - exact["tau"][0]) > 0.5 * exact["tau"][1]
-
-
 @pytest.mark.slow
 def test_draws_of_groups(run):
     """Against the normal conditional law of each, over the draws of the run."""
@@ -813,8 +744,7 @@ def test_groups_on_disk(tmp_path, monkeypatch):
         tuning = Tuning(1e-3, 1.0, IdentityMetric(), anchor=anchor)
         kernel = SGHMC(intercepts, tuning=tuning, init_strategy=init_to_median)
         counts.clear()
-        mcmc = MCMC(kernel, num_warmup=0, num_samples=130, progress_bar=False)
-        mcmc.run(random.key(0), y)
+        mcmc = run_mcmc(kernel, y, warmup=0, samples=130)
         found.append(mcmc.get_samples() | dict(local_draws(mcmc, [3, 4], num_draws=5)))
     assert all(np.array_equal(found[0][name], found[1][name]) for name in ("mu", "tau", "a"))
     assert len(np.unique(found[0]["mu"])) > 100
@@ -839,10 +769,7 @@ def effects_and_classes(y, batch=10):
 @pytest.fixture(scope="module")
 def few():
     kernel = CCAdL(effects_and_classes, 0.05, 10.0)
-    options = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": False}
-    mcmc = MCMC(kernel, num_warmup=5, num_samples=20, **options)
-    mcmc.run(random.key(0), Y)
-    return mcmc
+    return run_mcmc(kernel, Y, warmup=5, samples=20, chains=2)
 
 
 @pytest.fixture
@@ -1094,8 +1021,7 @@ def test_nothing_to_draw():
         with groups(y, 10) as g:
             numpyro.sample("y", dist.Normal(mu, 1), obs=y[g, 0])
 
-    mcmc = MCMC(CCAdL(model, 0.1, 1.0), num_warmup=1, num_samples=2, progress_bar=False)
-    mcmc.run(random.key(0), Y)
+    mcmc = run_mcmc(CCAdL(model, 0.1, 1.0), Y, warmup=1, samples=2)
     with pytest.raises(ValueError, match="no latent sites inside of subsampled plates"):
         local_draws(mcmc)
 
@@ -1218,8 +1144,9 @@ def test_the_marginal_of_tables(buckets):
 def test_draws_of_tables():
     """The effects of both tables, by the numbers of all groups, against their normal law."""
     tables = group_rows(OF_GROUP, buckets=2)
-    mcmc = MCMC(CCAdL(ragged, 0.05, 10.0), num_warmup=50, num_samples=500, progress_bar=False)
-    mcmc.run(random.key(0), RAGGED, jax.tree.map(jnp.asarray, tables))
+    mcmc = run_mcmc(
+        CCAdL(ragged, 0.05, 10.0), RAGGED, jax.tree.map(jnp.asarray, tables), warmup=50, samples=500
+    )
     found = local_draws(mcmc, num_draws=500)
     draws = mcmc.get_samples(group_by_chain=True)
     mu, tau = (np.asarray(draws[k], float)[:, found["draw"].values, None] for k in ("mu", "tau"))

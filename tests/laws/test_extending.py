@@ -15,8 +15,8 @@ from gaussian_posterior import NOISE, Z, data, gaussian_mean, sampled, z_score
 from jax import random
 import jax.numpy as jnp
 import numpy as np
-from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 from scipy.linalg import expm
 
 import numpyro_sgmcmc
@@ -165,6 +165,5 @@ def test_frames_from_mcmc_to_the_gradient():
 
     for method in (partial(SGLD), partial(CCAdL, friction=A), partial(SGHMC, friction=A)):
         x, factor = data(np.eye(D), np.eye(D))
-        mcmc = MCMC(method(model, 1e-3), num_warmup=1, num_samples=1, progress_bar=False)
-        mcmc.run(random.key(0), x, factor)
+        run_mcmc(method(model, 1e-3), x, factor, warmup=1, samples=1)
     assert depths and max(depths) <= PACKAGE_DEPTH

@@ -25,6 +25,8 @@ from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program
 from numpyro_sgmcmc.long_runs import checkpoint, running, store
 from numpyro_sgmcmc.long_runs.folder import FOLDER
 
+COMPILE_QUICKLY = True
+
 KEY = random.key(1)
 
 
@@ -152,13 +154,6 @@ def a_socket(file):
             listening.bind(file.name)
     finally:
         os.chdir(here)
-
-
-def a_link(file):
-    elsewhere = file.parents[len(file.parts) - 3] / "elsewhere"
-    elsewhere.write_bytes(file.read_bytes())
-    file.unlink()
-    file.symlink_to(elsewhere)
 
 
 OF_A_FILE = {

@@ -13,10 +13,10 @@ import re
 from jax import random
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 import pytest
+from runs import run_mcmc
+from small_models import mean as model
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGLD
@@ -27,20 +27,12 @@ COMPILE_QUICKLY = True
 PRIVATE = re.compile(r"(?:mcmc|run|view|sampler|kernel|self)\._([a-z]\w*)")
 
 
-def model(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with numpyro.plate("rows", len(y), subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
-
-
 Y = jnp.ones(40)
 
 
 @pytest.fixture(scope="module")
 def mcmc():
-    mcmc = MCMC(SGLD(model, step_size=1e-3), num_warmup=2, num_samples=3, progress_bar=False)
-    mcmc.run(random.key(0), Y)
-    return mcmc
+    return run_mcmc(SGLD(model, step_size=1e-3), Y, warmup=2, samples=3)
 
 
 def test_arguments(mcmc):

@@ -34,6 +34,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_value
 import pytest
+from small_models import linear
 
 from numpyro_sgmcmc import PSGLD, SGFS, SGHMC, SGLD, SGNHT, SMSUBU, CCAdL, NoiseEstimate
 
@@ -218,13 +219,8 @@ def test_frozen_preconditioner_needs_a_warmup():
 
 
 def test_sweeps_need_a_partition():
-    def eleven(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-        with numpyro.plate("rows", len(x), subsample_size=11) as i:
-            numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
-
     with pytest.raises(ValueError, match="divides the 20 rows .* 11 does not, .* is 10"):
-        run(SMSUBU(eleven, 0.01, 1.0), X[:20], Y[:20])
+        run(SMSUBU(partial(linear, batch_size=11), 0.01, 1.0), X[:20], Y[:20])
 
 
 @pytest.mark.parametrize(

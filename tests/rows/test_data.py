@@ -26,6 +26,7 @@ from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
 
 from numpyro_sgmcmc import (
     SGLD,
@@ -154,21 +155,19 @@ def test_pickled_rows_are_read(tmp_path):
 
 def drawn(name, x, y=Y, **options):
     kernel = KERNELS[name](model, **({"init_strategy": CENTRE} | options.pop("kernel", {})))
-    options = {"num_warmup": 70, "num_samples": 80, "progress_bar": False} | options
-    mcmc = MCMC(kernel, **options)
-    mcmc.run(random.key(0), x, y)
-    return mcmc
+    options = {"warmup": 70, "samples": 80} | options
+    return run_mcmc(kernel, x, y, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("SGHMC estimated", {"num_chains": 2, "chain_method": "vectorized"}),
+        ("SGHMC estimated", {"chains": 2}),
         pytest.param("CCAdL matrix free", {"progress_bar": True}, marks=pytest.mark.nightly),
         ("CCAdL tuned", {"kernel": {"steps_per_sample": 3}, "jit_model_args": True}),
         pytest.param(
-            "SGLD", {"kernel": {"subsampling": "epochs"}, "num_chains": 2,
+            "SGLD", {"kernel": {"subsampling": "epochs"}, "chains": 2,
                      "chain_method": "parallel"}, marks=pytest.mark.nightly,
         ),
     ],
@@ -530,15 +529,19 @@ def test_a_long_run_on_rows_that_were_restored(tmp_path, short_stretches, monkey
     )
 
     def run_on(path, num_samples):
-        mcmc = LongRun(
-            KERNELS["SGLD"](model, init_strategy=CENTRE), num_warmup=5, num_samples=num_samples,
-            store=tmp_path / "run.zarr", progress_bar=False,
-        )  # fmt: skip
-        mcmc.run(random.key(0), RowsOnDisk(path), Y)
+        mcmc = run_mcmc(
+            KERNELS["SGLD"](model, init_strategy=CENTRE),
+            RowsOnDisk(path),
+            Y,
+            sampler=LongRun,
+            warmup=5,
+            samples=num_samples,
+            store=tmp_path / "run.zarr",
+        )
         return mcmc.get_samples()["w"]
 
     path = tmp_path / "x.npy"
-    whole = drawn("SGLD", X, num_warmup=5, num_samples=40).get_samples()["w"]
+    whole = drawn("SGLD", X, warmup=5, samples=40).get_samples()["w"]
     np.save(path, X)
     assert np.array_equal(run_on(path, 10), whole[:10])
     assert len(passes) == 1
@@ -632,7 +635,7 @@ class Failing:
 @pytest.mark.slow
 def test_a_long_run_goes_on_when_the_disk_is_back(tmp_path):
     """With everything drawn before, and to the draws that there would have been."""
-    whole = drawn("SGLD", X, num_samples=30_000).get_samples()["w"]
+    whole = drawn("SGLD", X, samples=30_000).get_samples()["w"]
 
     def long_run():
         return LongRun(
@@ -655,7 +658,7 @@ def test_a_long_run_goes_on_when_the_disk_is_back(tmp_path):
 def test_arviz_reads_some_of_the_rows(tmp_path, monkeypatch):
     """Also where they are not asked for: never all of them."""
     x = npy(tmp_path, X)
-    mcmc = drawn("SGLD", x, num_warmup=5, num_samples=5)
+    mcmc = drawn("SGLD", x, warmup=5, samples=5)
     monkeypatch.setattr("numpyro_sgmcmc.results.row_subset.ROWS_FROM_DISK", 7)
     monkeypatch.setattr("numpyro_sgmcmc.data.rows_on_disk.MOST_BYTES", 8 * x.row_bytes)
     assert to_arviz(mcmc)["observed_data"]["y"].shape == (7,)
@@ -707,12 +710,16 @@ def test_exact_law_of_blocks(kernel, tmp_path):
     }[kernel]
     expected = (1 + h * noise / 2) / (1 - h / 2) if kernel == "SGLD" else 1.0
     wrong = (1 + h / 2) / (1 - h / 2)
-    mcmc = MCMC(
+    mcmc = run_mcmc(
         make(gaussian_mean, subsampling="blocks", steps_per_sample=5),
-        num_warmup=4_000, num_samples=20_000, num_chains=4, chain_method="vectorized",
-        progress_bar=False,
-    )  # fmt: skip
-    mcmc.run(random.key(1), RowsOnDisk(tmp_path / "x.npy"), batch_size, precision)
+        RowsOnDisk(tmp_path / "x.npy"),
+        batch_size,
+        precision,
+        key=1,
+        warmup=4_000,
+        samples=20_000,
+        chains=4,
+    )
     squares = np.asarray(mcmc.get_samples(True)["theta"], float) ** 2
     error = squares.std() / effective_sample_size(squares) ** 0.5
     assert error < 0.012 * expected

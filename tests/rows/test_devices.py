@@ -29,6 +29,7 @@ import numpyro.distributions as dist
 from numpyro.infer import MCMC
 from numpyro.util import fori_collect
 import pytest
+from runs import go_on
 
 from numpyro_sgmcmc import (
     SGLD,
@@ -472,8 +473,7 @@ def test_a_run_goes_on_and_is_pickled():
     parts = pickle.loads(pickle.dumps(sampler(kernel(), 10)))
     parts.run(random.key(0), *args)
     first = parts.get_samples()["w"]
-    parts.post_warmup_state = parts.last_state
-    parts.run(parts.last_state.rng_key, *args)
+    go_on(parts, *args)
     seen = np.concatenate([first, parts.get_samples()["w"]])
     np.testing.assert_array_equal(seen, whole.get_samples()["w"])
 

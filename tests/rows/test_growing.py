@@ -7,7 +7,7 @@ Rows that keep coming: a run that goes on is one of the posterior of all rows, a
 
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 import itertools
 import os
 import pickle
@@ -20,6 +20,8 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, init_to_uniform
 import pytest
+from runs import go_on, run_mcmc
+from small_models import linear
 import xarray as xr
 
 from numpyro_sgmcmc import (
@@ -57,12 +59,6 @@ X = _RNG.standard_normal((ALL, 3)).astype(np.float32)
 Y = (X @ np.array([1.0, -1.0, 0.5]) + _RNG.standard_normal(ALL)).astype(np.float32)
 
 
-def linear(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", x.shape[0], subsample_size=BATCH) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
-
-
 def exact(x, y):
     """Mean and covariance of the posterior of ``linear``."""
     x, y = (np.asarray(a, np.float64) for a in (x, y))
@@ -87,16 +83,9 @@ def intercepts(y):
             numpyro.sample("y", dist.Normal(a, 1), obs=y[g].T)
 
 
-def run_of(kernel, samples=1_000, warmup=300, chains=1):
-    return MCMC(
-        kernel,
-        num_warmup=warmup,
-        num_samples=samples,
-        num_chains=chains,
-        chain_method="vectorized",
-        progress_bar=False,
-        jit_model_args=True,
-    )
+def begun(kernel, rows, samples=1_000, warmup=300, chains=1):
+    options = {"samples": samples, "warmup": warmup, "chains": chains}
+    return run_mcmc(kernel, *rows, jit_model_args=True, **options)
 
 
 @cache
@@ -104,11 +93,6 @@ def tuned():
     """What is found of the first 1,000 rows."""
     kernel = CCAdL(linear, subsampling="without_replacement", progress_bar=False)
     return kernel.tune(random.key(0), X[:1_000], Y[:1_000])
-
-
-def go_on(mcmc, rows):
-    mcmc.post_warmup_state = mcmc.last_state
-    mcmc.run(mcmc.last_state.rng_key, *rows)
 
 
 def away(mcmc, rows):
@@ -128,12 +112,11 @@ def away(mcmc, rows):
 def test_a_run_that_goes_on_has_the_law_of_all_rows(chains, monkeypatch):
     ends = [2_000, 2_300, 3_900, 9_000, 20_000]  # within the room, and twice beyond it
     rows = GrowingRows(X[: ends[0]], Y[: ends[0]])
-    mcmc = run_of(CCAdL(linear, progress_bar=False), 2_000 // chains, chains=chains)
-    mcmc.run(random.key(0), *rows)
+    mcmc = begun(CCAdL(linear, progress_bar=False), rows, 2_000 // chains, chains=chains)
     assert np.all(np.abs(away(mcmc, rows)) < 4)
     for start, end in itertools.pairwise(ends):
         rows.append(X[start:end], Y[start:end])
-        go_on(mcmc, rows)
+        go_on(mcmc, *rows)
         assert len(rows) == end
         assert np.all(np.abs(away(mcmc, rows)) < 4), end
         report = growth(mcmc)
@@ -144,7 +127,7 @@ def test_a_run_that_goes_on_has_the_law_of_all_rows(chains, monkeypatch):
     # the other half of them away: that of the rows that are left
     rows.remove(np.arange(len(rows)) % 2 == 0)
     np.testing.assert_array_equal(rows.arrays[1], Y[1:20_000:2])
-    go_on(mcmc, rows)
+    go_on(mcmc, *rows)
     assert np.all(np.abs(away(mcmc, rows)) < 4)
     assert growth(mcmc).new == -10_000
 
@@ -152,10 +135,13 @@ def test_a_run_that_goes_on_has_the_law_of_all_rows(chains, monkeypatch):
     rows.append(X[20_000:30_000], Y[20_000:30_000])
     monkeypatch.setattr(going_on, "with_new_rows", lambda target, anchor, first: anchor)
     monkeypatch.setattr(going_on, "_FAR", np.inf)
-    other = run_of(CCAdL(linear, tuning=mcmc.sampler.tuning, progress_bar=False), 2_000)
+    kernel = CCAdL(linear, tuning=mcmc.sampler.tuning, progress_bar=False)
+    options = {"num_chains": mcmc.num_chains, "chain_method": "vectorized"}
+    other = MCMC(
+        kernel, num_warmup=0, num_samples=2_000, progress_bar=False, jit_model_args=True, **options
+    )
     other.sampler.runtime.__dict__.update(mcmc.sampler.runtime.__dict__, programs={})
     other.post_warmup_state = mcmc.last_state
-    other.num_chains = mcmc.num_chains
     other.run(random.key(3), *rows)
     assert np.max(np.abs(away(other, rows))) > 8
 
@@ -281,12 +267,11 @@ def test_rows_that_are_forgotten():
         return covariance @ (x.T @ (counts * y)), np.sqrt(np.diag(covariance))
 
     rows = GrowingRows(X[: ends[0]], Y[: ends[0]], half_life=half_life)
-    mcmc = run_of(CCAdL(linear, progress_bar=False), 2_000)
-    mcmc.run(random.key(0), *rows)
+    mcmc = begun(CCAdL(linear, progress_bar=False), rows, 2_000)
     for start, end in itertools.pairwise((ends[0], *ends)):
         if end > start:
             rows.append(X[start:end], Y[start:end])
-        go_on(mcmc, rows)
+        go_on(mcmc, *rows)
         w = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
         size = numpyro.diagnostics.effective_sample_size(w)
         of_squares = numpyro.diagnostics.effective_sample_size((w - w.mean((0, 1))) ** 2)
@@ -304,29 +289,9 @@ def test_rows_that_are_forgotten():
 
 @pytest.mark.parametrize("judge", [certify, calibrated, stein_matrix])
 def test_what_is_forgotten_is_not_judged_by_all_rows(judge):
-    mcmc = run_of(SGLD(linear, 1e-5), 200, 5)
-    mcmc.run(random.key(0), *GrowingRows(X[:1_000], Y[:1_000], half_life=300))
+    mcmc = begun(SGLD(linear, 1e-5), GrowingRows(X[:1_000], Y[:1_000], half_life=300), 200, 5)
     with pytest.raises(ValueError, match="counts half after 300 others"):
         judge(mcmc)
-
-
-@pytest.mark.nightly
-def test_groups_that_keep_coming():
-    y = (random.normal(random.key(0), (6_000, 1)) + random.normal(random.key(1), (6_000, 3))) + 2
-    rows = GrowingRows(np.asarray(y[:3_000]))
-    mcmc = run_of(CCAdL(intercepts, progress_bar=False), 2_000)
-    mcmc.run(random.key(2), *rows)
-    for start in (3_000, 4_500):
-        rows.append(np.asarray(y[start : start + 1_500]))
-        go_on(mcmc, rows)
-    means = np.asarray(rows.arrays[0], np.float64).mean(1)
-    variance = 1 / (len(means) / (1 + 1 / 3) + 0.01)
-    mu = np.asarray(mcmc.get_samples()["mu"], np.float64)
-    size = float(numpyro.diagnostics.effective_sample_size(mu[None]))
-    sd = variance**0.5
-    center = variance * means.sum() / (1 + 1 / 3)
-    assert abs(mu.mean() - center) < 4 * sd / size**0.5
-    assert abs(mu.var() / variance - 1) < 4 * (2 / size) ** 0.5
 
 
 @pytest.mark.slow
@@ -344,15 +309,15 @@ def test_nothing_is_compiled_again_within_the_room():
     mcmc.run(random.key(0), *rows)
     for k in range(2):
         rows.append(X[1_000 + 100 * k :][:100], Y[1_000 + 100 * k :][:100])
-        go_on(mcmc, rows)
+        go_on(mcmc, *rows)
     # JAX has no public way to take a listener away
     jax.monitoring.register_event_duration_secs_listener(seen)
     rows.append(X[1_200:1_300], Y[1_200:1_300])
-    go_on(mcmc, rows)
+    go_on(mcmc, *rows)
     assert not compiled
     # the test sees programs that are
     rows.append(X[:5_000], Y[:5_000])
-    go_on(mcmc, rows)
+    go_on(mcmc, *rows)
     assert compiled
     assert int(mcmc.last_state.fixed.known.rows) == 6_300
 
@@ -361,10 +326,9 @@ def test_nothing_is_compiled_again_within_the_room():
 def test_rows_of_another_law_are_noticed():
     def told(shift):
         rows = GrowingRows(X[:4_000], Y[:4_000])
-        mcmc = run_of(CCAdL(linear, progress_bar=False), 500)
-        mcmc.run(random.key(0), *rows)
+        mcmc = begun(CCAdL(linear, progress_bar=False), rows, 500)
         rows.append(X[4_000:5_000], Y[4_000:5_000] + shift * X[4_000:5_000, 0])
-        go_on(mcmc, rows)
+        go_on(mcmc, *rows)
         return growth(mcmc)
 
     assert told(0.0).problem is None
@@ -433,10 +397,9 @@ OTHER_ROWS = [
 
 def run_of_two_days():
     rows = GrowingRows(X[:1_000], Y[:1_000])
-    mcmc = run_of(CCAdL(linear, tuning=tuned(), progress_bar=False), 20, 20)
-    mcmc.run(random.key(0), *rows)
+    mcmc = begun(CCAdL(linear, tuning=tuned(), progress_bar=False), rows, 20, 20)
     rows.append(X[1_000:1_200], Y[1_000:1_200])
-    go_on(mcmc, rows)
+    go_on(mcmc, *rows)
     return mcmc, rows
 
 
@@ -456,15 +419,14 @@ def off(mcmc, rows):
 def test_other_rows_are_not_taken_for_known_ones(other, monkeypatch):
     mcmc, rows = run_of_two_days()
     state, there = mcmc.last_state, other(rows)
-    go_on(mcmc, there)
+    go_on(mcmc, *there)
     assert off(mcmc, there) < 0.01
     assert int(mcmc.last_state.fixed.known.rows) == len(there)
     if other is not corrected:
         return
     # the test sees a run that takes them for the same ones
     monkeypatch.setattr(RowCount, "begins_with", lambda known, rows, digest: jnp.array(True))
-    mcmc = run_of(CCAdL(linear, tuning=tuned(), progress_bar=False), 20, 20)
-    mcmc.run(random.key(0), *rows)
+    mcmc = begun(CCAdL(linear, tuning=tuned(), progress_bar=False), rows, 20, 20)
     mcmc.post_warmup_state = state
     mcmc.run(random.key(1), *there)
     assert off(mcmc, there) > 1
@@ -475,7 +437,7 @@ def test_rows_that_were_read_anew_are_the_same():
     """Nothing is read again for them, and the draws go on; their room may be another one."""
     mcmc, rows = run_of_two_days()
     state = mcmc.last_state
-    go_on(mcmc, rows)
+    go_on(mcmc, *rows)
     expected = mcmc.get_samples()["w"]
     again = [
         GrowingRows(X[:1_200], Y[:1_200]),
@@ -508,15 +470,15 @@ CHANGED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize("change", CHANGED)
+@pytest.mark.parametrize(
+    ("change", "jit"), [*((change, True) for change in CHANGED), ("another array", False)]
+)
 def test_arguments_are_known_by_their_places_and_values(change, jit):
     """Of the same holder: which array is which, and all that is given besides."""
     x, y = X[:1_000, 0], 5 + Y[:1_000]
     rows = GrowingRows(x, y)
     kernel = CCAdL(about, progress_bar=False)
-    mcmc = MCMC(kernel, num_warmup=50, num_samples=500, progress_bar=False, jit_model_args=jit)
-    mcmc.run(random.key(0), *rows)
+    mcmc = run_mcmc(kernel, *rows, warmup=50, samples=500, jit_model_args=jit)
     args, kwargs = CHANGED[change][0](*rows)
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(mcmc.last_state.rng_key, *args, **kwargs)
@@ -548,30 +510,18 @@ def test_a_hash_of_rows_grows_with_them():
 
 @pytest.mark.slow
 def test_fewer_rows_than_a_minibatch():
-    rows = GrowingRows(X[:1_000], Y[:1_000])
-    mcmc = run_of(CCAdL(few_of(600), tuning=tuned(), progress_bar=False), 2_000, 100)
-    mcmc.run(random.key(0), *rows)
+    rows, model = GrowingRows(X[:1_000], Y[:1_000]), partial(linear, batch_size=600)
+    mcmc = begun(CCAdL(model, tuning=tuned(), progress_bar=False), rows, 2_000, 100)
     rows.remove(np.arange(1_000) >= 150)
-    go_on(mcmc, rows)
+    go_on(mcmc, *rows)
     assert np.all(np.abs(away(mcmc, rows)) < 4)
     # and each step sees every row once
     known = row_count_of(tuple(rows))
-    view = read_model(
-        few_of(600), init_to_uniform, tuple(map(jnp.asarray, (X[:1_000], Y[:1_000]))), {}
-    )
+    view = read_model(model, init_to_uniform, (jnp.asarray(X[:1_000]), jnp.asarray(Y[:1_000])), {})
     target = Target(view.padded(rows.capacity), padded(tuple(rows)), {}, known=known)
     drawn = target.rows(random.key(3))["rows"]
     counts = np.bincount(np.asarray(drawn.numbers), np.asarray(drawn.weights), minlength=150)
     np.testing.assert_allclose(counts, 600 / rows.capacity, rtol=1e-6)
-
-
-def few_of(batch):
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-        with numpyro.plate("rows", x.shape[0], subsample_size=batch) as i:
-            numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
-
-    return model
 
 
 def test_methods_without_a_control_variate_go_on_too():
@@ -580,10 +530,9 @@ def test_methods_without_a_control_variate_go_on_too():
         SGLD(linear, 1e-5, subsampling="with_replacement"),
         SGHMC(linear, 1e-3, 5.0, metric=np.eye(3) / 1_000),
     ):
-        mcmc = run_of(kernel, 20, 20)
-        mcmc.run(random.key(0), *rows)
+        mcmc = begun(kernel, rows, 20, 20)
         rows.append(X[1_000:1_100], Y[1_000:1_100])
-        go_on(mcmc, rows)
+        go_on(mcmc, *rows)
         known = mcmc.last_state.fixed.known
         assert int(known.rows) == len(rows)
         assert np.all(np.isnan(known.shift))
@@ -597,12 +546,11 @@ def test_methods_without_a_control_variate_go_on_too():
 def test_metrics_at_members_of_an_ensemble_get_narrower_too():
     rows = GrowingRows(X[:1_000], Y[:1_000])
     start = Ensemble(steps=500, learning_rate=0.02)
-    mcmc = run_of(SGHMC(linear, 0.01, 5.0, start=start, metric="diagonal"), 20, 20, chains=2)
-    mcmc.run(random.key(0), *rows)
+    mcmc = begun(SGHMC(linear, 0.01, 5.0, start=start, metric="diagonal"), rows, 20, 20, chains=2)
     before = np.asarray(mcmc.last_state.fixed.metric.scale)
     assert before.shape == (2, 3) and np.ptp(before, axis=0).min() > 0
     rows.append(X[1_000:1_500], Y[1_000:1_500])
-    go_on(mcmc, rows)
+    go_on(mcmc, *rows)
     after = np.asarray(mcmc.last_state.fixed.metric.scale)
     np.testing.assert_allclose(after / before, np.sqrt(1_000 / 1_500), rtol=1e-5)
 
@@ -613,13 +561,12 @@ def test_a_minibatch_of_which_few_rows_count():
     with pytest.raises(
         ValueError, match=r"5,000 rows count as 116, and a minibatch of 100 as 2\.3"
     ):
-        run_of(kernel, 5, 5).run(random.key(0), *rows)
+        begun(kernel, rows, 5, 5)
     rows.remove(np.arange(5_000) < 4_200)
-    mcmc = run_of(kernel, 20, 20)
-    mcmc.run(random.key(0), *rows)
+    mcmc = begun(kernel, rows, 20, 20)
     assert "a minibatch counts as" not in str(growth(mcmc))
     rows.append(X[5_000:9_000], Y[5_000:9_000])
-    go_on(mcmc, rows)
+    go_on(mcmc, *rows)
     assert "a minibatch counts as 2.4 rows, of which 10 are needed" in growth(mcmc).problem
 
 
@@ -713,25 +660,23 @@ def test_runs_that_cannot_go_on(case):
     given = {"gradient": "control_variate"} if case == "refresh" else {}
     kernel = SGHMC(model, 1e-3, 5.0, **options, **given)
     with pytest.raises(ValueError, match=told):
-        run_of(kernel, 5, 5).run(random.key(0), *rows)
+        begun(kernel, rows, 5, 5)
 
 
 def test_what_does_not_go_together():
     rows = GrowingRows(X[:1_000], Y[:1_000])
-    mcmc = run_of(SGLD(linear, 1e-5), 5, 5)
-    mcmc.run(random.key(0), *rows)
+    mcmc = begun(SGLD(linear, 1e-5), rows, 5, 5)
     mcmc.post_warmup_state = mcmc.last_state
     with pytest.raises(ValueError, match="goes on with what it was begun with"):
         mcmc.run(random.key(1), X[:1_000], Y[:1_000])
-    mcmc = run_of(SGLD(linear, 1e-5), 5, 5)
-    mcmc.run(random.key(0), X[:1_000], Y[:1_000])
+    mcmc = begun(SGLD(linear, 1e-5), (X[:1_000], Y[:1_000]), 5, 5)
     with pytest.raises(ValueError, match="do not keep coming"):
         growth(mcmc)
     with pytest.raises(ValueError, match=r"1,000 rows, shape \(1000,\), and is not in the"):
-        run_of(SGLD(linear, 1e-5), 5, 5).run(random.key(0), next(iter(rows)), Y[:1_000])
+        begun(SGLD(linear, 1e-5), (next(iter(rows)), Y[:1_000]), 5, 5)
     others = GrowingRows(-Y[:1_000])
     with pytest.raises(ValueError, match="rows of several `GrowingRows`"):
-        run_of(SGLD(linear, 1e-5), 5, 5).run(random.key(0), next(iter(rows)), *others)
+        begun(SGLD(linear, 1e-5), (next(iter(rows)), *others), 5, 5)
 
 
 def written(folder, *ends):
@@ -748,16 +693,13 @@ def test_rows_on_disk_that_keep_coming_are_as_in_memory(chains, tmp_path):
     written(tmp_path, 0, 600, 1_000)
     on_disk = GrowingRows(*(RowsOnDisk(str(tmp_path / f"{name}-*.npy")) for name in "xy"))
     in_memory = GrowingRows(X[:1_000], Y[:1_000])
-    runs = [
-        run_of(CCAdL(linear, tuning=tuned(), progress_bar=False), 30, 20, chains) for _ in range(2)
-    ]
+    both, kernel = (in_memory, on_disk), partial(CCAdL, linear, tuning=tuned(), progress_bar=False)
+    runs = [begun(kernel(), rows, 30, 20, chains) for rows in both]
 
     def same(first=False):
-        for mcmc, rows in zip(runs, (in_memory, on_disk), strict=True):
-            if first:
-                mcmc.run(random.key(0), *rows)
-            else:
-                go_on(mcmc, rows)
+        for mcmc, rows in zip(runs, both, strict=True):
+            if not first:
+                go_on(mcmc, *rows)
         expected, found = (mcmc.get_samples()["w"] for mcmc in runs)
         np.testing.assert_allclose(found, expected, rtol=2e-5)
         assert int(np.ravel(runs[1].last_state.fixed.known.rows)[0]) == len(in_memory)

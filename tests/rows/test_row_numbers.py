@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer import init_to_uniform
 import pytest
+from runs import run_mcmc
+from small_models import mean
 
 from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk
 from numpyro_sgmcmc.data import row_numbers
@@ -43,10 +45,7 @@ class Computed:
         return self.of(np.asarray(rows)).astype(self.dtype)
 
 
-def model(y, batch_size=100):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with numpyro.plate("rows", y.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+model = partial(mean, batch_size=100)
 
 
 def target_of(y, scheme="without_replacement"):
@@ -84,8 +83,8 @@ def test_it_is_a_permutation(size):
 @pytest.mark.parametrize("size", [1_024, FAR])
 def test_rows_are_equally_likely(scheme, size):
     """And so are pairs of them; of blocks the rows of different stretches."""
-    draw = jax.jit(partial(SCHEMES[scheme].draw_far, size=size, batch_size=20))
-    rows = np.stack([as_integers(*draw(random.key(0), step)) for step in range(4_000)])
+    draw = partial(SCHEMES[scheme].draw_far, random.key(0), size=size, batch_size=20)
+    rows = as_integers(*jax.jit(jax.vmap(draw))(jnp.arange(4_000)))
     assert rows.min() >= 0 and rows.max() < size
     of_blocks = scheme == "blocks"
     if of_blocks:
@@ -121,11 +120,7 @@ def test_steps_read_the_rows_that_were_drawn(monkeypatch):
     source = Computed(FAR)
     y = RowsOnDisk(source)
     kernel = SGLD(model, step_size=1e-13, gradient="minibatch", init_strategy=init_to_uniform)
-    mcmc = MCMC(
-        kernel, num_warmup=0, num_samples=70, num_chains=2, chain_method="vectorized",
-        progress_bar=False,
-    )  # fmt: skip
-    mcmc.run(random.key(0), y)
+    mcmc = run_mcmc(kernel, y, warmup=0, samples=70, chains=2)
     keys = [random.split(key, 3)[0] for key in mcmc.last_state.rng_key]
     asked = {row for rows in source.asked for row in rows.tolist()}
     target = target_of(y)
@@ -183,8 +178,7 @@ def test_the_law_is_that_of_all_rows(monkeypatch):
     monkeypatch.setattr(subsample, "_ROWS", 640)
     y = 3 + np.random.default_rng(1).standard_normal(60_000).astype(np.float32)
     kernel = CCAdL(model, progress_bar=False)
-    mcmc = MCMC(kernel, num_warmup=200, num_samples=4_000, progress_bar=False)
-    mcmc.run(random.key(0), RowsOnDisk(y))
+    mcmc = run_mcmc(kernel, RowsOnDisk(y), warmup=200, samples=4_000)
     mu = np.asarray(mcmc.get_samples()["mu"], float)
     z = (mu - y.mean(dtype=float)) * np.sqrt(len(y))
     size = float(numpyro.diagnostics.effective_sample_size(z[None]))

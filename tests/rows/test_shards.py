@@ -14,8 +14,9 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 import pytest
+from runs import run_mcmc
+from small_models import linear
 
 from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk, UnreadableRows, spread_rows
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk as Reading
@@ -27,10 +28,7 @@ MESH = Mesh(np.array(jax.devices()[:4]), ("rows",))
 ROWS, RARE = 40_000, 40
 
 
-def model(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 10).expand([3]).to_event(1))
-    with numpyro.plate("rows", x.shape[0], subsample_size=200) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+model = partial(linear, batch_size=200, prior=10.0)
 
 
 def rows_of(rare=False):
@@ -112,10 +110,9 @@ def other_model(x, y):
 
 
 def on_devices(args, kernel, **options):
-    options = {"num_warmup": 3, "num_samples": 70, "progress_bar": False} | options
-    mcmc = MCMC(kernel, jit_model_args=True, **options)
-    mcmc.run(random.key(0), *args)
-    return mcmc.get_samples()
+    return run_mcmc(
+        kernel, *args, warmup=3, samples=70, jit_model_args=True, **options
+    ).get_samples()
 
 
 @pytest.mark.parametrize("chains", [1, pytest.param(2, marks=pytest.mark.nightly)])
@@ -125,9 +122,8 @@ def test_draws_are_those_in_memory(chains, tmp_path):
     np.save(tmp_path / "x-1.npy", X[30:])
     x, y = RowsOnDisk(tmp_path / "x-*.npy"), RowsOnDisk(np.asarray(Y))
     kernel = partial(SGLD, kernel_table.model, step_size=1e-4, init_strategy=CENTRE)
-    options = {"num_chains": chains, "chain_method": "vectorized"} if chains > 1 else {}
     found = [
-        on_devices(args, kernel(), **options)
+        on_devices(args, kernel(), chains=chains)
         for args in (spread_rows(MESH, X, Y), spread_rows(MESH, x, y), spread_rows(MESH, x, Y))
     ]
     for other in found[1:]:
@@ -138,8 +134,7 @@ def test_rows_read_ahead_are_of_a_device():
     """A state that was elsewhere has those of the first one, which the others are not to take."""
     x, y = spread_rows(MESH, RowsOnDisk(np.asarray(X)), RowsOnDisk(np.asarray(Y)))
     kernel = SGLD(kernel_table.model, step_size=1e-4, init_strategy=CENTRE)
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=20, jit_model_args=True, progress_bar=False)
-    mcmc.run(random.key(0), x, y)
+    mcmc = run_mcmc(kernel, x, y, warmup=0, samples=20, jit_model_args=True)
     state, found = mcmc.last_state, []
     back = jax.tree.map(lambda leaf: jax.numpy.asarray(np.asarray(leaf)), state.prefetched)
     for prefetched in (state.prefetched, back):
@@ -162,8 +157,7 @@ def test_a_device_sees_its_own_rows():
 
 def tuned(args, **options):
     kernel = CCAdL(model, progress_bar=False, **options)
-    mcmc = MCMC(kernel, num_warmup=200, num_samples=3_000, progress_bar=False, jit_model_args=True)
-    mcmc.run(random.key(0), *args)
+    mcmc = run_mcmc(kernel, *args, warmup=200, samples=3_000, jit_model_args=True)
     return kernel.tuning, np.asarray(mcmc.get_samples()["w"], float)
 
 

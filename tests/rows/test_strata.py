@@ -16,8 +16,8 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, init_to_uniform
 import pytest
+from runs import run_mcmc, target_of
 
 from numpyro_sgmcmc import SGLD, CCAdL, RowsOnDisk
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
@@ -25,9 +25,7 @@ from numpyro_sgmcmc.data.strata import Allocation, Strata, by_importance, by_lab
 from numpyro_sgmcmc.gradients.covariance import Full
 from numpyro_sgmcmc.gradients.estimators import minibatch_gradient, sub_batch_gradient
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
-from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.potential import full_data_gradient
-from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.rare_rows import error_of, find_importance, fourth_cumulant
 from numpyro_sgmcmc.tuning.tuning import warn_of
@@ -54,10 +52,6 @@ def in_a_second_dimension(x, y, batch_size):
     with rows as i, numpyro.plate("columns", 2, dim=-1):
         mean = (x[i] @ w)[:, None] * jnp.array([1.0, 0.5])
         numpyro.sample("y", dist.StudentT(4, mean, 1), obs=y[i][:, None])
-
-
-def target_of(model, *args):
-    return Target(read_model(model, init_to_uniform, args, {}), args, {})
 
 
 def all_minibatches(strata):
@@ -232,8 +226,15 @@ def gaussian_mean(x, precision):
 
 def law_of(kernel, x, num_samples=3_000):
     """The variance of the draws, the mean over coordinates, and its standard error."""
-    mcmc = MCMC(kernel, num_warmup=num_samples // 4, num_samples=num_samples, progress_bar=False)
-    mcmc.run(random.key(1), x, 1.0 / N, init_params={"theta": jnp.asarray(x.mean(0))})
+    mcmc = run_mcmc(
+        kernel,
+        x,
+        1.0 / N,
+        key=1,
+        warmup=num_samples // 4,
+        samples=num_samples,
+        start={"theta": jnp.asarray(x.mean(0))},
+    )
     squares = (np.asarray(mcmc.get_samples(True)["theta"], float) - x.mean(0)) ** 2
     errors = squares.std((0, 1)) / np.sqrt(effective_sample_size(squares))
     return squares.mean(), np.sqrt(np.mean(errors**2) / D), mcmc
@@ -275,8 +276,15 @@ def test_forgotten_weights_are_noticed(uneven, monkeypatch):
     x, labels = uneven
     monkeypatch.setattr(Strata, "weights", jnp.ones(BATCH))
     kernel = SGLD(gaussian_mean, 0.5, subsampling=labels)
-    mcmc = MCMC(kernel, num_warmup=500, num_samples=1_500, progress_bar=False)
-    mcmc.run(random.key(1), x, 1.0 / N, init_params={"theta": jnp.asarray(x.mean(0))})
+    mcmc = run_mcmc(
+        kernel,
+        x,
+        1.0 / N,
+        key=1,
+        warmup=500,
+        samples=1_500,
+        start={"theta": jnp.asarray(x.mean(0))},
+    )
     mean = np.asarray(mcmc.get_samples()["theta"], float).mean(0)
     assert np.mean((mean - x.mean(0)) ** 2) > 0.05
 
@@ -400,11 +408,7 @@ def test_small_groups(grouped, tuned):
     assert np.isin(np.flatnonzero(np.asarray(grouped[0]) < 2), order).all()
     assert "rows in every minibatch" in str(tuned) and not tuned.has_rare_rows
     kernel = CCAdL(hierarchical, tuning=tuned, steps_per_sample=tuned.steps_per_sample)
-    mcmc = MCMC(
-        kernel, num_warmup=300, num_samples=2_500, num_chains=4, chain_method="vectorized",
-        progress_bar=False,
-    )  # fmt: skip
-    mcmc.run(random.key(1), *grouped)
+    mcmc = run_mcmc(kernel, *grouped, key=1, warmup=300, samples=2_500, chains=4)
     a = np.asarray(mcmc.get_samples(True)["a"], float)
     squares = (a - a.mean((0, 1))) ** 2
     error = squares.std((0, 1)) / np.sqrt(effective_sample_size(squares)) / squares.mean((0, 1)) / 2
@@ -425,16 +429,13 @@ def test_small_groups(grouped, tuned):
 def test_kept_with_the_kernel(grouped, tuned):
     """In copies, pickles and records, and made anew for other data."""
     kernel = CCAdL(hierarchical, tuning=tuned)
-    mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=False)
-    mcmc.run(random.key(0), *grouped)
+    run_mcmc(kernel, *grouped, warmup=5, samples=5)
     assert kernel.run_info["strata"] == str(tuned.strata["rows"])
     other = pickle.loads(pickle.dumps(kernel)).with_step_size(0.1)
-    again = MCMC(other, num_warmup=5, num_samples=5, progress_bar=False)
-    again.run(random.key(0), *grouped)
+    again = run_mcmc(other, *grouped, warmup=5, samples=5)
     assert again.last_state.fixed.strata["rows"].allocation == tuned.strata["rows"].allocation
     group, y = grouped
-    turned = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=False)
-    turned.run(random.key(0), group[::-1], y[::-1])
+    turned = run_mcmc(kernel, group[::-1], y[::-1], warmup=5, samples=5)
     strata = turned.last_state.fixed.strata["rows"]
     whole = np.asarray(strata.order)[: strata.allocation.sizes[0]]
     assert np.isin(np.flatnonzero(np.asarray(group[::-1]) < 2), whole).all()
@@ -451,9 +452,7 @@ def test_several_plates(uneven):
                 numpyro.sample(f"y of {name}", dist.Normal(theta, 20).to_event(1), obs=y[i])
 
     strata = {"rows": labels, "others": np.arange(40) % 2}
-    kernel = SGLD(model, 1e-3, subsampling=strata)
-    mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=False)
-    mcmc.run(random.key(0), x, x[:40])
+    mcmc = run_mcmc(SGLD(model, 1e-3, subsampling=strata), x, x[:40], warmup=5, samples=5)
     found = mcmc.last_state.fixed.strata
     sizes = {name: (one.allocation.sizes, one.allocation.batch_size) for name, one in found.items()}
     assert sizes == {"rows": ((10, 400, 190), BATCH), "others": ((20, 20), 10)}
@@ -465,8 +464,9 @@ def test_rows_from_disk(uneven, tmp_path):
     draws = []
     for rows in (x, RowsOnDisk(tmp_path / "x.npy")):
         kernel = CCAdL(gaussian_mean, 0.5, 1.0, subsampling={"rows": labels}, noise="diagonal")
-        mcmc = MCMC(kernel, num_warmup=10, num_samples=30, progress_bar=False)
-        mcmc.run(random.key(1), rows, 1.0 / N, init_params={"theta": jnp.zeros(D)})
+        mcmc = run_mcmc(
+            kernel, rows, 1.0 / N, key=1, warmup=10, samples=30, start={"theta": jnp.zeros(D)}
+        )
         draws.append(np.asarray(mcmc.get_samples()["theta"]))
     np.testing.assert_allclose(*draws, rtol=1e-4, atol=1e-4)
 

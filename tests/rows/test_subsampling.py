@@ -43,7 +43,7 @@ def test_permute_of_many_rows_stays_inside(size):
     assert abs(image.mean() / size - 0.5) < 4 * (1 / 12 / 2000) ** 0.5
 
 
-@pytest.mark.parametrize("size", [7, 37, 100, 400])
+@pytest.mark.parametrize("size", [7, 37, 400])
 def test_pairs_of_rows_are_uniform(size):
     """Every ordered pair of distinct rows is equally likely, which fixes the noise covariance."""
     steps = 400_000
@@ -59,7 +59,7 @@ def test_pairs_of_rows_are_uniform(size):
 
 
 @pytest.mark.parametrize("scheme", ["without_replacement", "with_replacement"])
-@pytest.mark.parametrize(("size", "batch_size"), [(20, 5), (1000, 100), (1000, 700)])
+@pytest.mark.parametrize(("size", "batch_size"), [(20, 5), (1000, 100), (200, 140)])
 def test_variance_of_a_minibatch_mean(scheme, size, batch_size):
     """The finite-population factor describes the draws: also for an ordered, skewed population."""
     x = np.exp(np.linspace(-2, 2, size))

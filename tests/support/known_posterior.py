@@ -3,13 +3,14 @@
 
 """A posterior that is known, sampled on one device, on several, or by several processes."""
 
+from functools import partial
+
 import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 from numpyro.infer import MCMC
+from small_models import linear
 
 from numpyro_sgmcmc import CCAdL
 
@@ -24,10 +25,7 @@ COVARIANCE = np.linalg.inv(PRECISION)
 MEAN = COVARIANCE @ (X.T.astype(float) @ Y)
 
 
-def model(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", x.shape[0], subsample_size=BATCH) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+model = partial(linear, batch_size=BATCH)
 
 
 def sample(mesh, data, samples=300, run=MCMC, **options):

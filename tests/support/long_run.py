@@ -24,17 +24,10 @@ import jax
 from jax import random
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
+from small_models import means as model
 
 from numpyro_sgmcmc import SGHMC, GrowingRows, LongRun, RowsOnDisk
 from numpyro_sgmcmc.long_runs import checkpoint, running, store
-
-
-def model(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10).expand([3]).to_event(1))
-    with numpyro.plate("rows", len(y), subsample_size=10) as i:
-        numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
 
 
 def data():
@@ -108,7 +101,10 @@ def main() -> None:
             count = int(value)
         else:
             index, port = map(int, value.split(":"))
-            jax.distributed.initialize(f"localhost:{port}", 2, index)
+            jax.distributed.initialize(
+                f"localhost:{port}", 2, index,
+                heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10,
+            )  # fmt: skip
     mcmc = LongRun(
         kernel(**settings), num_warmup=300, num_samples=int(num_samples), num_chains=2, thinning=2,
         chain_method="vectorized", store=folder, resume=resume, checkpoint_every=1e-9,

@@ -12,6 +12,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import constraints
 from numpyro.infer import init_to_uniform, init_to_value
 import pytest
+from runs import target_of
 
 from numpyro_sgmcmc import CCAdL
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric
@@ -232,7 +233,7 @@ def test_a_hierarchy_in_raw_units():
             numpyro.sample("y", dist.Normal(a[rat[i]] + b[rat[i]] * day[i], sigma), obs=y[i])
 
     args = tuple(map(jnp.asarray, (rat, np.float32(day), np.float32(y))))
-    target = non_centred(Target(read_model(growth, init_to_uniform, args, {}), args, {}))
+    target = non_centred(target_of(growth, *args))
     for key in (2, 3):
         start = search_center(target, random.key(key), init_to_uniform)
         there, start = find_centring(target, start)
@@ -256,7 +257,7 @@ def test_a_curved_ridge_is_no_mode():
             numpyro.sample("y", dist.Normal(tau * z, 0.1).to_event(1), obs=y[i])
 
     y = jnp.asarray(1 + 0.1 * np.random.default_rng(3).standard_normal((100, 5)), jnp.float32)
-    target = non_centred(Target(read_model(effects, init_to_uniform, (y,), {}), (y,), {}))
+    target = non_centred(target_of(effects, y))
     centers = [np.array([np.log(t), *np.full(5, 1 / t)]) for t in (0.8, 3.0)]
     fits = [Fit(x, np.eye(6), 0.0, 0.0, np.zeros(6), np.ones(6), np.eye(6)) for x in centers]
 
@@ -283,7 +284,7 @@ def test_few_directions_of_many_parameters():
             numpyro.sample("y", dist.Normal(mu + a[i[k]] + b[j[k]], 1), obs=y[k])
 
     args = jnp.asarray(i), jnp.asarray(j), jnp.asarray(y, jnp.float32)
-    target = Target(read_model(crossed, init_to_uniform, args, {}), args, {})
+    target = target_of(crossed, *args)
     x = np.zeros((number, first + second + 1))
     x[np.arange(number), i] = x[np.arange(number), first + j] = x[:, -1] = 1
     precision = x.T @ x + np.diag([1.0] * (first + second) + [0.01])

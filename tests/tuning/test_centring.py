@@ -15,14 +15,13 @@ import numpyro.distributions as dist
 from numpyro.distributions.transforms import AffineTransform, ExpTransform
 from numpyro.infer import MCMC, init_to_uniform
 import pytest
+from runs import run_mcmc, target_of
 
 from numpyro_sgmcmc import SGHMC, CCAdL
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
 from numpyro_sgmcmc.posterior import reparam
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
-from numpyro_sgmcmc.posterior.model import read_model
-from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.stein import stein_report
 from numpyro_sgmcmc.tuning.center import search_center
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
@@ -111,7 +110,7 @@ OTHERS = {
 
 
 def read(effects):
-    return Target(read_model(hierarchy(effects), init_to_uniform, DATA, {}), DATA, {})
+    return target_of(hierarchy(effects), *DATA)
 
 
 def point_of(target):
@@ -306,7 +305,7 @@ def test_degrees_are_those_of_the_rows():
             numpyro.sample("y", dist.Normal(x[group[i]], 1), obs=y[i])
 
     data = jnp.asarray(group), jnp.asarray(y, jnp.float32)
-    target = non_centred(Target(read_model(model, init_to_uniform, data, {}), data, {}))
+    target = non_centred(target_of(model, *data))
     target, _ = find_centring(target, search_center(target, random.key(0), init_to_uniform))
     known = 0.3**2 * sizes
     expected = np.where(known < 4, known / (1 + known), 1.0)
@@ -406,8 +405,7 @@ def test_a_tuning_is_used_again(by_hand):
     tuning = by_hand.sampler.tuning
     others = DATA[0], DATA[1] + 0.1
     kernel = CCAdL(hierarchy(CASES["by hand"][0]), tuning=tuning, progress_bar=False)
-    mcmc = MCMC(kernel, num_warmup=100, num_samples=2_000, progress_bar=False)
-    mcmc.run(random.key(1), *others)
+    mcmc = run_mcmc(kernel, *others, key=1, warmup=100, samples=2_000)
     assert stein_report(mcmc.last_state.monitor.stein).problem() is None
     used = mcmc.last_state.fixed.centring["z"]
     for found, expected in zip(used, tuning.centring["z"], strict=True):

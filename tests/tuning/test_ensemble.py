@@ -4,6 +4,7 @@
 """Chains that start at optima of their own, and steps by the variance of the energy."""
 
 import functools
+from functools import partial
 
 import jax
 from jax import random
@@ -12,17 +13,17 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC
 from numpyro.infer.util import potential_energy
 import optax
 import pytest
+from runs import run_mcmc
+import small_models
 
 from numpyro_sgmcmc import SGHMC, SGMCLMC, CCAdL, Ensemble, Replicas, full_data
 from numpyro_sgmcmc.kernels import ensemble_start
 from numpyro_sgmcmc.tuning import ensemble
 
 COMPILE_QUICKLY = True
-TOGETHER = {"chain_method": "vectorized", "progress_bar": False}
 RNG = np.random.default_rng(0)
 X = RNG.uniform(-2, 2, (200, 1)).astype(np.float32)
 Y = (np.sin(1.5 * X[:, 0]) + 0.1 * RNG.standard_normal(200)).astype(np.float32)
@@ -46,9 +47,7 @@ def states(kernel, chains=3):
 
 
 def after_run(kernel, warmup, samples, *data):
-    mcmc = MCMC(kernel, num_warmup=warmup, num_samples=samples, num_chains=4, **TOGETHER)
-    mcmc.run(random.key(0), *data)
-    return mcmc
+    return run_mcmc(kernel, *data, warmup=warmup, samples=samples, chains=4)
 
 
 def test_each_chain_starts_at_an_optimum_of_its_own():
@@ -176,10 +175,7 @@ def test_rows_that_were_held_out_are_checked():
     with pytest.raises(ValueError, match="`held_out` must be a tuple"):
         Ensemble(held_out=[X, Y])
 
-    def of_columns(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-        with numpyro.plate("rows", len(y), subsample_size=50) as i:
-            numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+    of_columns = partial(small_models.linear, batch_size=50)
 
     two = np.concatenate([X, X], axis=1)
     kernel = SGHMC(of_columns, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(two, Y)))
@@ -195,10 +191,7 @@ X3 = (RNG.standard_normal((2_000, 3)) * TRUE_SCALES).astype(np.float32)
 Y3 = (X3 @ np.ones(3) + RNG.standard_normal(2_000)).astype(np.float32)
 
 
-def linear(x, y, batch_size=100):
-    w = numpyro.sample("w", dist.Normal(0, 0.5).expand([3]).to_event(1))
-    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+linear = partial(small_models.linear, prior=0.5)
 
 
 LINEAR_START = Ensemble(steps=5_000, learning_rate=0.02)

@@ -14,11 +14,13 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from numpyro.infer import NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
 from numpyro.infer.initialization import init_to_uniform, init_to_value
 import optax
 import pytest
+from runs import run_mcmc, target_of
+from small_models import logistic
 
 from numpyro_sgmcmc import (
     PSGLD,
@@ -30,7 +32,6 @@ from numpyro_sgmcmc import (
     ApproximateScaleAdaptedSGHMC,
     CCAdL,
     full_data,
-    summary,
 )
 from numpyro_sgmcmc.kernels import self_tuning
 from numpyro_sgmcmc.posterior import potential
@@ -65,30 +66,12 @@ Y = jnp.asarray(RNG.random(N) < 1 / (1 + np.exp(-LOGITS)), jnp.float32)
 X = jnp.asarray(X, jnp.float32)
 
 
-def logistic(x, y, batch_size=100):
-    w = numpyro.sample("w", dist.Normal(0, 5).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("rows", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
-
-
-def run(kernel, *args, num_warmup=300, num_samples=1_000, chains=4, key=1, **options):
-    options = {"chain_method": "vectorized"} | options
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=chains,
-        progress_bar=False,
-        **options,
-    )
-    mcmc.run(random.key(key), *args)
-    jax.block_until_ready(mcmc.last_state)
-    return mcmc
+run = partial(run_mcmc, warmup=300, samples=1_000, chains=4, key=1)
 
 
 @pytest.fixture(scope="module")
 def nuts():
-    mcmc = run(NUTS(full_data(logistic), dense_mass=True), X, Y, num_samples=2_000)
+    mcmc = run(NUTS(full_data(logistic), dense_mass=True), X, Y, samples=2_000)
     return np.asarray(mcmc.get_samples(True)["w"], float)
 
 
@@ -144,7 +127,7 @@ def test_what_is_found(tuning, nuts):
 )
 def test_nothing_but_the_model(kernel, nuts):
     """The same posterior as NUTS, with no argument but the model."""
-    mcmc = run(kernel(logistic, progress_bar=False), X, Y, num_samples=1_500)
+    mcmc = run(kernel(logistic, progress_bar=False), X, Y, samples=1_500)
     found = np.asarray(mcmc.get_samples(True)["w"])
     assert_same_posterior(found, nuts)
     # samples that are almost independent, of the squares too
@@ -156,7 +139,7 @@ def test_nothing_but_the_model(kernel, nuts):
 def test_steps_per_sample(tuning):
     def of(**options):
         kernel = CCAdL(logistic, tuning=tuning, **options)
-        mcmc = run(kernel, X, Y, num_warmup=1, num_samples=2, jit_model_args=True)
+        mcmc = run(kernel, X, Y, warmup=1, samples=2, jit_model_args=True)
         assert set(np.asarray(mcmc.last_state.i)) == {3 * kernel.steps_per_sample}
         assert kernel.run_info["steps_per_sample"] == kernel.steps_per_sample
         return kernel, mcmc
@@ -187,7 +170,7 @@ def test_memory_of_a_chain(friction, scale, expected):
 @pytest.mark.parametrize("integrator", ["euler", "symmetric"])
 def test_another_integrator(integrator, nuts):
     kernel = CCAdL(logistic, integrator=integrator, progress_bar=False)
-    assert_same_posterior(run(kernel, X, Y, num_samples=2_000).get_samples(True)["w"], nuts)
+    assert_same_posterior(run(kernel, X, Y, samples=2_000).get_samples(True)["w"], nuts)
 
 
 @pytest.mark.nightly
@@ -196,7 +179,7 @@ def test_other_metrics(metric, nuts):
     """The step size fits the metric, where its coordinates are correlated or have other units."""
     given, least = (100 * nuts.var((0, 1)), 80) if metric == "given" else (metric, 1.2)
     kernel = CCAdL(logistic, metric=given, progress_bar=False)
-    found = run(kernel, X, Y, num_samples=2_000).get_samples(True)["w"]
+    found = run(kernel, X, Y, samples=2_000).get_samples(True)["w"]
     assert_same_posterior(found, nuts)
     curvature = kernel.tuning.noise.curvature
     assert 0.8 < curvature < 1.25 if metric == "low_rank" else curvature > least
@@ -213,7 +196,7 @@ def test_same_values_for_every_chain_method(tuning):
     found = []
     for k, method in enumerate(["sequential", "vectorized", "parallel"]):
         kernel = CCAdL(logistic, progress_bar=False)
-        mcmc = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=2, key=k, chain_method=method)
+        mcmc = run(kernel, X, Y, warmup=2, samples=2, chains=2, key=k, chain_method=method)
         tuned = mcmc.last_state.fixed
         if method != "vectorized":
             tuned = jax.tree.map(lambda x: x[0], tuned)
@@ -225,30 +208,16 @@ def test_same_values_for_every_chain_method(tuning):
 
 
 @pytest.mark.nightly
-def test_tuned_once_for_the_same_data(tuning):
-    kernel = CCAdL(logistic, tuning=tuning)
-    run(kernel, X, Y, num_warmup=2, num_samples=2)
-    assert kernel.tuning == tuning
-    kernel = SGLD(logistic, gradient="control_variate", step_size=1e-4, progress_bar=False)
-    first = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=1)
-    found = kernel.tuning
-    run(kernel, X, Y, num_warmup=2, num_samples=2, chains=1)
-    assert kernel.tuning is found
-    first.run(random.key(0), X[:2_900], Y[:2_900])
-    assert kernel.tuning is not found
-
-
-@pytest.mark.nightly
 def test_other_data_of_the_same_sums(tuning):
     """Responses in another order: a new anchor, a new tuning, and no old run goes on."""
     other = Y[::-1]
     kernel = SGLD(logistic, gradient="control_variate", step_size=1e-4, progress_bar=False)
-    mcmc = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=1)
+    mcmc = run(kernel, X, Y, warmup=2, samples=2, chains=1)
     found = kernel.tuning
-    run(kernel, X, other, num_warmup=2, num_samples=2, chains=1)
+    run(kernel, X, other, warmup=2, samples=2, chains=1)
     assert kernel.tuning is not found
     kernel = CCAdL(logistic, tuning=tuning)
-    mcmc = run(kernel, X, other, num_warmup=2, num_samples=2)
+    mcmc = run(kernel, X, other, warmup=2, samples=2)
     anchor = mcmc.last_state.fixed.anchor
     assert np.array_equal(anchor.values["w"], tuning.anchor.values["w"])
     potential = Model(logistic, X, other).potential
@@ -262,7 +231,7 @@ def test_other_data_of_the_same_sums(tuning):
 
 @pytest.mark.slow
 def test_chains_start_from_different_places(tuning):
-    mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_warmup=1, num_samples=1, chains=50)
+    mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, warmup=1, samples=1, chains=50)
     first = mcmc.get_samples(True)["w"][:, 0]
     z = jax.vmap(tuning.metric.coordinates)(first)
     assert 0.7 < float(z.std()) < 1.3
@@ -270,7 +239,7 @@ def test_chains_start_from_different_places(tuning):
 
 def test_given_values_are_kept(tuning):
     kernel = CCAdL(logistic, step_size=0.25, friction=2.0, tuning=tuning)
-    state = run(kernel, X, Y, num_warmup=2, num_samples=2).last_state
+    state = run(kernel, X, Y, warmup=2, samples=2).last_state
     assert state.fixed.step_size == 0.25 and state.fixed.friction == 2.0
     assert kernel.run_info["step_size"] == 0.25 and kernel.run_info["metric"] == "dense"
     assert kernel.run_info["gradient"] == "control_variate"
@@ -502,7 +471,7 @@ def test_law_with_a_control_variate(order):
     tuning = Tuning(h, None, IdentityMetric(), anchor=anchor)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mcmc = run(SGLD(mean, tuning=tuning), y, num_samples=4_000, chains=1)
+        mcmc = run(SGLD(mean, tuning=tuning), y, samples=4_000, chains=1)
     squares = (np.asarray(mcmc.get_samples(True)["mu"], float) - np.asarray(y.mean(0))) ** 2 * 500
     series = squares.mean(-1)
     error = series.std() / effective_sample_size(series) ** 0.5
@@ -542,7 +511,7 @@ def test_where_the_gradient_is_taken(order):
     mean, sd = p @ grid, np.sqrt(p @ (grid - p @ grid) ** 2)
 
     args = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
-    target = Target(read_model(model, init_to_uniform, args, {}), args, {})
+    target = target_of(model, *args)
     precision = x.T @ x / np.exp(2 * mean)
     covariance = np.zeros((size + 1, size + 1))
     covariance[:size, :size], covariance[size, size] = np.linalg.inv(precision), 1 / (2 * rows)
@@ -553,7 +522,7 @@ def test_where_the_gradient_is_taken(order):
     off, error = {}, {}
     for integrator in ("symmetric", "nogin"):
         kernel = CCAdL(model, tuning=tuning, integrator=integrator, noise="diagonal")
-        draws = np.asarray(run(kernel, *args, num_samples=2_000).get_samples(True)["z"], float)
+        draws = np.asarray(run(kernel, *args, samples=2_000).get_samples(True)["z"], float)
         off[integrator] = abs(draws.mean() - mean) / sd
         error[integrator] = draws.std() / sd / effective_sample_size(draws) ** 0.5
     assert max(error.values()) < 0.015 and off["symmetric"] < 3.5 * error["symmetric"]
@@ -591,29 +560,8 @@ def test_the_integrator_suits_the_noise(tuning):
     assert CCAdL(logistic, noise="matrix_free").method.integrator_for(quiet) == "nogin"
     assert CCAdL(logistic, integrator="nogin").method.integrator_for(quiet) == "nogin"
     kernel = CCAdL(logistic, tuning=quiet)
-    state = run(kernel, X, Y, num_warmup=2, num_samples=2, chains=1).last_state
+    state = run(kernel, X, Y, warmup=2, samples=2, chains=1).last_state
     assert state.fixed.layout.integrator == kernel.run_info["integrator"] == "symmetric"
-
-
-def test_law_in_a_metric():
-    """In the coordinates of the metric the law is that of unit precision."""
-
-    def mean(y):
-        prior = dist.ImproperUniform(dist.constraints.real_vector, (), (y.shape[1],))
-        mu = numpyro.sample("mu", prior)
-        numpyro.factor("y", -0.5 * jnp.sum((mu / SCALES) ** 2))
-
-    SCALES = jnp.asarray(np.repeat([0.01, 1.0, 30.0], 100), jnp.float32)
-    y = jnp.zeros((2, 300))
-    for metric in (SCALES**2, np.diag(SCALES**2)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            mcmc = run(SGLD(mean, step_size=0.2, metric=metric), y, num_samples=4_000, chains=1)
-        squares = np.asarray(mcmc.get_samples(True)["mu"] / SCALES, float) ** 2
-        for part in np.split(squares, 3, axis=-1):
-            series = part.mean(-1)
-            error = series.std() / effective_sample_size(series) ** 0.5
-            assert error < 0.02 and abs(series.mean() - 1 / 0.9) < 3.5 * error
 
 
 @pytest.mark.parametrize(
@@ -621,24 +569,14 @@ def test_law_in_a_metric():
 )
 def test_the_anchor_moves_on_request(chain_method, tuning):
     options = {"tuning": tuning, "gradient": "control_variate", "steps_per_sample": 1}
-    state = run(
-        CCAdL(logistic, **options), X, Y, num_samples=30, chain_method=chain_method
-    ).last_state
+    state = run(CCAdL(logistic, **options), X, Y, samples=30, chain_method=chain_method).last_state
     center = tuning.anchor.values["w"]
     # one for all chains, or of chains one after the other as many
     anchors = np.broadcast_to(state.fixed.anchor.values["w"], (4, *center.shape))
     assert np.array_equal(anchors, jnp.stack([center] * 4))
     options["gradient"] = ("control_variate", 0.5)  # 15 steps of 100 of 3,000 rows
     kernel = CCAdL(logistic, **options)
-    mcmc = MCMC(
-        kernel,
-        num_warmup=0,
-        num_samples=31,
-        num_chains=4,
-        chain_method=chain_method,
-        progress_bar=False,
-    )
-    mcmc.run(random.key(1), X, Y)
+    mcmc = run_mcmc(kernel, X, Y, key=1, warmup=0, samples=31, chains=4, chain_method=chain_method)
     anchor, draws = mcmc.last_state.fixed.anchor, mcmc.get_samples(True)["w"]
     # before the 31st step, so at the 30th draw
     np.testing.assert_allclose(anchor.values["w"], draws[:, 29], rtol=1e-5)
@@ -660,7 +598,7 @@ def test_metric_of_a_fitted_guide(guide):
     svi = SVI(full_data(logistic), guide, optax.adam(0.01), Trace_ELBO())
     params = svi.run(random.key(0), 300, X, Y, progress_bar=False).params
     kernel = SGLD(logistic, step_size=1e-3, metric=(guide, params))
-    run(kernel, X, Y, num_warmup=2, num_samples=2)
+    run(kernel, X, Y, warmup=2, samples=2)
     metric = kernel.tuning.metric
     posterior = guide.get_posterior(params)
     np.testing.assert_allclose(
@@ -685,7 +623,7 @@ def test_metric_of_a_fitted_guide(guide):
 )
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
-        run(SGLD(logistic, step_size=1e-4, **options), X, Y, num_warmup=2, num_samples=2)
+        run(SGLD(logistic, step_size=1e-4, **options), X, Y, warmup=2, samples=2)
 
 
 @pytest.mark.parametrize(
@@ -835,9 +773,7 @@ def test_no_noise_at_all(kernel):
     for batch_size in [200] if kernel is CCAdL else [200, None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="No plate of the model")
-            mcmc = run(
-                kernel(mean, progress_bar=False), y, batch_size, num_warmup=20, num_samples=20
-            )
+            mcmc = run(kernel(mean, progress_bar=False), y, batch_size, warmup=20, samples=20)
         assert mcmc.sampler.tuning.noise.largest == 0
         assert np.all(np.isfinite(mcmc.get_samples()["mu"]))
 
@@ -858,7 +794,7 @@ def test_too_many_parameters_for_a_matrix():
 
     y = 2 * scales * random.normal(random.key(0), (200, size))
     kernel = CCAdL(chain, progress_bar=False)
-    mcmc = run(kernel, y, num_warmup=500, num_samples=2_000, chains=2)
+    mcmc = run(kernel, y, warmup=500, samples=2_000, chains=2)
     tuning = kernel.tuning
     assert isinstance(tuning.metric, LowRankMetric)
     np.testing.assert_allclose(tuning.metric.scale / scales, 1, atol=0.25)
@@ -962,24 +898,6 @@ def test_no_centre():
 
 
 @pytest.mark.nightly
-def test_warns_of_bad_runs_and_only_of_them(tuning):
-    """Too large a step, a wrong metric, two modes: found out. Thirty good seeds: silence."""
-    mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, num_samples=500, chains=30)
-    sums = mcmc.last_state.monitor.stein
-    reports = [stein_report(jax.tree.map(lambda x, k=k: x[k], sums)) for k in range(30)]
-    assert [r.problem() for r in reports] == [None] * 30
-
-    kernel = SGHMC(logistic, gradient="minibatch", progress_bar=False)
-    plain = kernel.tune(random.key(0), X, Y)
-    large = plain._replace(step_size=10 * plain.step_size)
-    mcmc = run(SGHMC(logistic, tuning=large, steps_per_sample=20), X, Y)
-    assert "do not have the law of the posterior" in str(summary(mcmc))
-    wrong = tuning.metric._replace(factor=jnp.eye(D), inverse=jnp.eye(D))
-    mcmc = run(CCAdL(logistic, tuning=tuning._replace(metric=wrong)), X, Y, num_samples=2_000)
-    assert "steps were undone" in str(summary(mcmc))
-
-
-@pytest.mark.nightly
 def test_warns_of_a_funnel():
     def funnel(y):
         x = numpyro.sample("x", dist.Normal(0, 3))
@@ -1011,6 +929,7 @@ def test_warns_of_several_modes():
     assert abs(abs(tuning.metric.center[0]) - 1) < 0.1
 
 
+@pytest.mark.nightly
 def test_scale_adapted_law():
     """Frozen after the warm-up, it is Euler's SGHMC with a step size for each coordinate."""
     scales = jnp.asarray(np.repeat([0.2, 5.0], 100), jnp.float32)
@@ -1026,7 +945,7 @@ def test_scale_adapted_law():
     kernel = ApproximateScaleAdaptedSGHMC(gaussian, 0.4, 0.4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mcmc = run(kernel, y, num_warmup=3_000, num_samples=12_000, chains=1)
+        mcmc = run(kernel, y, warmup=3_000, samples=12_000, chains=1)
     state = jax.tree.map(lambda x: x[0] if x.ndim and x.shape[0] == 1 else x, mcmc.last_state)
     s2 = np.asarray(state.dynamics.mean_square).reshape(-1) ** -0.5
     precision = np.asarray(scales) ** -2
@@ -1046,7 +965,7 @@ def test_scale_adapted_law():
 
 def test_scale_adapted_needs_a_warmup():
     with pytest.raises(ValueError, match="finds its scales in the warm-up"):
-        run(ApproximateScaleAdaptedSGHMC(logistic), X, Y, num_warmup=0)
+        run(ApproximateScaleAdaptedSGHMC(logistic), X, Y, warmup=0)
 
 
 @pytest.mark.nightly
@@ -1065,7 +984,7 @@ def test_a_sampler_that_hardly_moves(monkeypatch):
     with pytest.raises(ValueError, match=r"has failed: .* site is 'w'.*on_failure='warn'"):
         run(kernel, x, Y)
     nevertheless = CCAdL(logistic, tuning=kernel.tuning)
-    run(nevertheless, x, Y, num_warmup=2, num_samples=2)
+    run(nevertheless, x, Y, warmup=2, samples=2)
     assert nevertheless.steps_per_sample == tuning.steps_per_sample
     asked = CCAdL(logistic, metric="diagonal", on_failure="warn", progress_bar=False)
     with pytest.warns(UserWarning, match="moves slowly"):
@@ -1120,7 +1039,7 @@ def test_a_direction_that_a_metric_misses():
             numpyro.sample("y", dist.Normal(x[i] @ w, scale), obs=y[i])
 
     args = jnp.asarray(design, jnp.float32), jnp.zeros(rows)
-    target = Target(read_model(differences, init_to_uniform, args, {}), args, {})
+    target = target_of(differences, *args)
     precision = np.eye(size) + design.T @ design / scale**2
     marginal = np.sqrt(np.diag(np.linalg.inv(precision)))
     center = jnp.zeros(size)
@@ -1169,7 +1088,7 @@ def test_when_minibatches_do_not_pay():
     assert not NO_GAIN._replace(step_size=0.07 / 4, halvings=2).minibatches_pay
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_minibatches_do_not_pay_for_a_share_near_zero():
     profiles = np.exp(-((np.arange(12) - np.linspace(0, 11, 6)[:, None]) ** 2) / 4.5) + 0.02
     profiles /= profiles.sum(1, keepdims=True)
