@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self, TypeAlias
 
+import jax
 from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 
@@ -25,7 +26,7 @@ from numpyro_sgmcmc.kernels.transition import sample, sample_on_devices
 from numpyro_sgmcmc.posterior import numpyro_private
 from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.handlers import Model, full_data
-from numpyro_sgmcmc.posterior.linear_algebra import in_order
+from numpyro_sgmcmc.posterior.linear_algebra import run_in_order
 from numpyro_sgmcmc.posterior.local_latents import AT_ONCE, Marginal
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -236,7 +237,10 @@ class SGMCMCKernel(MCMCKernel):
         target = self.runtime.target(self.method, args, kwargs)
         if target.shards is not None:
             return sample_on_devices(self.method, target, state)
-        return in_order(partial(sample, self.method, target))(state)
+        one = partial(sample, self.method, target)
+        if not isinstance(state.i, jax.core.Tracer):
+            return one(state)  # operation by operation
+        return run_in_order(*jax.make_jaxpr(one, return_shape=True)(state), state)
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict) -> Callable[[Values], Values]:
         args, kwargs = as_arrays((model_args, model_kwargs))

@@ -61,9 +61,6 @@ def in_order(function: Callable) -> Callable:
     """
 
     def ordered(*arguments: Any) -> Any:
-        leaves = jax.tree.leaves(arguments)
-        if leaves and not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return function(*arguments)  # operation by operation
         return run_in_order(*jax.make_jaxpr(function, return_shape=True)(*arguments), arguments)
 
     return ordered
