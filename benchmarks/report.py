@@ -31,6 +31,7 @@ PAGES = (
     "rare_rows",
     "groups",
     "calibrated",
+    "growing_rows",
     "networks",
     "modes",
 )
