@@ -40,6 +40,7 @@ PAGES = (
     "rare_rows",
     "groups",
     "calibrated",
+    "growing_rows",
     "networks",
     "modes",
 )
