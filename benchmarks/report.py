@@ -30,8 +30,10 @@ PAGES = (
     "numpyro_examples",
     "rare_rows",
     "groups",
+    "group_integrals",
+    "group_benchmarks",
     "calibrated",
-    "networks",
+    "network_benchmarks",
     "modes",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
