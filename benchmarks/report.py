@@ -33,6 +33,7 @@ PAGES = (
     "group_integrals",
     "group_benchmarks",
     "calibrated",
+    "calibrated_coverage",
     "network_benchmarks",
     "modes",
 )
