@@ -39,9 +39,12 @@ PAGES = (
     "numpyro_examples",
     "rare_rows",
     "groups",
+    "group_integrals",
+    "group_benchmarks",
     "calibrated",
+    "calibrated_coverage",
+    "network_benchmarks",
     "growing_rows",
-    "networks",
     "modes",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
