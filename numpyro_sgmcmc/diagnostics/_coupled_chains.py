@@ -166,7 +166,6 @@ def coupled(
     first, and the second level gets the part of the draws with which the error of both is least.
 
     :param metric: the metric, in whose coordinates the posterior is about standard normal.
-    :param anchor: of the control variate, or None.
     :param starts: positions in the coordinates, shape (chains, d).
     :param int num_draws: of each chain at :math:`h`, one for each unit of time.
     :raises ValueError: if the chains do not stay together at any step size.

@@ -267,7 +267,6 @@ def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tupl
     An array for xarray of which only some indices along some axes exist: ArviZ asks for the
     shape of the whole log likelihood, and for the values of the chosen observations.
 
-    :param values: the values that exist.
     :param known: the indices of them, ascending, by axis.
     :param shape: the shape that the array claims to have.
     """
