@@ -623,7 +623,7 @@ BAD_ARGUMENTS = {
     ),
     "an argument that is part of another now": (
         partial(sgld, regression, refresh_every=2.0),
-        r"unexpected keyword argument 'refresh_every'; write gradient=\('control_variate', passes\)",
+        r"argument 'refresh_every'; write gradient=\('control_variate', passes\)",
     ),
     "strata with an estimate from single rows": (
         chain_of(
