@@ -332,7 +332,9 @@ def first_failure(root: Path, mutation: Mutation) -> str | None:
     file.write_text(wrong)
     try:
         options = "-x -q -p no:cacheprovider -m 'not nightly'"
-        command = f"cd tests && {sys.executable} -m pytest {options} {mutation.tests}"
+        # from where the package is found that has the error
+        tests = re.sub(r"\S+\.py", r"tests/\g<0>", mutation.tests)
+        command = f"{sys.executable} -m pytest {options} {tests}"
         done = subprocess.run(command, cwd=root, shell=True, capture_output=True, text=True)
     finally:
         file.write_text(source)
