@@ -39,8 +39,12 @@ PAGES = (
     "numpyro_examples",
     "rare_rows",
     "groups",
+    "group_integrals",
+    "group_benchmarks",
     "calibrated",
-    "networks",
+    "calibrated_coverage",
+    "network_benchmarks",
+    "growing_rows",
     "modes",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))

@@ -322,9 +322,7 @@ def _report(means: np.ndarray, errors: np.ndarray, matrix: np.ndarray, samples: 
     The report, with infinite errors where there are too few samples for a verdict.
 
     :param means: the configurational temperature and the k variance ratios, shape ``(1 + k,)``.
-    :param errors: their standard errors.
     :param matrix: :math:`S`, shape ``(d, d)``, or ``(0, 0)`` for more than 100 parameters.
-    :param int samples: number of samples.
     """
     if samples < _FEWEST_SAMPLES:
         errors = np.full(means.shape, math.inf)

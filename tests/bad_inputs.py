@@ -542,7 +542,7 @@ BAD_ARGUMENTS = {
     ),
     "an unknown word": (
         partial(ccadl, regression, noise="complete"),
-        "`covariance` must be one of 'diagonal', 'full', 'low_rank', 'matrix_free'",
+        "`noise` must be one of 'diagonal', 'full', 'low_rank', 'matrix_free'",
     ),
     "options that do not go together": (
         partial(ccadl, regression, integrator="symmetric", noise="matrix_free"),
@@ -622,8 +622,8 @@ BAD_ARGUMENTS = {
         "`subsampling` must be one of 'auto', 'without_replacement'.*got 'soil'",
     ),
     "an argument that is part of another now": (
-        partial(sgld, regression, subsampling=np.zeros(N, int)),
-        "unexpected keyword argument 'strata'; write subsampling=strata",
+        partial(sgld, regression, refresh_every=2.0),
+        r"argument 'refresh_every'; write gradient=\('control_variate', passes\)",
     ),
     "strata with an estimate from single rows": (
         chain_of(

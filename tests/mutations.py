@@ -149,7 +149,7 @@ MUTATIONS = {
         "rows/test_shards.py -k read_ahead",
     ),
     "a sample that is not like all rows": Mutation(
-        "tuning/subsample.py - NEAR", "1e9, 4", "rows/test_shards.py -k is_found_out",
+        "tuning/subsample.py - NEAR", "1e9, 4", "rows/test_shards.py -k is_found_out -m nightly",
     ),
     "the same normals at every step": Mutation(
         "kernels/transition.py one_step noise_key", "(random.fold_in(key, 0) for key in keys)",
@@ -199,7 +199,7 @@ MUTATIONS = {
     ),
     "noise with directions that is left to the momentum": Mutation(
         "methods/sgmclmc.py _random_force taken", "0 * h",
-        "kernels/test_sgmclmc.py -k so_much_less",
+        "kernels/test_sgmclmc.py -k so_much_less -m nightly",
     ),
     "exchanges without a penalty for their noise": Mutation(
         "kernels/exchange.py exchange_probability ratio", "difference",
@@ -332,7 +332,9 @@ def first_failure(root: Path, mutation: Mutation) -> str | None:
     file.write_text(wrong)
     try:
         options = "-x -q -p no:cacheprovider -m 'not nightly'"
-        command = f"cd tests && {sys.executable} -m pytest {options} {mutation.tests}"
+        # from where the package is found that has the error
+        tests = re.sub(r"\S+\.py", r"tests/\g<0>", mutation.tests)
+        command = f"{sys.executable} -m pytest {options} {tests}"
         done = subprocess.run(command, cwd=root, shell=True, capture_output=True, text=True)
     finally:
         file.write_text(source)

@@ -6,6 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 import hashlib
+import math
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
+
+#: Log densities that differ by more than rounding, relative or absolute, are of another model.
+_ROUNDING = 1e-4
 
 
 def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
@@ -143,3 +147,9 @@ def description_of(value: Any) -> str:
 def _name(value: Any) -> str:
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def are_same_densities(one: float, other: float) -> bool:
+    """Whether two log densities differ by rounding alone, or neither is a number."""
+    are_near = math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+    return are_near or (math.isnan(one) and math.isnan(other))

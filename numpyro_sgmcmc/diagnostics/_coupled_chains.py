@@ -166,7 +166,6 @@ def coupled(
     first, and the second level gets the part of the draws with which the error of both is least.
 
     :param metric: the metric, in whose coordinates the posterior is about standard normal.
-    :param anchor: of the control variate, or None.
     :param starts: positions in the coordinates, shape (chains, d).
     :param int num_draws: of each chain at :math:`h`, one for each unit of time.
     :raises ValueError: if the chains do not stay together at any step size.
@@ -181,35 +180,7 @@ def coupled(
         ],
         axis=1,
     )
-    share, tried = 1.0, ""
-    first = max(_FIRST, run.halvings(state))
-    if first > _LAST:
-        raise ValueError(
-            "The noise of the minibatches is more than a step of"
-            f" {2.0**-_LAST:g} posterior standard deviations can take out: take larger minibatches,"
-            " a larger `subsample_size`, or a control variate."
-        )
-    for halving in range(first, _LAST + 1):
-        step_size = 2.0**-halving
-        key = random.fold_in(rng_key, 1 + halving)
-        both, coarse, fine = run(jnp.stack([state, state], 1), step_size, _FORGOTTEN, key, True)
-        key = random.fold_in(key, 1)
-        both, coarse, fine = run(both, step_size, _LOOKED_AT, key, True)
-        share, difference = _apart(coarse, fine)
-        if share <= _SHARE and difference <= _DIFFERENCE:
-            break
-        tried = (
-            f"at the step size {step_size:g} the means of a pair differ by {difference:.2g} and"
-            f" share {1 - share:.0%} of their variance"
-            if math.isfinite(share)
-            else f"at the step size {step_size:g} they are not finite"
-        )
-    else:
-        raise ValueError(
-            f"Chains with a step size and half of it do not stay together: {tried}. The posterior"
-            " may have several modes, or none, or bend so much that its scale is another in each"
-            " place. `compare` this run with one of half the step size, `kernel.with_step_size`."
-        )
+    both, step_size, share = _near_pairs(run, state, rng_key)
     # for two levels of costs c and variances v the draws are in proportion to (v / c)^(1/2)
     coarse_cost, fine_cost = run.costs
     part = math.sqrt(16 / 9 * share * coarse_cost / fine_cost)
@@ -225,6 +196,42 @@ def coupled(
             " the step size, `kernel.with_step_size`."
         )
     return Levels(coarse, fine, step_size, run.gradients, everything)
+
+
+def _near_pairs(run: "_Runner", state: Array, rng_key: Array) -> tuple[Array, float, float]:
+    """
+    Pairs of chains that do, their step size, and the part of the variance of one that
+    their difference has.
+
+    :raises ValueError: if they do not at any step size.
+    """
+    tried, first = "", max(_FIRST, run.halvings(state))
+    if first > _LAST:
+        raise ValueError(
+            "The noise of the minibatches is more than a step of"
+            f" {2.0**-_LAST:g} posterior standard deviations can take out: take larger minibatches,"
+            " a larger `subsample_size`, or a control variate."
+        )
+    for halving in range(first, _LAST + 1):
+        step_size = 2.0**-halving
+        key = random.fold_in(rng_key, 1 + halving)
+        both, coarse, fine = run(jnp.stack([state, state], 1), step_size, _FORGOTTEN, key, True)
+        key = random.fold_in(key, 1)
+        both, coarse, fine = run(both, step_size, _LOOKED_AT, key, True)
+        share, difference = _apart(coarse, fine)
+        if share <= _SHARE and difference <= _DIFFERENCE:
+            return both, step_size, share
+        tried = (
+            f"at the step size {step_size:g} the means of a pair differ by {difference:.2g} and"
+            f" share {1 - share:.0%} of their variance"
+            if math.isfinite(share)
+            else f"at the step size {step_size:g} they are not finite"
+        )
+    raise ValueError(
+        f"Chains with a step size and half of it do not stay together: {tried}. The posterior"
+        " may have several modes, or none, or bend so much that its scale is another in each"
+        " place. `compare` this run with one of half the step size, `kernel.with_step_size`."
+    )
 
 
 def _apart(coarse: np.ndarray, fine: np.ndarray) -> tuple[float, float]:

@@ -84,7 +84,6 @@ def scores_of(
     The score at some of the draws, evenly spaced.
 
     :param int draws: how many, of all chains together.
-    :param str scores: ``"full"``, ``"minibatch"`` or ``"auto"``.
     :raises ValueError: if the model is not known, or does not belong to the draws.
     """
     one_of("scores", scores, ("auto", "full", "minibatch"))

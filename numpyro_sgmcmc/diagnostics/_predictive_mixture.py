@@ -157,31 +157,9 @@ def _of_rows(
     """
 
     def terms(fn: Any, y: Array) -> dict[str, Array]:
-        """What is averaged over the draws, besides the density."""
-        base = without_wrappers(fn)
-        if of_classes(fn):
-            p = base.probs
-            if isinstance(base, dist.BernoulliLogits | dist.BernoulliProbs):
-                p = jnp.stack([1 - p, p], axis=-1)
-            known["classes"] = p.shape[-1]
-            return {"probabilities": jnp.broadcast_to(p, (*fn.batch_shape, p.shape[-1]))}
-        if not of_numbers(fn):
-            return {}
-        # of the distance to the value, which keeps the digits that a large mean would lose
-        laws = {"error": lambda: fn.mean - y, "cdf": lambda: base.cdf(y)}
-        return {
-            name: jnp.broadcast_to(law(), fn.batch_shape)
-            for name, law in laws.items()
-            if _exists(law)
-        }
-
-    def drawn(fn: Any, y: Array, number: Array) -> Array | None:
-        """Distances of predictive draws from the values."""
-
-        def distances() -> Array:
-            return fn.sample(random.fold_in(key, number), (each,)) - y * 1.0
-
-        return distances() if of_numbers(fn) and _exists(distances) else None
+        found = _averaged(fn, y)
+        known["classes"] = found["probabilities"].shape[-1] if "probabilities" in found else 0
+        return found
 
     def first_terms() -> tuple[Array, dict[str, Array]]:
         fn, y = evaluate(jnp.asarray(0))
@@ -198,7 +176,8 @@ def _of_rows(
         scaled = _Sum(density.total * factor, density.lost * factor)
         density = _plus(scaled, jnp.exp(log_density - reference))
         others = {k: _plus(others[k], x) for k, x in terms(fn, y).items()}
-        return (above, density, others), drawn(fn, y, number) if with_draws else None
+        own = random.fold_in(key, number)
+        return (above, density, others), _distances(fn, y, own, each) if with_draws else None
 
     of_density, of_terms = jax.tree.map(
         lambda x: _Sum(*(jnp.zeros(x.shape, jnp.result_type(x.dtype, float)),) * 2),
@@ -223,6 +202,30 @@ def _of_rows(
         discrete = without_wrappers(fn).support.is_discrete
         found |= _of_numbers(means, ensemble, found["log_predictive_density"], discrete)
     return found
+
+
+def _averaged(fn: Any, y: Array) -> dict[str, Array]:
+    """What is averaged over the draws, besides the density."""
+    base = without_wrappers(fn)
+    if of_classes(fn):
+        p = base.probs
+        if isinstance(base, dist.BernoulliLogits | dist.BernoulliProbs):
+            p = jnp.stack([1 - p, p], axis=-1)
+        return {"probabilities": jnp.broadcast_to(p, (*fn.batch_shape, p.shape[-1]))}
+    if not of_numbers(fn):
+        return {}
+    # of the distance to the value, which keeps the digits that a large mean would lose
+    laws = {"error": lambda: fn.mean - y, "cdf": lambda: base.cdf(y)}
+    return {k: jnp.broadcast_to(law(), fn.batch_shape) for k, law in laws.items() if _exists(law)}
+
+
+def _distances(fn: Any, y: Array, key: Array, each: int) -> Array | None:
+    """Distances of predictive draws from the values."""
+
+    def distances() -> Array:
+        return fn.sample(key, (each,)) - y * 1.0
+
+    return distances() if of_numbers(fn) and _exists(distances) else None
 
 
 class _Sum(NamedTuple):

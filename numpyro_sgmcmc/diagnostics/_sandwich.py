@@ -240,7 +240,6 @@ def sandwich_of(
     From two passes over all rows: one for the curvature, and one for the rows. With weights the
     centre is moved to where the weighted posterior has its mode, at a pass for each Newton step.
 
-    :param target: the model with its data.
     :param center: unconstrained, shape ``(d,)``.
     :param clusters: the number of the cluster of each row, by plate.
     :param weights: of the rows of some plates.

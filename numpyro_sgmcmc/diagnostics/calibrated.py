@@ -308,9 +308,7 @@ def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], 
 
 
 def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
-    """
-    :raises ValueError: if they are not positive.
-    """
+    """Raises ``ValueError`` if they are not positive."""
     if weights is None:
         return {}
     found = {}
@@ -330,9 +328,7 @@ def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
 
 
 def _by_plate(what: str, given: Any, target: Target) -> dict[str, Any]:
-    """
-    :raises ValueError: if it does not belong to the plates, or has another length.
-    """
+    """Raises ``ValueError`` if it does not belong to the plates, or has another length."""
     plates = {plate.name: plate.size for plate in target.model.plates}
     if not isinstance(given, Mapping):
         if len(plates) > 1:
@@ -356,9 +352,7 @@ def _by_plate(what: str, given: Any, target: Target) -> dict[str, Any]:
 
 
 def _unseen(population: int | None, number: int) -> float:
-    """
-    :raises ValueError: if there are more data than population.
-    """
+    """Raises ``ValueError`` if there are more data than population."""
     if population is None:
         return 1.0
     population = whole("population", population, most=MOST_OF_64_BITS)

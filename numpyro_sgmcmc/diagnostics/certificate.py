@@ -223,9 +223,7 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
 
 
 def _factor_of(flat: np.ndarray) -> np.ndarray:
-    """
-    :raises ValueError: if a parameter never moves.
-    """
+    """Raises ``ValueError`` if a parameter never moves."""
     try:
         return np.linalg.cholesky(np.atleast_2d(np.cov(flat.T)))
     except np.linalg.LinAlgError as error:

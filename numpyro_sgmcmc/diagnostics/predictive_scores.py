@@ -268,9 +268,7 @@ def _check_samples(samples: Mapping[str, Any]) -> int:
 def _observed_site(
     sites: Mapping[str, dict], samples: Mapping[str, Any], var_name: str | None
 ) -> str:
-    """
-    :raises ValueError: if it is not one.
-    """
+    """Raises ``ValueError`` if it is not one."""
     of_model = {k: s for k, s in sites.items() if s["type"] == "sample"}
     # the site of `numpyro.factor` predicts nothing
     observed = [

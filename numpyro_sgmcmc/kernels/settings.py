@@ -18,7 +18,7 @@ from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_sgmcmc.data.converters import instance, one_of, positive, shown, truth, whole
 from numpyro_sgmcmc.data.fingerprint import description_of
-from numpyro_sgmcmc.gradients.noise_estimate import NoiseEstimate
+from numpyro_sgmcmc.gradients.noise_estimate import COVARIANCES, NoiseEstimate
 from numpyro_sgmcmc.kernels.cyclical import Cyclical
 from numpyro_sgmcmc.kernels.replicas import checked_replicas
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS
@@ -331,7 +331,7 @@ def checked_noise(noise: Any, used: bool = True, remedy: str = "") -> NoiseEstim
     :raises ValueError: if it would be ignored.
     """
     if isinstance(noise, str):
-        noise = NoiseEstimate(noise)
+        noise = NoiseEstimate(one_of("noise", noise, COVARIANCES))
     example = "a `NoiseEstimate`, or the word for its covariance, such as 'full'"
     instance("noise", noise, NoiseEstimate | None, example)
     if used:

@@ -87,7 +87,9 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """
-    :raises ValueError: if it is not whole, or not a checkpoint of this version.
+    The content of a checkpoint.
+
+    :raises ValueError: if it is not whole, or not of this version.
     """
     try:
         content = read(path)
@@ -193,7 +195,6 @@ def restored(path: Path, leaves: Mapping[str, Any], template: Any) -> Any:
     """
     The state with these leaves.
 
-    :param path: of the checkpoint that they are from.
     :param template: a state of the same structure, or shapes of one.
     :raises ValueError: if it has another structure, naming where.
     """

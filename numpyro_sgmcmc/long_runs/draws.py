@@ -37,7 +37,6 @@ class Draws:
     :param shapes: shapes of what is collected of one draw of one chain.
     :param str sample: the field of the sample.
     :param removed: sites whose draws are not kept.
-    :param int num_chains: number of chains.
     :param rows: those that new draws know, where rows keep coming.
     """
 
@@ -74,9 +73,7 @@ class Draws:
         return {name: x for name, x in _named({self._sample: draws[self._sample]}, self._sample)}
 
     def add(self, draws: Fields) -> None:
-        """
-        :param draws: arrays of shape (chains, draws, ...), with all sites.
-        """
+        """Adds draws, arrays of shape (chains, draws, ...), with all sites."""
         draws = self._kept(draws)
         leaves = jax.tree.leaves(draws)
         self.count += leaves[0].shape[1]
@@ -111,9 +108,7 @@ class Draws:
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
 
     def _from_store(self, names: list[str]) -> list[np.ndarray]:
-        """
-        :raises ValueError: if it has other values than those that were written.
-        """
+        """Raises ``ValueError`` if it has other values than those that were written."""
         from numpyro_sgmcmc.long_runs.store import Store
 
         assert self._path is not None

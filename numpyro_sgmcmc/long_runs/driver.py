@@ -232,73 +232,33 @@ class LongRun(HostedRun):
         names, removed = _fields_of(self, extra_fields)
         lower, upper = self._bounds()
         skipped = lower + (upper - lower) % self.thinning
+        num_draws = (upper - lower) // self.thinning
         model = getattr(getattr(self.sampler, "given", self.sampler), "model", None)
         arguments = checked_arrays(model, args, kwargs)
-        keys = rng_key
-        if self.num_chains > 1 and is_prng_key(rng_key):
-            keys = random.split(rng_key, self.num_chains)
         # what a warm-up of its own gives is its last state
         path = None if self.only_warms_up else self._path
         with RunFolder(path, self._resume) as folder:
             found = folder.checkpoint
-            about: dict[str, Any] = {}
-            begun = arguments
-            if found is None:
-                self._rows = rows_of_run(arguments)
-            else:
-                known = found["known"]
-                with understood(folder.file):
-                    check_rows(path, arguments, known, found["rows"])
-                    if known is None:
-                        for rows, seen in zip(on_disk(arguments), found["rows"], strict=False):
-                            rows.remember(seen)  # so that they need not all be read again
-                    else:
-                        begun, arguments = known.as_begun(arguments), known.as_known(arguments)
-                        self._rows = known.gone_on(arguments, found["draws"])
-            if path is not None:
-                same = begun, rng_key, init_params, extra_fields
-                samples = upper if found is None else _compared(folder, found["about"])
-                about = self._identity(samples, *same)
-                if found is not None and folder.writes:
-                    folder.check(about, self._asked // self.thinning)
-                if samples != upper:  # the run is extended
-                    about = self._identity(upper, *same)
-            if found is not None:
-                if found["tuning"] is not None:
-                    self.sampler.tuning = found["tuning"]
+            begun, arguments = self._rows_of(folder, arguments)
+            about = self._about(folder, begun, rng_key, init_params, extra_fields)
+            if found is not None and found["tuning"] is not None:
+                self.sampler.tuning = found["tuning"]
             with understood(folder.file) if found is not None else nullcontext():
-                states = self._started(keys, init_params, begun, found)
+                states = self._started(rng_key, init_params, begun, found)
             program = Program(
                 self.sampler, self.postprocess_fn, names, *arguments,
                 method=self.chain_method, num_chains=self.num_chains, thinning=self.thinning,
-                states=states, num_draws=(upper - lower) // self.thinning,
+                states=states, num_draws=num_draws,
             )  # fmt: skip
             draws = Draws(program.shapes, names[0], removed, self.num_chains, self._rows)
             self._draws = draws
-            sites = draws.sites_of(program.shapes)
             dims = _dims_of(self.sampler, program.shapes[names[0]], trimmed(arguments))
             if path is not None:
-                draws.begin_store(folder, dims, (upper - lower) // self.thinning)
-            shapes = {name: x.shape for name, x in sites.items()}
-            progress = Progress(
-                done=0,
-                states=states,
-                moments=no_moments(shapes, self.num_chains, self._rank),
-                monitored=None,
-                seconds=0.0,
-            )
-            if found is not None:
-                kept = max(0, found["done"] - skipped) // self.thinning
-                with understood(folder.file):
-                    numbers = sum(map(len, places(shapes).values()))
-                    progress = restored_progress(found, progress, kept, numbers)
-                draws.cut(folder, found["draws"])
-                if self._rows is not None and not self._rows.is_as(found["known"]):
-                    # moments are of the posterior of these rows
-                    none = no_moments(shapes, self.num_chains, self._rank)
-                    progress = progress._replace(moments=none, monitored=None)
+                draws.begin_store(folder, dims, num_draws)
+            shapes = {name: x.shape for name, x in draws.sites_of(program.shapes).items()}
             run = Running(
-                self, self._limits, folder, about, program, draws, progress,
+                self, self._limits, folder, about, program, draws,
+                self._progress(folder, states, shapes, skipped),
                 total=upper, skipped=skipped, dims=dims, begin=begin, rows=self._rows,
             )  # fmt: skip
             try:
@@ -307,6 +267,63 @@ class LongRun(HostedRun):
                 self.end(joined(run.progress.states))
                 self._moments = (run.progress.moments, dims)
             run.finish()
+
+    def _rows_of(self, folder: RunFolder, arguments: tuple) -> tuple[tuple, tuple]:
+        """
+        The arguments with the rows that there were when the run was begun, and with those that
+        there are.
+
+        :raises ValueError: if they are not those of the store, or more of them.
+        """
+        found = folder.checkpoint
+        if found is None:
+            self._rows = rows_of_run(arguments)
+            return arguments, arguments
+        known = found["known"]
+        with understood(folder.file):
+            check_rows(self._path, arguments, known, found["rows"])
+            if known is None:
+                for rows, seen in zip(on_disk(arguments), found["rows"], strict=False):
+                    rows.remember(seen)  # so that they need not all be read again
+                return arguments, arguments
+            begun, arguments = known.as_begun(arguments), known.as_known(arguments)
+            self._rows = known.gone_on(arguments, found["draws"])
+            return begun, arguments
+
+    def _about(self, folder: RunFolder, *same: Any) -> dict[str, Any]:
+        """
+        What makes this run the same one in another process; none of a run in memory.
+
+        :raises ValueError: if the store has another one.
+        """
+        if folder.path is None:
+            return {}
+        found, upper = folder.checkpoint, self._bounds()[1]
+        samples = upper if found is None else _compared(folder, found["about"])
+        about = self._identity(samples, *same)
+        if found is not None and folder.writes:
+            folder.check(about, self._asked // self.thinning)
+        # a run that is extended is compared over more samples from now on
+        return about if samples == upper else self._identity(upper, *same)
+
+    def _progress(
+        self, folder: RunFolder, states: list, shapes: dict[str, tuple[int, ...]], skipped: int
+    ) -> Progress:
+        """How far the run has come, to which the draws are cut."""
+        found, draws = folder.checkpoint, self._draws
+        none = no_moments(shapes, self.num_chains, self._rank)
+        progress = Progress(0, states, none, None, 0.0)
+        if found is None or draws is None:
+            return progress
+        kept = max(0, found["done"] - skipped) // self.thinning
+        with understood(folder.file):
+            numbers = sum(map(len, places(shapes).values()))
+            progress = restored_progress(found, progress, kept, numbers)
+        draws.cut(folder, found["draws"])
+        if self._rows is not None and not self._rows.is_as(found["known"]):
+            # moments are of the posterior of these rows
+            progress = progress._replace(moments=none, monitored=None)
+        return progress
 
     def _bounds(self) -> tuple[int, int]:
         """After how many samples they are kept, and after how many the run ends."""
@@ -344,6 +361,8 @@ class LongRun(HostedRun):
     ) -> list:
         """The states of the chains before their first sample, or those of the checkpoint."""
         args, kwargs = arguments
+        if self.num_chains > 1 and is_prng_key(rng_key):
+            rng_key = random.split(rng_key, self.num_chains)
         alone = self.num_chains == 1 or self.chain_method == "vectorized"
         if init_params is not None and self.num_chains > 1:
             chains = {jnp.shape(x)[0] for x in jax.tree.leaves(init_params)}

@@ -85,7 +85,6 @@ class Lock:
     """
     A file that one process at a time holds, until :meth:`release` or its end.
 
-    :param path: the file.
     :raises BlockingIOError: if another process holds it, or puts its folder aside just now.
     """
 

@@ -30,7 +30,6 @@ class RunFolder:
     """
     What is on disk of a run; of a run in memory nothing.
 
-    :param path: the folder, or None.
     :param bool resume: whether to go on with what is there.
     """
 
@@ -108,9 +107,7 @@ class RunFolder:
             ) from error
 
     def _check_place(self) -> None:
-        """
-        :raises FileNotFoundError: if the folder is no longer that in which the run began.
-        """
+        """Raises ``FileNotFoundError`` if the folder is no longer that in which the run began."""
         if self._lock is not None and not self._lock.is_in_its_place:
             raise FileNotFoundError(
                 errno.ENOENT,
@@ -155,9 +152,7 @@ class RunFolder:
         self._lock = self._locked()
 
     def _locked(self) -> Lock:
-        """
-        :raises ValueError: if another process has the store.
-        """
+        """Raises ``ValueError`` if another process has the store."""
         assert self.path is not None
         try:
             return Lock(self.path / FOLDER / "lock")

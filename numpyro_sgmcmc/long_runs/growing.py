@@ -70,7 +70,6 @@ def check_rows(
     path: Any, arguments: Arguments, before: RowsOfRun | None, seen: list[ContentHash]
 ) -> None:
     """
-    :param path: of the store.
     :param before: the rows that it knows.
     :param seen: what it has seen of those on disk.
     :raises ValueError: if these are not the first ones of those that there are.

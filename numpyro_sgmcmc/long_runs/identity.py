@@ -3,15 +3,11 @@
 
 """What makes a run the same run, in another process too."""
 
-import math
 from typing import Any
 
 import jax
 
-from numpyro_sgmcmc.data.fingerprint import description_of, fingerprint_of
-
-#: Log densities that differ by more than rounding are of another model.
-_TOLERANCE = 1e-4
+from numpyro_sgmcmc.data.fingerprint import are_same_densities, description_of, fingerprint_of
 
 
 def of_run(
@@ -51,7 +47,7 @@ def differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
     for name in sorted(here.keys() | there.keys()):
         mine, its = here.get(name), there.get(name)
         if isinstance(mine, float) and isinstance(its, float):
-            same = math.isclose(mine, its, rel_tol=_TOLERANCE) or (mine != mine and its != its)
+            same = are_same_densities(mine, its)
         elif isinstance(mine, dict) and isinstance(its, dict):  # by what was known of it
             same = all(mine[key] == its[key] for key in mine.keys() & its.keys())
         else:

@@ -58,10 +58,7 @@ def no_moments(shapes: dict[str, tuple[int, ...]], chains: int, rank: int) -> Mo
 
 
 def with_draws(moments: Moments, draws: Sites) -> Moments:
-    """
-    :param draws: of every site, shape (chains, draws, ...).
-    :return: the moments with these draws.
-    """
+    """The moments with draws of every site, shape (chains, draws, ...)."""
     chains, count = next(iter(draws.values())).shape[:2]
     each = sum(x[0, 0].size for x in draws.values()) * chains
     rows = max(1, _BLOCK // max(1, each))

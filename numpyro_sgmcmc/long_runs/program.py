@@ -36,9 +36,7 @@ class Program:
     :param postprocess: of the values of one chain, or None for that of the kernel.
     :param fields: names of the fields to collect, the sample first.
     :param args: arguments of the model, whose arrays become arguments of the program.
-    :param kwargs: keyword arguments of the model, likewise.
     :param str method: ``"sequential"``, ``"vectorized"`` or ``"parallel"``.
-    :param int num_chains: number of chains.
     :param int thinning: samples from one draw to the next.
     :param list states: the states of the chains, as :func:`separated` gives them.
     :param int num_draws: the most draws that a call can be asked for.
@@ -131,7 +129,6 @@ class Program:
 
     def __call__(self, states: list, segments: int, steps: int) -> tuple[list, Fields]:
         """
-        :param states: the states of the chains.
         :param int segments: how often samples are taken, and the last of them kept.
         :param int steps: how many samples each time; with ``thinning=1`` always 1.
         :return: the states after them, and what was kept, arrays of NumPy of shape

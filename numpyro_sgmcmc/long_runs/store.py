@@ -60,7 +60,6 @@ class _Held(WrapperStore[MemoryStore]):
     """
     A folder whose metadata are held in memory. Nothing in it is deleted: a reader may need it.
 
-    :param folder: the folder.
     :param root: the metadata of the root, which repeat all the others; None of a new store.
     :param bool is_read: whether a file that is not there was lost, and is not to be written yet.
     """
@@ -117,8 +116,6 @@ class _Held(WrapperStore[MemoryStore]):
 class Store:
     """
     A store in a folder.
-
-    :param path: the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,7 +128,6 @@ class Store:
         Begins a store without draws.
 
         :param groups: the arrays, as :func:`variable` describes them, by group and name.
-        :param attributes: attributes of the store.
         """
         root = zarr.create_group(self._held, overwrite=True, attributes=attributes)
         for group, arrays in groups.items():
@@ -144,7 +140,6 @@ class Store:
         :meth:`publish`.
 
         :param values: for each array over draws, by its path, its new values.
-        :param manifest: of the draws before.
         :return: the manifest with these.
         :raises ValueError: if a file of the store is not whole.
         """

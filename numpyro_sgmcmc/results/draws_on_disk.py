@@ -82,9 +82,7 @@ def on_disk(folder: Path) -> Iterator[Create]:
 
 
 def check_free(folder: Path) -> None:
-    """
-    :raises ValueError: unless this is an empty folder or nothing.
-    """
+    """Raises ``ValueError`` unless this is an empty folder or nothing."""
     is_folder = folder.is_dir() and not folder.is_symlink()
     if os.path.lexists(folder) and not (is_folder and not any(folder.iterdir())):
         what = "is a link" if folder.is_symlink() else "is a file"

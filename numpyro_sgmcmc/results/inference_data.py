@@ -6,7 +6,7 @@
 from collections.abc import Callable, Mapping
 import inspect
 import math
-from typing import Any
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -50,7 +50,7 @@ from numpyro_sgmcmc.results.row_subset import (
     subsampled_plates,
 )
 from numpyro_sgmcmc.results.run_data import are_edited, check_data
-from numpyro_sgmcmc.stein import advice, problem_of_undone_steps
+from numpyro_sgmcmc.stein import SteinReport, advice, problem_of_undone_steps
 
 #: Replicas that exchange positions less often do not take part in what the chain does.
 _SELDOM = 0.02
@@ -160,21 +160,74 @@ def to_arviz(
         instance(name, given, Mapping | None, "a dict")
     if sampling_time is not None:
         sampling_time = positive("sampling_time", sampling_time, zero=True)
-    _warn_if_nonfinite(mcmc)
-    _warn_if_friction_is_exceeded(mcmc)
-    _warn_if_seldom_exchanged(mcmc)
     stein = stein_of(mcmc)
-    if stein is not None and (problem := stein.problem()) is not None:
-        warnings.warn(advice(problem), stacklevel=2)
+    _warn_of_draws(mcmc, stein)
     if log_likelihood or posterior_predictive:
         check_data(mcmc, "Evaluate")
-    mcmc = kept_draws(mcmc)
-    draws = mcmc.get_samples(group_by_chain=True)
-    model, draws, chosen = keep_rows(mcmc.sampler.model, draws, args, kwargs, rows, key)
-    coords = dict(chosen) | {
-        name: np.asarray(labels)[chosen[name]] if name in chosen else labels
+    run = _on_rows(kept_draws(mcmc), args, kwargs, rows, key)
+    coords = dict(run.chosen) | {
+        name: np.asarray(labels)[run.chosen[name]] if name in run.chosen else labels
         for name, labels in (coords or {}).items()
     }
+    known = _observations(mcmc, run)
+    groups: dict[str, Any] = {}
+    all_dims = plate_dims(run.sites) | {
+        variable_name(k): names(f"dims[{k!r}]", v) for k, v in (dims or {}).items()
+    }
+    if posterior_predictive:
+        groups["posterior_predictive"] = _variables(_replicated(run, key, max_values))
+    if constant_data:
+        constants, their_dims = _constants(run, list(known.values()))
+        groups["constant_data"], all_dims = constants or None, their_dims | all_dims
+    # ArviZ traces the model for its observations, operation by operation
+    view = view_of(mcmc, _Observations(_variables(known)), _variables(run.draws), (), {})
+    data = arviz.from_numpyro(view, coords=coords, dims=all_dims, log_likelihood=False, **groups)
+    if log_likelihood:
+        terms = _variables(_log_likelihood(run, max_values))
+        _add_group(arviz, data, "log_likelihood", terms, coords, all_dims)
+    if stein is not None:
+        _add_dataset(data, "stein", stein_group(stein, latent_shapes(mcmc)))
+    data.attrs.update(attributes(run.mcmc, stein, sampling_time))
+    for name, kept in run.rows_kept.items():
+        data.attrs[f"rows_kept_{name}"] = kept
+        # with predictions it is for their calibration, and not for a sum
+        if log_likelihood and not posterior_predictive:
+            warnings.warn(SOME_ROWS.format(kept), stacklevel=2)
+    data.attrs.update(attrs or {})
+    return data
+
+
+class _Run(NamedTuple):
+    """
+    A run on some of its rows.
+
+    - **model**, **draws** - of which these rows are all the data.
+    - **chosen** - their numbers by plate, where they are not all.
+    - **sites**, **observed** - of this model, and those that have observations.
+    """
+
+    mcmc: MCMC
+    args: tuple
+    kwargs: dict
+    model: Callable
+    draws: dict
+    chosen: dict[str, np.ndarray]
+    sites: dict[str, dict]
+    observed: dict[str, dict]
+
+    @property
+    def rows_kept(self) -> dict[str, str]:
+        """How many of how many rows there are of plates that are not whole."""
+        return {
+            plate.name: f"{len(numbers):,} of {plate.size:,} rows of plate '{plate.name}'"
+            for plate in subsampled_plates(self.sites)
+            if (numbers := self.chosen.get(plate.name)) is not None and len(numbers) < plate.size
+        }
+
+
+def _on_rows(mcmc: MCMC, args: tuple, kwargs: dict, rows: Any, key: Array) -> _Run:
+    draws = mcmc.get_samples(group_by_chain=True)
+    model, draws, chosen = keep_rows(mcmc.sampler.model, draws, args, kwargs, rows, key)
     with numpyro.validation_enabled(False):  # where chains have been is for others to judge
         sites = full_sites(model, draws, args, kwargs)
     observed = {
@@ -185,70 +238,52 @@ def to_arviz(
         and site["value"] is not None
         and not _is_factor(site)
     }
-    known_values = {name: np.asarray(site["value"]) for name, site in observed.items()}
-    if are_edited(mcmc):
-        warnings.warn(
-            "The data have been changed in place since the run: `observed_data` is left out, and"
-            " the draws are those of the data before.",
-            stacklevel=2,
-        )
-        known_values = {}
-    groups: dict[str, Any] = {}
-    all_dims = plate_dims(sites) | {
-        variable_name(k): names(f"dims[{k!r}]", v) for k, v in (dims or {}).items()
-    }
-    if posterior_predictive:
-        values = sum(math.prod(site["fn"].shape()) for site in observed.values())
-        check_size("posterior_predictive", mcmc, values, max_values)
-        own = _replicates(marginal_of(mcmc), sites, draws, chosen, key, args, kwargs)
-        others = [name for name in observed if name not in own]
-        replicated = own | _predicted(model, draws, others, key, args, kwargs)
-        groups["posterior_predictive"] = _variables(replicated)
-    if constant_data:
-        plates = {s["args"][0]: name for name, s in sites.items() if s["type"] == "plate"}
-        known = list(known_values.values())
-        found: dict[str, np.ndarray] = {}
-        for name, argument in _array_arguments(mcmc.sampler.model, args, kwargs).items():
-            # an observation may have rows of several plates
-            x = argument
-            for axis, size in enumerate(argument.shape):
-                if plates.get(size) in chosen:
-                    x = jnp.take(x, chosen[plates[size]], axis=axis)
-            # of the name of a site it is what that observes, in another layout
-            if name in observed or any(x.shape == v.shape and np.array_equal(x, v) for v in known):
-                continue
-            plate = plates.get(argument.shape[0])
-            found[name] = np.asarray(argument[chosen[plate]] if plate in chosen else argument)
-            if plate is not None:
-                all_dims.setdefault(
-                    name, [plate, *(f"{name}_dim_{k}" for k in range(1, argument.ndim))]
-                )
-        groups["constant_data"] = found or None
-    # ArviZ traces the model for its observations, operation by operation
-    view = view_of(mcmc, _Observations(_variables(known_values)), _variables(draws), (), {})
-    data = arviz.from_numpyro(view, coords=coords, dims=all_dims, log_likelihood=False, **groups)
-    if log_likelihood:
+    return _Run(mcmc, args, kwargs, model, draws, chosen, sites, observed)
 
-        def terms_of(draw: dict) -> dict[str, Array]:
-            return log_likelihood_of(model, draw, args, kwargs)
 
-        shapes = jax.eval_shape(terms_of, jax.tree.map(lambda x: x[0, 0], draws)).values()
-        check_size("log_likelihood", mcmc, sum(x.size for x in shapes), max_values)
-        terms = _of_draws(terms_of, draws, "log likelihood")
-        _add_group(arviz, data, "log_likelihood", _variables(terms), coords, all_dims)
-    if stein is not None:
-        _add_dataset(data, "stein", stein_group(stein, latent_shapes(mcmc)))
-    data.attrs.update(attributes(mcmc, stein, sampling_time))
-    for of_plate in subsampled_plates(sites):
-        name, numbers = of_plate.name, chosen.get(of_plate.name)
-        if numbers is not None and len(numbers) < of_plate.size:
-            kept = f"{len(numbers):,} of {of_plate.size:,} rows of plate '{name}'"
-            data.attrs[f"rows_kept_{name}"] = kept
-            # with predictions it is for their calibration, and not for a sum
-            if log_likelihood and not posterior_predictive:
-                warnings.warn(SOME_ROWS.format(kept), stacklevel=2)
-    data.attrs.update(attrs or {})
-    return data
+def _observations(mcmc: MCMC, run: _Run) -> dict[str, np.ndarray]:
+    """Values of the observed sites, none if they are no longer those of the run."""
+    if not are_edited(mcmc):
+        return {name: np.asarray(site["value"]) for name, site in run.observed.items()}
+    warnings.warn(
+        "The data have been changed in place since the run: `observed_data` is left out, and"
+        " the draws are those of the data before.",
+        stacklevel=3,
+    )
+    return {}
+
+
+def _constants(
+    run: _Run, observations: list[np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
+    """The array arguments of the model that are no observations, and names of their dimensions."""
+    plates = {s["args"][0]: name for name, s in run.sites.items() if s["type"] == "plate"}
+    found, dims = {}, {}
+    for name, argument in _array_arguments(run.mcmc.sampler.model, run.args, run.kwargs).items():
+        # an observation may have rows of several plates
+        x = argument
+        for axis, size in enumerate(argument.shape):
+            if plates.get(size) in run.chosen:
+                x = jnp.take(x, run.chosen[plates[size]], axis=axis)
+        # of the name of a site it is what that observes, in another layout
+        if name in run.observed or any(np.array_equal(x, v) for v in observations):
+            continue
+        plate = plates.get(argument.shape[0])
+        found[name] = np.asarray(argument[run.chosen[plate]] if plate in run.chosen else argument)
+        if plate is not None:
+            dims[name] = [plate, *(f"{name}_dim_{k}" for k in range(1, argument.ndim))]
+    return found, dims
+
+
+def _log_likelihood(run: _Run, max_values: int) -> dict[str, np.ndarray]:
+    """Of every observation at every draw."""
+
+    def terms_of(draw: dict) -> dict[str, Array]:
+        return log_likelihood_of(run.model, draw, run.args, run.kwargs)
+
+    shapes = jax.eval_shape(terms_of, jax.tree.map(lambda x: x[0, 0], run.draws)).values()
+    check_size("log_likelihood", run.mcmc, sum(x.size for x in shapes), max_values)
+    return _of_draws(terms_of, run.draws, "log likelihood")
 
 
 class _Observations:
@@ -270,43 +305,39 @@ def _of_draws(function: Callable, draws: Any, description: str) -> dict[str, np.
     return {name: x.reshape(*shape, *x.shape[1:]) for name, x in found.items()}
 
 
-def _predicted(
-    model: Callable, draws: dict, names: list[str], key: Array, args: tuple, kwargs: dict
-) -> dict[str, np.ndarray]:
-    """New observations of these sites, for every draw."""
+def _replicated(run: _Run, key: Array, max_values: int) -> dict[str, np.ndarray]:
+    """New observations for every draw."""
+    values = sum(math.prod(site["fn"].shape()) for site in run.observed.values())
+    check_size("posterior_predictive", run.mcmc, values, max_values)
+    of_groups = _replicated_groups(run, key)
+    names = [name for name in run.observed if name not in of_groups]
     if not names:
-        return {}
+        return of_groups
 
     def one(draw_and_key: tuple[dict, Array]) -> dict[str, Array]:
         draw, own = draw_and_key
         single = jax.tree.map(lambda x: x[None], draw)
-        predict = Predictive(uncondition(model), single, return_sites=names)
-        return jax.tree.map(lambda x: x[0], predict(own, *args, **kwargs))
+        predict = Predictive(uncondition(run.model), single, return_sites=names)
+        return jax.tree.map(lambda x: x[0], predict(own, *run.args, **run.kwargs))
 
-    shape = next(iter(draws.values())).shape[:2]
-    return _of_draws(one, (draws, random.split(key, shape)), "posterior predictive")
+    shape = next(iter(run.draws.values())).shape[:2]
+    keys = random.split(key, shape)
+    return of_groups | _of_draws(one, (run.draws, keys), "posterior predictive")
 
 
-def _replicates(
-    marginal: Marginal | None,
-    sites: Mapping[str, dict],
-    draws: dict,
-    chosen: Mapping[str, np.ndarray],
-    key: Array,
-    args: tuple,
-    kwargs: dict,
-) -> dict[str, np.ndarray]:
+def _replicated_groups(run: _Run, key: Array) -> dict[str, np.ndarray]:
     """New observations of groups whose latent variables are integrated out, for every draw."""
+    marginal = marginal_of(run.mcmc)
     if marginal is None:
         return {}
-    plates = subsampled_plates(sites)
-    parts = GroupDraws(marginal.replicates, plates, draws, key, args, kwargs)
+    plates = subsampled_plates(run.sites)
+    parts = GroupDraws(marginal.replicates, plates, run.draws, key, run.args, run.kwargs)
     sizes = {plate.name: plate.size for plate in plates}
     found = {}
     for plate in marginal.plates:
-        rows = chosen.get(plate.name, np.arange(sizes[plate.name]))
+        rows = run.chosen.get(plate.name, np.arange(sizes[plate.name]))
         for name, values in parts.in_memory(plate.name, rows).items():
-            found[name] = np.moveaxis(values, 2, 2 + group_axis(sites[name], plate.name))
+            found[name] = np.moveaxis(values, 2, 2 + group_axis(run.sites[name], plate.name))
     return found
 
 
@@ -334,19 +365,8 @@ def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:
     return as_arrays(arguments(mcmc))
 
 
-def _warn_if_friction_is_exceeded(mcmc: MCMC) -> None:
-    used = np.asarray(mcmc.get_extra_fields().get("friction_used", 0.0))
-    if np.any(used > 1):
-        warnings.warn(
-            "The noise of the gradient was more than the friction can dissipate in"
-            f" {np.mean(used > 1):.1%} of the draws, by a factor of up to {np.max(used):.3g}: they"
-            " spread too widely. Increase the friction or reduce the step size by more than that"
-            " factor, or use CCAdL, which has no such limit.",
-            stacklevel=3,
-        )
-
-
-def _warn_if_nonfinite(mcmc: MCMC) -> None:
+def _warn_of_draws(mcmc: MCMC, stein: SteinReport | None) -> None:
+    """What the run itself has seen of its draws that makes them wrong."""
     if (problem := problem_of_undone_steps(mcmc.last_state)) is not None:
         step_size = float(np.max(mcmc.last_state.step_size))
         warnings.warn(
@@ -356,23 +376,30 @@ def _warn_if_nonfinite(mcmc: MCMC) -> None:
             " give parameters with heavy-tailed posteriors a narrower prior.",
             stacklevel=3,
         )
-
-
-def _warn_if_seldom_exchanged(mcmc: MCMC) -> None:
-    tried = mcmc.get_extra_fields().get("exchange_prob")
-    if tried is None:
-        return
-    temperatures = str(mcmc.sampler.run_info["temperatures"]).split(", ")
-    mean = np.mean(np.asarray(tried, np.float64), axis=0)
-    k = int(np.argmin(mean))
-    if mean[k] < _SELDOM:
+    fields = mcmc.get_extra_fields()
+    used = np.asarray(fields.get("friction_used", 0.0))
+    if np.any(used > 1):
         warnings.warn(
-            f"Positions are exchanged in {mean[k]:.1%} of the tries between replicas at the"
-            f" temperatures {temperatures[k]} and {temperatures[k + 1]}: those that are hotter"
-            " hardly take part, and modes may be missing or have wrong weights. Take temperatures"
-            " between these two, or more `minibatches` for an exchange.",
+            "The noise of the gradient was more than the friction can dissipate in"
+            f" {np.mean(used > 1):.1%} of the draws, by a factor of up to {np.max(used):.3g}: they"
+            " spread too widely. Increase the friction or reduce the step size by more than that"
+            " factor, or use CCAdL, which has no such limit.",
             stacklevel=3,
         )
+    if (tried := fields.get("exchange_prob")) is not None:
+        mean = np.mean(np.asarray(tried, np.float64), axis=0)
+        k = int(np.argmin(mean))
+        temperatures = str(mcmc.sampler.run_info["temperatures"]).split(", ")
+        if mean[k] < _SELDOM:
+            warnings.warn(
+                f"Positions are exchanged in {mean[k]:.1%} of the tries between replicas at the"
+                f" temperatures {temperatures[k]} and {temperatures[k + 1]}: those that are hotter"
+                " hardly take part, and modes may be missing or have wrong weights. Take"
+                " temperatures between these two, or more `minibatches` for an exchange.",
+                stacklevel=3,
+            )
+    if stein is not None and (problem := stein.problem()) is not None:
+        warnings.warn(advice(problem), stacklevel=3)
 
 
 def _is_factor(site: dict) -> bool:

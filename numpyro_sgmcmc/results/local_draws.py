@@ -142,9 +142,7 @@ def local_draws(
 
 
 def _check_size(shapes: list[tuple[int, ...]], max_values: int) -> None:
-    """
-    :raises ValueError: if the result does not fit into memory.
-    """
+    """Raises ``ValueError`` if the result does not fit into memory."""
     values = sum(map(math.prod, shapes))
     if values > max_values:
         chains, draws, groups = max(shapes, key=math.prod)[:3]

@@ -6,7 +6,7 @@
 from collections.abc import Callable, Mapping
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -121,7 +121,6 @@ def loo(
         500
     """
     import arviz
-    import xarray
 
     args, kwargs = arguments_of(mcmc)
     key, max_values = random_key(rng_key), whole("max_values", max_values, most=MOST_OF_64_BITS)
@@ -129,58 +128,91 @@ def loo(
     instance("var_name", var_name, str | None, "the name of a site")
     observations = array("observations", observations)
     check_data(mcmc, "Score")
-    model, draws = mcmc.sampler.model, kept_draws(mcmc).get_samples(group_by_chain=True)
-    sites = site_shapes(model, draws, args, kwargs)
-    plates = subsampled_plates(sites)
-    observed = [k for k, s in sites.items() if s["type"] == "sample" and s["is_observed"]]
-    name = chosen_site(observed, var_name)
-    variable, shape = variable_name(name), sites[name]["fn"].batch_shape
-    axes = {
-        frame.name: len(shape) + frame.dim
-        for frame in sites[name]["cond_indep_stack"]
-        if frame.name in {plate.name for plate in plates}
-    }
-    # one row of the plates that the site is not in: they cannot have none
-    others = {plate.name: np.zeros(1, int) for plate in plates if plate.name not in axes}
-    options: dict[str, Any] = {
-        "log_likelihood": True,
-        "constant_data": False,
-        "max_values": max_values,
-    }
+    site = _site_of(mcmc, args, kwargs, var_name)
+    count = math.prod(site.shape)
+    options = {"log_likelihood": True, "constant_data": False, "max_values": max_values}
+    shown = {"var_name": variable_name(site.name), "pointwise": pointwise}
     first_generation = int(arviz.__version__.split(".")[0]) < 1
-    if first_generation or not axes:
+    if first_generation or not site.axes:
         remedy = (
             "ArviZ 1.x (Python 3.12 or later), of whose subsampled PSIS-LOO this function makes use"
             if first_generation
             else "a `subsample_size` in a plate of the site, which makes this function sample"
         )
-        check_size("log_likelihood", mcmc, math.prod(shape), max_values, remedy)
-        data = _of_rows(mcmc, others or None, options)
-        return arviz.loo(data, var_name=variable, pointwise=pointwise)
-
+        check_size("log_likelihood", mcmc, count, max_values, remedy)
+        return arviz.loo(_of_rows(mcmc, site.others or None, options), **shown)
     if np.ndim(observations) == 0:
-        most = math.prod(shape)
-        observations = min(whole("observations", observations, most=MOST_OF_64_BITS), most)
-    chosen = np.sort(row_numbers(f"site '{name}'", observations, math.prod(shape), key))
-    positions = np.unravel_index(chosen, shape)
-    rows = others | {plate: np.unique(positions[axis]) for plate, axis in axes.items()}
-    data = _of_rows(mcmc, rows, options)
-    terms = data["log_likelihood"][variable]
-    chain_and_draw, dims = terms.dims[:2], terms.dims[2:]
-    known = {2 + axis: rows[plate] for plate, axis in axes.items()}
-    every = _only_known(terms.values, known, (*terms.shape[:2], *shape))
-    point = _posterior_mean(model, plates, draws, sites, args, kwargs)
+        observations = min(whole("observations", observations, most=MOST_OF_64_BITS), count)
+    chosen = np.sort(row_numbers(f"site '{site.name}'", observations, count, key))
+    positions = np.unravel_index(chosen, site.shape)
+    rows = {plate: np.unique(positions[axis]) for plate, axis in site.axes.items()}
+    data = _of_rows(mcmc, site.others | rows, options)
+    tree = _tree(data, site, rows, _at_mean(site, args, kwargs))
+    return arviz.loo_subsample(
+        tree, chosen, **shown, method="plpd", log_lik_fn=lambda observed, _: observed
+    )
 
-    chunked, axis = next(iter(axes.items()))
+
+class _Site(NamedTuple):
+    """
+    The observed site, and the run.
+
+    - **axes** - of the subsampled plates that it is in.
+    - **others** - one row of the plates that it is not in: they cannot have none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: dict[str, int]
+    others: dict[str, np.ndarray]
+    model: Callable
+    draws: dict[str, Array]
+    sites: dict[str, dict]
+    plates: tuple[Plate, ...]
+
+
+def _site_of(mcmc: MCMC, args: tuple, kwargs: dict, var_name: str | None) -> _Site:
+    model, draws = mcmc.sampler.model, kept_draws(mcmc).get_samples(group_by_chain=True)
+    sites = site_shapes(model, draws, args, kwargs)
+    observed = [k for k, s in sites.items() if s["type"] == "sample" and s["is_observed"]]
+    name, plates = chosen_site(observed, var_name), subsampled_plates(sites)
+    shape = sites[name]["fn"].batch_shape
+    axes = {
+        frame.name: len(shape) + frame.dim
+        for frame in sites[name]["cond_indep_stack"]
+        if frame.name in {plate.name for plate in plates}
+    }
+    others = {plate.name: np.zeros(1, int) for plate in plates if plate.name not in axes}
+    return _Site(name, shape, axes, others, model, draws, sites, plates)
+
+
+def _at_mean(site: _Site, args: tuple, kwargs: dict) -> np.ndarray:
+    """The log density of every observation at the posterior mean."""
+    point = _posterior_mean(site.model, site.plates, site.draws, site.sites, args, kwargs)
+    chunked, axis = next(iter(site.axes.items()))
 
     def of_chunk(chunk: Array) -> Array:
-        rows = others | {chunked: chunk}
-        part, values = at_rows(model, plates, rows), of_rows(point, sites, rows)
-        terms = log_likelihood_of(part, values, args, kwargs)[name]
-        return jnp.moveaxis(terms, axis, 0)
+        rows = site.others | {chunked: chunk}
+        part = at_rows(site.model, site.plates, rows)
+        terms = log_likelihood_of(part, of_rows(point, site.sites, rows), args, kwargs)
+        return jnp.moveaxis(terms[site.name], axis, 0)
 
-    at_point = np.moveaxis(_in_chunks(of_chunk, shape[axis]), 0, axis)
-    tree = xarray.DataTree.from_dict(
+    return np.moveaxis(_in_chunks(of_chunk, site.shape[axis]), 0, axis)
+
+
+def _tree(data: Any, site: _Site, rows: Mapping[str, np.ndarray], at_point: np.ndarray) -> Any:
+    """
+    A run for ArviZ whose log likelihood is known at some rows, and whose observations are the log
+    densities at a point.
+    """
+    import xarray
+
+    variable = variable_name(site.name)
+    terms = data["log_likelihood"][variable]
+    chain_and_draw, dims = terms.dims[:2], terms.dims[2:]
+    known = {2 + axis: rows[plate] for plate, axis in site.axes.items()}
+    every = _only_known(terms.values, known, (*terms.shape[:2], *site.shape))
+    return xarray.DataTree.from_dict(
         {
             "posterior": data["posterior"].to_dataset(),
             "log_likelihood": xarray.Dataset(
@@ -188,14 +220,6 @@ def loo(
             ),
             "observed_data": xarray.Dataset({variable: (dims, at_point)}),
         }
-    )
-    return arviz.loo_subsample(
-        tree,
-        chosen,
-        var_name=variable,
-        pointwise=pointwise,
-        method="plpd",
-        log_lik_fn=lambda observed, _: observed,
     )
 
 
@@ -243,7 +267,6 @@ def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tupl
     An array for xarray of which only some indices along some axes exist: ArviZ asks for the
     shape of the whole log likelihood, and for the values of the chosen observations.
 
-    :param values: the values that exist.
     :param known: the indices of them, ascending, by axis.
     :param shape: the shape that the array claims to have.
     """
