@@ -145,7 +145,7 @@ MUTATIONS = {
         f"{ALGEBRA} -k sample_is_a_step",
     ),
     "rows read ahead of another device": Mutation(
-        "posterior/prefetch.py prefetched_with.kept_or_filled.is_needed is_of_another", "False",
+        "posterior/prefetch.py _Ahead.kept_or_filled.is_needed is_of_another", "False",
         "rows/test_shards.py -k read_ahead",
     ),
     "a sample that is not like all rows": Mutation(
