@@ -259,10 +259,10 @@ def _seen_at(
     floor = _FLAT * float(np.max(np.abs(e)))
     sizes = np.maximum(np.abs(e), floor)
     is_known = beside[number - 1] * np.abs(w[-1]) < _RESIDUAL * sizes
-    needs_64_bits = ((e > _FAR) | (e < 1 / _FAR)) & (e > floor) & is_known
+    is_far = ((e > _FAR) | (e < 1 / _FAR)) & (e > floor) & is_known
     columns, roots = np.zeros(metric.vectors.shape), np.ones(metric.roots.shape)
-    columns[:, :number][:, needs_64_bits] = vectors[:, needs_64_bits]
-    roots[:number][needs_64_bits] = e[needs_64_bits] ** -0.5
+    columns[:, :number][:, is_far] = vectors[:, is_far]
+    roots[:number][is_far] = e[is_far] ** -0.5
     found = metric._replace(
         vectors=jnp.asarray(columns, metric.scale.dtype),
         roots=jnp.asarray(roots, metric.scale.dtype),

@@ -245,9 +245,9 @@ def _variances(
     kinds = [target.potential(metric, anchor) for anchor in anchors]
 
     def one(totals: Any, look: tuple[Array, Array]) -> Any:
-        key, needs_64_bits = look
+        key, is_far = look
         point_key, rows_key, model_key = random.split(key, 3)
-        radius = 1 + needs_64_bits * _FAR / math.sqrt(len(center))
+        radius = 1 + is_far * _FAR / math.sqrt(len(center))
         normal = radius * random.normal(point_key, center.shape, center.dtype)
         point = metric.coordinates(draws.values(normal))
         rows = target.rows(rows_key)
@@ -255,7 +255,7 @@ def _variances(
             sub_batch_gradient(kind, rows, model_key, factors, Diagonal(), groups)(point).noise
             for kind in kinds
         ]
-        return jax.tree.map(lambda total, x: total.at[needs_64_bits].add(x), totals, seen), None
+        return jax.tree.map(lambda total, x: total.at[is_far].add(x), totals, seen), None
 
     # near the centre, and further out
     zeros = [jnp.zeros((2, *center.shape), center.dtype) for _ in kinds]

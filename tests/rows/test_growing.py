@@ -657,8 +657,7 @@ BAD_RUNS = {
 def test_runs_that_cannot_go_on(case):
     model, options, told = BAD_RUNS[case]
     rows = GrowingRows(X[:1_000], Y[:1_000])
-    given = {"gradient": "control_variate"} if case == "refresh" else {}
-    kernel = SGHMC(model, 1e-3, 5.0, **options, **given)
+    kernel = SGHMC(model, 1e-3, 5.0, **options)
     with pytest.raises(ValueError, match=told):
         begun(kernel, rows, 5, 5)
 
