@@ -60,65 +60,48 @@ class Settings:
     Equality, pickles, copies with another step size, the identity of a run and its record all
     follow from the fields. The docstrings of the kernels have their descriptions from here.
 
-    :param model: a model with NumPyro primitives. The plates that have a
-        ``subsample_size`` say what a minibatch is; without any, every step uses all data. For
-        predictions use :class:`~numpyro_sgmcmc.full_data`,
-        ``Predictive(full_data(model), mcmc.get_samples())(rng_key, X_new)``; without it each draw
-        predicts a minibatch of its own.
-    :param step_size: step size :math:`h`, a positive number or a function of the number
-        of steps taken (warm-up included), such as an ``optax`` schedule or
-        :func:`~numpyro_sgmcmc.cyclical`; None is tuned. It is in units of the metric: with a tuned
-        one, of a posterior standard deviation.
-    :param metric: the covariance of the posterior of the unconstrained parameters, as far as
-        it is known, in whose coordinates the sampler moves: an array of variances, shape
-        ``(d,)``, or a matrix, ``(d, d)``; a fitted autoguide and its parameters,
-        ``(guide, params)``; ``"diagonal"``, ``"low_rank"`` or ``"dense"`` to have it tuned;
-        ``"identity"``. None is the identity if step size and friction are given, and else tuned: a
-        matrix up to 2,000 parameters, variances and a low rank up to 20,000, variances above.
-    :param gradient: ``"minibatch"``; ``"control_variate"``, less noise for a dearer step, after a
-        pass over all data
-        (:class:`~numpyro_sgmcmc.posterior.control_variate.ControlVariate`);
-        ``"second_order_control_variate"``, much less for a step that is dearer again, after as
-        many passes as there are parameters, of which there may be 2,000; or ``"auto"``, a control
-        variate if something is tuned and it at least halves the noise, of second order if that
-        at least halves the steps of an effective sample. The pair ``("control_variate", passes)``
-        moves the anchor to the current position every so many passes over the data; else it stays
-        at the centre.
-    :param Tuning tuning: the result of :meth:`~numpyro_sgmcmc.SGMCMCKernel.tune`, instead of
-        tuning anew: its metric, and its control variate, whose anchor is made anew where the data
-        are others.
-    :param float temperature: the target is :math:`\\propto \\exp(-U / T)`; 1 is the posterior.
-    :param subsampling: how the rows of a minibatch are drawn. ``"auto"`` is without replacement,
-        from strata where something is tuned and rows that few minibatches have would make the
-        draws wrong (:mod:`~numpyro_sgmcmc.tuning.rare_rows`). Strata of your own are an array of
-        whole numbers, the number of the stratum of each row, or a dictionary of them by the name
-        of the plate: each minibatch has a number of rows of each of them. The schemes without
-        strata are ``"without_replacement"``
-        within a minibatch and independently of other minibatches, ``"with_replacement"``,
-        ``"epochs"``, in shuffled passes over the data, ``"symmetric_sweeps"``, forward
-        and backward through random partitions of them, or ``"blocks"``, of neighbouring rows,
-        which are read from disk much faster (:func:`~numpyro_sgmcmc.data.subsampling.blocks`).
-    :param bool reparametrise: whether hierarchies are sampled in coordinates between centred and
-        non-centred ones, which the tuning finds (:mod:`~numpyro_sgmcmc.posterior.reparam`); the
-        draws are those of the sites as written either way.
-    :param int steps_per_sample: number of steps between two samples that NumPyro's
-        ``MCMC`` sees; ``num_warmup``, ``num_samples`` and ``thinning`` count samples. None is 1 if
-        the step size is given, a cycle of a cyclical one, and else as many as a chain needs to
-        forget most of where it was, :meth:`~numpyro_sgmcmc.SGMCMCKernel.relaxation_time` twice:
-        samples are then almost independent, as those of NUTS.
-    :param start: ``"ensemble"``, or an :class:`~numpyro_sgmcmc.Ensemble`, for networks: each chain
-        starts at an optimum of its own, which is found first; nothing else is tuned but, where it
-        is not given, the step size of :class:`~numpyro_sgmcmc.SGMCLMC`, and, with
-        ``metric="diagonal"``, a metric for each chain, of the curvature that the gradients of
-        minibatches show at its optimum. The descents begin within 0.3 of zero unless
-        ``init_strategy`` says otherwise. None otherwise.
-    :param replicas: :class:`~numpyro_sgmcmc.Replicas` of each chain at higher temperatures, with
-        which it exchanges positions, for posteriors with several modes. None for none.
-    :param init_strategy: a per-site initialization function of NumPyro.
-    :param str on_failure: what to do where the tuning has failed, and a sample would take more than
-        1,000 steps: ``"raise"`` an error, or ``"warn"`` and go on with 1,000 steps for each.
-    :param bool progress_bar: whether to show the phases of the tuning, and how far an ensemble has
-        come.
+    :param model: a model with NumPyro primitives. A minibatch has ``subsample_size`` rows of each
+        plate that says so; without such a plate every step uses all data. Predict with
+        :class:`~numpyro_sgmcmc.full_data`.
+    :param step_size: step size :math:`h`, in units of the metric: of a posterior standard
+        deviation if that is tuned. A positive number, or a function of the number of steps taken,
+        such as an ``optax`` schedule or :func:`~numpyro_sgmcmc.cyclical`. None is tuned.
+    :param metric: an estimate of the posterior covariance of the unconstrained parameters:
+        variances, shape ``(d,)``, a matrix, ``(d, d)``, or a fitted autoguide ``(guide, params)``.
+        ``"diagonal"``, ``"low_rank"`` and ``"dense"`` are tuned. None is ``"dense"`` up to 2,000
+        parameters, ``"low_rank"`` up to 20,000, ``"diagonal"`` above, and ``"identity"`` if step
+        size and friction are given.
+    :param gradient: the estimate of the gradient. ``"minibatch"`` is the plain one,
+        ``"control_variate"`` has less noise and costs more
+        (:class:`~numpyro_sgmcmc.posterior.control_variate.ControlVariate`),
+        ``"second_order_control_variate"`` has the least, for up to 2,000 parameters. ``"auto"``,
+        the default, takes one where it pays. ``("control_variate", passes)`` moves the anchor to
+        the current position every so many passes over the data.
+    :param Tuning tuning: the result of :meth:`~numpyro_sgmcmc.SGMCMCKernel.tune`, used again. A
+        control variate gets a new anchor if the data are others.
+    :param float temperature: :math:`T` of the target :math:`\\propto \\exp(-U / T)`. 1, the
+        default, is the posterior.
+    :param subsampling: the scheme by which rows are drawn. ``"auto"``, the default, is without
+        replacement, from strata where few minibatches have some rows
+        (:mod:`~numpyro_sgmcmc.tuning.rare_rows`). Strata of your own are the number of the stratum
+        of each row, an array, or a dictionary by plate. Others are ``"without_replacement"``,
+        ``"with_replacement"``, ``"epochs"``, ``"symmetric_sweeps"``, and ``"blocks"`` of
+        neighbouring rows, for rows on disk (:mod:`~numpyro_sgmcmc.data.subsampling`).
+    :param bool reparametrise: whether the tuning chooses coordinates between centred and
+        non-centred ones for hierarchies (:mod:`~numpyro_sgmcmc.posterior.reparam`). Draws are those
+        of the sites as written either way.
+    :param int steps_per_sample: number of steps between two samples; ``MCMC`` counts samples. None
+        is twice the relaxation time with a tuned step size, so that samples are almost
+        independent; a cycle of a cyclical one; and else 1.
+    :param start: ``"ensemble"`` or an :class:`~numpyro_sgmcmc.Ensemble`, for networks: each chain
+        starts at an optimum of its own. Then only the step size of
+        :class:`~numpyro_sgmcmc.SGMCLMC` is tuned, and ``metric="diagonal"``, one for each chain.
+    :param replicas: :class:`~numpyro_sgmcmc.Replicas` of each chain at higher temperatures, for
+        posteriors with several modes.
+    :param init_strategy: a per-site initialization function of NumPyro, for the initial values.
+    :param str on_failure: ``"raise"``, the default, refuses a run whose samples would take more
+        than 1,000 steps. ``"warn"`` goes on with 1,000 steps a sample.
+    :param bool progress_bar: whether to show progress bars of the tuning and of an ensemble.
     """
 
     model: Model = field(metadata=_UNIMPORTANT)

@@ -4,7 +4,7 @@
 """
 NumPyro's private names, all that are used and nowhere else.
 
-``tests/posterior/test_host.py`` has a test for each of them, which notices when a version of NumPyro changes
+``tests/posterior/test_host.py`` has a test for each of them, which notices when NumPyro changes
 it.
 """
 
