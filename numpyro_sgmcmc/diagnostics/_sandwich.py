@@ -334,8 +334,8 @@ def _of_clusters(number: int) -> Any:
 
         def of_plate(plate: Plate) -> tuple[Array, Array]:
             def of_rows(rows: Rows) -> tuple[Array, Array]:
-                numbers = rows[plate.name]
-                here = _weighted({**first, plate.name: numbers}, weights)
+                drawn = rows[plate.name]
+                here = _weighted({**first, plate.name: drawn}, weights)
 
                 def terms(x: Array) -> Array:
                     found = potential.with_row_terms(target.unravel(x), here, random.key(0))[1]
@@ -351,7 +351,7 @@ def _of_clusters(number: int) -> Any:
                 found = lax.map(along, (factor.T, alone.T), batch_size=_COLUMNS)
                 # a term stands for N / n rows, and a part of the rows for n / N of all
                 none = jnp.zeros((number, len(center)), center.dtype)
-                z, b = (none.at[clusters[plate.name][numbers]].add(x.T) for x in found)
+                z, b = (none.at[clusters[plate.name][drawn.numbers]].add(x.T) for x in found)
                 return z, -b
 
             return over_all_data(of_rows, [plate])

@@ -233,7 +233,7 @@ class LongRun(HostedRun):
         lower, upper = self._bounds()
         skipped = lower + (upper - lower) % self.thinning
         num_draws = (upper - lower) // self.thinning
-        model = getattr(getattr(self.sampler, "given", self.sampler), "model", None)
+        model = getattr(getattr(self.sampler, "method", self.sampler), "model", None)
         arguments = checked_arrays(model, args, kwargs)
         # what a warm-up of its own gives is its last state
         path = None if self.only_warms_up else self._path

@@ -180,7 +180,7 @@ def to_arviz(
         constants, their_dims = _constants(run, list(known.values()))
         groups["constant_data"], all_dims = constants or None, their_dims | all_dims
     # ArviZ traces the model for its observations, operation by operation
-    view = view_of(mcmc, _Observations(_variables(known)), _variables(run.draws), (), {})
+    view = view_of(run.mcmc, _Observations(_variables(known)), _variables(run.draws), (), {})
     data = arviz.from_numpyro(view, coords=coords, dims=all_dims, log_likelihood=False, **groups)
     if log_likelihood:
         terms = _variables(_log_likelihood(run, max_values))

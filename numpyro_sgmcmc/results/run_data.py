@@ -42,7 +42,7 @@ def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
     :param target: the model with the data that there are now, if it has been read.
     :raises ValueError: if the data have been changed in place since the run.
     """
-    seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
+    seen = getattr(getattr(mcmc.sampler, "runtime", None), "data", None)
     if seen is None:  # of another package, or traced
         return
     target = target or target_of(mcmc.sampler.model, *arguments(mcmc))
@@ -56,7 +56,7 @@ def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
 
 def are_edited(mcmc: MCMC) -> bool:
     """Whether the arguments of the model have been changed in place since the run."""
-    seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
+    seen = getattr(getattr(mcmc.sampler, "runtime", None), "data", None)
     if seen is None:  # of another package, or traced
         return False
     data = fingerprint_of(*as_arrays(arguments(mcmc)))

@@ -178,7 +178,7 @@ def test_a_symmetric_integrator_takes_noise_out(h):
     def variances(noise, curvature=(1.0, 1.0), control=1.0):
         noise, curvature = np.diag(noise) / h**2, np.diag(curvature)
         level = NoiseLevel(np.diag(noise).mean(), noise.max(), 1.0, 0.0)
-        _, friction = CCAdL(lambda: None).suggest(level)
+        _, friction = CCAdL(lambda: None).method.suggest(level)
         data = curvature, noise, h, friction, control * noise
         return np.diag(exact_laws.thermostatted("symmetric", *data) @ curvature)
 
