@@ -101,7 +101,7 @@ class Hashing:
 
     @property
     def seen(self) -> ContentHash | None:
-        """Return the hashes of all rows, or None if some were not read."""
+        """The hashes of all rows, or None if some were not read."""
         count = -(-self._rows // self._each)
         if len(self._found) < count:
             return None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.util import is_prng_key
 
-#: The largest number of steps or rows in JAX without 64 bits, and the largest number in any program.
+#: The largest number of steps or rows in JAX without 64 bits, and the largest of any program.
 MOST, MOST_OF_64_BITS = 2**31 - 1, 2**63 - 1
 
 #: Characters of a value that a message shows at most.

@@ -23,7 +23,7 @@ class WithoutData(NamedTuple):
 
     @property
     def is_data(self) -> list[bool]:
-        """Return for each leaf whether it is an array: None is no leaf by itself."""
+        """The mask of the leaves that are arrays: None is no leaf by itself."""
         return [leaf is None for leaf in self.others]
 
     def with_data(self, data: Sequence[Array]) -> Any:

@@ -59,7 +59,7 @@ class DrawnRows(NamedTuple):
 
     @property
     def integers(self) -> np.ndarray:
-        """Return the row numbers as integers of NumPy, outside of traced programs."""
+        """The row numbers as integers of NumPy, outside of traced programs."""
         if self.high is None:
             return np.asarray(self.numbers)
         return as_integers(*np.broadcast_arrays(self.high, self.numbers))

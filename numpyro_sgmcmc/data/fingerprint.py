@@ -137,7 +137,7 @@ def description_of(value: Any) -> str:
     """
     Return a text that identifies a setting, equal in every process.
 
-    It has the values of numbers, words and arrays, and the names of other objects such as functions.
+    Numbers, words and arrays give their values. Other objects, such as functions, give their names.
     """
     if isinstance(value, str | int | float | bool | None) or is_dataclass(value):
         return repr(value)

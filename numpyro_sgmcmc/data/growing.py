@@ -66,7 +66,7 @@ class RowCount(NamedTuple):
 
     @property
     def digest(self) -> Array:
-        """Return the digest of all rows."""
+        """The digest of all rows."""
         return self.digests[-1]
 
     def begins_with(self, rows: Array, digest: Array) -> Array:
@@ -115,7 +115,7 @@ class RowsSoFar(Rows):
     def draw(self, key: Array, step: Array) -> DrawnRows:
         count, size = self.known.rows, self.batch_size
         assert self.scheme.draw_so_far is not None
-        # fewer rows than a minibatch are drawn from the padded places, so that each appears once
+        # fewer rows than a minibatch are all drawn once; the remaining places get weight 0
         numbers = self.scheme.draw_so_far(key, step, jnp.maximum(count, size), size)
         is_there, numbers = numbers < count, jnp.minimum(numbers, count - 1)
         share = (jnp.maximum(count, size) / self.size).astype(self.dtype)
@@ -385,7 +385,7 @@ def _checked(arrays: tuple, held: tuple | None) -> list[Any]:
     Return arrays of rows after checks of their shapes, types and contents.
 
     :param held: the arrays to which the rows are to be added, or None.
-    :raises ValueError: if the arrays cannot be rows, or do not fit those of the holder.
+    :raises ValueError: if the arrays cannot be rows, or do not fit the arrays of the holder.
     :raises UnreadableRows: if rows on disk cannot be read.
     """
     if held is not None and len(arrays) != len(held):

@@ -4,9 +4,9 @@
 """
 Row numbers beyond 2\\ :sup:`31`, which JAX does not have without ``jax_enable_x64``.
 
-A row number :math:`2^{32} \\cdot \\text{high} + \\text{low}` is a pair of 32-bit halves, ``high`` and
-``low``. Programs compute with ``uint32``, and return ``int32`` with equal bits, the type of other row
-numbers.
+A row number :math:`2^{32} \\cdot \\text{high} + \\text{low}` is a pair of 32-bit halves, ``high``
+and ``low``. Programs compute with ``uint32``, and return ``int32`` with equal bits, the type of
+other row numbers.
 """
 
 from collections.abc import Callable
