@@ -30,8 +30,8 @@ momentum, each entry of the diagonal is the kinetic energy of that coordinate (t
 A thermostat, in :class:`~numpyro_sgmcmc.SGNHT` and :class:`~numpyro_sgmcmc.CCAdL`, holds the mean
 kinetic energy. The trace is then 1 for any noise, and only single ratios and eigenvalues show an
 error. Above 100 parameters there are no eigenvalues: the checks pass draws that are too wide in one
-direction and too narrow in another, if both directions lie between the parameters. The checks see
-only the places that the chains have visited: they miss a mode or a tail that no chain has reached.
+direction and too narrow in another, if neither direction is along a parameter. The checks see only
+the places that the chains have visited: they miss a mode or a tail that no chain has reached.
 """
 
 from collections.abc import Callable, Sequence

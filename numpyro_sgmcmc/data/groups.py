@@ -10,7 +10,7 @@ import numpy as np
 
 from numpyro_sgmcmc.data.converters import array, whole
 
-#: Table entries for each row above which a warning is given, and entries with few tables enough.
+#: Entries for each row above which a warning is given, and entries that are few enough.
 _MUCH_PADDING, _LITTLE_PADDING = 4.0, 1.5
 
 #: Tables that a warning recommends at most: each makes the program of a step longer.

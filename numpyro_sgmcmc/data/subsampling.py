@@ -126,7 +126,7 @@ def without_replacement_so_far(key: Array, step: Array, size: Array, batch_size:
     """
     Draw distinct rows of a plate whose number of rows is a traced array.
 
-    It is :func:`without_replacement` for at least 100 rows, and at least as many as are drawn.
+    It is :func:`without_replacement` for at least 100 rows, and at least ``batch_size`` rows.
     """
     count = size.astype(jnp.uint32)
     # at most the last row of the rectangle is beyond the end
@@ -139,7 +139,7 @@ def with_replacement(key: Array, step: Array, size: Any, batch_size: int) -> Arr
     """
     Draw ``batch_size`` rows, each uniform on ``[0, size)`` and independent of the others.
 
-    Parameters and result are those of :func:`without_replacement`.
+    Parameters and result are as in :func:`without_replacement`.
     """
     return random.randint(random.fold_in(key, step), (batch_size,), 0, size, jnp.int32)
 
@@ -153,7 +153,7 @@ def epochs(key: Array, step: Array, size: int, batch_size: int) -> Array:
     straddles two stretches takes rows from both, so ``batch_size`` need not divide
     ``size``.
 
-    Parameters and result are those of :func:`without_replacement`. Minibatches of one
+    Parameters and result are as in :func:`without_replacement`. Minibatches of one
     epoch are anti-correlated: the noise of the gradient is smaller than the noise of
     independent minibatches and must not be corrected for as if they were.
     """
@@ -180,7 +180,7 @@ def symmetric_sweeps(key: Array, step: Array, size: int, batch_size: int) -> Arr
     Each sweep has a new partition. The noises of the gradient in a sweep cancel to second order in
     the step size (Paulin et al., 2024).
 
-    Parameters and result are those of :func:`without_replacement`; ``batch_size`` must divide
+    Parameters and result are as in :func:`without_replacement`; ``batch_size`` must divide
     ``size``. The noise must not be corrected for as if minibatches were independent.
 
     :raises ValueError: if the rows cannot be divided into minibatches of this size.
@@ -215,7 +215,7 @@ def blocks(key: Array, step: Array, size: int, batch_size: int) -> Array:
     :func:`without_replacement`. If they are alike, as in sorted data, the noise is larger by up to
     the length of a stretch: shuffle the rows once.
 
-    Parameters and result are those of :func:`without_replacement`. The noise must be estimated
+    Parameters and result are as in :func:`without_replacement`. The noise must be estimated
     from whole stretches (:func:`~numpyro_sgmcmc.gradients.estimators.sub_batch_gradient`).
 
     **References:**

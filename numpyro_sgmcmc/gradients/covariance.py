@@ -29,8 +29,8 @@ MAX_FULL_DIMENSION = 1_000
 #: Steps of the Lanczos process: relative error of an inverse 3e-3 at condition number 25.
 LANCZOS_STEPS = 16
 
-#: Steps of the Lanczos process if every diagonal entry is at most a quarter of the multiple of the
-#: identity that is added: relative error of the inverse 1e-4.
+#: Steps of the Lanczos process if every diagonal entry is at most a quarter of the term that is
+#: added to the covariance: relative error of the inverse 1e-4.
 FEW_LANCZOS_STEPS = 6
 
 
@@ -75,7 +75,7 @@ class Covariance:
         """
 
     def on(self, covariance: Any, vector: Array) -> "OnVector":
-        """Return :math:`V` together with one vector :math:`p`, for several functions of :math:`V`."""
+        """Return :math:`V` with one vector :math:`p`, for several functions of :math:`V`."""
         return _lanczos(self, covariance, vector)
 
     def apply(self, covariance: Any, function: Function, vector: Array) -> Array:
@@ -229,7 +229,7 @@ def column_sums(matrix: Array) -> Array:
 
 
 class OnVector(Protocol):
-    """Covariance :math:`V` and vector :math:`p`, for functions of :math:`V` applied to :math:`p`."""
+    """Covariance :math:`V` and vector :math:`p`, for products :math:`f(V) p`."""
 
     def apply(self, function: Function) -> Array:
         """Return :math:`f(V) p`, shape ``(d,)``."""
