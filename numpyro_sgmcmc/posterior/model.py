@@ -318,8 +318,9 @@ class MinibatchModel(NamedTuple):
 
     def unconstrain(self, values: Values, args: tuple, kwargs: dict) -> Values:
         """
-        Return unconstrained values of the latent sites of one draw, the inverse of
-        :meth:`constrain`.
+        Return unconstrained values of the latent sites of one draw.
+
+        It is the inverse of :meth:`constrain`.
         """
         model = self._at(self.first_rows(), random.key(0))
         latents = {name: values[name] for name in self.latents}

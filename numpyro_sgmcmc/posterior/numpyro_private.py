@@ -79,7 +79,7 @@ def view_of(
 
     The copy cannot be run.
 
-    :param settings: settings that replace those of the kernel.
+    :param settings: settings in the place of the kernel's own.
     """
     view = copy(mcmc)
     # ArviZ takes the number of leapfrog steps for the depth of a NUTS tree

@@ -47,10 +47,9 @@ Rows = Indices
 
 def ravel(values: Any) -> Array:
     """
-    Return a tree of arrays as one flat vector, in the order of
-    :func:`jax.flatten_util.ravel_pytree`.
+    Return a tree of arrays as one flat vector.
 
-    XLA turns the concatenation of large arrays with small ones into a loop of masked loads over
+    The order is the one of :func:`jax.flatten_util.ravel_pytree`. XLA turns the concatenation of large arrays with small ones into a loop of masked loads over
     the whole vector, also beyond the ends of the small ones. On AMD processors a masked load from a
     place without memory takes hundreds of cycles: a step of a network took 3.5 times as long, in
     some runs and not in others. Copies to places that XLA does not know at compilation stay copies.
@@ -192,7 +191,7 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
 
     .. math:: \\bar f = \\sum_k \\frac{n_k}{N} f(S_k) .
 
-    For the minibatch potential, and for linear functions of it, this is the value on all data.
+    For the minibatch potential, and for its linear functions, this is the value on all data.
 
     :param function: function of any number of rows of each plate that returns a tree of arrays.
     :param plates: the subsampled plates.
