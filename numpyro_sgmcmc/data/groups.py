@@ -55,7 +55,7 @@ def group_rows(group: Any, buckets: int | None = None) -> GroupRows | tuple[Buck
     Return the rows of each group, for models that subsample a plate of groups.
 
     A step of a sampler computes all entries of the table, padding included. With groups of very
-    different sizes most of its time may go into padding, and a warning says so. Several tables by
+    different sizes most time may go into padding, and a warning says so. Several tables by
     size, ``buckets``, have less padding. The division of the groups into tables has the fewest
 
     .. math:: \\sum_b G_b \\max_{g \\in b} m_g

@@ -98,8 +98,8 @@ def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> 
     Draw ``batch_size`` distinct rows, independently at each step.
 
     Above 32 rows the keyed bijection replaces a shuffle. Every ordered pair of rows is equally
-    likely as far as tests can tell, so that the mean and the covariance of a sum over the rows
-    equal those of a shuffle. Larger subsets are not claimed to be uniform.
+    likely as far as tests can tell, so that a sum over the rows has the mean and the covariance of
+    a shuffle. Larger subsets are not claimed to be uniform.
 
     :param key: random key of the chain and the plate.
     :param step: number of the step, an integer scalar.

@@ -49,8 +49,10 @@ def ravel(values: Any) -> Array:
     """
     Return a tree of arrays as one flat vector.
 
-    The order is the one of :func:`jax.flatten_util.ravel_pytree`. XLA turns the concatenation of large arrays with small ones into a loop of masked loads over
-    the whole vector, also beyond the ends of the small ones. On AMD processors a masked load from a
+    The order is the one of :func:`jax.flatten_util.ravel_pytree`.
+
+    XLA turns the concatenation of large arrays with small ones into a loop of masked loads over the
+    whole vector, also beyond the ends of the small ones. On AMD processors a masked load from a
     place without memory takes hundreds of cycles: a step of a network took 3.5 times as long, in
     some runs and not in others. Copies to places that XLA does not know at compilation stay copies.
 

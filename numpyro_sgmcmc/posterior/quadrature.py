@@ -47,12 +47,12 @@ of the way to the mean, and have the curvature there, without a part of the obse
     A = -(1 - s) \\nabla^2 f(c) - s \\nabla^2 \\log p(c \\mid \\theta) , \\qquad
     s &= \\frac{0.15 \\, |u|^2}{|u|^2 + 0.1^2} ,
 
-with :math:`v_j` the rows of :math:`L^{-1}` at the mode, so that :math:`\\sum_j v_j v_j^\\top` is the
-covariance there. The vector :math:`\\tfrac43 u` is the difference of mean and mode to the order of
-third derivatives. A normal density has :math:`u = 0`, and draws from it are exact. For 21 effects
-of standard deviation 0.3 to 0.7 and ten binary rows the relative variance of the weights falls from
-1.0 to 0.16. The closest normal density has 0.13. And 32 draws have less bias than 256 around the
-mode.
+with :math:`v_j` the rows of :math:`L^{-1}` at the mode, so that :math:`\\sum_j v_j v_j^\\top` is
+the covariance there. The vector :math:`\\tfrac43 u` is the difference of mean and mode to the order
+of third derivatives. A normal density has :math:`u = 0`, and draws from it are exact. For 21
+effects of standard deviation 0.3 to 0.7 and ten binary rows the relative variance of the weights
+falls from 1.0 to 0.16. Draws from the closest normal density have 0.13. And 32 draws have less bias
+than 256 draws around the mode.
 
 Nodes are held fixed in derivatives, and the weights of the terms are not. The gradient is then
 Fisher's identity,
@@ -97,12 +97,12 @@ from jax.nn import logsumexp
 import jax.numpy as jnp
 import numpy as np
 
-#: Log density of each group, a function of a point in each, shape (n, k), with values of shape (n,).
+#: Log density of each group: function of a point in each, shape (n, k), with values of shape (n,).
 Density = Callable[[Array], Array]
 
 #: Nodes in each dimension, for one and two dimensions, by rule: in a step where few Gauss-Hermite
-#: nodes are enough, in other steps, and in a pass over all groups for an anchor. In three dimensions
-#: 7 nodes in each would be ten times as many points as draws.
+#: nodes are enough, in other steps, and in a pass over all groups for an anchor. In three
+#: dimensions 7 nodes in each would be ten times as many points as draws.
 _NODES = {"few": (5, 5), "step": (11, 9), "fine": (31, 17)}
 
 #: Fall of the log density at the last node for zero nodes; each node adds one half.
@@ -128,7 +128,7 @@ _PROPOSALS, _DEGREES = 32, 5.0
 #: step in standard deviations below which the search ends.
 _HESSIANS, _STEPS, _NEAR = 30, 5, 0.05
 
-#: Largest number of columns of a matrix that is factorised as a whole; larger ones go in two halves.
+#: Largest number of columns of a matrix that is factorised whole; larger ones go in two halves.
 _COLUMNS = 11
 
 #: Smallest pivot as a part of its value before elimination.
@@ -174,9 +174,9 @@ def log_integral(
         - ``"step"``: the rule of a step;
         - ``"few"``: fewer nodes, of Gauss-Hermite quadrature, where they are enough;
         - ``"fine"``: more points, for a pass over all groups;
-        - ``"check"``: a rule whose distance from ``"step"`` estimates the error of ``"step"``. In up
-          to two dimensions it is the fine rule. For draws it takes the draws of a step and corrects
-          the next term of their bias, by the difference from halves of the draws.
+        - ``"check"``: a rule whose distance from ``"step"`` estimates the error of ``"step"``. In
+          up to two dimensions it is the fine rule. For draws it takes the draws of a step and
+          corrects the next term of their bias, by the difference from halves of the draws.
     :return: the log integrals, shape (n,).
 
     **Example:** the square of a normal density, for which any number of nodes is exact.
@@ -286,9 +286,9 @@ def reaches(density: Density, mode: Array, inverse: Array, fall: float) -> Array
     """
     Return the distances from the mode at which the log density has fallen by ``fall``.
 
-    They are along each axis of the curvature, shape (2 k, n), first in one direction and then in the
-    other. The search takes secants of the logarithms within a bracket. A power needs one secant. A
-    point where the density is NaN is too far.
+    They are along each axis of the curvature, shape (2 k, n), first in one direction and then in
+    the other. The search takes secants of the logarithms within a bracket. A power needs one
+    secant. A point where the density is NaN is too far.
     """
     axes = jnp.moveaxis(inverse, 1, 0)
     axes = jnp.concatenate([axes, -axes])
@@ -370,8 +370,8 @@ def draws_of(density: Density, start: Array, rng_key: Array) -> Array:
     """
     Draw the latent variables of each group from a density, by independent Metropolis-Hastings.
 
-    In up to two dimensions a proposal is uniform in :math:`u` around a node of a fine rule, which is
-    drawn by its part of the integral,
+    In up to two dimensions a proposal is uniform in :math:`u` around a node of a fine rule. The
+    node is drawn by its part of the integral,
 
     .. math:: u = u_k + \\frac{2}{m - 1} (V - \\tfrac12), \\qquad
         P(k) \\propto x'(u_k) \\, e^{f(z(u_k))} ,
@@ -403,8 +403,8 @@ def draws_of(density: Density, start: Array, rng_key: Array) -> Array:
     return z
 
 
-#: Function of a random key that returns a point in each group, and the log density of the point less
-#: the log density of its proposal.
+#: Function of a random key that returns a point in each group, and the log density of the point
+#: less the log density of its proposal.
 Proposal = Callable[[Array], tuple[Array, Array]]
 
 

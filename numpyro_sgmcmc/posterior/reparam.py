@@ -231,7 +231,7 @@ def _evaluated(
     """
     Return the moved values of all sites, one after the other.
 
-    :param from_internal: whether other sites depend on the moved value instead of the given one.
+    :param from_internal: whether other sites depend on the given value instead of the moved one.
     """
     program, result = hierarchy.program, dict(values)
     known = dict(zip(program.constvars, hierarchy.constants, strict=True))
