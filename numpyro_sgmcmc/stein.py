@@ -240,9 +240,9 @@ class SteinReport(NamedTuple):
         """
         if not math.isfinite(self.error):
             return None
-        found = []
+        problems = []
         if abs(self.temperature - 1) > max(errors * self.error, TOLERANCE):
-            found.append(
+            problems.append(
                 f"the configurational temperature is {self.temperature:.3g} +- {self.error:.2g}"
             )
         count = len(self.ratios)
@@ -252,7 +252,7 @@ class SteinReport(NamedTuple):
         excess = np.abs(self.ratios - 1) / np.maximum(quantile * error, _TOLERANCE_OF_ONE)
         worst = int(np.argmax(excess))
         if excess[worst] > 1:
-            found.append(
+            problems.append(
                 f"{int(np.sum(excess > 1))} of {count} variance ratios are off, the worst"
                 f" {self.ratios[worst]:.3g} +- {self.ratio_errors[worst]:.2g}"
             )
@@ -261,8 +261,8 @@ class SteinReport(NamedTuple):
             spread = 1.5 * self.eigenvalue_spread(len(self.matrix))
             spread += errors * float(np.median(self.ratio_errors))
             if abs(extreme - 1) > max(spread, _TOLERANCE_OF_ONE):
-                found.append(f"an eigenvalue of the Stein matrix is {extreme:.3g}")
-        return "; ".join(found) or None
+                problems.append(f"an eigenvalue of the Stein matrix is {extreme:.3g}")
+        return "; ".join(problems) or None
 
     def summary(self) -> str:
         """Return a summary in a few words, for a progress bar."""

@@ -89,13 +89,13 @@ class Hashing:
         with self._lock:
             for k in range(first // self._each, (first + len(values) - 1) // self._each + 1):
                 begin, end = k * self._each, min((k + 1) * self._each, self._rows)
-                following, found = self._begun.get(k, (begin, None))
+                following, hasher = self._begun.get(k, (begin, None))
                 last = min(first + len(values), end)
                 if k in self._found or not first <= following < last:
                     continue
-                found = hashlib.blake2b(digest_size=16) if found is None else found
-                found.update(_bytes_of(values[following - first : last - first]))
-                self._begun[k] = last, found
+                hasher = hashlib.blake2b(digest_size=16) if hasher is None else hasher
+                hasher.update(_bytes_of(values[following - first : last - first]))
+                self._begun[k] = last, hasher
                 if last == end:
                     self._found[k] = self._begun.pop(k)[1].digest()
 
@@ -136,8 +136,8 @@ def hashes_from(read: Reader, first: int, rows: int, row_bytes: int) -> tuple[in
     each = _rows_of_stretch(row_bytes)
     stretches = range(first // each, -(-rows // each))
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda k: _hash(read, k, each, rows), stretches))
-    return stretches.start, _as_rows(b"".join(found))
+        hashes = list(pool.map(lambda k: _hash(read, k, each, rows), stretches))
+    return stretches.start, _as_rows(b"".join(hashes))
 
 
 def first_difference(here: np.ndarray, there: np.ndarray, row_bytes: int) -> int:

@@ -44,9 +44,9 @@ def _scalar(value: Any) -> Any:
 
 def _real(value: Any) -> float:
     """Return a number in double precision, or NaN if it is no number or too large."""
-    found = _scalar(value)
+    scalar = _scalar(value)
     try:
-        return math.nan if found is None else float(found)
+        return math.nan if scalar is None else float(scalar)
     except OverflowError:
         return math.nan
 
@@ -77,8 +77,8 @@ def share(name: str, value: Any) -> float:
 
 def whole(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
     """Raise ``ValueError`` if ``value`` is not an integer from ``least`` to ``most``."""
-    found = _scalar(value)
-    number = int(found) if isinstance(found, Integral) else None
+    scalar = _scalar(value)
+    number = int(scalar) if isinstance(scalar, Integral) else None
     if number is None or number < least:
         kind = "a positive integer" if least == 1 else f"an integer of {least:,} or more"
         raise ValueError(f"`{name}` must be {kind}; got {shown(value)}.")
@@ -106,12 +106,12 @@ def one_of(name: str, value: Any, options: Iterable[str]) -> str:
 
 def names(name: str, value: Any) -> list[str]:
     """Raise ``ValueError`` if ``value`` is neither a name nor a sequence of names."""
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(x, str) for x in found):
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple) or not all(isinstance(x, str) for x in listed):
         raise ValueError(f"`{name}` must be a name or a list of names; got {shown(value)}.")
-    if not found:
+    if not listed:
         raise ValueError(f"`{name}` is empty: name some, or leave it out for all.")
-    return list(found)
+    return list(listed)
 
 
 def random_key(value: Any) -> Array:
@@ -140,13 +140,13 @@ def given_key(value: Any, chains: int | None = 1) -> Array:
 def array(name: str, value: Any) -> np.ndarray:
     """Raise ``ValueError`` if ``value`` is no array, or if it is a masked one."""
     try:
-        found = np.asarray(value)
+        converted = np.asarray(value)
     except Exception:  # any package may own the object and raise its own errors
-        found = None
-    if found is None or np.ma.is_masked(value):
-        hint = "an array" if found is None else "an array without masked entries"
+        converted = None
+    if converted is None or np.ma.is_masked(value):
+        hint = "an array" if converted is None else "an array without masked entries"
         raise ValueError(f"`{name}` must be {hint}; got {shown(value)}.")
-    return found
+    return converted
 
 
 def is_sparse(value: Any) -> bool:

@@ -29,25 +29,25 @@ def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
     The data are not held. Rows on disk are read if they have not been read, or may have changed.
     """
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, RowsOnDisk))
-    found = hashlib.blake2b(str(tree).encode())
+    hasher = hashlib.blake2b(str(tree).encode())
     for leaf in leaves:
         if isinstance(leaf, jax.core.Tracer):
             return None
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            found.update(f"{leaf.dtype}{leaf.shape}".encode())
-            found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+            hasher.update(f"{leaf.dtype}{leaf.shape}".encode())
+            hasher.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
         elif isinstance(leaf, jax.Array):
-            found.update(f"{leaf.dtype}{leaf.shape}".encode())
+            hasher.update(f"{leaf.dtype}{leaf.shape}".encode())
             for part in _parts_here(random.key_data(leaf) if _is_key(leaf) else leaf):
-                found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+                hasher.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
         elif isinstance(leaf, RowsOnDisk):
-            found.update(leaf.digest.encode())
+            hasher.update(leaf.digest.encode())
         else:
-            found.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
+            hasher.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
     if all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
-        return found.hexdigest()
+        return hasher.hexdigest()
     # each process has hashed its own rows only, and all must return one answer
-    digests = process_allgather(np.frombuffer(found.digest(), np.uint8))
+    digests = process_allgather(np.frombuffer(hasher.digest(), np.uint8))
     return hashlib.blake2b(digests.tobytes()).hexdigest()
 
 
@@ -61,9 +61,9 @@ def fingerprints_of_captured(traced: Any) -> tuple[str, str]:
 
     :param traced: the result of :func:`jax.make_jaxpr`.
     """
-    found = list(_captured(traced))
-    arrays = [x for x in found if np.ndim(x) > 0]
-    numbers = [np.asarray(x) for x in found if np.ndim(x) == 0 and not _is_key(x)]
+    captured = list(_captured(traced))
+    arrays = [x for x in captured if np.ndim(x) > 0]
+    numbers = [np.asarray(x) for x in captured if np.ndim(x) == 0 and not _is_key(x)]
     return fingerprint_of((arrays,), {}) or "", fingerprint_of((numbers,), {}) or ""
 
 

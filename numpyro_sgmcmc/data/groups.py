@@ -156,11 +156,11 @@ def _largest_of_buckets(sizes: np.ndarray, buckets: int) -> list[int]:
             fewer[j] = totals[ends[j]]
         before.append(ends)
         entries = fewer
-    found, end = [], len(distinct)
+    largest, end = [], len(distinct)
     for ends in reversed(before):
-        found.append(int(distinct[end - 1]))
+        largest.append(int(distinct[end - 1]))
         end = ends[end]
-    return [int(distinct[end - 1]), *reversed(found)]
+    return [int(distinct[end - 1]), *reversed(largest)]
 
 
 def _warn_of_padding(sizes: np.ndarray, entries: int) -> None:

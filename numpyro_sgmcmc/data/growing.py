@@ -224,23 +224,23 @@ class GrowingRows:
         if not arrays:
             raise ValueError("`GrowingRows` needs arrays, those that the model takes.")
         self.half_life = _checked_half_life(half_life)
-        found = _checked(arrays, None)
-        self.count = len(found[0])
+        checked = _checked(arrays, None)
+        self.count = len(checked[0])
         if self.count < _FEWEST:
             raise ValueError(
                 f"`GrowingRows` begins with {_FEWEST} rows at least; got {self.count}. Wait for"
                 " more of them, or sample these with NUTS."
             )
-        self._arrays = tuple(_with_room(x, _capacity_for(self.count)) for x in found)
+        self._arrays = tuple(_with_room(x, _capacity_for(self.count)) for x in checked)
         #: rows on disk at the latest look at their sources
-        self._sources = [x if isinstance(x, RowsOnDisk) else None for x in found]
+        self._sources = [x if isinstance(x, RowsOnDisk) else None for x in checked]
         #: parts of the rows on disk as they came, each with the number of the array of its source,
         #: or None if it was appended
         self._parts: list[tuple[int | None, RowsOnDisk]] = [
             (k, x) for k, x in enumerate(self._sources) if x is not None
         ]
         self._remembered: list[RowIdentity] = []
-        self._remember(identity_of(found, self.half_life))
+        self._remember(identity_of(checked, self.half_life))
 
     def _on_host(self) -> list[Any]:
         return [_on_host(values, self.count) for values in self._arrays]
@@ -281,10 +281,10 @@ class GrowingRows:
         :raises UnreadableRows: if rows on disk cannot be read, or are not finite. The rows stay
             unchanged then.
         """
-        found = _checked(arrays, self._arrays)
-        if len(found[0]):
+        new = _checked(arrays, self._arrays)
+        if len(new[0]):
             self._check_unchanged([part for _, part in self._parts])
-            self._add(found, in_sources=False)
+            self._add(new, in_sources=False)
 
     def _add(self, found: list[Any], in_sources: bool) -> None:
         count = self.count + len(found[0])
@@ -397,20 +397,20 @@ def _checked(arrays: tuple, held: tuple | None) -> list[Any]:
                 " rows out, or append the mask as an array of its own, and use it in the model,"
                 " `numpyro.handlers.mask(mask=...)`."
             )
-    found = [x if isinstance(x, RowsOnDisk) else array("arrays", x) for x in arrays]
-    for k, x in enumerate(found):
+    rows = [x if isinstance(x, RowsOnDisk) else array("arrays", x) for x in arrays]
+    for k, x in enumerate(rows):
         if x.dtype.kind not in "biuf" or not x.ndim:
             raise ValueError(
                 f"Array {k} of the rows must be of numbers or truth values, and have rows; got"
                 f" {x.dtype} of shape {x.shape}."
             )
-        if len(x) != len(found[0]):
-            raise ValueError(f"Array {k} has {len(x):,} rows, but array 0 has {len(found[0]):,}.")
+        if len(x) != len(rows[0]):
+            raise ValueError(f"Array {k} has {len(x):,} rows, but array 0 has {len(rows[0]):,}.")
         if held is not None:
             _check_alike(k, x, held[k])
-    for k, x in enumerate(found):
+    for k, x in enumerate(rows):
         _check_content(k, x)
-    return [x if isinstance(x, RowsOnDisk) else _as_kept(x) for x in found]
+    return [x if isinstance(x, RowsOnDisk) else _as_kept(x) for x in rows]
 
 
 def _as_kept(x: np.ndarray) -> np.ndarray:
@@ -423,14 +423,14 @@ def _checked_half_life(half_life: Any) -> float | None:
     """Raise ``ValueError`` if a half-life is no number of rows, or too short."""
     if half_life is None:
         return None
-    found = positive("half_life", half_life)
-    if not _SHORTEST <= found <= MOST_ROWS:
+    checked = positive("half_life", half_life)
+    if not _SHORTEST <= checked <= MOST_ROWS:
         raise ValueError(
             "`half_life` is the number of rows after which a row counts half, or None to forget"
             f" nothing: from {_SHORTEST}, with which all rows count as {_FEWEST}, to"
             f" {MOST_ROWS:,}; got {shown(half_life)}."
         )
-    return float(np.float32(found))
+    return float(np.float32(checked))
 
 
 def _check_alike(k: int, x: Any, there: Any) -> None:
@@ -544,10 +544,10 @@ def row_count_of(arguments: Any) -> RowCount | None:
     The digests cover all arguments: the rows, the place of each array, and all other arguments, on
     which the log density of a row may depend.
     """
-    found = growing_in(arguments)
-    if not found:
+    growing = growing_in(arguments)
+    if not growing:
         return None
-    known, others = found[0].known, jax.tree.leaves(replaced(lambda x: x.place, arguments))
+    known, others = growing[0].known, jax.tree.leaves(replaced(lambda x: x.place, arguments))
     sums = [checksum(x, k) for k, x in enumerate(others) if not isinstance(x, str | None)]
     first = jnp.sum(jnp.stack(sums), dtype=jnp.uint32)
     return known._replace(digests=known.digests.at[:, 0].add(first))

@@ -131,16 +131,16 @@ def _let_grow(rows: RowsOnDisk) -> None:
 
 def _between(rows: RowsOnDisk, first: int, end: int) -> RowsOnDisk:
     """Return a stretch of the rows, as whole shards if possible."""
-    found: list[Source] = []
+    sources: list[Source] = []
     begin = 0
     for shard in rows.shards:
         stop = begin + shard.shape[0]
         low, high = max(first, begin), min(end, stop)
         if low < high:
             part = SomeRows(shard, range(low - begin, high - begin))
-            found.append(shard if (low, high) == (begin, stop) else part)
+            sources.append(shard if (low, high) == (begin, stop) else part)
         begin = stop
-    return RowsOnDisk(found[0] if len(found) == 1 else found)
+    return RowsOnDisk(sources[0] if len(sources) == 1 else sources)
 
 
 def _check_order(before: RowsOnDisk, now: RowsOnDisk) -> None:
@@ -154,9 +154,9 @@ def _check_order(before: RowsOnDisk, now: RowsOnDisk) -> None:
             is_last = k == len(before.shards) - 1
             is_same = longer == 0 or (longer > 0 and is_last and not is_file)
         if not is_same:
-            found = "nothing" if new is None else f"{new.name} with {new.shape[0]:,} rows"
+            present = "nothing" if new is None else f"{new.name} with {new.shape[0]:,} rows"
             raise ValueError(
-                f"Where {old.name} with {old.shape[0]:,} rows was there is {found} now: rows that"
+                f"Where {old.name} with {old.shape[0]:,} rows was there is {present} now: rows that"
                 " are known must stay as they are, and those that come must follow them: files"
                 " whose names come later, or rows appended to an array of Zarr or HDF5."
             )

@@ -42,10 +42,10 @@ class RowIdentity(NamedTuple):
     @property
     def digest(self) -> np.ndarray:
         """The identity as two numbers of 32 bits, which a compiled program compares."""
-        found = hashlib.blake2b(repr((self.rows, self.half_life, self.kinds)).encode())
+        hasher = hashlib.blake2b(repr((self.rows, self.half_life, self.kinds)).encode())
         for hashes in self.hashes:
-            found.update(hashes.tobytes())
-        return np.frombuffer(found.digest()[:8], np.uint32)
+            hasher.update(hashes.tobytes())
+        return np.frombuffer(hasher.digest()[:8], np.uint32)
 
     def with_more(self, arrays: Sequence[Any]) -> "RowIdentity":
         """

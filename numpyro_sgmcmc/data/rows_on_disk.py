@@ -121,10 +121,10 @@ class RowsOnDisk(IndexedByRows):
         self._requests: OrderedDict[bytes, Future] = OrderedDict()
         self._seen: ContentHash | None = None
         self._hashing: Hashing | None = None
-        found = np.dtype(self._source.dtype)
-        if found.kind not in "biuf" or not self._source.shape or not self._source.shape[0]:
+        dtype = np.dtype(self._source.dtype)
+        if dtype.kind not in "biuf" or not self._source.shape or not self._source.shape[0]:
             raise ValueError(
-                f"{self._source.name} has dtype {found} and shape {tuple(self._source.shape)}; rows"
+                f"{self._source.name} has dtype {dtype} and shape {tuple(self._source.shape)}; rows"
                 " must be numbers or truth values, and there must be some. Convert strings to"
                 " numbers of categories before."
             )
@@ -180,9 +180,9 @@ class RowsOnDisk(IndexedByRows):
             )
         if seen is None or not self._are_as(seen):
             seen = self._seen = seen_of(*self._all, source.version())
-        found = hashlib.blake2b(f"{self.shape}{self.dtype}".encode())
-        found.update(seen.hashes.tobytes())
-        return found.hexdigest()
+        hasher = hashlib.blake2b(f"{self.shape}{self.dtype}".encode())
+        hasher.update(seen.hashes.tobytes())
+        return hasher.hexdigest()
 
     @contextmanager
     def hashed(self) -> Iterator[None]:
@@ -310,22 +310,22 @@ class RowsOnDisk(IndexedByRows):
         numbers = np.asarray(numbers)
         flat = numbers.reshape(-1).astype(np.int64)
         try:
-            found = self._checked(flat)
+            rows = self._checked(flat)
         except UnreadableRows as error:
             self.failure = error
             raise
         if self._hashing is not None and np.all(np.diff(flat) == 1):
-            self._hashing.add(int(flat[0]), found)
-        return found.reshape(*numbers.shape, *self.shape[1:])
+            self._hashing.add(int(flat[0]), rows)
+        return rows.reshape(*numbers.shape, *self.shape[1:])
 
     def _checked(self, flat: np.ndarray) -> np.ndarray:
         outside = flat[(flat < 0) | (flat >= len(self))]
         if outside.size:
             raise UnreadableRows(f"{self!r} has no row {outside[0]:,}.")
-        found = np.empty((len(flat), *self.shape[1:]), self.dtype)
+        rows = np.empty((len(flat), *self.shape[1:]), self.dtype)
         each = max(1, MOST_BYTES // max(1, self.row_bytes))
         for k in range(0, len(flat), each):
-            numbers, part = flat[k : k + each], found[k : k + each]
+            numbers, part = flat[k : k + each], rows[k : k + each]
             # integers of 64 bits are checked before they lose their upper halves
             read = np.empty(part.shape, self._whole) if self._whole is not None else part
             try:
@@ -345,7 +345,7 @@ class RowsOnDisk(IndexedByRows):
                     total = np.sum(part)
                 if not np.isfinite(total):
                     self._refuse_nonfinite(numbers, part.reshape(len(part), -1))
-        return found
+        return rows
 
     @property
     def _whole(self) -> np.dtype | None:
@@ -378,9 +378,9 @@ class RowsOnDisk(IndexedByRows):
 
     def _read_in_run(self, numbers: np.ndarray) -> np.ndarray:
         """Read rows, and raise `UnreadableRows` if the source has changed during the run."""
-        found, seen, version = self.read(numbers), self._seen, self._source.version()
+        rows, seen, version = self.read(numbers), self._seen, self._source.version()
         if seen is None or version == seen.version:
-            return found
+            return rows
         now = seen_of(*self._all, version)
         if not np.array_equal(now.hashes, seen.hashes):
             self.failure = UnreadableRows(
@@ -389,18 +389,18 @@ class RowsOnDisk(IndexedByRows):
             )
             raise self.failure
         self._seen = now
-        return found
+        return rows
 
     def request(self, numbers: np.ndarray) -> Future:
         """Begin to read rows, or return the pending request for them."""
         key = numbers.tobytes()
-        found = self._requests.pop(key, None)
-        if found is None:
-            found = _readers().submit(self._read_in_run, numbers)
-        self._requests[key] = found
+        pending = self._requests.pop(key, None)
+        if pending is None:
+            pending = _readers().submit(self._read_in_run, numbers)
+        self._requests[key] = pending
         while len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
-        return found
+        return pending
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """Return rows that :meth:`request` has read, or read them now."""
@@ -451,10 +451,10 @@ def read_ahead(
         wanted = [(x.reader, x.places(rows)) for x, rows in zip(sources, now, strict=True)]
         for reader, numbers in wanted:
             reader.request(numbers)
-        found = [reader.take(numbers) for reader, numbers in wanted]
+        values = [reader.take(numbers) for reader, numbers in wanted]
         for source, rows in zip(sources, following, strict=True):
             source.reader.request(source.places(rows))
-        return found
+        return values
 
     shapes = [
         jax.ShapeDtypeStruct((*rows.numbers.shape, *source.shape[1:]), source.dtype)

@@ -197,9 +197,9 @@ def _rows_of(name: str, value: Any) -> Any:
     """Raise ``ValueError`` if a value is no array that devices could hold."""
     if isinstance(value, jax.Array | RowsOnDisk):
         return value
-    if (found := array(name, value)).dtype.kind not in "biufc":
+    if (rows := array(name, value)).dtype.kind not in "biufc":
         raise ValueError(f"`{name}` must be an array of numbers; got {shown(value)}.")
-    return found
+    return rows
 
 
 def _device_put(sharding: NamedSharding, array: Any) -> Array:
@@ -247,9 +247,9 @@ def found_shards(args: tuple, kwargs: dict) -> Shards | None:
     """
     meshes = [_mesh_of(leaf) for leaf in jax.tree.leaves((args, kwargs))]
     sources = on_disk((args, kwargs))
-    found = [one for one in meshes if one is not None]
-    found += [source.mesh for source in sources if isinstance(source, SpreadRowsOnDisk)]
-    if not found:
+    present = [one for one in meshes if one is not None]
+    present += [source.mesh for source in sources if isinstance(source, SpreadRowsOnDisk)]
+    if not present:
         return None
     for source in sources:
         if not isinstance(source, SpreadRowsOnDisk):
@@ -257,8 +257,8 @@ def found_shards(args: tuple, kwargs: dict) -> Shards | None:
                 f"All devices would read the same rows of {source!r}: spread it over them too,"
                 " `X = spread_rows(mesh, X)`, or read from disk on one device, without a mesh."
             )
-    chosen = checked_mesh(found[0])
-    for one in found:
+    chosen = checked_mesh(present[0])
+    for one in present:
         if one.axis_names != chosen.axis_names or not np.array_equal(one.devices, chosen.devices):
             raise ValueError(
                 f"The rows are spread over {_named(one)}, but those of other arrays over"

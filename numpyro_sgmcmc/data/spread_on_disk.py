@@ -71,13 +71,13 @@ class SpreadRowsOnDisk(RowsOnDisk):
         """The digest of all rows, equal in all processes, which have to ask for it together."""
         own = self._held.digest
         if own not in self._digests:
-            found = np.frombuffer(bytes.fromhex(own), np.uint8)
+            digests = np.frombuffer(bytes.fromhex(own), np.uint8)
             if not self.is_whole:
                 # the values are concrete even while a program is traced
                 with jax.ensure_compile_time_eval():
-                    found = np.asarray(process_allgather(found))
+                    digests = np.asarray(process_allgather(digests))
             parts = f"{self.parts}".encode()
-            self._digests = {own: hashlib.blake2b(parts + found.tobytes()).hexdigest()}
+            self._digests = {own: hashlib.blake2b(parts + digests.tobytes()).hexdigest()}
         return self._digests[own]
 
     @property

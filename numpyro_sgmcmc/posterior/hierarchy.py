@@ -82,13 +82,13 @@ def hierarchy_of(
 
         with explained(view.model, args, kwargs):
             sites = trace(substitute(model, substitute_fn=given)).get_trace(*args, **kwargs)
-        found = {name: _location_and_scale(sites[name]["fn"]) for name in sorted(values)}
+        pairs = {name: _location_and_scale(sites[name]["fn"]) for name in sorted(values)}
         return {
             name: (
                 jnp.broadcast_to(both[0], values[name].shape),
                 jnp.broadcast_to(both[1], values[name].shape),
             )
-            for name, both in found.items()
+            for name, both in pairs.items()
             if both is not None
         }
 
@@ -96,7 +96,7 @@ def hierarchy_of(
     program, names = closed.jaxpr, tuple(sorted(values))
     own = jax.tree.unflatten(jax.tree.structure(shapes), program.outvars)
     needs = _needs(program)
-    found: dict[str, _Site] = {}
+    effects: dict[str, _Site] = {}
     for k, name in enumerate(names):
         if name not in own:
             continue
@@ -109,11 +109,11 @@ def hierarchy_of(
                 break
             needed = _union(needs, site.variables)
             if not needed & {k} and not any(
-                name in _reached(found, names[j], names, needs) for j in needed
+                name in _reached(effects, names[j], names, needs) for j in needed
             ):
-                found[name] = site
+                effects[name] = site
                 break
-    return Hierarchy(program, closed.consts, names, _ordered(found, names, needs))
+    return Hierarchy(program, closed.consts, names, _ordered(effects, names, needs))
 
 
 def _steps(
@@ -151,8 +151,8 @@ def _needs(program: Any) -> dict[Any, frozenset[int]]:
     """Return the numbers of the arguments that each variable of a program depends on."""
     needs: dict[Any, frozenset[int]] = {x: frozenset({k}) for k, x in enumerate(program.invars)}
     for equation in program.eqns:
-        found = _union(needs, equation.invars)
-        needs |= dict.fromkeys(equation.outvars, found)
+        inputs = _union(needs, equation.invars)
+        needs |= dict.fromkeys(equation.outvars, inputs)
     return needs
 
 

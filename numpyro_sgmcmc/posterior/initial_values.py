@@ -49,8 +49,8 @@ def initial_values(
     with one_at_a_time:
         info = find(rng_key[None] if single else rng_key)
     seen = jax.tree.leaves((info.potential_energy, info.z_grad))
-    found = jnp.isfinite(sum(jnp.sum(x) for x in seen))
-    return jax.tree.map(lambda x: x[0], info.z) if single else info.z, found
+    is_finite = jnp.isfinite(sum(jnp.sum(x) for x in seen))
+    return jax.tree.map(lambda x: x[0], info.z) if single else info.z, is_finite
 
 
 def no_initial_values(
@@ -102,10 +102,10 @@ def check_initial_values(
         finite. The message names the site.
     """
     if not isinstance(z, dict) or set(z) != set(view.latents):
-        found = sorted(z) if isinstance(z, dict) else f"a {type(z).__name__}"
+        given = sorted(z) if isinstance(z, dict) else f"a {type(z).__name__}"
         raise ValueError(
             "`init_params` must be a dict of unconstrained values for the latent sites"
-            f" {sorted(view.latents)}; found {found}."
+            f" {sorted(view.latents)}; found {given}."
         )
     batch = () if chains is None else (chains,)
     for name, latent in view.latents.items():
@@ -138,17 +138,17 @@ def check_initial_values(
 
 def _nonfinite_sites(sites: dict[str, dict]) -> list[str]:
     """Return the sites whose log density is not finite, with the range of their values."""
-    found = []
+    texts = []
     for name, site in sites.items():
         if site["type"] == "sample":
             value = jnp.asarray(site["value"])
             if not bool(jnp.all(jnp.isfinite(site["fn"].log_prob(value)))):
-                found.append(
+                texts.append(
                     f"'{name}' (values from {value.min():.4g} to {value.max():.4g})"
                     if value.size
                     else f"'{name}'"
                 )
-    return found
+    return texts
 
 
 def _no_finite_start(sites: list[str]) -> str:

@@ -77,10 +77,10 @@ def run_in_order(program: ClosedJaxpr, result: Any, arguments: Any) -> Any:
     """
     leaves = jax.tree.leaves(arguments)
     if _count(program.jaxpr) < (1 if _devices_share_threads() else 2):
-        found = jaxpr_as_fun(program)(*leaves)
+        results = jaxpr_as_fun(program)(*leaves)
     else:
-        _, found = _run(program, jnp.zeros((), bool), leaves)
-    return jax.tree.unflatten(jax.tree.structure(result), found)
+        _, results = _run(program, jnp.zeros((), bool), leaves)
+    return jax.tree.unflatten(jax.tree.structure(result), results)
 
 
 def _devices_share_threads() -> bool:
@@ -200,13 +200,13 @@ def _while(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array,
         return _run(params["cond_jaxpr"], state[0], (*for_condition, *state[1]))[1][0]
 
     def body(state: Any) -> Any:
-        last, found = _run(params["body_jaxpr"], state[0], (*for_body, *state[1]))
+        last, results = _run(params["body_jaxpr"], state[0], (*for_body, *state[1]))
         # under `vmap` there may be several loops, some of which have ended
         if not (still := condition(state)).ndim:
-            return last, found
+            return last, results
         held = [
             jnp.where(still.reshape(still.shape + (1,) * (new.ndim - still.ndim)), new, old)
-            for new, old in zip(found, state[1], strict=True)
+            for new, old in zip(results, state[1], strict=True)
         ]
         return last, held
 

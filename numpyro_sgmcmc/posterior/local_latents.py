@@ -144,8 +144,8 @@ class Marginal:
         """Return the marginal log density of the observations of each group, shape (n,)."""
 
         def of_some(rows: Array) -> Array:
-            found = self.log_integrals(plate, seen.at(plate.name, rows), args, kwargs)[0]
-            return logsumexp(found, axis=0)
+            integrals = self.log_integrals(plate, seen.at(plate.name, rows), args, kwargs)[0]
+            return logsumexp(integrals, axis=0)
 
         rows = seen.plates[plate.name].rows
         if self.at_once is None:
@@ -165,12 +165,12 @@ class Marginal:
 
     def with_members(self, plates: Iterable[Plate], sites: Mapping[str, dict]) -> tuple[Plate, ...]:
         """Return plates with the number of observed values of a group, by the model's sites."""
-        found = {}
+        counts = {}
         for plate in self.plates:
             observed = sites[plate.name + MARGINAL]["infer"][_OBSERVED]
-            found[plate.name] = sum(jnp.size(site["value"]) for site in observed.values())
+            counts[plate.name] = sum(jnp.size(site["value"]) for site in observed.values())
         return tuple(
-            p._replace(members=max(1, found.get(p.name, 1) // p.subsample_size)) for p in plates
+            p._replace(members=max(1, counts.get(p.name, 1) // p.subsample_size)) for p in plates
         )
 
     @property
@@ -217,8 +217,8 @@ class Marginal:
             point = jnp.cos(start + rows[:, None].astype(seen.dtype))
             some = classes[rows % len(classes)].T
             return density(seen.values, some, point)[None], partial(density, seen.values), start
-        found = integral(classes[0])[None] if len(classes) == 1 else jax.vmap(integral)(classes)
-        return found, partial(density, seen.values), start
+        integrals = integral(classes[0])[None] if len(classes) == 1 else jax.vmap(integral)(classes)
+        return integrals, partial(density, seen.values), start
 
     def draws(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict[str, Array]]:
         """
@@ -247,11 +247,11 @@ class Marginal:
     ) -> dict[str, dict[str, Array]]:
         """Draw latent values or new observations of the groups, by plate and site."""
         seen = Globals(self)
-        found: dict[str, dict[str, Array]] = {}
+        drawn: dict[str, dict[str, Array]] = {}
         with seen:
             self.model(*args, **kwargs)
         for plate in self.plates:
-            z_key, class_key = random.split(random.fold_in(rng_key, len(found)))
+            z_key, class_key = random.split(random.fold_in(rng_key, len(drawn)))
             integrals, density, z = self.log_integrals(plate, seen, args, kwargs)
             chosen = jnp.zeros(len(z), int)
             if len(integrals) > 1:
@@ -269,10 +269,10 @@ class Marginal:
                     sites = given.sites(args, kwargs)
                     all_axes = {k: self._axis_of(plate, k, site) for k, site in sites.items()}
                     axes = {name: axis for name, axis in all_axes.items() if axis is not None}
-            found[plate.name] = {
+            drawn[plate.name] = {
                 name: jnp.moveaxis(sites[name]["value"], axis, 0) for name, axis in axes.items()
             }
-        return found
+        return drawn
 
     def _axis_of(self, plate: LocalPlate, name: str, site: dict) -> int | None:
         """Return the axis of the groups in a site, or None if the site does not depend on them."""
@@ -443,16 +443,16 @@ class _AllGiven(Messenger):
         return jnp.broadcast_to(values, fn.shape())
 
     def sites(self, args: tuple, kwargs: dict) -> dict[str, dict]:
-        with trace() as found, self:
+        with trace() as recorded, self:
             self.model(*args, **kwargs)
-        return found
+        return recorded
 
     def replicated_sites(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict]:
         """Return the observed sites with newly drawn values."""
         self.rng_key = rng_key
-        with trace() as found, self:
+        with trace() as recorded, self:
             uncondition(self.model)(*args, **kwargs)
-        return found
+        return recorded
 
     def log_densities(self, args: tuple, kwargs: dict, names: Iterable[str] | None = None) -> Array:
         """Return the log density of each group, of all its sites or of the named sites."""
@@ -490,10 +490,10 @@ class _inside(Messenger):
 
 def with_observed(sites: Mapping[str, dict]) -> dict[str, dict]:
     """Return the sites of a trace, with the observed sites that factors of groups replace."""
-    found = dict(sites)
+    result = dict(sites)
     for site in sites.values():
-        found |= site.get("infer", {}).get(_OBSERVED, {})
-    return found
+        result |= site.get("infer", {}).get(_OBSERVED, {})
+    return result
 
 
 def some_value(fn: Any) -> Array:

@@ -178,11 +178,11 @@ class ModelPotential(NamedTuple):
 
 def counted(kinds: Mapping[str, Kind], rows: Rows) -> dict[str, DrawnRows]:
     """Return rows with the weights of their plate, unless they have weights or all are 1."""
-    found = {name: drawn_rows(x) for name, x in rows.items()}
-    for name, x in found.items():
+    result = {name: drawn_rows(x) for name, x in rows.items()}
+    for name, x in result.items():
         if name in kinds and x.weights is None:
-            found[name] = x._replace(weights=kinds[name].counts(x.numbers))
-    return found
+            result[name] = x._replace(weights=kinds[name].counts(x.numbers))
+    return result
 
 
 def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> Any:
@@ -285,8 +285,8 @@ def hessian_of(potential: Potential, values: Any, rows: Rows, rng_key: Array) ->
 
     _, product = jax.linearize(slope, flat)
     columns = jnp.eye(flat.shape[0], dtype=flat.dtype)
-    found = lax.map(product, columns, batch_size=_COLUMNS)
-    return (found + found.T) / 2
+    hessian = lax.map(product, columns, batch_size=_COLUMNS)
+    return (hessian + hessian.T) / 2
 
 
 def of_all_rows(function: Callable[[Array], Any], plate: Plate) -> Any:
@@ -304,8 +304,8 @@ def of_all_rows(function: Callable[[Array], Any], plate: Plate) -> Any:
         def chunk(first: Array, length: int = length) -> Any:
             return function(first + jnp.arange(length))
 
-        found = lax.map(chunk, start + length * jnp.arange(count))
-        parts.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
+        values = lax.map(chunk, start + length * jnp.arange(count))
+        parts.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), values))
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 

@@ -42,12 +42,12 @@ def nothing_prefetched(target: Target) -> Prefetched | None:
         return None
     sizes = {plate.name: plate.subsample_size for plate in target.model.plates}
     far = {plate.name for plate in target.model.plates if needs_64_bits(plate.size)}
-    each = sum(sizes[name] * x.row_bytes for name, found in sources.items() for x in found)
+    each = sum(sizes[name] * x.row_bytes for name, arrays in sources.items() for x in arrays)
     steps = max(1, min(_MOST_STEPS, _MOST_BYTES // max(each, 1)))
     rows = {}
-    for name, found in sources.items():
+    for name, arrays in sources.items():
         zero = jnp.zeros((steps, sizes[name]), jnp.int32)
-        values = tuple(jnp.zeros((*zero.shape, *x.shape[1:]), x.dtype) for x in found)
+        values = tuple(jnp.zeros((*zero.shape, *x.shape[1:]), x.dtype) for x in arrays)
         rows[name] = DrawnRows(zero, values, high=zero if name in far else None)
     return Prefetched(jnp.full((), -1, jnp.int32), rows, jnp.zeros((), jnp.int32))
 
@@ -79,13 +79,13 @@ class _Ahead:
         part = self.part
         requests = [
             (source, now[name].on(part), following[name].on(part))
-            for name, found in self.sources.items()
-            for source in found
+            for name, arrays in self.sources.items()
+            for source in arrays
         ]
         values = iter(read_ahead(requests))
         rows = {
-            name: now[name]._replace(values=tuple(next(values) for _ in found))
-            for name, found in self.sources.items()
+            name: now[name]._replace(values=tuple(next(values) for _ in arrays))
+            for name, arrays in self.sources.items()
         }
         nowhere = jnp.zeros_like(start)
         return Prefetched(start, rows, nowhere if part is None else nowhere + part)
@@ -128,8 +128,8 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
             return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
 
         block, facts, rows_key, i = jax.tree.map(of_chains, given, tuple(in_batched))
-        found = ahead.kept_or_filled(block, facts, rows_key, i, chains=True)
-        return found, jax.tree.map(lambda _: True, found)
+        filled = ahead.kept_or_filled(block, facts, rows_key, i, chains=True)
+        return filled, jax.tree.map(lambda _: True, filled)
 
     # arrays of the program that draws rows are arguments: a rule for `vmap` captures no others
     return one(block, (target.known, dict(target.strata)), rows_key, i)
@@ -153,9 +153,9 @@ def minibatch(
 
 def _by_plate(target: Target) -> dict[str, list[RowsOnDisk]]:
     """Return the arguments on disk that steps read, by plate."""
-    found: dict[str, list[RowsOnDisk]] = {}
+    by_plate: dict[str, list[RowsOnDisk]] = {}
     sources = on_disk((target.args, target.kwargs))
     for source, plate in zip(sources, target.model.on_disk, strict=True):
         if plate is not None:
-            found.setdefault(plate, []).append(source)
-    return found
+            by_plate.setdefault(plate, []).append(source)
+    return by_plate

@@ -218,12 +218,12 @@ def log_integral(
         log_weights = jnp.asarray(-math.log(draws), start.dtype)
     scaled = log_weights + 0.5 * jnp.sum(x**2, -1) + 0.5 * dimension * math.log(2 * math.pi)
     terms = jax.vmap(density)(mode + away(inverse, x)) + scaled
-    found = jackknife(terms) if needs_draws(dimension) else logsumexp(terms, axis=0)
+    result = jackknife(terms) if needs_draws(dimension) else logsumexp(terms, axis=0)
     if needs_draws(dimension) and rule == "check":
         halves = [jackknife(half) + math.log(2) for half in jnp.split(terms, 2)]
         # the bias of half as many draws is four times as large
-        found = found + (found - sum(halves) / 2) / 3
-    return found + log_determinant(inverse)
+        result = result + (result - sum(halves) / 2) / 3
+    return result + log_determinant(inverse)
 
 
 class Mesh(NamedTuple):
@@ -295,8 +295,8 @@ def reaches(density: Density, mode: Array, inverse: Array, fall: float) -> Array
     top = density(mode)
 
     def fallen(t: Array) -> Array:
-        found = top - jax.vmap(density)(mode + t[..., None] * axes)
-        return jnp.where(jnp.isfinite(found), jnp.maximum(found, 1e-6), jnp.inf)
+        drop = top - jax.vmap(density)(mode + t[..., None] * axes)
+        return jnp.where(jnp.isfinite(drop), jnp.maximum(drop, 1e-6), jnp.inf)
 
     def goes_on(search: tuple) -> Array:
         count, *_, is_found = search
@@ -433,8 +433,8 @@ def _around_nodes(density: Density, modes: Array, inverse: Array) -> Proposal:
         """Return the points at ``u``, shape (k, n), and their log densities with respect to it."""
         x, log_slopes = mesh.at(u)
         z = modes + away(inverse, x.T)
-        found = density(z) + log_slopes.sum(0)
-        return z, jnp.where(jnp.isnan(found), -jnp.inf, found)
+        value = density(z) + log_slopes.sum(0)
+        return z, jnp.where(jnp.isnan(value), -jnp.inf, value)
 
     parts = lax.map(lambda u: at(jnp.broadcast_to(u[:, None], (dimension, number)))[1], nodes)
 
@@ -442,8 +442,8 @@ def _around_nodes(density: Density, modes: Array, inverse: Array) -> Proposal:
         node_key, place_key = random.split(key)
         chosen = random.categorical(node_key, parts, axis=0)
         place = random.uniform(place_key, (dimension, number), modes.dtype) - 0.5
-        z, found = at(nodes[chosen].T + 2 / (count - 1) * place)
-        return z, found - jnp.take_along_axis(parts, chosen[None], 0)[0]
+        z, value = at(nodes[chosen].T + 2 / (count - 1) * place)
+        return z, value - jnp.take_along_axis(parts, chosen[None], 0)[0]
 
     return proposed
 
@@ -469,13 +469,13 @@ def find_modes(density: Density, start: Array) -> tuple[Array, Array]:
         def step(_: int, now: tuple) -> tuple:
             z, value, units, length = now
             there = z + length[:, None] * away(inverse, units)
-            found = there, density(there), towards(inverse, slope(density, there))
+            proposed = there, density(there), towards(inverse, slope(density, there))
             # a decrease by rounding is no decrease
             slack = 8 * jnp.finfo(z.dtype).eps * (1 + jnp.abs(value))
-            better = found[1] >= value - slack
+            better = proposed[1] >= value - slack
             z, value, units = (
                 jnp.where(better.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-                for new, old in zip(found, now[:3], strict=True)
+                for new, old in zip(proposed, now[:3], strict=True)
             )
             return z, value, units, jnp.where(better, jnp.minimum(1.0, 2 * length), length / 4)
 

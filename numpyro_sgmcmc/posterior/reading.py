@@ -91,8 +91,8 @@ class Reading:
     def plate_of_source(self) -> tuple[str | None, ...]:
         """The plate whose indices first indexed each argument on disk, or None."""
         return tuple(
-            next((k for i in found for k, rows in self.taken.items() if i is rows), None)
-            for found in self.indices
+            next((k for i in used for k, rows in self.taken.items() if i is rows), None)
+            for used in self.indices
         )
 
     def densities(self, rows: Mapping[str, Array]) -> dict[str, Array]:
@@ -147,7 +147,7 @@ class Reading:
             }
 
         rows = {f"plate {k}": v for k, v in self.rows.items()}
-        found = eval_provenance(outputs, **arrays, **rows)
+        provenance = eval_provenance(outputs, **arrays, **rows)
 
         def merge(labels: list[frozenset[str]]) -> frozenset[str]:
             union = frozenset().union(*labels)
@@ -155,7 +155,9 @@ class Reading:
             return frozenset(plates)
 
         is_pair = lambda x: isinstance(x, tuple)  # noqa: E731
-        return jax.tree.map(lambda pair: (merge(pair[0]), merge(pair[1])), found, is_leaf=is_pair)
+        return jax.tree.map(
+            lambda pair: (merge(pair[0]), merge(pair[1])), provenance, is_leaf=is_pair
+        )
 
     @property
     def minibatch_dependent(self) -> frozenset[str]:

@@ -210,15 +210,15 @@ def locations_and_scales(hierarchy: Hierarchy, values: Values) -> dict[str, Arou
 
     :param values: unconstrained values :math:`v`.
     """
-    found: dict[str, Around] = {}
+    result: dict[str, Around] = {}
 
     def seen(name: str, v: Array, around: Around) -> Array:
-        found[name] = around
+        result[name] = around
         return v
 
     everything = {name: centred_by(jnp.zeros(())) for name in hierarchy.sites}
     _evaluated(hierarchy, everything, values, seen, from_internal=True)
-    return found
+    return result
 
 
 def _evaluated(

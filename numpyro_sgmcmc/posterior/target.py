@@ -231,8 +231,8 @@ class Target(NamedTuple):
     @property
     def factors_so_far(self) -> dict[str, Array]:
         """The finite-population factors of plates whose number of rows is an array."""
-        found = {name: rows.factor_so_far for name, rows in self.kinds.items()}
-        return {name: factor for name, factor in found.items() if factor is not None}
+        factors = {name: rows.factor_so_far for name, rows in self.kinds.items()}
+        return {name: factor for name, factor in factors.items() if factor is not None}
 
     @property
     def groups(self) -> dict[str, tuple[Group, ...]]:

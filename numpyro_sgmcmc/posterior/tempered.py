@@ -59,5 +59,5 @@ def tempered(potential: Potential, temperature: Array | None) -> tuple[Potential
     """Return the potential at a temperature, or unchanged, and the scale of its positions."""
     if temperature is None:
         return potential, 1.0
-    found = Tempered(potential, temperature)
-    return found, found.scale
+    result = Tempered(potential, temperature)
+    return result, result.scale

@@ -159,8 +159,8 @@ def seen_of(target: Target, z: Values, rows: Any, rng_key: Array) -> Seen:
     :param rows: rows of each plate.
     :param rng_key: key for a density that is itself random.
     """
-    found, indexed = watched(partial(_of_sites, target, z, rng_key), rows)
-    terms, outside, densities = found
+    results, indexed = watched(partial(_of_sites, target, z, rng_key), rows)
+    terms, outside, densities = results
     return Seen(terms, outside, densities, [_beyond(x.indices, x.length, rows) for x in indexed])
 
 
@@ -223,10 +223,10 @@ def _looks_wrong(
         return jax.tree.map(jnp.logical_or, found, tuple(both)), None
 
     nothing = jnp.zeros((), bool)
-    found, _ = lax.scan(of_chunk, (nothing, nothing), chunks)
+    flags, _ = lax.scan(of_chunk, (nothing, nothing), chunks)
     if target.shards is None:
-        return found
-    return jax.tree.map(lambda x: lax.pmax(x.astype(jnp.int32), ROWS) > 0, found)
+        return flags
+    return jax.tree.map(lambda x: lax.pmax(x.astype(jnp.int32), ROWS) > 0, flags)
 
 
 class _Look:
@@ -391,22 +391,22 @@ class _Look:
         The tested values are ones at which the density of most rows is finite.
         """
         seen = [self._finite(jax.tree.map(lambda x, c=c: c * x, z)) for c in (1.0, 0.0, 0.01)]
-        found = {}
+        bad = {}
         for place in seen[0]:
             telling = [x[place] for x in seen if x[place].mean() > 0.5]
             never = ~np.any(telling, axis=0) if telling else np.zeros(1, bool)
             if never.any():
-                found[place] = BadRows(int(never.sum()), int(np.argmax(never)), {})
-        return found
+                bad[place] = BadRows(int(never.sum()), int(np.argmax(never)), {})
+        return bad
 
     def _finite(self, z: Values) -> dict[Place, np.ndarray]:
         """Return by place whether the term of each row is finite."""
-        found: dict[Place, np.ndarray] = {}
+        finite: dict[Place, np.ndarray] = {}
         for rows, _ in self.chunks():
             for place, terms in self.at(z, rows).terms.items():
-                all_rows = found.setdefault(place, np.ones(self.sizes[place[1]], bool))
+                all_rows = finite.setdefault(place, np.ones(self.sizes[place[1]], bool))
                 all_rows[self.numbers(place[1], rows)] &= np.isfinite(terms)
-        return found
+        return finite
 
     def places_that_depend_on_others(self, z: Values) -> Iterator[Place]:
         """
@@ -416,10 +416,10 @@ class _Look:
         another order of the rows.
         """
         lengths, _ = self._working(_FEW)
-        found: set[Place] = set()
+        places: set[Place] = set()
         for first in self._unlike_rows(lengths):
-            found |= set(self._dependent(z, first))
-        yield from sorted(found)
+            places |= set(self._dependent(z, first))
+        yield from sorted(places)
 
     def places_that_depend_on_the_number(
         self, z: Values
@@ -488,14 +488,14 @@ class _Look:
             length = lengths[plate.name]
             last = length - 1 if needs_64_bits(plate.size) else plate.size - 1
             spread[plate.name] = np.linspace(0, last, length).round().astype(int)
-            found: list[Any] = [np.zeros(0, int)]
+            numbers: list[Any] = [np.zeros(0, int)]
             for x in arguments if self.target.shards is None else ():
                 if isinstance(x, jax.Array) and x.ndim and len(x) == plate.size and x.size:
                     columns = x.reshape(len(x), -1)[:, :_COLUMNS]
-                    found += [
+                    numbers += [
                         np.asarray(look(columns, axis=0)) for look in (jnp.argmax, jnp.argmin)
                     ]
-            extremes[plate.name] = np.unique(np.concatenate(found))
+            extremes[plate.name] = np.unique(np.concatenate(numbers))
         half = {name: max(1, length // 2) for name, length in lengths.items()}
         sets = max((-(-len(x) // half[name]) for name, x in extremes.items()), default=1)
         for k in range(max(1, min(sets, _SETS))):

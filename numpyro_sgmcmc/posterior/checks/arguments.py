@@ -135,10 +135,10 @@ def _count_nonfinite(x: Array) -> Array:
 @jax.jit
 def _first_nonfinite(x: Array) -> list[Array]:
     """Return the index of the first entry that is not finite, of an array over processes too."""
-    found, index = ~jnp.isfinite(x), []
+    bad, index = ~jnp.isfinite(x), []
     for _ in range(x.ndim):
-        index.append(jnp.argmax(found.any(axis=tuple(range(1, found.ndim)))))
-        found = found[index[-1]]
+        index.append(jnp.argmax(bad.any(axis=tuple(range(1, bad.ndim)))))
+        bad = bad[index[-1]]
     return index
 
 
@@ -165,23 +165,23 @@ def what_is_no_array(model: Callable, args: tuple, kwargs: dict) -> str:
 
     It says what they are and how to convert them to arrays. It is empty if there are none.
     """
-    found = [
+    texts = [
         f"Argument '{name}' is {kind}: {remedy}."
         for name, value in _arguments(model, args, kwargs).items()
         for kind, remedy in _not_an_array(value)
     ]
-    return " ".join(found)
+    return " ".join(texts)
 
 
 def shapes_of(model: Callable, args: tuple, kwargs: dict) -> str:
     """Return the shapes of a model's arguments in a few words."""
-    found = []
+    texts = []
     for name, value in _arguments(model, args, kwargs).items():
         shape = getattr(value, "shape", None)
         kind = getattr(value, "dtype", type(value).__name__)
         kind = kind if shape is None else f"{kind}{list(shape)}"
-        found.append(f"{name}: {kind}")
-    return ", ".join(found) or "none"
+        texts.append(f"{name}: {kind}")
+    return ", ".join(texts) or "none"
 
 
 def _not_an_array(value: Any) -> list[tuple[str, str]]:

@@ -166,15 +166,17 @@ def _are_alike(whole: Target, each: Target) -> bool:
         target: Target, z: Values, rng_key: Array, energy: Array, terms: dict[str, Array]
     ) -> Array:
         where = rng_key, target.args, target.kwargs
-        here, found = target.model.potential_and_row_terms(z, target.model.first_rows(), *where)
+        here, own_terms = target.model.potential_and_row_terms(z, target.model.first_rows(), *where)
         worst = []
         for name, term in terms.items():
             # the scale is N / n for a row among all rows, and N / (n / P) on its device
             wanted = shards.parts * term.reshape(shards.parts, -1)[lax.axis_index(ROWS)]
-            off = jnp.abs(found[name] - wanted) / jnp.max(jnp.abs(term))
+            off = jnp.abs(own_terms[name] - wanted) / jnp.max(jnp.abs(term))
             worst.append(jnp.nanmax(off, initial=0.0) / shards.parts)
         size = jnp.abs(energy) + sum(jnp.sum(jnp.abs(term)) for term in terms.values())
-        others = [e + sum(map(jnp.sum, t.values())) for e, t in ((here, found), (energy, terms))]
+        others = [
+            e + sum(map(jnp.sum, t.values())) for e, t in ((here, own_terms), (energy, terms))
+        ]
         worst.append(jnp.abs(others[0] - others[1]) / size)
         return lax.pmax(jnp.stack(worst), ROWS)
 
@@ -183,5 +185,5 @@ def _are_alike(whole: Target, each: Target) -> bool:
         map(np.any, jax.tree.leaves(jax.tree.map(lambda a, b: np.asarray(a != b), seen, again)))
     ):
         return True  # a likelihood that is a random estimate cannot be compared
-    found = np.asarray(each.compiled(deviation)(z, random.key(0), *seen))
-    return not np.any(found > _SAME)  # NaN is in both, or a later check refuses it
+    deviations = np.asarray(each.compiled(deviation)(z, random.key(0), *seen))
+    return not np.any(deviations > _SAME)  # NaN is in both, or a later check refuses it

@@ -135,11 +135,11 @@ def _first_words(text: str) -> str:
 
 def _line(error: Exception) -> str:
     """Return the line of the user's code that raised an error, as text."""
-    found, traceback = "", error.__traceback__
+    line, traceback = "", error.__traceback__
     while traceback is not None:
         place = _place(traceback)
-        found, traceback = place or found, traceback.tb_next
-    return found
+        line, traceback = place or line, traceback.tb_next
+    return line
 
 
 def _place(traceback: TracebackType) -> str:

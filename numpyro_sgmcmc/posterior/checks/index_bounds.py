@@ -66,11 +66,11 @@ def watched(
         choice. If this makes no difference, the entries read there are not used.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(inputs)
-    found: list[IndexedArray] = []
-    known = _Variables(elsewhere, found)
+    indexed: list[IndexedArray] = []
+    known = _Variables(elsewhere, indexed)
     known.write(closed.jaxpr.constvars, closed.consts, dependent=False)
     known.write(closed.jaxpr.invars, jax.tree.leaves(inputs), dependent=True)
-    return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(closed.jaxpr, known)), found
+    return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(closed.jaxpr, known)), indexed
 
 
 def _evaluate(jaxpr: Any, known: _Variables) -> list[Any]:

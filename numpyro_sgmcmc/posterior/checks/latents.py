@@ -52,7 +52,7 @@ def without_local_latents(
     _check_used(sites, where, needs)
     for name, of_site in plates_of.items():
         _check_local(sites[name], of_site)
-    found = []
+    local_plates = []
     for name, local in inside.items():
         continuous, discrete, bounded = [], [], False
         for site in local:
@@ -66,10 +66,10 @@ def without_local_latents(
                 bounded = bounded or not isinstance(transform, IdentityTransform)
                 del shape[group_axis(site, name)]
                 continuous.append((site["name"], tuple(shape)))
-        found.append(LocalPlate(name, tuple(continuous), tuple(discrete), bounded))
-        _check_size(found[-1])
+        local_plates.append(LocalPlate(name, tuple(continuous), tuple(discrete), bounded))
+        _check_size(local_plates[-1])
     hidden = _check_dependents(sites, subsampled, where, labels, needs)
-    return Marginal(model, tuple(found), hidden)
+    return Marginal(model, tuple(local_plates), hidden)
 
 
 def _check_local(site: dict, plates: list[Plate]) -> None:
@@ -146,19 +146,19 @@ def _dependence(
         values = {name: inputs[name] for name in where}
         at = given_rows(model, plates, rows)
         at = substitute(seed(at, random.key(0)), data={**latents, **values})
-        found = trace(at).get_trace(*args, **kwargs)
+        traced = trace(at).get_trace(*args, **kwargs)
         arrays = {
             name: [
                 jnp.asarray(x)
                 for x in jax.tree.leaves((site["value"], site.get("fn")))
                 if isinstance(x, (jax.Array, float, int))
             ]
-            for name, site in found.items()
+            for name, site in traced.items()
             if site["type"] in ("sample", "deterministic")
         }
         supports = {
             f"support of {name}": [jnp.asarray(site["fn"].support(jnp.zeros_like(site["value"])))]
-            for name, site in found.items()
+            for name, site in traced.items()
             if site["type"] == "sample" and site["is_observed"] and jnp.size(site["value"])
         }
         return arrays | supports

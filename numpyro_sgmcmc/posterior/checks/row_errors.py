@@ -81,10 +81,10 @@ def outside_support(target: Target, name: str, plate: str, bad: Any) -> ValueErr
         value[~inside.astype(bool)] if value.shape[: value.ndim - event] == inside.shape else value
     )
     cause = _cause(without_wrappers(site["fn"]), shown) if event == 0 else ""
-    found = shown.ravel()[0].item() if event == 0 else shown.reshape(-1, *value.shape[-event:])[0]
+    first = shown.ravel()[0].item() if event == 0 else shown.reshape(-1, *value.shape[-event:])[0]
     return ValueError(
         f"Observations of site '{name}' ({_named(site['fn'])}) are outside of its support in"
-        f" {bad.number:,} of {_of_all(target, plate)}, the first in row {bad.first}: {found}."
+        f" {bad.number:,} of {_of_all(target, plate)}, the first in row {bad.first}: {first}."
         f" {cause}{_REMEDY}"
     )
 

@@ -311,9 +311,9 @@ def _check_gathers(reading: Reading) -> None:
     found_names = [names.get(id(x), "") for x in leaves if isinstance(x, jax.Array)]
     arguments = dict(zip(jaxpr.invars[len(ordered) :], found_names, strict=True))
     sizes = {p.name: p.size for p in reading.plates}
-    found = _gathers(jaxpr, tags, arguments)
-    neighbours = {argument for plate, *_, argument in found if plate is None and argument}
-    for plate, length, shape, argument in found:
+    gathers = _gathers(jaxpr, tags, arguments)
+    neighbours = {argument for plate, *_, argument in gathers if plate is None and argument}
+    for plate, length, shape, argument in gathers:
         # `y[i]` and `y[i + 1]` together use every row
         if (
             plate is None
@@ -355,7 +355,7 @@ def _gathers(
     """
     # The layout of equations in a jaxpr is not a stable interface of JAX, but it is the only place
     # with the lengths of indexed arrays. `test_model_checks` notices a change.
-    found: list[tuple[str | None, int, tuple[int, ...], str]] = []
+    gathers: list[tuple[str | None, int, tuple[int, ...], str]] = []
     shifted: set[Any] = set()
     computed: set[Any] = set(tags)
 
@@ -375,7 +375,7 @@ def _gathers(
             shape = inputs[0].aval.shape
             for axis in eqn.params["dimension_numbers"].start_index_map[:1]:
                 argument = "" if isinstance(inputs[0], Literal) else arguments.get(inputs[0], "")
-                found.append((plates[1], shape[axis], shape, argument))
+                gathers.append((plates[1], shape[axis], shape, argument))
         elif name == "add" and any(plates):
             # JAX adds the length of the axis for negative indices, and then selects the index
             shifted.add(eqn.outvars[0])
@@ -392,11 +392,11 @@ def _gathers(
                 for v, own in zip(inputs, inner.invars, strict=True)
                 if not isinstance(v, Literal) and v in arguments
             }
-            found += _gathers(inner, inner_tags, inner_arguments)
+            gathers += _gathers(inner, inner_tags, inner_arguments)
             for outer, own in zip(eqn.outvars, inner.outvars, strict=True):
                 if not isinstance(own, Literal) and own in inner_tags:
                     tags[outer] = inner_tags[own]
-    return found
+    return gathers
 
 
 #: Checks of a model as it was read, in their order.
