@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Bytes of a stretch, and the number of stretches compared in a test; smaller files are compared
+#: Bytes of a stretch, and the number of stretches compared in a test. Smaller files are compared
 #: whole.
 _STRETCH_BYTES, _LOOKED_AT = 2**23, 4
 

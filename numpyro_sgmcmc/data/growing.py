@@ -42,7 +42,7 @@ _ROOM = 2
 #: does not read its old rows again.
 _REMEMBERED = 64
 
-#: Message of the other kernels that accept the arrays.
+#: Part of messages that names the arguments for other samplers.
 _FOR_OTHERS = (
     "`*rows` are arguments for the kernels of `numpyro_sgmcmc`; NUTS, `Predictive` and other"
     " samplers take the rows that there are, `mcmc.run(rng_key, *rows.arrays)`."

@@ -186,7 +186,11 @@ class RowsOnDisk(IndexedByRows):
 
     @contextmanager
     def hashed(self) -> Iterator[None]:
-        """Hash the rows that are read within this context, which must be all, for the digest."""
+        """
+        Hash the rows that are read within this context.
+
+        If all rows are read in it, they need not be read again for the :attr:`digest`.
+        """
         if self._seen is None:
             version = self._source.version()
             self._hashing = Hashing(len(self), self.row_bytes, version)
@@ -197,7 +201,7 @@ class RowsOnDisk(IndexedByRows):
                 self._seen, self._hashing = self._hashing.seen, None
 
     def _are_as(self, seen: ContentHash) -> bool:
-        """Return whether the rows are those that were read before, by a test of some stretches."""
+        """Return whether the rows are unchanged since their reading, by a test of some stretches."""
         known = seen.is_settled and seen.version == self._source.version()
         return known and not self._source.is_in_memory and is_unchanged(*self._all, seen)
 
@@ -263,7 +267,7 @@ class RowsOnDisk(IndexedByRows):
 
         Under ``vmap`` one read serves all entries.
 
-        :param part: number of this device among those that the rows are spread over, or None.
+        :param part: number of this device if the rows are spread over devices, or None.
         """
         given, numbers = rows.on(part), rows.numbers
         shape = jax.ShapeDtypeStruct((*numbers.shape, *self.shape[1:]), self.dtype)
@@ -427,7 +431,7 @@ def failure_of(arguments: Any, error: BaseException) -> UnreadableRows | None:
 
 
 def replaced(arguments: Any, others: Sequence[Any]) -> Any:
-    """Return the arguments with others in the places of the ones :func:`on_disk`."""
+    """Return the arguments with substitutes for the arguments :func:`on_disk`."""
     remaining = iter(others)
     return jax.tree.map(
         lambda leaf: next(remaining) if _is_on_disk(leaf) else leaf,

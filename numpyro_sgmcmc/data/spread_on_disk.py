@@ -107,8 +107,8 @@ class SpreadRowsOnDisk(RowsOnDisk):
         """
         Read rows by their numbers among the rows of this process.
 
-        The numbers equal those among all rows if this process holds all. This is for use outside of
-        the program of a device.
+        They equal the numbers among all rows if this process holds all rows. The method is for use
+        outside of the program of a device.
         """
         return self._held.read(numbers)
 

@@ -137,7 +137,7 @@ def _steps(
         is_first = operands[0] is variable
         others = [x for x in operands if x is not variable]
         if len(others) != len(operands) - 1 or equation.outvars[0].aval.shape != shape:
-            break  # a square of the value, or a broadcast of it to several entries
+            break  # a square of the value, or a broadcast to several entries
         if any(k in _needed(needs, x) for x in others) or (name == "div" and not is_first):
             break
         steps.append((name if is_first else f"r{name}", others[0] if others else None))

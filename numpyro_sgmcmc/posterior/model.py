@@ -12,8 +12,8 @@ unconstrained values of the latent sites and the Jacobian of the transforms coun
 .. math:: \\tilde U(z; S) = -\\log p(z) - \\frac{N}{n} \\sum_{i \\in S} \\log p(x_i \\mid z),
 
 whose average over the minibatches of a partition, or over random minibatches, is
-:math:`U(z)`. :func:`read_model` reads a model once and refuses those for which this
-cannot hold; :class:`MinibatchModel` then evaluates it.
+:math:`U(z)`. :func:`read_model` reads a model once, and refuses models for which this
+cannot hold. :class:`MinibatchModel` then evaluates it.
 """
 
 from collections.abc import Callable, Hashable

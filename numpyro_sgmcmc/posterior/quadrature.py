@@ -105,7 +105,7 @@ Density = Callable[[Array], Array]
 #: dimensions 7 nodes in each would be ten times as many points as draws.
 _NODES = {"few": (5, 5), "step": (11, 9), "fine": (31, 17)}
 
-#: Fall of the log density at the last node for zero nodes; each node adds one half.
+#: Fall of the log density from the mode to the outermost nodes, to which each node adds one half.
 _FALL = 8.0
 #: Largest number of secants in the search for the last nodes, and the tolerance of the logarithms.
 _SECANTS, _ABOUT = 12, 0.2

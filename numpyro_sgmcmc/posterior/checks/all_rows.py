@@ -456,7 +456,7 @@ class _Look:
         for plate in self.plates:
             rows = first[plate.name].integers
             if len(rows) == 1 or plate.subsample_size == plate.size:
-                continue  # the other rows are always the same
+                continue  # the other rows cannot change
             seen = np.unique(np.linspace(0, len(rows) - 1, _FEW).round().astype(int))
             # a minibatch of copies of one row, since rare values are in no other row
             alone, turned = (
