@@ -355,7 +355,7 @@ class GrowingRows:
         """
         Remove rows.
 
-        The next run computes the sums over all rows again, by a pass over the rows.
+        The sums over all rows are then computed again, by a pass over the rows.
 
         :param where: the rows to remove, truth values of shape ``(N,)``.
         :raises ValueError: if it has another shape or type, or leaves too few rows.

@@ -201,7 +201,7 @@ class RowsOnDisk(IndexedByRows):
                 self._seen, self._hashing = self._hashing.seen, None
 
     def _are_as(self, seen: ContentHash) -> bool:
-        """Return whether the rows are unchanged since their reading, by a test of some stretches."""
+        """Return whether the rows are unchanged since a reading, by a test of some stretches."""
         known = seen.is_settled and seen.version == self._source.version()
         return known and not self._source.is_in_memory and is_unchanged(*self._all, seen)
 
