@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-What effective sample sizes and R-hat cannot see: whether the draws have the right law.
+Stein checks of the distribution of draws, which effective sample sizes and R-hat do not test.
 
-For a density :math:`\\propto e^{-U / T}`, whatever its shape, and every constant :math:`c`
+For a density :math:`\\propto e^{-U / T}` of any shape, and every constant :math:`c`,
 
 .. math:: S = \\frac1T \\, \\mathrm{E} \\left[ (\\phi - c) \\nabla U(\\phi)^\\top \\right] = I,
 
 so that the *Stein matrix* of the draws, estimated with the minibatch gradients that the
 sampler has computed anyway, can be compared with the identity. For a Gaussian posterior its
-eigenvalues are the ratios of the variances of the draws to the right ones. The mean of its
-diagonal is the *configurational temperature* (in units of :math:`T`): 1 where the draws are
-as wide as they should be on average over the coordinates, 1.2 where they are 20 % too wide
-in variance. Noise of the gradient makes the estimate noisier and not biased.
+eigenvalues are the ratios of the variances of the draws to the true variances. The mean of its
+diagonal is the *configurational temperature* (in units of :math:`T`). It is 1 if the variances of
+the draws are right on average over the coordinates, and 1.2 if they are 20 % too large. Noise of
+the gradient makes the estimate noisier and not biased.
 
 For the parameters one by one, with the metric :math:`\\theta = c + L \\phi` and
 :math:`M = L L^\\top`, these are the *variance ratios*
@@ -21,18 +21,17 @@ For the parameters one by one, with the metric :math:`\\theta = c + L \\phi` and
 .. math:: r_i = \\frac1T \\, \\frac{\\mathrm{E} \\left[ (\\theta_i - c_i)
     (M \\nabla_\\theta U)_i \\right]}{M_{ii}} = 1,
 
-which hold for every :math:`M`. Where :math:`M` is the covariance of a Gaussian posterior,
-:math:`r_i` is the ratio of the variance of :math:`\\theta_i` among the draws to the right one;
-with another, of the variance of a combination of parameters.
+which hold for every :math:`M`. If :math:`M` is the covariance of a Gaussian posterior,
+:math:`r_i` is the ratio of the variance of :math:`\\theta_i` among the draws to the true variance.
+With another :math:`M` it is the ratio for a combination of parameters.
 
-What they do not show. They are about the spread of the draws and not about their location. With
-momentum, each entry of the diagonal is the kinetic energy of that
-coordinate (the virial theorem), and a thermostat, in :class:`~numpyro_sgmcmc.SGNHT` and
-:class:`~numpyro_sgmcmc.CCAdL`, holds the mean of these: the trace is then 1 whatever the noise
-does, and only single ratios and eigenvalues tell. Above 100 parameters there are no
-eigenvalues: draws too wide in one direction and too narrow in another, both between the
-parameters, pass. And it knows only the places where the chains have been: not a mode that none
-has found, nor a tail into which none has gone yet.
+The checks have four limits. They test the spread of the draws and not their location. With
+momentum, each entry of the diagonal is the kinetic energy of that coordinate (the virial theorem).
+A thermostat, in :class:`~numpyro_sgmcmc.SGNHT` and :class:`~numpyro_sgmcmc.CCAdL`, holds the mean
+kinetic energy. The trace is then 1 for any noise, and only single ratios and eigenvalues show an
+error. Above 100 parameters there are no eigenvalues: the checks pass draws that are too wide in one
+direction and too narrow in another, if neither direction is along a parameter. The checks see only
+the places that the chains have visited: they miss a mode or a tail that no chain has reached.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,43 +44,44 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-#: The Stein matrix is kept whole up to this many parameters,
+#: Largest number of parameters for which the Stein matrix is kept.
 MATRIX_DIMENSION = 100
-#: and the variance ratios for each parameter up to this many, for each latent site above.
+#: Largest number of parameters with a variance ratio each; above, each latent site has one.
 COORDINATES = 1_000
 
-#: Batches for the standard errors: at least half of them are always full.
+#: Number of batches for the standard errors, of which at least half are always full.
 _BATCHES = 64
 
-#: A verdict needs this many samples and this many batches.
+#: Smallest numbers of samples and of batches for a verdict.
 _FEWEST_SAMPLES, FEWEST_BATCHES = 200, 20
 
-#: Relative errors of a variance that nobody needs to hear of: of the mean over the
-#: coordinates, and of a single one, 5 % of its standard deviation.
+#: Tolerated relative errors of a variance: of the mean over the coordinates, and of a single
+#: coordinate, which is 5 % of its standard deviation.
 TOLERANCE, _TOLERANCE_OF_ONE = 0.05, 0.1
 
-#: Steps that are undone in passing, beyond so many, are such a part of all at most. Posteriors that
-#: are right have up to 5e-5, and those whose means are off by 0.1 standard deviations from 7e-4.
+#: Number of undone steps that chance explains, and the largest share of undone steps beyond it.
+#: Correct posteriors have up to 5e-5, and posteriors whose means are off by 0.1 standard deviations
+#: have 7e-4 or more.
 _UNDONE_BY_CHANCE, _UNDONE = 2, 1.5e-4
-#: A chain that so many steps in a row do not lead away is not in passing.
+#: Number of undone steps in a row after which a chain is stuck.
 _LONG_STAY = 10
 
 
 class SteinSums(NamedTuple):
     """
-    Running sums of a chain after its warm-up, for :math:`S`.
+    Running sums of a chain after its warm-up, for the Stein matrix :math:`S`.
 
     - **center** - :math:`c`, shape (d,): the mean of the second half of the warm-up.
-    - **steps** - number of steps in the sums that follow.
-    - **samples** - number of samples in them.
+    - **steps** - number of steps in the following sums.
+    - **samples** - number of samples in the following sums.
     - **matrix** - sum of :math:`(\\phi - c) g^\\top / T` over past batches, shape (d, d), up to
       100 parameters; above, shape (0, 0).
-    - **current_matrix** - the same over the current batch: single precision would lose the terms
-      of single steps in the sum over all of a long run.
-    - **current** - sums over the current batch, shape (1 + k,): of the mean of the diagonal of
-      :math:`(\\phi - c) g^\\top / T`, and of the terms of :math:`r_i`, their mean in each of k
-      groups: a group for each parameter, or of many parameters a group for each latent site.
-    - **batches** - the same for past batches of equal length, shape (64, 1 + k).
+    - **current_matrix** - sum of :math:`(\\phi - c) g^\\top / T` over the current batch. In single
+      precision the sum over a long run would lose the terms of single steps.
+    - **current** - sums over the current batch, shape (1 + k,): the mean of the diagonal of
+      :math:`(\\phi - c) g^\\top / T`, and the mean of the terms of :math:`r_i` in each of k groups.
+      There is a group for each parameter, or for each latent site if there are many parameters.
+    - **batches** - the sums ``current`` of past batches of equal length, shape (64, 1 + k).
     - **length** - number of samples in each batch.
     """
 
@@ -97,7 +97,7 @@ class SteinSums(NamedTuple):
 
 def start_sums(position: Array, sites: Sequence[int]) -> SteinSums:
     """
-    The sums of a chain before its first step.
+    Return the sums of a chain before its first step.
 
     :param position: the initial position of one chain, shape ``(d,)``.
     :param sites: number of parameters of each latent site, in the order of the vector.
@@ -120,9 +120,9 @@ def start_sums(position: Array, sites: Sequence[int]) -> SteinSums:
 
 def center_sums(sums: SteinSums, position: Array, number: Array) -> SteinSums:
     """
-    Takes a position of the warm-up into the mean :math:`c`.
+    Include a position of the warm-up in the mean :math:`c`.
 
-    :param number: how many it is the last of; 0 if it does not count.
+    :param number: number of positions in the mean with this one, or 0 if it does not count.
     """
     share = jnp.where(number > 0, 1 / jnp.maximum(number, 1).astype(position.dtype), 0.0)
     return sums._replace(center=sums.center + share * (position - sums.center))
@@ -139,9 +139,9 @@ def add_to_sums(
     variances: Array,
 ) -> tuple[SteinSums, Array]:
     """
-    Adds one step.
+    Add one step to the sums.
 
-    :param position: position :math:`\\phi` that belongs to the gradient, shape ``(d,)``.
+    :param position: position :math:`\\phi` of the gradient, shape ``(d,)``.
     :param gradient: minibatch gradient, shape ``(d,)``.
     :param counts: whether the step counts.
     :param float temperature: :math:`T`.
@@ -155,7 +155,7 @@ def add_to_sums(
     share = away @ scaled / position.shape[0]
     terms = direction(away) * direction(scaled) / variances
     if sums.current.shape[0] != 1 + terms.shape[0]:
-        # each site is a stretch of the vector
+        # each site is a contiguous part of the vector
         terms = jnp.stack([jnp.mean(x) for x in jnp.split(terms, np.cumsum(sites)[:-1])])
     matrix = sums.current_matrix
     if matrix.size:
@@ -168,13 +168,13 @@ def add_to_sums(
 
 
 def batch_is_full(sums: SteinSums) -> Array:
-    """Whether :func:`close_batch` is due, for a chain or for several alike."""
+    """Return whether :func:`close_batch` is due, for one chain or several."""
     samples, length = sums.samples.ravel()[0], sums.length.ravel()[0]
     return (samples > 0) & (samples % length == 0)
 
 
 def close_batch(sums: SteinSums) -> SteinSums:
-    """Puts the current batch among the past ones; of 64 of them it makes 32."""
+    """Move the current batch to the past batches, and merge 64 full ones in pairs into 32."""
     k = sums.samples // sums.length - 1
     batches = sums.batches.at[k].set(sums.current)
     pairs = batches.reshape(_BATCHES // 2, 2, -1).sum(axis=1)
@@ -194,10 +194,10 @@ class SteinReport(NamedTuple):
     The Stein matrix of a run, over all chains.
 
     - **temperature** - configurational temperature, the mean of the diagonal.
-    - **error** - its standard error, by batch means.
+    - **error** - standard error of the temperature, by batch means.
     - **ratios** - the variance ratios :math:`r_i`, for each parameter, or for each latent site
       if there are more than 1,000 parameters.
-    - **ratio_errors** - their standard errors.
+    - **ratio_errors** - standard errors of the ratios.
     - **matrix** - the symmetric part of :math:`S`, or None for more than 100 parameters.
     - **samples** - number of samples, of all chains.
     """
@@ -212,8 +212,9 @@ class SteinReport(NamedTuple):
     @property
     def eigenvalues(self) -> tuple[float, float]:
         """
-        The smallest and the largest eigenvalue of the matrix, or NaN without one. The noise of
-        the matrix itself spreads them: see :meth:`eigenvalue_spread`.
+        The smallest and the largest eigenvalue of the matrix, or NaN without a matrix.
+
+        Noise of the matrix itself spreads the eigenvalues: see :meth:`eigenvalue_spread`.
         """
         if self.matrix is None:
             return math.nan, math.nan
@@ -222,32 +223,36 @@ class SteinReport(NamedTuple):
 
     def eigenvalue_spread(self, size: int) -> float:
         """
-        How far the eigenvalues of a block of ``size`` parameters would be from 1 for correct
-        draws, roughly: the edge of the spectrum of a symmetric matrix of independent entries.
+        Return the distance of extreme eigenvalues from 1 that chance explains.
+
+        It is a rough value for a block of ``size`` parameters and correct draws: the edge of the
+        spectrum of a symmetric matrix of independent entries.
         """
         return math.sqrt(2 * (size - 1)) * float(np.median(self.ratio_errors))
 
     def problem(self, errors: float = 3.0) -> str | None:
         """
-        What is wrong, or None: the temperature off by more than ``errors`` standard errors
-        and 5 %, or a variance ratio or an eigenvalue by more than 10 % and what chance would
-        give the most extreme of so many.
+        Return a description of the deviation from the identity, or None.
+
+        The temperature deviates if it is off by more than ``errors`` standard errors and 5 %. A
+        variance ratio or an eigenvalue deviates if it is off by more than 10 % and by more than
+        chance explains for the most extreme of all.
         """
         if not math.isfinite(self.error):
             return None
-        found = []
+        problems = []
         if abs(self.temperature - 1) > max(errors * self.error, TOLERANCE):
-            found.append(
+            problems.append(
                 f"the configurational temperature is {self.temperature:.3g} +- {self.error:.2g}"
             )
         count = len(self.ratios)
         quantile = stats.t.isf(stats.norm.sf(errors) / count, FEWEST_BATCHES - 1)
-        # a mean of few products that happens to be small has a standard error that is too small
+        # a mean of few products that is small by chance has too small a standard error
         error = self.ratio_errors / np.clip(self.ratios, 0.1, 1.0)
         excess = np.abs(self.ratios - 1) / np.maximum(quantile * error, _TOLERANCE_OF_ONE)
         worst = int(np.argmax(excess))
         if excess[worst] > 1:
-            found.append(
+            problems.append(
                 f"{int(np.sum(excess > 1))} of {count} variance ratios are off, the worst"
                 f" {self.ratios[worst]:.3g} +- {self.ratio_errors[worst]:.2g}"
             )
@@ -256,22 +261,24 @@ class SteinReport(NamedTuple):
             spread = 1.5 * self.eigenvalue_spread(len(self.matrix))
             spread += errors * float(np.median(self.ratio_errors))
             if abs(extreme - 1) > max(spread, _TOLERANCE_OF_ONE):
-                found.append(f"an eigenvalue of the Stein matrix is {extreme:.3g}")
-        return "; ".join(found) or None
+                problems.append(f"an eigenvalue of the Stein matrix is {extreme:.3g}")
+        return "; ".join(problems) or None
 
     def summary(self) -> str:
-        """In a few words, for a progress bar."""
+        """Return a summary in a few words, for a progress bar."""
         error = f" +- {self.error:.2f}" if math.isfinite(self.error) else ""
         return f"configurational temperature {self.temperature:.2f}{error}"
 
 
 def stein_report(running: SteinSums) -> SteinReport | None:
     """
-    :param running: the sums of a chain, or of several along a leading axis.
+    Return the Stein report of a run from its running sums.
+
+    :param running: the sums of a chain, or of several chains along a leading axis.
     :return: the report, or None before the first sample.
 
-    **Example:** the step size is half of the largest stable one, and the draws of SGLD are
-    1 / (1 - 0.5) times too wide in variance.
+    **Example:** with half of the largest stable step size, the variance of the draws of SGLD is
+    1 / (1 - 0.5) times too large.
 
     .. doctest::
 
@@ -309,7 +316,7 @@ def stein_report(running: SteinSums) -> SteinReport | None:
         sums = jax.tree.map(lambda x: x[None], sums)
     steps, samples, length = int(sums.steps.sum()), int(sums.samples.sum()), int(sums.length[0])
     means = (sums.batches.sum(axis=1) + sums.current).sum(axis=0) / steps
-    # steps that were not finite are in no sum; there are few, or the run says so
+    # steps that were not finite are in no sum; the run warns if there are many
     per_batch = length * steps / samples
     complete = int(sums.samples[0]) // length
     errors = _batch_error(sums.batches[:, :complete] / per_batch)
@@ -319,7 +326,7 @@ def stein_report(running: SteinSums) -> SteinReport | None:
 
 def _report(means: np.ndarray, errors: np.ndarray, matrix: np.ndarray, samples: int) -> SteinReport:
     """
-    The report, with infinite errors where there are too few samples for a verdict.
+    Return the report, with infinite errors if there are too few samples for a verdict.
 
     :param means: the configurational temperature and the k variance ratios, shape ``(1 + k,)``.
     :param matrix: :math:`S`, shape ``(d, d)``, or ``(0, 0)`` for more than 100 parameters.
@@ -334,10 +341,10 @@ def report_of_draws(
     positions: np.ndarray, gradients: np.ndarray, metric: Any, temperature: float = 1.0
 ) -> SteinReport:
     """
-    The report of draws whose gradients are known.
+    Return the Stein report of draws with their gradients.
 
     :param positions: coordinates :math:`\\phi`, shape ``(chains, draws, d)``.
-    :param gradients: of the potential with respect to them, of the same shape.
+    :param gradients: gradients of the potential with respect to the coordinates, same shape.
     :param metric: the metric of the coordinates.
     :param float temperature: :math:`T`.
     """
@@ -361,9 +368,10 @@ def report_of_draws(
 
 def _batch_error(batches: np.ndarray) -> np.ndarray:
     """
-    Standard errors of means of a series from means of its batches, shape (chains, batches, k),
-    for batches that may be shorter than the series remembers: as if their means were a
-    first-order autoregression. Infinite for too few batches.
+    Return standard errors of means of a series from its batch means, shape (chains, batches, k).
+
+    Batches may be shorter than the autocorrelation of the series: their means are modelled as a
+    first-order autoregression. The errors are infinite for too few batches.
     """
     count = batches.shape[0] * batches.shape[1]
     if count < FEWEST_BATCHES:
@@ -376,7 +384,7 @@ def _batch_error(batches: np.ndarray) -> np.ndarray:
 
 
 def advice(problem: str) -> str:
-    """What to say of a run whose Stein matrix is not the identity."""
+    """Return the advice for a run whose Stein matrix is not the identity."""
     return (
         f"The draws do not have the law of the posterior: {problem} (all are 1 for correct draws,"
         " larger where they are too wide and smaller where they are too narrow, or the run too"
@@ -388,15 +396,14 @@ def advice(problem: str) -> str:
 
 def problem_of_undone_steps(state: Any) -> str | None:
     """
-    What steps that were undone say of a run, or None where they are a few in passing: these are
-    counted, and are no sign that the draws are wrong.
+    Return a description of the problem that undone steps show, or None if they are few.
 
-    A share :math:`s` of steps that were undone where a chain is :math:`z` standard deviations out
-    moves a mean by :math:`s z` standard deviations, hardly anything. But steps that are too long
-    are undone in the tail of a skewed posterior more often than in others, so that their share
-    tells of the tail that is missing.
+    A few undone steps are counted, and are no sign of wrong draws. A share :math:`s` of steps that
+    are undone at :math:`z` standard deviations from the centre moves a mean by only :math:`s z`
+    standard deviations. But steps that are too long are undone more often in the tail of a skewed
+    posterior, so that a large share shows that the draws miss this tail.
 
-    :param state: of a chain or several; one of another package has no such steps.
+    :param state: state of one chain or several. A state of another package has no undone steps.
     """
     monitor: Any = getattr(state, "monitor", None)
     if not hasattr(monitor, "longest_stay"):

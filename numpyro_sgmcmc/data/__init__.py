@@ -1,4 +1,4 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows: where they come from, on which device they lie, and how a minibatch of them is drawn."""
+"""Rows of data: their sources, their placement on devices, and the drawing of minibatches."""

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows of several sources, one after the other: the shards of a data set."""
+"""Concatenation of the rows of several sources, the shards of a data set."""
 
 from collections.abc import Sequence
 import hashlib
@@ -14,9 +14,9 @@ from numpyro_sgmcmc.data.sources import Source
 
 class Joined(Source):
     """
-    Shards, whose rows are numbered from the first row of the first to the last row of the last.
+    Source of several shards, whose row numbers go through all of them in order.
 
-    :param shards: what they are read from.
+    :param shards: the sources of the shards.
     :raises ValueError: if their rows differ in shape or data type.
     """
 

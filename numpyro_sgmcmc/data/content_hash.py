@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Whether rows are still those that were read, which mostly need not be read again for it.
+Content hashes of rows, which detect changes mostly without a second reading.
 
-All rows are read once, in stretches of 8 MB, and of each stretch a hash is kept. Later, a file
-whose size, times and place on the disk are the same is taken for the same if a few stretches are,
-other ones each time. Whatever has been copied, restored or touched is read again as a whole: what
-counts is what the rows are.
+All rows are read once, in stretches of 8 MB, and the hash of each stretch is kept. Later, a file
+with unchanged size, times and place on the disk counts as unchanged if the hashes of a few
+stretches agree. Every test takes other stretches. A file that was copied, restored or touched is
+read again as a whole, since only the content counts.
 """
 
 from collections.abc import Callable
@@ -20,25 +20,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Bytes of a stretch, and how many of them are looked at; where there are no more, it is all.
+#: Bytes of a stretch, and the number of stretches compared in a test. Smaller files are compared
+#: whole.
 _STRETCH_BYTES, _LOOKED_AT = 2**23, 4
 
 #: Nanoseconds after which a change shows in the times of a file: writes through a memory map to
 #: a page that waits for the disk, up to half a minute, do not show.
 _SETTLED = 40 * 10**9
 
-#: Rows from a first one up to another.
+#: Function that reads the rows from a first number up to an end.
 Reader = Callable[[int, int], np.ndarray]
 
 
 class Version(NamedTuple):
     """
-    What changes with a file.
+    Version of a file: the numbers of the file system that change with its content.
 
-    - **inode** - its number on the disk.
-    - **size** - in bytes.
-    - **modified** - when its content changed, in nanoseconds.
-    - **changed** - when something about it changed, which nobody can set.
+    - **inode** - number of the file on the disk.
+    - **size** - size in bytes.
+    - **modified** - time of the last change of the content, in nanoseconds.
+    - **changed** - time of the last change of content or status, which no user can set.
     """
 
     inode: int
@@ -49,11 +50,11 @@ class Version(NamedTuple):
 
 class ContentHash(NamedTuple):
     """
-    What is kept of rows that have been read.
+    Hashes of rows that have been read, with the version of their file.
 
-    - **version** - of their file before that, or None where nothing tells.
+    - **version** - version of the file before the reading, or None if the source has no version.
     - **is_settled** - whether every later change shows in the version.
-    - **hashes** - of each stretch, shape (stretches, 16).
+    - **hashes** - hash of each stretch, shape (stretches, 16).
     """
 
     version: Version | None
@@ -67,12 +68,13 @@ def version_of(status: os.stat_result) -> Version:
 
 class Hashing:
     """
-    The hashes of rows that are read for another reason, one stretch after the other or, from
-    several threads, several at once.
+    Accumulator of the hashes of rows that are read for another purpose.
 
-    :param int rows: how many there are.
+    Stretches come in order or, from several threads, several at once.
+
+    :param int rows: number of rows.
     :param int row_bytes: bytes of a row.
-    :param version: of their file, found before.
+    :param version: version of the file before the reading.
     """
 
     def __init__(self, rows: int, row_bytes: int, version: Version | None) -> None:
@@ -83,23 +85,23 @@ class Hashing:
         self._lock = Lock()
 
     def add(self, first: int, values: np.ndarray) -> None:
-        """Neighbouring rows, of which those that follow what is known already count."""
+        """Add neighbouring rows; only rows that continue a known stretch count."""
         with self._lock:
             for k in range(first // self._each, (first + len(values) - 1) // self._each + 1):
                 begin, end = k * self._each, min((k + 1) * self._each, self._rows)
-                following, found = self._begun.get(k, (begin, None))
+                following, hasher = self._begun.get(k, (begin, None))
                 last = min(first + len(values), end)
                 if k in self._found or not first <= following < last:
                     continue
-                found = hashlib.blake2b(digest_size=16) if found is None else found
-                found.update(_bytes_of(values[following - first : last - first]))
-                self._begun[k] = last, found
+                hasher = hashlib.blake2b(digest_size=16) if hasher is None else hasher
+                hasher.update(_bytes_of(values[following - first : last - first]))
+                self._begun[k] = last, hasher
                 if last == end:
                     self._found[k] = self._begun.pop(k)[1].digest()
 
     @property
     def seen(self) -> ContentHash | None:
-        """What is kept of the rows; None if some were not read."""
+        """The hashes of all rows, or None if some were not read."""
         count = -(-self._rows // self._each)
         if len(self._found) < count:
             return None
@@ -109,44 +111,44 @@ class Hashing:
 
 def seen_of(read: Reader, rows: int, row_bytes: int, version: Version | None) -> ContentHash:
     """
-    Reads all rows.
+    Read all rows and return their hashes.
 
-    :param read: how.
-    :param int rows: how many there are.
+    :param read: function that reads rows.
+    :param int rows: number of rows.
     :param int row_bytes: bytes of a row.
-    :param version: of the file, found before.
+    :param version: version of the file before the reading.
     """
     is_settled = _is_settled(version)
     return ContentHash(version, is_settled, hashes_from(read, 0, rows, row_bytes)[1])
 
 
 def seen_as(version: Version | None, hashes: np.ndarray) -> ContentHash:
-    """The same of rows whose hashes are known."""
+    """Return the record of rows whose hashes are known."""
     return ContentHash(version, _is_settled(version), hashes)
 
 
 def hashes_from(read: Reader, first: int, rows: int, row_bytes: int) -> tuple[int, np.ndarray]:
     """
-    Hashes of the stretches that rows from this one on are in, as :class:`ContentHash` has them.
+    Return the hashes of the stretches from a first row on, as in :class:`ContentHash`.
 
-    :return: the number of the first stretch, and the hash of each.
+    :return: the number of the first stretch, and the hash of each stretch.
     """
     each = _rows_of_stretch(row_bytes)
     stretches = range(first // each, -(-rows // each))
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda k: _hash(read, k, each, rows), stretches))
-    return stretches.start, _as_rows(b"".join(found))
+        hashes = list(pool.map(lambda k: _hash(read, k, each, rows), stretches))
+    return stretches.start, _as_rows(b"".join(hashes))
 
 
 def first_difference(here: np.ndarray, there: np.ndarray, row_bytes: int) -> int:
-    """The first row of the first stretch whose hash is another one."""
+    """Return the first row of the first stretch whose hash differs."""
     length = min(len(here), len(there))
     differs = np.any(here[:length] != there[:length], axis=1)
     return int(np.argmax(np.append(differs, True))) * _rows_of_stretch(row_bytes)
 
 
 def is_unchanged(read: Reader, rows: int, row_bytes: int, seen: ContentHash) -> bool:
-    """Whether a few stretches are, each time other ones."""
+    """Return whether a few stretches have their former hashes; each call takes other stretches."""
     each = _rows_of_stretch(row_bytes)
     count = len(seen.hashes)
     some = np.random.default_rng().choice(count, min(count, _LOOKED_AT), replace=False)
@@ -154,7 +156,7 @@ def is_unchanged(read: Reader, rows: int, row_bytes: int, seen: ContentHash) -> 
 
 
 def _is_settled(version: Version | None) -> bool:
-    # of what has no times there is nothing to wait for
+    # a source without times counts as settled at once
     since = 0 if version is None else max(version.modified, version.changed)
     return time.time_ns() - since > _SETTLED
 

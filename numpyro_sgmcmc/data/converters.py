@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a user gives as what is meant by it: numbers of any package, words, names, random keys."""
+"""Converters of arguments: numbers of any package, words, names and random keys."""
 
 from collections.abc import Iterable
 import math
@@ -17,25 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.util import is_prng_key
 
-#: The largest number of steps or of rows that JAX counts with, unless it is told to use 64 bits,
-#: and the largest number that any program counts with.
+#: The largest number of steps or rows in JAX without 64 bits, and the largest of any program.
 MOST, MOST_OF_64_BITS = 2**31 - 1, 2**63 - 1
 
-#: More characters of what was given are not shown.
+#: Characters of a value that a message shows at most.
 _SHOWN = 200
 
 
 def shown(value: Any) -> str:
-    """What was given, for a message: in few characters, and whatever its ``repr`` does."""
+    """Return a short text of a value for a message, even if its ``repr`` raises."""
     try:
         text = repr(value)
-    except Exception:  # also of a number of many digits
+    except Exception:  # Python refuses the text of integers with many digits too
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _scalar(value: Any) -> Any:
-    """A number of Python, whatever package it is of; None if it is none. A truth value is none."""
+    """Return a number of any package as a Python number, or None for truth values and the rest."""
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         is_number = jnp.issubdtype(value.dtype, jnp.number) and value.dtype.kind not in "mM"
         hidden = isinstance(value, np.ma.MaskedArray | jax.core.Tracer)
@@ -44,18 +43,20 @@ def _scalar(value: Any) -> Any:
 
 
 def _real(value: Any) -> float:
-    """A number in double precision; NaN if it is none, or has no place there."""
-    found = _scalar(value)
+    """Return a number in double precision, or NaN if it is no number or too large."""
+    scalar = _scalar(value)
     try:
-        return math.nan if found is None else float(found)
+        return math.nan if scalar is None else float(scalar)
     except OverflowError:
         return math.nan
 
 
 def positive(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> float:
     """
-    :param zero: whether zero will do.
-    :param infinite: whether infinity will do.
+    Return a positive number as a float.
+
+    :param zero: whether zero is allowed.
+    :param infinite: whether infinity is allowed.
     :raises ValueError: if ``value`` is not a positive finite number, in the precision in use.
     """
     number, limits = _real(value), jnp.finfo(jnp.result_type(float))
@@ -76,8 +77,8 @@ def share(name: str, value: Any) -> float:
 
 def whole(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
     """Raise ``ValueError`` if ``value`` is not an integer from ``least`` to ``most``."""
-    found = _scalar(value)
-    number = int(found) if isinstance(found, Integral) else None
+    scalar = _scalar(value)
+    number = int(scalar) if isinstance(scalar, Integral) else None
     if number is None or number < least:
         kind = "a positive integer" if least == 1 else f"an integer of {least:,} or more"
         raise ValueError(f"`{name}` must be {kind}; got {shown(value)}.")
@@ -104,24 +105,26 @@ def one_of(name: str, value: Any, options: Iterable[str]) -> str:
 
 
 def names(name: str, value: Any) -> list[str]:
-    """Raise ``ValueError`` if ``value`` is neither a name nor some of them."""
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(x, str) for x in found):
+    """Raise ``ValueError`` if ``value`` is neither a name nor a sequence of names."""
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple) or not all(isinstance(x, str) for x in listed):
         raise ValueError(f"`{name}` must be a name or a list of names; got {shown(value)}.")
-    if not found:
+    if not listed:
         raise ValueError(f"`{name}` is empty: name some, or leave it out for all.")
-    return list(found)
+    return list(listed)
 
 
 def random_key(value: Any) -> Array:
-    """A random key, an argument ``rng_key`` that may be left out."""
+    """Return the random key of an argument ``rng_key`` that may be left out."""
     return random.key(0) if value is None else given_key(value)
 
 
 def given_key(value: Any, chains: int | None = 1) -> Array:
     """
-    :param chains: as many keys will do as well; None is any number of them.
-    :raises ValueError: if ``value`` is not a random key, of whichever kind.
+    Return a random key or a batch of keys, one for each chain.
+
+    :param chains: number of keys that is allowed besides a single key; None is any number.
+    :raises ValueError: if ``value`` is not a random key, of either kind.
     """
     count = 0 if is_prng_key(value) else len(getattr(value, "shape", ()) and value)
     is_of_chains = count > 0 and chains in (None, count) and is_prng_key(value[0])
@@ -135,19 +138,19 @@ def given_key(value: Any, chains: int | None = 1) -> Array:
 
 
 def array(name: str, value: Any) -> np.ndarray:
-    """Raise ``ValueError`` if ``value`` is no array, or hides some of its entries."""
+    """Raise ``ValueError`` if ``value`` is no array, or if it is a masked one."""
     try:
-        found = np.asarray(value)
-    except Exception:  # whatever the package says whose object it is
-        found = None
-    if found is None or np.ma.is_masked(value):
-        hint = "an array" if found is None else "an array without masked entries"
+        converted = np.asarray(value)
+    except Exception:  # any package may own the object and raise its own errors
+        converted = None
+    if converted is None or np.ma.is_masked(value):
+        hint = "an array" if converted is None else "an array without masked entries"
         raise ValueError(f"`{name}` must be {hint}; got {shown(value)}.")
-    return found
+    return converted
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether it is a sparse matrix, of JAX, SciPy, CuPy or PyData."""
+    """Return whether a value is a sparse matrix of JAX, SciPy, CuPy or PyData."""
     return isinstance(value, JAXSparse) or (hasattr(value, "nnz") and hasattr(value, "shape"))
 
 
@@ -160,9 +163,11 @@ def path(name: str, value: Any) -> Path:
 
 def instance(name: str, value: Any, kind: Any, what: str) -> Any:
     """
-    :param kind: a type, some of them, or ``Callable``.
-    :param what: what that is in words, with an example.
-    :raises ValueError: if ``value`` is not of this kind.
+    Return a value of a given type, or raise.
+
+    :param kind: a type, a tuple of types, or ``Callable``.
+    :param what: description of the type in words, with an example.
+    :raises ValueError: if ``value`` is not of this type.
     """
     if not isinstance(value, kind):
         raise ValueError(f"`{name}` must be {what}; got {shown(value)}.")

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The rows of a minibatch, and what a model sees of arrays that are on disk."""
+"""The rows of a minibatch, and the stand-ins for arrays on disk that a model indexes."""
 
 from typing import Any, NamedTuple
 
@@ -21,10 +21,10 @@ from numpyro_sgmcmc.data.row_numbers import (
 
 
 class IndexedByRows:
-    """What a model can index: ``X[i]``, ``X[i, 0]``."""
+    """Base class of rows that a model can index: ``X[i]``, ``X[i, 0]``."""
 
     def rows(self, index: Any) -> Array:
-        """The rows of an index, an array of whole numbers of any shape, a number or a slice."""
+        """Return the rows of an index: an array of integers of any shape, a number or a slice."""
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Array:
@@ -36,15 +36,15 @@ class IndexedByRows:
 
 class DrawnRows(NamedTuple):
     """
-    Some rows of a plate.
+    Rows of a plate that were drawn for a minibatch.
 
-    - **numbers** - their numbers, shape (n,).
-    - **values** - of each :class:`RowsOnDisk` of the plate its values, shape (n, ...); nothing if
-      they have not been read.
-    - **weights** - how much more than an equal share each of them counts, shape (n,), or None.
-    - **high** - of plates of more than 2\\ :sup:`31` rows the upper 32 bits of the numbers, shape
+    - **numbers** - row numbers, shape (n,).
+    - **values** - values of each :class:`RowsOnDisk` of the plate, shape (n, ...); empty before
+      they have been read.
+    - **weights** - weight of each row relative to an equal share, shape (n,), or None.
+    - **high** - upper 32 bits of the row numbers in plates of more than 2\\ :sup:`31` rows, shape
       (n,), or None (:mod:`~numpyro_sgmcmc.data.row_numbers`).
-    - **part** - in a call back to Python, the device whose rows these are, or None.
+    - **part** - the device that holds these rows, in a call back to Python, or None.
     """
 
     numbers: Array
@@ -59,36 +59,36 @@ class DrawnRows(NamedTuple):
 
     @property
     def integers(self) -> np.ndarray:
-        """The numbers as integers of NumPy, where they are known."""
+        """The row numbers as integers of NumPy, outside of traced programs."""
         if self.high is None:
             return np.asarray(self.numbers)
         return as_integers(*np.broadcast_arrays(self.high, self.numbers))
 
     def on(self, part: Array | None) -> "DrawnRows":
-        """The numbers alone, for a call back to Python."""
+        """Return the row numbers alone, for a call back to Python."""
         return DrawnRows(self.numbers, high=self.high, part=part)
 
 
 def drawn_rows(rows: Array | DrawnRows) -> DrawnRows:
-    """Rows that may be given by their numbers alone."""
+    """Return rows that may be given by their numbers alone as :class:`DrawnRows`."""
     return rows if isinstance(rows, DrawnRows) else DrawnRows(rows)
 
 
 def far_rows(numbers: Pair) -> DrawnRows:
-    """Rows of a plate of more than 2\\ :sup:`31`."""
+    """Return rows of a plate that has more than 2\\ :sup:`31` rows."""
     high, low = of_32_bits(numbers)
     return DrawnRows(low, high=high)
 
 
 def counted_rows(size: int, chunk: Array, apart: int, first: int, length: int) -> DrawnRows:
-    """Rows ``first + chunk * apart + (0, ..., length - 1)`` of a plate of so many."""
+    """Return rows ``first + chunk * apart + (0, ..., length - 1)`` of a plate of ``size`` rows."""
     if needs_64_bits(size):
         return far_rows(counted_from(chunk, apart, first, length))
     return DrawnRows(first + chunk * apart + jnp.arange(length))
 
 
 def rows_of(numbers: Any, size: int) -> DrawnRows:
-    """Rows with these numbers, of NumPy, of a plate of so many."""
+    """Return the rows with these NumPy numbers in a plate of ``size`` rows."""
     if not needs_64_bits(size):
         return DrawnRows(jnp.asarray(numbers, jnp.int32))
     high, low = as_pair(np.asarray(numbers, np.int64))
@@ -96,12 +96,12 @@ def rows_of(numbers: Any, size: int) -> DrawnRows:
 
 
 def first_of(rows: dict[str, DrawnRows], most: int | None = None) -> dict[str, DrawnRows]:
-    """The first of some rows of each plate."""
+    """Return the first of the given rows of each plate."""
     return jax.tree.map(lambda x: x[:most], rows)
 
 
 class OfMinibatch(IndexedByRows):
-    """What a model sees in the place of :class:`RowsOnDisk` when its minibatch has been read."""
+    """Stand-in for :class:`RowsOnDisk` in a model whose minibatch has been read."""
 
     def __init__(self, source: Any, numbers: Array, values: Array) -> None:
         self._source, self._numbers, self._values = source, numbers, values
@@ -113,12 +113,12 @@ class OfMinibatch(IndexedByRows):
         return len(self._source)
 
     def rows(self, index: Any) -> Array:
-        # other rows than those of the plate have not been read
+        # only the rows of the plate have been read
         return self._values if index is self._numbers else self._source.rows(index)
 
 
 class Watched(OfMinibatch):
-    """Remembers by what the model indexes it."""
+    """Stand-in for :class:`RowsOnDisk` that records the indices used by the model."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -130,7 +130,7 @@ class Watched(OfMinibatch):
 
 
 class ShapeOf(OfMinibatch):
-    """Stands in where only shapes matter, so that nothing is read."""
+    """Stand-in for :class:`RowsOnDisk` that has a shape and reads nothing."""
 
     def __init__(self, source: Any) -> None:
         self._source = source

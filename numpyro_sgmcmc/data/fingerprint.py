@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tells data, and settings, from others."""
+"""Fingerprints of data, settings and programs."""
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -18,70 +18,75 @@ import numpy as np
 
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 
-#: Log densities that differ by more than rounding, relative or absolute, are of another model.
+#: Relative or absolute difference of log densities above which the models differ.
 _ROUNDING = 1e-4
 
 
 def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
     """
-    Tells data from other data, without holding them, in every process alike; None of data that
-    are traced. Rows on disk are read where they have not been, or may have changed.
+    Return the fingerprint of data, equal in every process, or None for traced data.
+
+    The data are not held. Rows on disk are read if they have not been read, or may have changed.
     """
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda x: isinstance(x, RowsOnDisk))
-    found = hashlib.blake2b(str(tree).encode())
+    hasher = hashlib.blake2b(str(tree).encode())
     for leaf in leaves:
         if isinstance(leaf, jax.core.Tracer):
             return None
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            found.update(f"{leaf.dtype}{leaf.shape}".encode())
-            found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+            hasher.update(f"{leaf.dtype}{leaf.shape}".encode())
+            hasher.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
         elif isinstance(leaf, jax.Array):
-            found.update(f"{leaf.dtype}{leaf.shape}".encode())
+            hasher.update(f"{leaf.dtype}{leaf.shape}".encode())
             for part in _parts_here(random.key_data(leaf) if _is_key(leaf) else leaf):
-                found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+                hasher.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
         elif isinstance(leaf, RowsOnDisk):
-            found.update(leaf.digest.encode())
+            hasher.update(leaf.digest.encode())
         else:
-            found.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
+            hasher.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
     if all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
-        return found.hexdigest()
-    # every process has seen what it holds, and all are to come to the same answer
-    digests = process_allgather(np.frombuffer(found.digest(), np.uint8))
+        return hasher.hexdigest()
+    # each process has hashed its own rows only, and all must return one answer
+    digests = process_allgather(np.frombuffer(hasher.digest(), np.uint8))
     return hashlib.blake2b(digests.tobytes()).hexdigest()
 
 
 def fingerprints_of_captured(traced: Any) -> tuple[str, str]:
     """
-    Tells what a traced function has from elsewhere than its arguments, of its closure for instance,
-    from others: arrays, in every process and version alike; and numbers, in this process.
+    Return the fingerprints of the arrays and of the numbers that a traced function captures.
 
-    :param traced: what :func:`jax.make_jaxpr` gives.
+    Captured values, of a closure for instance, are not among the arguments. The fingerprint of the
+    arrays is equal in every process and version. The fingerprint of the numbers holds in this
+    process.
+
+    :param traced: the result of :func:`jax.make_jaxpr`.
     """
-    found = list(_captured(traced))
-    arrays = [x for x in found if np.ndim(x) > 0]
-    numbers = [np.asarray(x) for x in found if np.ndim(x) == 0 and not _is_key(x)]
+    captured = list(_captured(traced))
+    arrays = [x for x in captured if np.ndim(x) > 0]
+    numbers = [np.asarray(x) for x in captured if np.ndim(x) == 0 and not _is_key(x)]
     return fingerprint_of((arrays,), {}) or "", fingerprint_of((numbers,), {}) or ""
 
 
 def fingerprint_of_program(traced: Any) -> str:
     """
-    Tells what a traced function does from what others do, in every process alike, if their versions
-    of JAX and NumPyro are the same.
+    Return the fingerprint of the operations of a traced function.
 
-    :param traced: what :func:`jax.make_jaxpr` gives.
+    It is equal in every process with equal versions of JAX and NumPyro.
+
+    :param traced: the result of :func:`jax.make_jaxpr`.
     """
     return hashlib.blake2b("\n".join(_equations(traced)).encode()).hexdigest()
 
 
 def _equations(traced: Any) -> Iterator[str]:
-    """The equations in words, without names of functions and of variables, and addresses."""
+    """Yield the equations as text, without addresses and names of functions and variables."""
     jaxpr = getattr(traced, "jaxpr", traced)
     known = {x: k for k, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
 
     def word(x: Any) -> str:
         if not isinstance(x, Literal):
             return f"{x.aval} {known[x]}"
-        # arrays are told apart elsewhere
+        # the fingerprint of captured arrays covers arrays
         is_number = np.ndim(x.val) == 0 and not _is_key(x.val)
         return f"{x.aval} {np.asarray(x.val).item() if is_number else 'given'}"
 
@@ -106,7 +111,7 @@ def _is_key(x: Any) -> bool:
 def _captured(traced: Any) -> Iterator[Any]:
     yield from getattr(traced, "consts", ())
     jaxpr = getattr(traced, "jaxpr", traced)
-    # newer versions of JAX write arrays where they are used
+    # newer versions of JAX write arrays at their uses
     yield from (x.val for x in jaxpr.outvars if isinstance(x, Literal))
     for eqn in jaxpr.eqns:
         yield from (x.val for x in eqn.invars if isinstance(x, Literal))
@@ -120,7 +125,7 @@ def _is_program(value: Any) -> bool:
 
 
 def _parts_here(array: Array) -> list[Array]:
-    """The array, or what this process holds of it, each part once."""
+    """Return the parts of an array that this process holds, each part once."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return [array]
     shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
@@ -130,8 +135,9 @@ def _parts_here(array: Array) -> list[Array]:
 
 def description_of(value: Any) -> str:
     """
-    Tells a setting from others, in every process alike: numbers, words and arrays by their
-    values, and what else there is, functions for instance, by its name.
+    Return a text that identifies a setting, equal in every process.
+
+    Numbers, words and arrays give their values. Other objects, such as functions, give their names.
     """
     if isinstance(value, str | int | float | bool | None) or is_dataclass(value):
         return repr(value)
@@ -150,6 +156,6 @@ def _name(value: Any) -> str:
 
 
 def are_same_densities(one: float, other: float) -> bool:
-    """Whether two log densities differ by rounding alone, or neither is a number."""
+    """Return whether two log densities differ by rounding alone, or neither is a number."""
     are_near = math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
     return are_near or (math.isnan(one) and math.isnan(other))

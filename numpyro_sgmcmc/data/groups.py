@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which rows belong to each group, as arrays that plates of the groups can index."""
+"""Tables of the rows of each group, as arrays that plates of groups can index."""
 
 from typing import Any, NamedTuple, overload
 import warnings
@@ -10,18 +10,20 @@ import numpy as np
 
 from numpyro_sgmcmc.data.converters import array, whole
 
-#: Of so many entries for each row something is said; with so many the remedy is content.
+#: Entries for each row above which a warning is given, and entries that are few enough.
 _MUCH_PADDING, _LITTLE_PADDING = 4.0, 1.5
 
-#: More tables than this are not recommended: each makes the program of a step longer.
+#: Tables that a warning recommends at most: each makes the program of a step longer.
 _MOST_RECOMMENDED = 8
 
 
 class GroupRows(NamedTuple):
     """
-    - **members** - the numbers of the rows of each group, shape (groups, rows in the largest);
-      where a group has fewer, its first row again.
-    - **observed** - whether an entry is a row, of the same shape: for ``.mask(observed[g])``.
+    Table of the row numbers of each group.
+
+    - **members** - row numbers of each group, shape (groups, rows in the largest); a smaller group
+      is filled up with its first row.
+    - **observed** - whether an entry is a row, same shape: for ``.mask(observed[g])``.
     """
 
     members: np.ndarray
@@ -30,11 +32,11 @@ class GroupRows(NamedTuple):
 
 class Bucket(NamedTuple):
     """
-    The table of some of the groups, which have similar sizes.
+    Table of the row numbers of groups of similar sizes.
 
-    - **members** - as in :class:`GroupRows`, shape (groups in it, rows in the largest of these).
-    - **observed** - whether an entry is a row, of the same shape.
-    - **groups** - the numbers that its groups have among all, ascending, shape (groups in it,).
+    - **members** - as in :class:`GroupRows`, shape (groups of the table, rows in the largest).
+    - **observed** - whether an entry is a row, same shape.
+    - **groups** - numbers of its groups among all groups, ascending, shape (groups of the table,).
     """
 
     members: np.ndarray
@@ -50,26 +52,26 @@ def group_rows(group: Any, buckets: None) -> GroupRows: ...
 def group_rows(group: Any, buckets: int) -> tuple[Bucket, ...]: ...
 def group_rows(group: Any, buckets: int | None = None) -> GroupRows | tuple[Bucket, ...]:
     """
-    The rows of each group, for models whose subsampled plate is that of the groups.
+    Return the rows of each group, for models that subsample a plate of groups.
 
-    A step of a sampler computes all entries, those that are no rows too: with groups of very
-    different sizes most of its time may go into these, which a warning then says. In ``buckets``
-    tables by size there are fewer: of all ways to divide the groups it is the one with the least
+    A step of a sampler computes all entries of the table, padding included. With groups of very
+    different sizes most time may go into padding, and a warning says so. Several tables by
+    size, ``buckets``, have less padding. The division of the groups into tables has the fewest
 
     .. math:: \\sum_b G_b \\max_{g \\in b} m_g
 
     entries, for :math:`G_b` groups in table :math:`b`, and :math:`m_g` rows in group :math:`g`. The
-    model has a plate and latent sites of its own for each of them, in a loop.
+    model has a plate and latent sites of its own for each table, in a loop.
 
-    :param group: of each row the number of its group, integers from 0, shape (rows,).
-    :param buckets: how many tables at most; there are fewer if there are fewer different sizes. One
-        table of all groups, and not a tuple of them, if None.
-    :return: the table of rows, and which of its entries are rows; with ``buckets`` a tuple of
-        such tables, from small groups to large ones, each with the numbers of its groups.
+    :param group: group number of each row, integers from 0, shape (rows,).
+    :param buckets: largest number of tables. There are fewer tables if there are fewer different
+        sizes. None gives one table of all groups instead of a tuple.
+    :return: the table of row numbers and the mask of its entries. With ``buckets`` a tuple of such
+        tables, from small groups to large ones, each with the numbers of its groups.
     :raises ValueError: if a number is negative, if a group has no rows, or if ``buckets`` is not a
         whole number from 1.
 
-    **Example:** students, and all that is known of each inside of the plate.
+    **Example:** a plate of students, with the answers of each student inside of it.
 
     .. doctest::
 
@@ -132,19 +134,19 @@ def group_rows(group: Any, buckets: int | None = None) -> GroupRows | tuple[Buck
 
 def _largest_of_buckets(sizes: np.ndarray, buckets: int) -> list[int]:
     """
-    The size of the largest group in each bucket, ascending, with as few entries as possible.
+    Return the largest group size of each bucket, ascending, for the fewest entries.
 
-    The best :math:`k` buckets of the groups up to a size are the best :math:`k - 1` of those up to
-    a smaller one, and a last one of the rest: for distinct sizes :math:`s_1 < s_2 < ...`, of which
-    :math:`C_j` groups have :math:`s_j` or less,
+    It is a dynamic program. The best :math:`k` buckets of the groups up to a size are the best
+    :math:`k - 1` buckets of the groups up to a smaller size, and a last bucket of the rest. For
+    distinct sizes :math:`s_1 < s_2 < ...`, with :math:`C_j` groups of size :math:`s_j` or less,
 
     .. math:: E_k(j) = \\min_{i < j} E_{k - 1}(i) + s_j (C_j - C_i) .
     """
     distinct, counts = np.unique(sizes, return_counts=True)
     up_to = np.concatenate([[0], np.cumsum(counts)])
-    # entries of the groups up to each size; of none of them, none
+    # entries of one bucket with all groups up to each size, from no group on
     entries = np.concatenate([[0], distinct * up_to[1:]])
-    before: list[np.ndarray] = []  # for each further bucket, where the smaller ones end
+    before: list[np.ndarray] = []  # for each further bucket, the end of the smaller buckets
     for _ in range(1, min(buckets, len(distinct))):
         ends = np.zeros(len(entries), int)
         fewer = np.zeros_like(entries)
@@ -154,15 +156,15 @@ def _largest_of_buckets(sizes: np.ndarray, buckets: int) -> list[int]:
             fewer[j] = totals[ends[j]]
         before.append(ends)
         entries = fewer
-    found, end = [], len(distinct)
+    largest, end = [], len(distinct)
     for ends in reversed(before):
-        found.append(int(distinct[end - 1]))
+        largest.append(int(distinct[end - 1]))
         end = ends[end]
-    return [int(distinct[end - 1]), *reversed(found)]
+    return [int(distinct[end - 1]), *reversed(largest)]
 
 
 def _warn_of_padding(sizes: np.ndarray, entries: int) -> None:
-    """Says how many tables would have little padding, where there is much."""
+    """Warn of much padding, with the number of tables that would have little."""
     rows = int(sizes.sum())
     if entries / rows <= _MUCH_PADDING:
         return

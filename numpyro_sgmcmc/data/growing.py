@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows that keep coming: arrays with room for more, and how many of their rows there are so far."""
+"""Rows that keep coming: padded arrays, and the number of their rows so far."""
 
 from collections.abc import Callable, Iterator, Sequence
 import math
@@ -25,24 +25,24 @@ from numpyro_sgmcmc.data.rows import Rows
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
 from numpyro_sgmcmc.data.subsampling import Scheme
 
-#: Below this number of rows the order in which they are drawn would show.
+#: Smallest number of rows: with fewer the dependence between the drawn rows would show.
 _FEWEST = 100
 
-#: A half-life with which all rows together count as so many, ``1.44 * 70``.
+#: Shortest half-life: all rows together then count as the smallest number, ``1.44 * 70``.
 _SHORTEST = 70
 
-#: A minibatch must count as so many rows where old rows are forgotten. The noise of fewer rows is
-#: not known to any estimate.
+#: Smallest effective size of a minibatch where old rows are forgotten. No estimate knows the noise
+#: of fewer rows.
 FEWEST_COUNTED = 10
 
-#: As many times the rows that there are is room for them and those to come.
+#: Capacity of an array as a multiple of its rows.
 _ROOM = 2
 
-#: Numbers of appends whose digests are kept. A run that knew the rows before one of them does not
-#: read these again.
+#: Number of appends whose digests are kept. A run that knew the rows before one of these appends
+#: does not read its old rows again.
 _REMEMBERED = 64
 
-#: What its arguments are for.
+#: Part of messages that names the arguments for other samplers.
 _FOR_OTHERS = (
     "`*rows` are arguments for the kernels of `numpyro_sgmcmc`; NUTS, `Predictive` and other"
     " samplers take the rows that there are, `mcmc.run(rng_key, *rows.arrays)`."
@@ -51,12 +51,12 @@ _FOR_OTHERS = (
 
 class RowCount(NamedTuple):
     """
-    The rows that are known.
+    Number of rows so far, and digests of the rows.
 
-    - **rows** - the number of rows :math:`N`, a scalar.
-    - **counts** - numbers of first rows whose digest is known, :math:`N` the last, shape (64,).
-    - **digests** - the digest of as many first rows, shape (64, 2).
-    - **half_life** - the number of rows after which one counts half; None if none is forgotten.
+    - **rows** - number of rows :math:`N`, a scalar.
+    - **counts** - numbers of first rows with a known digest, :math:`N` the last, shape (64,).
+    - **digests** - digest of each of these numbers of first rows, shape (64, 2).
+    - **half_life** - number of rows after which a row counts half, or None if no row is forgotten.
     """
 
     rows: Array
@@ -70,23 +70,23 @@ class RowCount(NamedTuple):
         return self.digests[-1]
 
     def begins_with(self, rows: Array, digest: Array) -> Array:
-        """Whether the first rows, as many as these, have this digest."""
+        """Return whether the first ``rows`` rows have this digest."""
         return jnp.any((self.counts == rows) & jnp.all(self.digests == digest, axis=-1))
 
     def weights(self, numbers: Array, dtype: Any) -> Array:
-        """What rows with these numbers count, :math:`2^{-(N - 1 - i) / H}`."""
+        """Return the weights of rows by their numbers, :math:`2^{-(N - 1 - i) / H}`."""
         if self.half_life is None:
             return jnp.ones(jnp.shape(numbers), dtype)
         age = (self.rows - 1 - numbers).astype(dtype)
         return jnp.exp2(-age / self.half_life.astype(dtype))
 
     def counted(self, numbers: Array, dtype: Any, first: Array | int = 0) -> Array:
-        """The same of those that there are, from the first of these on, and 0 of all others."""
+        """Return the weights of the present rows from ``first`` on, and 0 for all other numbers."""
         is_there = (numbers >= first) & (numbers < self.rows)
         return jnp.where(is_there, self.weights(numbers, dtype), 0)
 
     def worth(self, dtype: Any) -> Array:
-        """What all rows count together, :math:`\\sum_i 2^{-(N - 1 - i) / H}`."""
+        """Return the effective number of rows, :math:`\\sum_i 2^{-(N - 1 - i) / H}`."""
         if self.half_life is None:
             return self.rows.astype(dtype)
         rate = math.log(2) / self.half_life.astype(dtype)
@@ -95,13 +95,13 @@ class RowCount(NamedTuple):
 
 class RowsSoFar(Rows):
     """
-    Rows that keep coming: those that there are, of room for more.
+    Rows that keep coming, in a plate with room for more.
 
-    :param int size: the rows that there is room for.
-    :param int batch_size: the rows of a minibatch.
-    :param scheme: how they are drawn.
-    :param known: how many there are.
-    :param dtype: that of weights.
+    :param int size: number of rows that there is room for.
+    :param int batch_size: number of rows of a minibatch.
+    :param scheme: scheme that draws the rows.
+    :param known: number of rows so far.
+    :param dtype: data type of the weights.
     """
 
     is_interchangeable = False
@@ -115,7 +115,7 @@ class RowsSoFar(Rows):
     def draw(self, key: Array, step: Array) -> DrawnRows:
         count, size = self.known.rows, self.batch_size
         assert self.scheme.draw_so_far is not None
-        # all rows, in places of their own, where they are fewer than a minibatch
+        # fewer rows than a minibatch are all drawn once; the remaining places get weight 0
         numbers = self.scheme.draw_so_far(key, step, jnp.maximum(count, size), size)
         is_there, numbers = numbers < count, jnp.minimum(numbers, count - 1)
         share = (jnp.maximum(count, size) / self.size).astype(self.dtype)
@@ -137,12 +137,11 @@ class RowsSoFar(Rows):
 
 class PaddedArray(NamedTuple):
     """
-    An array of which only the first rows are there yet, an argument of a model.
+    Array with room for more rows, an argument of a model.
 
-    - **values** - the rows, and room for more of them that is filled with any of these, shape
-      (capacity, ...).
-    - **known** - how many there are.
-    - **place** - the number of this array in the holder.
+    - **values** - the rows, padded with copies of some rows, shape (capacity, ...).
+    - **known** - number of rows so far.
+    - **place** - number of this array in the holder.
     """
 
     values: Array | PaddedArrayOnDisk
@@ -150,7 +149,7 @@ class PaddedArray(NamedTuple):
     place: Array
 
     def on_host(self) -> Any:
-        """The rows that there are, with no program compiled for their number."""
+        """Return the present rows, with no program compiled for their number."""
         return _on_host(self.values, int(self.known.rows))
 
     def __getattr__(self, name: str) -> Any:
@@ -166,28 +165,29 @@ class GrowingRows:
     """
     Rows that keep coming, for a posterior that goes on instead of starting anew.
 
-    Unpacked they are the arguments of a model, ``mcmc.run(rng_key, *rows)``, which writes its plate
-    as for arrays, ``numpyro.plate("rows", y.shape[0], subsample_size=...)``. After
-    :meth:`append` or :meth:`remove` a run that goes on from ``mcmc.post_warmup_state`` is one of
-    the posterior of all rows that there are now, exactly: minibatches are drawn from all of them,
-    and the control variate is that of all of them, for which the new rows are read once. The
-    coordinates become narrower by :math:`\\sqrt{N / N'}` and move with the mode, and the chain
-    with them. The number of rows is a number in the compiled programs; nothing is compiled again
-    until the room is used up, which then doubles (with ``jit_model_args=True``, and a progress
-    bar: NumPyro compiles its loop without one again for each run).
+    Unpacked, the arrays are arguments of a model, ``mcmc.run(rng_key, *rows)``. The model writes
+    its plate as for arrays, ``numpyro.plate("rows", y.shape[0], subsample_size=...)``. After
+    :meth:`append` or :meth:`remove` a run continued from ``mcmc.post_warmup_state`` samples exactly
+    the posterior of all present rows. Minibatches are drawn from all rows. The control variate
+    covers all rows, and reads the new rows once. The coordinates become narrower by
+    :math:`\\sqrt{N / N'}` and move with the mode, and the chain moves with them.
 
-    :param arrays: arrays of NumPy or JAX, or :class:`RowsOnDisk`, with as many rows each, at least
-        100. All rows on disk are read once.
-    :param float half_life: the number of rows :math:`H` after which a row counts half, at least 70:
-        the posterior is then
+    The number of rows is a variable of the compiled programs. Nothing is compiled again until the
+    room is used up, which then doubles. This needs ``jit_model_args=True`` and a progress bar:
+    without a bar NumPyro compiles its loop again for each run.
+
+    :param arrays: arrays of NumPy or JAX, or :class:`RowsOnDisk`, with equal numbers of rows, at
+        least 100. All rows on disk are read once.
+    :param float half_life: number of rows :math:`H` after which a row counts half, at least 70. The
+        posterior is then
 
         .. math:: p(\\theta) \\prod_{i=0}^{N-1} p(y_i \\mid \\theta)^{2^{-(N - 1 - i) / H}} ,
 
-        that of about :math:`1.44 H` rows, for parameters that drift. None forgets nothing. Rows
-        older than ten half-lives count next to nothing, but are drawn as all others: ``remove``
-        them now and then. A minibatch must count as 10 rows.
-    :raises ValueError: if they have not as many rows, too few or too many, or entries that are not
-        finite.
+        the posterior of about :math:`1.44 H` rows, for parameters that drift. None forgets nothing.
+        Rows older than ten half-lives count next to nothing, but are drawn as often as the others:
+        ``remove`` them now and then. A minibatch must count as 10 rows.
+    :raises ValueError: if the numbers of rows differ, are too small or too large, or if entries are
+        not finite.
     :raises UnreadableRows: if rows on disk cannot be read, or are not finite.
 
     **Example:**
@@ -224,23 +224,23 @@ class GrowingRows:
         if not arrays:
             raise ValueError("`GrowingRows` needs arrays, those that the model takes.")
         self.half_life = _checked_half_life(half_life)
-        found = _checked(arrays, None)
-        self.count = len(found[0])
+        checked = _checked(arrays, None)
+        self.count = len(checked[0])
         if self.count < _FEWEST:
             raise ValueError(
                 f"`GrowingRows` begins with {_FEWEST} rows at least; got {self.count}. Wait for"
                 " more of them, or sample these with NUTS."
             )
-        self._arrays = tuple(_with_room(x, _capacity_for(self.count)) for x in found)
-        #: rows on disk as they were when their sources were looked at
-        self._sources = [x if isinstance(x, RowsOnDisk) else None for x in found]
-        #: rows on disk in the parts in which they came, with the number of the array in whose
-        #: source they are, or None of what was appended
+        self._arrays = tuple(_with_room(x, _capacity_for(self.count)) for x in checked)
+        #: rows on disk at the latest look at their sources
+        self._sources = [x if isinstance(x, RowsOnDisk) else None for x in checked]
+        #: parts of the rows on disk as they came, each with the number of the array of its source,
+        #: or None if it was appended
         self._parts: list[tuple[int | None, RowsOnDisk]] = [
             (k, x) for k, x in enumerate(self._sources) if x is not None
         ]
         self._remembered: list[RowIdentity] = []
-        self._remember(identity_of(found, self.half_life))
+        self._remember(identity_of(checked, self.half_life))
 
     def _on_host(self) -> list[Any]:
         return [_on_host(values, self.count) for values in self._arrays]
@@ -250,7 +250,7 @@ class GrowingRows:
 
     @property
     def identity(self) -> RowIdentity:
-        """What tells these rows from others."""
+        """The identity of the rows: a hash of their contents."""
         return self._remembered[-1]
 
     def __len__(self) -> int:
@@ -267,23 +267,24 @@ class GrowingRows:
 
     @property
     def arrays(self) -> tuple[Array | RowsOnDisk, ...]:
-        """The rows that there are, as arrays, for ``Predictive`` and other samplers."""
+        """The present rows as arrays, for ``Predictive`` and other samplers."""
         return tuple(_first(values, self.count) for values in self._arrays)
 
     def append(self, *arrays: Any) -> None:
         """
-        More rows, of each array as many.
+        Append new rows to every array.
 
-        :param arrays: in the order in which the holder was given its own; for rows on disk
-            :class:`RowsOnDisk` of the new ones, which are read once.
-        :raises ValueError: if they are of another shape or type, or have entries that are not
-            finite; nothing is changed then.
-        :raises UnreadableRows: likewise, of rows on disk.
+        :param arrays: new rows of each array, equally many, in the order of the arrays of the
+            holder. For rows on disk, :class:`RowsOnDisk` of the new rows, which are read once.
+        :raises ValueError: if a shape or type differs, or if entries are not finite. The rows stay
+            unchanged then.
+        :raises UnreadableRows: if rows on disk cannot be read, or are not finite. The rows stay
+            unchanged then.
         """
-        found = _checked(arrays, self._arrays)
-        if len(found[0]):
+        new = _checked(arrays, self._arrays)
+        if len(new[0]):
             self._check_unchanged([part for _, part in self._parts])
-            self._add(found, in_sources=False)
+            self._add(new, in_sources=False)
 
     def _add(self, found: list[Any], in_sources: bool) -> None:
         count = self.count + len(found[0])
@@ -313,15 +314,17 @@ class GrowingRows:
 
     def refresh(self) -> int:
         """
-        Appends what has come to the sources on disk since: files of a pattern,
-        ``RowsOnDisk("X-*.npy")``, whose names come after those that are known, or rows of an array
-        of Zarr or HDF5.
+        Append the rows that have come to the sources on disk since the last look.
+
+        New rows are new files of a pattern, ``RowsOnDisk("X-*.npy")``, whose names come after the
+        known names, or new rows of an array of Zarr or HDF5.
 
         :return: the number of new rows.
-        :raises ValueError: if an array is in memory, if one source has got more rows than another,
-            or if the rows that are known are no longer the first ones, or have other values;
-            nothing is changed then. Files whose size and times are the same are not read for it,
-            unless these are of the last 40 seconds; others, and arrays of Zarr, are.
+        :raises ValueError: if an array is in memory, if one source has more new rows than another,
+            if the known rows are no longer the first rows, or if their values have changed. The
+            rows stay unchanged then. For this test files with unchanged size and times are not
+            read, unless the times are of the last 40 seconds. Other files and arrays of Zarr are
+            read.
         :raises UnreadableRows: if the new rows cannot be read, or are not finite.
         """
         in_memory = [k for k, x in enumerate(self._sources) if x is None]
@@ -341,7 +344,7 @@ class GrowingRows:
                 " files of all arrays are there."
             )
         if lengths[0]:
-            # those in the sources have been compared
+            # parts within the sources have been compared already
             self._check_unchanged([part for k, part in self._parts if k is None])
             news = tuple(new for _, new in looked if new is not None)
             self._add(_checked(news, self._arrays), in_sources=True)
@@ -350,9 +353,11 @@ class GrowingRows:
 
     def remove(self, where: Any) -> None:
         """
-        Takes rows away. What is known of all rows is then found again, by a pass over them.
+        Remove rows.
 
-        :param where: which, truth values of shape ``(N,)``.
+        The sums over all rows are then computed again, by a pass over the rows.
+
+        :param where: the rows to remove, truth values of shape ``(N,)``.
         :raises ValueError: if it has another shape or type, or leaves too few rows.
         """
         where = array("where", where)
@@ -377,8 +382,10 @@ class GrowingRows:
 
 def _checked(arrays: tuple, held: tuple | None) -> list[Any]:
     """
-    :param held: the arrays to which they are to be added, if any.
-    :raises ValueError: if they cannot be rows, or do not go with those.
+    Return arrays of rows after checks of their shapes, types and contents.
+
+    :param held: the arrays to which the rows are to be added, or None.
+    :raises ValueError: if the arrays cannot be rows, or do not fit the arrays of the holder.
     :raises UnreadableRows: if rows on disk cannot be read.
     """
     if held is not None and len(arrays) != len(held):
@@ -390,44 +397,44 @@ def _checked(arrays: tuple, held: tuple | None) -> list[Any]:
                 " rows out, or append the mask as an array of its own, and use it in the model,"
                 " `numpyro.handlers.mask(mask=...)`."
             )
-    found = [x if isinstance(x, RowsOnDisk) else array("arrays", x) for x in arrays]
-    for k, x in enumerate(found):
+    rows = [x if isinstance(x, RowsOnDisk) else array("arrays", x) for x in arrays]
+    for k, x in enumerate(rows):
         if x.dtype.kind not in "biuf" or not x.ndim:
             raise ValueError(
                 f"Array {k} of the rows must be of numbers or truth values, and have rows; got"
                 f" {x.dtype} of shape {x.shape}."
             )
-        if len(x) != len(found[0]):
-            raise ValueError(f"Array {k} has {len(x):,} rows, but array 0 has {len(found[0]):,}.")
+        if len(x) != len(rows[0]):
+            raise ValueError(f"Array {k} has {len(x):,} rows, but array 0 has {len(rows[0]):,}.")
         if held is not None:
             _check_alike(k, x, held[k])
-    for k, x in enumerate(found):
+    for k, x in enumerate(rows):
         _check_content(k, x)
-    return [x if isinstance(x, RowsOnDisk) else _as_kept(x) for x in found]
+    return [x if isinstance(x, RowsOnDisk) else _as_kept(x) for x in rows]
 
 
 def _as_kept(x: np.ndarray) -> np.ndarray:
-    """The array in the type in which JAX keeps it."""
+    """Return the array in the data type that JAX keeps it in."""
     with np.errstate(over="ignore"):
         return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
 def _checked_half_life(half_life: Any) -> float | None:
-    """Raise ValueError if it is no number of rows, or if fewer rows count than there must be."""
+    """Raise ``ValueError`` if a half-life is no number of rows, or too short."""
     if half_life is None:
         return None
-    found = positive("half_life", half_life)
-    if not _SHORTEST <= found <= MOST_ROWS:
+    checked = positive("half_life", half_life)
+    if not _SHORTEST <= checked <= MOST_ROWS:
         raise ValueError(
             "`half_life` is the number of rows after which a row counts half, or None to forget"
             f" nothing: from {_SHORTEST}, with which all rows count as {_FEWEST}, to"
             f" {MOST_ROWS:,}; got {shown(half_life)}."
         )
-    return float(np.float32(found))
+    return float(np.float32(checked))
 
 
 def _check_alike(k: int, x: Any, there: Any) -> None:
-    """Raise ``ValueError`` if rows are not like those that there are."""
+    """Raise ``ValueError`` if the shape or type of new rows differs from the present rows."""
     if isinstance(x, RowsOnDisk) != isinstance(there, RowsOnDisk):
         here, before = ("on disk", "in memory")[:: -1 if isinstance(there, RowsOnDisk) else 1]
         raise ValueError(
@@ -447,11 +454,13 @@ def _check_alike(k: int, x: Any, there: Any) -> None:
 
 def _check_content(k: int, x: Any) -> None:
     """
+    Check that all entries of an array of rows are finite.
+
     :raises ValueError: if an entry is not finite, or has too many digits.
-    :raises UnreadableRows: likewise, of rows on disk.
+    :raises UnreadableRows: if rows on disk cannot be read, or are not finite.
     """
     if isinstance(x, RowsOnDisk):
-        _ = x.digest  # reads all of them, and looks at each
+        _ = x.digest  # reads and checks every row
         return
     kept = _as_kept(x)
     if not np.all(np.isfinite(kept)):
@@ -481,13 +490,13 @@ def _capacity_for(count: int) -> int:
 def _with_room(rows: Any, capacity: int) -> Any:
     if isinstance(rows, RowsOnDisk):
         return PaddedArrayOnDisk(rows, capacity)
-    # any rows are as good in the room, but there must be some: a model may have no sense for zeros
+    # the padding must be real rows: a model may not be defined at zeros
     numbers = np.resize(np.arange(len(rows)), capacity)
     return jnp.asarray(rows)[numbers]
 
 
 def _appended(values: Any, new: Any, first: int) -> Any:
-    """With more rows, in the room that there is."""
+    """Return a padded array with new rows written into its room."""
     if isinstance(values, PaddedArrayOnDisk):
         values.append(new)
         return values
@@ -495,20 +504,20 @@ def _appended(values: Any, new: Any, first: int) -> Any:
 
 
 def _first(values: Any, count: int) -> Any:
-    """The first rows, without the room for others."""
+    """Return the first rows of a padded array."""
     return values.first(count) if isinstance(values, PaddedArrayOnDisk) else values[:count]
 
 
 def _on_host(values: Any, count: int) -> Any:
-    """The first rows, with no program compiled for their number."""
+    """Return the first rows on the host, with no program compiled for their number."""
     return _first(values if isinstance(values, RowsOnDisk) else np.asarray(values), count)
 
 
 def _left(values: Any, count: int, left: np.ndarray) -> Any:
-    """With those rows alone, in the room that there is."""
+    """Return a padded array with the remaining rows alone, with its room if it is in memory."""
     if isinstance(values, PaddedArrayOnDisk):
         return PaddedArrayOnDisk(without_rows(values.first(count), left), len(values))
-    # in the room that there is, so that no program is compiled again
+    # the capacity stays, so that no program is compiled again
     return values[jnp.asarray(np.resize(left, len(values)))]
 
 
@@ -519,7 +528,7 @@ def _written(values: Array, new: Array, first: Array) -> Array:
 
 
 def known_by(identities: Sequence[RowIdentity]) -> RowCount:
-    """What a program knows of the rows of the last of these, and of those before."""
+    """Return the number of rows of the last identity, with the digests of the ones before."""
     now = identities[-1]
     filled = [identities[0]] * (_REMEMBERED - len(identities)) + [*identities]
     half_life = None if now.half_life is None else jnp.asarray(now.half_life, jnp.float32)
@@ -530,34 +539,35 @@ def known_by(identities: Sequence[RowIdentity]) -> RowCount:
 
 def row_count_of(arguments: Any) -> RowCount | None:
     """
-    The rows that there are so far, of arguments of a model; None if none of them is growing. The
-    digests are of all arguments: the rows, the place of each array, and all else that is given, on
+    Return the number of rows so far of a model's arguments, or None if no argument is growing.
+
+    The digests cover all arguments: the rows, the place of each array, and all other arguments, on
     which the log density of a row may depend.
     """
-    found = growing_in(arguments)
-    if not found:
+    growing = growing_in(arguments)
+    if not growing:
         return None
-    known, others = found[0].known, jax.tree.leaves(replaced(lambda x: x.place, arguments))
+    known, others = growing[0].known, jax.tree.leaves(replaced(lambda x: x.place, arguments))
     sums = [checksum(x, k) for k, x in enumerate(others) if not isinstance(x, str | None)]
     first = jnp.sum(jnp.stack(sums), dtype=jnp.uint32)
     return known._replace(digests=known.digests.at[:, 0].add(first))
 
 
 def growing_in(arguments: Any) -> list[PaddedArray]:
-    """Those of the arguments of a model that are growing."""
+    """Return the arguments of a model that are growing."""
     return [x for x in jax.tree.leaves(arguments, is_leaf=_is_growing) if _is_growing(x)]
 
 
 def padded(arguments: Any) -> Any:
-    """The arguments with arrays in the place of rows that keep coming, room and all."""
+    """Return the arguments with padded arrays in the place of rows that keep coming."""
     return replaced(lambda x: x.values, arguments)
 
 
 def trimmed(arguments: Any) -> Any:
     """
-    The arguments with the rows that there are so far, as arrays.
+    Return the arguments with the present rows as arrays.
 
-    :raises ValueError: if they are of several holders.
+    :raises ValueError: if the arrays are of several holders.
     """
     if len({np.asarray(x.known.digest).tobytes() for x in growing_in(arguments)}) > 1:
         raise ValueError(
@@ -568,7 +578,7 @@ def trimmed(arguments: Any) -> Any:
 
 
 def replaced(function: Callable[[PaddedArray], Any], arguments: Any) -> Any:
-    """The arguments with something else in the place of rows that keep coming."""
+    """Return the arguments with the result of a function in the place of rows that keep coming."""
     return jax.tree.map(
         lambda x: function(x) if _is_growing(x) else x, arguments, is_leaf=_is_growing
     )

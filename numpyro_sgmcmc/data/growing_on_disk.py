@@ -17,8 +17,10 @@ from numpyro_sgmcmc.data.sources import Source
 
 class SomeRows(Source):
     """
-    :param source: what has them.
-    :param rows: their numbers, shape (n,), or a stretch of them.
+    Source of some rows of another source.
+
+    :param source: the source that has the rows.
+    :param rows: row numbers, shape (n,), or a range of them.
     """
 
     def __init__(self, source: Source, rows: np.ndarray | range) -> None:
@@ -40,26 +42,26 @@ class SomeRows(Source):
 @jax.tree_util.register_static
 class PaddedArrayOnDisk(RowsOnDisk):
     """
-    Rows on disk, and room for more: beyond the last row come the first ones again.
+    Rows on disk with room for more: beyond the last row the first rows are repeated.
 
-    :param rows: those that there are.
-    :param int capacity: how many there is room for.
+    :param rows: the present rows.
+    :param int capacity: number of rows that there is room for.
     """
 
     def __init__(self, rows: RowsOnDisk, capacity: int) -> None:
         self._held, self._capacity = rows, capacity
-        #: the first rows, of which a run was begun with no more
+        #: the first rows by their number, for runs that began with this number
         self._firsts = {len(rows): rows}
         _let_grow(rows)
 
     def append(self, rows: RowsOnDisk) -> None:
-        """More rows; of those that there are nothing changes."""
+        """Append rows; the present rows stay unchanged."""
         self._held = RowsOnDisk([*self._held.shards, *rows.shards])
         self._firsts[len(self._held)] = self._held
         _let_grow(rows)
 
     def first(self, count: int) -> RowsOnDisk:
-        """The first of the rows, always the same object for as many."""
+        """Return the first rows, always one object for each number of rows."""
         if count not in self._firsts:
             self._firsts[count] = _between(self._held, 0, count)
         return self._firsts[count]
@@ -97,14 +99,14 @@ def looked_at_again(
     before: RowsOnDisk, parts: Sequence[RowsOnDisk]
 ) -> tuple[RowsOnDisk, RowsOnDisk | None]:
     """
-    The rows that a source has now, and those of them that have come since, or None.
+    Return the present rows of a source, and the new rows among them or None.
 
-    :param before: the rows that it had.
-    :param parts: the same in the parts in which they came, each of which has been read.
-    :raises ValueError: if the rows that were known are no longer its first ones.
+    :param before: the former rows of the source.
+    :param parts: the former rows in the parts in which they came, each of which has been read.
+    :raises ValueError: if the known rows are no longer the first rows of the source.
     """
     given: Any = before.given
-    # an array of Zarr knows the shape that it had when it was opened
+    # an array of Zarr keeps the shape that it had when it was opened
     given = type(given).open(given.store_path) if hasattr(given, "store_path") else given
     now = RowsOnDisk(given)
     _check_order(before, now)
@@ -114,7 +116,9 @@ def looked_at_again(
 
 def without_rows(rows: RowsOnDisk, left: np.ndarray) -> RowsOnDisk:
     """
-    :param left: the numbers of the rows that stay, which are kept in memory.
+    Return the rows that stay after a removal.
+
+    :param left: numbers of the rows that stay, which are kept in memory.
     """
     shards = rows.shards
     return RowsOnDisk(SomeRows(shards[0] if len(shards) == 1 else Joined(shards), left))
@@ -126,21 +130,21 @@ def _let_grow(rows: RowsOnDisk) -> None:
 
 
 def _between(rows: RowsOnDisk, first: int, end: int) -> RowsOnDisk:
-    """A stretch of the rows, of whole shards where it can be."""
-    found: list[Source] = []
+    """Return a stretch of the rows, as whole shards if possible."""
+    sources: list[Source] = []
     begin = 0
     for shard in rows.shards:
         stop = begin + shard.shape[0]
         low, high = max(first, begin), min(end, stop)
         if low < high:
             part = SomeRows(shard, range(low - begin, high - begin))
-            found.append(shard if (low, high) == (begin, stop) else part)
+            sources.append(shard if (low, high) == (begin, stop) else part)
         begin = stop
-    return RowsOnDisk(found[0] if len(found) == 1 else found)
+    return RowsOnDisk(sources[0] if len(sources) == 1 else sources)
 
 
 def _check_order(before: RowsOnDisk, now: RowsOnDisk) -> None:
-    """Raise ``ValueError`` if the rows that were known are no longer the first ones."""
+    """Raise ``ValueError`` if the known rows are no longer the first rows."""
     for k, old in enumerate(before.shards):
         new = now.shards[k] if k < len(now.shards) else None
         is_file = hasattr(old, "path")
@@ -150,9 +154,9 @@ def _check_order(before: RowsOnDisk, now: RowsOnDisk) -> None:
             is_last = k == len(before.shards) - 1
             is_same = longer == 0 or (longer > 0 and is_last and not is_file)
         if not is_same:
-            found = "nothing" if new is None else f"{new.name} with {new.shape[0]:,} rows"
+            present = "nothing" if new is None else f"{new.name} with {new.shape[0]:,} rows"
             raise ValueError(
-                f"Where {old.name} with {old.shape[0]:,} rows was there is {found} now: rows that"
+                f"Where {old.name} with {old.shape[0]:,} rows was there is {present} now: rows that"
                 " are known must stay as they are, and those that come must follow them: files"
                 " whose names come later, or rows appended to an array of Zarr or HDF5."
             )
@@ -160,8 +164,10 @@ def _check_order(before: RowsOnDisk, now: RowsOnDisk) -> None:
 
 def _check_content(parts: Sequence[RowsOnDisk], now: RowsOnDisk) -> None:
     """
-    :raises ValueError: if the rows that were known have other values. Files that may have changed
-        are read again.
+    Check that the known rows have their former values.
+
+    :raises ValueError: if the values of known rows have changed. Files that may have changed are
+        read again.
     """
     begin = 0
     for part in parts:

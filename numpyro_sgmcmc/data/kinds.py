@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which kind the rows of a plate are."""
+"""Choice of the class for the rows of a plate."""
 
 from typing import Any
 
@@ -20,12 +20,14 @@ def kind_of(
     dtype: Any,
 ) -> Rows:
     """
-    :param size: the number of rows, or of those that there is room for.
-    :param batch_size: the number of rows of a minibatch.
-    :param scheme: how they are drawn.
-    :param strata: strata of the rows, if there are any.
-    :param known: how many rows there are so far, where they keep coming.
-    :param dtype: that of weights.
+    Return the rows of a plate as an object of their class.
+
+    :param size: number of rows, or capacity where rows keep coming.
+    :param batch_size: number of rows of a minibatch.
+    :param scheme: scheme that draws the rows.
+    :param strata: strata of the rows, or None.
+    :param known: number of rows so far where rows keep coming, or None.
+    :param dtype: data type of the weights.
     """
     if strata is not None:
         return Stratified(strata)

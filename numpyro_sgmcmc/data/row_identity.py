@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-The identity of rows that keep coming: a hash of their contents, which grows with them.
+Identity of rows that keep coming: a hash of their contents, which grows with them.
 
-Each array is hashed in stretches of 8 MB from its first row on. More rows change the last stretch
+Each array is hashed in stretches of 8 MB from its first row on. New rows change the last stretch
 and add others, so that an append costs its own rows. Rows that were read anew, copied, or appended
-in other portions have the same hashes.
+in other portions have equal hashes.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 
 class RowIdentity(NamedTuple):
     """
-    The first rows of some arrays, and what each of them counts.
+    Identity of the first rows of some arrays and of their weights.
 
-    - **rows** - their number :math:`N`.
-    - **half_life** - the number of rows after which a row counts half, or None.
-    - **hashes** - of the stretches of each array, shape (stretches, 16).
+    - **rows** - number of rows :math:`N`.
+    - **half_life** - number of rows after which a row counts half, or None.
+    - **hashes** - hashes of the stretches of each array, shape (stretches, 16).
     - **kinds** - type and shape of a row of each array.
     - **row_bytes** - bytes of a row of each array.
     """
@@ -41,18 +41,18 @@ class RowIdentity(NamedTuple):
 
     @property
     def digest(self) -> np.ndarray:
-        """All of this as two numbers of 32 bits, which a compiled program compares."""
-        found = hashlib.blake2b(repr((self.rows, self.half_life, self.kinds)).encode())
+        """The identity as two numbers of 32 bits, which a compiled program compares."""
+        hasher = hashlib.blake2b(repr((self.rows, self.half_life, self.kinds)).encode())
         for hashes in self.hashes:
-            found.update(hashes.tobytes())
-        return np.frombuffer(found.digest()[:8], np.uint32)
+            hasher.update(hashes.tobytes())
+        return np.frombuffer(hasher.digest()[:8], np.uint32)
 
     def with_more(self, arrays: Sequence[Any]) -> "RowIdentity":
         """
-        The identity of more rows.
+        Return the identity after more rows have come.
 
-        :param arrays: all rows, arrays of NumPy or :class:`RowsOnDisk`, of which the first are
-            those of this identity.
+        :param arrays: all rows, arrays of NumPy or :class:`RowsOnDisk`. The first rows are the rows
+            of this identity.
         """
         hashes = []
         for known, each, x in zip(self.hashes, self.row_bytes, arrays, strict=True):
@@ -61,15 +61,17 @@ class RowIdentity(NamedTuple):
         return self._replace(rows=len(arrays[0]), hashes=tuple(hashes))
 
     def first_difference(self, other: "RowIdentity") -> int:
-        """The first row of the first stretch, of any array, that differs from another's."""
+        """Return the first row of the first stretch of any array that differs from the other's."""
         each = zip(self.hashes, other.hashes, self.row_bytes, strict=True)
         return min(first_difference(*one) for one in each)
 
 
 def identity_of(arrays: Sequence[Any], half_life: float | None) -> RowIdentity:
     """
-    :param arrays: arrays of NumPy, or :class:`RowsOnDisk`, with as many rows each.
-    :param half_life: the number of rows after which a row counts half, or None.
+    Return the identity of the rows of some arrays.
+
+    :param arrays: arrays of NumPy, or :class:`RowsOnDisk`, with equal numbers of rows.
+    :param half_life: number of rows after which a row counts half, or None.
     """
     none = np.zeros((0, 16), np.uint8)
     row_bytes = tuple(int(np.prod(x.shape[1:], dtype=int)) * x.dtype.itemsize for x in arrays)
@@ -80,10 +82,10 @@ def identity_of(arrays: Sequence[Any], half_life: float | None) -> RowIdentity:
 
 def checksum(x: Any, place: int) -> Array:
     """
-    A checksum of an argument at its place, in a compiled program too; a scalar of 32 bits.
+    Return a 32-bit checksum of an argument at its place, also in a compiled program.
 
     :param x: an array or a number.
-    :param int place: its number among the arguments.
+    :param int place: number of the argument among all arguments.
     """
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -94,7 +96,7 @@ def checksum(x: Any, place: int) -> Array:
         bits = min(x.dtype.itemsize, 4) * 8
         x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
     x = x.astype(jnp.uint32).ravel()
-    # the finalizer of MurmurHash3, of each entry with its place
+    # the finalizer of MurmurHash3 for each entry, combined with its position
     x = x ^ (jnp.arange(1, len(x) + 1, dtype=jnp.uint32) * jnp.uint32(2654435761 + 2 * place))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Numbers of rows beyond 2\\ :sup:`31`, which JAX does not have without ``jax_enable_x64``.
+Row numbers beyond 2\\ :sup:`31`, which JAX does not have without ``jax_enable_x64``.
 
-They are pairs of 32 bits, ``high`` and ``low``, of :math:`2^{32} \\cdot \\text{high} +
-\\text{low}`; what a program computes with is ``uint32``, and what it hands on ``int32`` of the same
-bits, as other numbers of rows are.
+A row number :math:`2^{32} \\cdot \\text{high} + \\text{low}` is a pair of 32-bit halves, ``high``
+and ``low``. Programs compute with ``uint32``, and return ``int32`` with equal bits, the type of
+other row numbers.
 """
 
 from collections.abc import Callable
@@ -18,27 +18,28 @@ from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
 
-#: Plates of more rows have numbers in pairs.
+#: Largest number of rows of a plate whose row numbers are single integers.
 MOST_ROWS = 2**31 - 1
 
-#: With six rounds pairs of rows are visibly dependent up to size 100, with eight up to 20.
+#: Rounds of the network. With six, pairs of rows are visibly dependent up to size 100, with eight
+#: up to 20.
 _ROUNDS = 8
 
 
 def needs_64_bits(size: int) -> bool:
-    """Whether the rows of a plate of this size have numbers in pairs."""
+    """Return whether the row numbers of a plate of this size need pairs."""
     return size > MOST_ROWS
 
 
 class Pair(NamedTuple):
-    """Numbers of 64 bits: the halves, arrays of one shape."""
+    """Numbers of 64 bits, as two arrays of their halves with one shape."""
 
     high: Array
     low: Array
 
 
 def product(x: Array, y: Array) -> Pair:
-    """Of two numbers of 32 bits, by the halves of each."""
+    """Return the 64-bit product of two numbers of 32 bits, by the halves of each."""
     x, y = jnp.asarray(x, jnp.uint32), jnp.asarray(y, jnp.uint32)
     x_high, x_low, y_high, y_low = x >> 16, x & 0xFFFF, y >> 16, y & 0xFFFF
     low = x_low * y_low
@@ -48,35 +49,36 @@ def product(x: Array, y: Array) -> Pair:
 
 
 def total(x: Pair, y: Array | Pair) -> Pair:
-    """Of two numbers, modulo 2\\ :sup:`64`."""
+    """Return the sum of two numbers, modulo 2\\ :sup:`64`."""
     other = y if isinstance(y, Pair) else Pair(jnp.uint32(0), jnp.asarray(y, jnp.uint32))
     low = x.low + other.low
     return Pair(x.high + other.high + (low < x.low).astype(jnp.uint32), low)
 
 
 def at_least(x: Pair, bound: int) -> Array:
-    """Whether numbers are as large as a bound."""
+    """Return whether numbers are as large as a bound."""
     high, low = map(jnp.uint32, divmod(bound, 2**32))
     return (x.high > high) | ((x.high == high) & (x.low >= low))
 
 
 def minus(x: Pair, number: int) -> Pair:
-    """Less a number that is no larger."""
+    """Return the difference of 64-bit numbers and a number that is no larger."""
     high, low = map(jnp.uint32, divmod(number, 2**32))
     return Pair(x.high - high - (x.low < low).astype(jnp.uint32), x.low - low)
 
 
 def counted_from(chunk: Array, apart: int, first: int, length: int) -> Pair:
-    """Rows ``first + chunk * apart + (0, ..., length - 1)``, of a chunk that a program knows."""
+    """Return rows ``first + chunk * apart + (0, ..., length - 1)`` of a traced chunk."""
     start = total(product(chunk, jnp.uint32(apart)), _pair_of(first))
     return total(Pair(*(x[None] for x in start)), jnp.arange(length, dtype=jnp.uint32))
 
 
 def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> Pair:
     """
-    ``batch_size`` distinct rows of ``size``, independently at each step: a Feistel network on a
-    rectangle with sides of about :math:`\\sqrt N`, whose two halves are the rows and columns
-    :math:`(l, r)` of it, and the row :math:`l b + r`.
+    Draw ``batch_size`` distinct rows out of ``size``, independently at each step.
+
+    A Feistel network permutes the cells :math:`(l, r)` of a rectangle with sides of about
+    :math:`\\sqrt N`. Cell :math:`(l, r)` is row :math:`l b + r`.
 
     :param key: random key of the chain and the plate.
     :param step: number of the step, an integer scalar.
@@ -97,21 +99,21 @@ def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> 
 
 
 def with_replacement(key: Array, step: Array, size: int, batch_size: int) -> Pair:
-    """The same, each row uniform and independent of the others."""
+    """Draw ``batch_size`` rows, each uniform and independent of the others."""
     return _uniform(random.fold_in(key, step), (batch_size,), size)
 
 
 def blocks(key: Array, step: Array, size: int, batch_size: int, count: int) -> Pair:
     """
-    Stretches of neighbouring rows, as :func:`~numpyro_sgmcmc.data.subsampling.blocks` draws them.
+    Draw stretches of neighbouring rows, like :func:`~numpyro_sgmcmc.data.subsampling.blocks`.
 
-    :param int count: the number of stretches.
+    :param int count: number of stretches.
     """
     length = batch_size // count
     first_key, stretches_key = random.split(random.fold_in(key, step))
     first = _uniform(first_key, (), size)
     stretches = _permuted(stretches_key, jnp.arange(count, dtype=jnp.uint32), size // length)
-    # a number of rows is at most 2**62, and of one stretch few
+    # the sum cannot overflow: there are at most 2**62 rows, and few of them in a stretch
     within = product(stretches.low, jnp.uint32(length))
     within = within._replace(high=within.high + stretches.high * jnp.uint32(length))
     starts = total(within, Pair(*(x[None] for x in first)))
@@ -122,18 +124,18 @@ def blocks(key: Array, step: Array, size: int, batch_size: int, count: int) -> P
 
 
 def of_32_bits(rows: Pair) -> Pair:
-    """As ``int32`` of the same bits."""
+    """Return the halves as ``int32`` with equal bits."""
     return Pair(*(lax.bitcast_convert_type(x, jnp.int32) for x in rows))
 
 
 def as_integers(high: Any, low: Any) -> np.ndarray:
-    """The numbers as 64-bit integers of NumPy."""
+    """Return the numbers as 64-bit integers of NumPy."""
     halves = [np.asarray(x).astype(np.uint32).astype(np.int64) for x in (high, low)]
     return (halves[0] << 32) | halves[1]
 
 
 def as_pair(numbers: np.ndarray) -> Pair:
-    """64-bit integers of NumPy as halves of 32 bits."""
+    """Return 64-bit integers of NumPy as pairs of 32-bit halves."""
     halves = (numbers >> 32, numbers & 0xFFFFFFFF)
     return Pair(*(jnp.asarray(x.astype(np.uint32).view(np.int32)) for x in halves))
 
@@ -143,7 +145,7 @@ def _pair_of(number: int) -> Pair:
 
 
 def _sides(size: int) -> tuple[int, int]:
-    """Of a rectangle of at least so many cells, and less than a column more."""
+    """Return the sides of a rectangle with at least ``size`` cells and less than a column more."""
     width = isqrt(size - 1) + 1
     return -(-size // width), width
 
@@ -154,7 +156,7 @@ def _is_outside(left: Array, right: Array, size: int, width: int) -> Array:
 
 
 def _mix(x: Array, a: Array, b: Array) -> Array:
-    """A keyed 32-bit integer hash: two multiplications, each followed by a shift."""
+    """Return a keyed 32-bit integer hash: two multiplications, each followed by a shift."""
     x = (x ^ a) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 15)) * (b | 1)
     return x ^ (x >> 16)
@@ -164,8 +166,9 @@ def network(
     key: Array, sides: tuple[Any, Any], below: Callable[[Array, Any], Array]
 ) -> Callable[[Array, Array], tuple[Array, Array]]:
     """
-    A keyed permutation of the cells :math:`(l, r)` of an :math:`a \\times b` rectangle: rounds
-    :math:`l \\leftarrow l + F_k(r) \\bmod a`, with the halves exchanged between them.
+    Return a keyed permutation of the cells :math:`(l, r)` of an :math:`a \\times b` rectangle.
+
+    A round is :math:`l \\leftarrow l + F_k(r) \\bmod a`. The halves are exchanged between rounds.
 
     :param sides: :math:`a` and :math:`b`.
     :param below: :math:`\\lfloor x a / 2^{32} \\rfloor` of 32 random bits :math:`x` and a side.
@@ -184,7 +187,7 @@ def network(
 
 
 def _permuted(key: Array, positions: Array, size: int) -> Pair:
-    """Images of some positions under the permutation of all rows that belongs to the key."""
+    """Return the images of positions under the key's permutation of all rows."""
     height, width = _sides(size)
     sides = jnp.uint32(height), jnp.uint32(width)
     walk = network(key, sides, lambda x, bound: product(x, bound).high)
@@ -203,7 +206,7 @@ def _permuted(key: Array, positions: Array, size: int) -> Pair:
 
 
 def _uniform(key: Array, shape: tuple[int, ...], size: int) -> Pair:
-    """Independent rows, by rejection of places outside of a rectangle."""
+    """Draw independent rows, by rejection of cells of a rectangle beyond the last row."""
     height, width = _sides(size)
 
     def drawn(key: Array) -> tuple[Array, Array]:

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-What a sampler knows of the rows of a plate, whatever they are and wherever they lie.
+Interface of the rows of a plate for samplers, for rows of any kind and place.
 
-A kind of rows is a class. One that a word of ``subsampling`` selects has its line in
-:data:`~numpyro_sgmcmc.data.subsampling.SCHEMES`; one that is known by what the rows are, or by
-what a tuning has found, has it in :func:`~numpyro_sgmcmc.data.kinds.kind_of`. Devices, which draw
-from their own rows, and rows that are read ahead from disk are around all of them
-(:class:`~numpyro_sgmcmc.posterior.target.Target`, :mod:`~numpyro_sgmcmc.posterior.prefetch`).
+A kind of rows is a class. A kind that a word of ``subsampling`` selects is listed in
+:data:`~numpyro_sgmcmc.data.subsampling.SCHEMES`. A kind that the rows themselves or the result of a
+tuning select is listed in :func:`~numpyro_sgmcmc.data.kinds.kind_of`. Two layers wrap all kinds:
+devices, which draw from their own rows (:class:`~numpyro_sgmcmc.posterior.target.Target`), and rows
+that are read ahead from disk (:mod:`~numpyro_sgmcmc.posterior.prefetch`).
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Group(NamedTuple):
     """
     Sub-batches of one stratum, neighbours in a minibatch.
 
-    - **start**, **stop** - the first of them, and the first of the next ones.
+    - **start**, **stop** - number of the first sub-batch, and of the first one after the last.
     - **factor** - the finite-population factor :math:`1 - n_h / N_h`.
     """
 
@@ -36,8 +36,8 @@ class Rows:
     The :math:`N` rows of a plate, of which a minibatch has :math:`n`.
 
     - **size**, **batch_size** - :math:`N` and :math:`n`.
-    - **groups** - the sub-batches that show the noise, by stratum; none where rows are drawn alike.
-    - **is_interchangeable** - whether a sample of the rows, numbered anew, may stand for all.
+    - **groups** - sub-batches that show the noise, by stratum; none where rows are drawn alike.
+    - **is_interchangeable** - whether a renumbered sample of the rows may stand for all rows.
     - **factor_so_far** - the finite-population factor where the number of rows is an array, or
       None.
     """
@@ -50,27 +50,30 @@ class Rows:
 
     def draw(self, key: Array, step: Array) -> DrawnRows:
         """
-        The rows of a step, a pure function.
+        Draw the rows of a step, a pure function of key and step.
 
         :param key: random key of the chain and the plate.
         :param step: number of the step, an integer scalar.
-        :return: their numbers, shape ``(n,)``; and, unless they count what :meth:`counts` says,
-            their weights, with which :math:`N / n` times the sum over a minibatch is in the mean
-            the sum over all rows.
+        :return: row numbers, shape ``(n,)``, and weights, or None for the weights of
+            :meth:`counts`. With the weights, the mean of :math:`N / n` times the sum over a
+            minibatch is the sum over all rows.
         """
         raise NotImplementedError
 
     @property
     def factor(self) -> float:
-        """The variance of a mean over a minibatch, relative to rows drawn with replacement; 0 where
-        minibatches have no noise."""
+        """
+        The variance of a mean over a minibatch, relative to rows drawn with replacement.
+
+        It is 0 where minibatches have no noise.
+        """
         raise NotImplementedError
 
     def counts(self, numbers: Array) -> Array | None:
-        """How often rows count in the posterior, shape ``(n,)``; None if each counts once."""
+        """Return the weights of rows in the posterior, shape ``(n,)``, or None if all are 1."""
         return None
 
     @property
     def share(self) -> float:
-        """The rows in a minibatch, as a part of all: the cost of a step in passes."""
+        """The share of all rows in a minibatch: the cost of a step in passes."""
         return self.batch_size / self.size

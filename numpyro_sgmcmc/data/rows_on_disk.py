@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Rows that live outside of device memory, of which a model sees those of its minibatch.
+Rows outside of device memory, from which a model reads its minibatches.
 
-:class:`RowsOnDisk` wraps a file or whatever else has rows. In a compiled program ``X[i]`` is a
-call back to Python, which reads the rows ``i``; that serves wherever a model is evaluated. The
-steps of a sampler do not wait for it: the minibatches to come are a function of the random key
-and the number of the step, and so a kernel asks for those of many steps at once
-(:func:`read_ahead`) and says, while it works on them, which ones it will ask for next. A thread
-reads these in the meantime.
+:class:`RowsOnDisk` wraps a file or any other source of rows. In a compiled program ``X[i]`` is a
+call back to Python, which reads the rows ``i``. This works in every evaluation of a model. The
+steps of a sampler do not wait for it: future minibatches are a function of the random key and the
+number of the step. A kernel requests the minibatches of many steps at once (:func:`read_ahead`)
+and announces its next request, which a thread reads in the meantime.
 """
 
 from collections import OrderedDict
@@ -40,49 +39,55 @@ from numpyro_sgmcmc.data.content_hash import (
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows
 from numpyro_sgmcmc.data.sources import MOST_BYTES, Source, UnreadableRows, opened
 
-#: Requests that are read ahead, of each source: one or two for each chain on its own device.
+#: Largest number of pending requests of a source: one or two for each chain on its own device.
 _MOST_REQUESTS = 32
 
 
 @jax.tree_util.register_static
 class RowsOnDisk(IndexedByRows):
     """
-    An array whose rows stay where they are until a minibatch needs them.
+    Array on disk, whose rows are read when a minibatch needs them.
 
-    It is an argument of a model in the place of an array, which indexes it by the indices of the
-    plate.
+    It is an argument of a model in the place of an array. The model indexes it by the indices of
+    the plate.
 
     A minibatch of :math:`n` rows in random places is :math:`n` small reads. With
-    ``subsampling="blocks"`` of the kernel it is ten or so stretches of neighbouring rows, which
+    ``subsampling="blocks"`` of the kernel it is about ten stretches of neighbouring rows, which
     are read many times faster.
 
-    :param source: a ``numpy.memmap``, which is read without being mapped, so that resident memory
-        stays what it is; the path of a ``.npy`` file; a dataset of HDF5 (``h5py``), an array of
-        Zarr, a table of Arrow (``pyarrow``, columns of numbers; of a Parquet file convert it to
-        the Arrow IPC format first, which can be read by rows); or any object with ``shape``,
-        ``dtype`` and row indexing ``source[numbers]``. Shape :math:`(N, \\ldots)`, of numbers or
-        truth values; 64 bits become 32 unless JAX has them enabled. Of a data set in shards a list
-        of these, or a pattern of ``.npy`` files, ``"flights/X-*.npy"``, taken in the order of their
-        names: they are one array, and row numbers go through all of them.
+    :param source: the rows, shape :math:`(N, \\ldots)`, numbers or truth values. Values of 64 bits
+        become 32 bits unless JAX has 64 bits enabled. A source is one of
+
+        - the path of a ``.npy`` file;
+        - a ``numpy.memmap``, which is read without being mapped, so that resident memory does not
+          grow;
+        - a dataset of HDF5 (``h5py``) or an array of Zarr;
+        - a table of Arrow (``pyarrow``) with columns of numbers. Convert a Parquet file to the
+          Arrow IPC format first, which can be read by rows;
+        - any object with ``shape``, ``dtype`` and row indexing ``source[numbers]``;
+        - for a data set in shards, a list of these sources or a pattern of ``.npy`` files,
+          ``"flights/X-*.npy"``, in the order of their names. The shards are one array, and row
+          numbers go through all of them.
     :raises TypeError: if the source has no shape or data type.
     :raises ValueError: if its rows are not numbers, or shards differ in columns or data type.
-    :raises UnreadableRows: if a file is missing, a folder, empty, cut off or not what its name
-        says; on reading, if the source has changed or ends early, or if a row has entries that
-        are NaN or infinite; it says which.
+    :raises UnreadableRows: if a file is missing, a folder, empty, cut off or not of the format of
+        its name. On reading, if the source has changed or ends early, or if a row has entries that
+        are NaN or infinite. The message names the file or row.
 
-    The rows are not to change while a run uses them. A kernel that tunes itself or has a control
-    variate, and a :class:`~numpyro_sgmcmc.LongRun`, read all of them once in a process, so that
-    other rows are never taken for these. Before the next run a file whose size, times and place
-    on the disk are the same is taken for the same if four stretches of 8 MB are, other ones each
-    time; one that was copied, restored or touched is read again, and is the same if its rows are.
-    A change during a run ends it where the times of the file show it. Not noticed are
+    The rows must not change while a run uses them. A kernel that tunes itself or has a control
+    variate, and a :class:`~numpyro_sgmcmc.LongRun`, read all rows once in a process, so that
+    other rows are never taken for these. Before the next run, a file with unchanged size, times
+    and place on the disk counts as unchanged if four stretches of 8 MB are unchanged. Every test
+    takes other stretches. A file that was copied, restored or touched is read again, and counts as
+    unchanged if its rows are. A change during a run ends the run if the times of the file show it.
+    Three kinds of changes are not noticed:
 
     - changes of rows that no tuning and no :class:`~numpyro_sgmcmc.LongRun` has read, during a
       plain run with a given step size;
-    - changes outside of these stretches in what is neither a file nor in memory, such as an array
-      of Zarr, as long as the same object wraps it;
+    - changes outside of these stretches in a source that is neither a file nor in memory, such as
+      an array of Zarr, as long as the same object wraps it;
     - changes in memory during a run. A memory map with ``mode="c"`` is an array in memory: its
-      own values are read, and not those of the file.
+      own values are read instead of the values of the file.
 
     **Example:**
 
@@ -108,30 +113,30 @@ class RowsOnDisk(IndexedByRows):
     """
 
     def __init__(self, source: Any) -> None:
-        #: what it was made of
+        #: the source as the user gave it
         self.given = source
         self._source = _opened(source)
-        #: why the latest rows could not be read
+        #: the error of the latest rows that could not be read
         self.failure: UnreadableRows | None = None
         self._requests: OrderedDict[bytes, Future] = OrderedDict()
         self._seen: ContentHash | None = None
         self._hashing: Hashing | None = None
-        found = np.dtype(self._source.dtype)
-        if found.kind not in "biuf" or not self._source.shape or not self._source.shape[0]:
+        dtype = np.dtype(self._source.dtype)
+        if dtype.kind not in "biuf" or not self._source.shape or not self._source.shape[0]:
             raise ValueError(
-                f"{self._source.name} has dtype {found} and shape {tuple(self._source.shape)}; rows"
+                f"{self._source.name} has dtype {dtype} and shape {tuple(self._source.shape)}; rows"
                 " must be numbers or truth values, and there must be some. Convert strings to"
                 " numbers of categories before."
             )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """:math:`(N, \\ldots)`."""
+        """The shape of all rows, :math:`(N, \\ldots)`."""
         return tuple(self._source.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Data type of the rows on the device."""
+        """The data type of the rows on the device."""
         return jax.dtypes.canonicalize_dtype(self._source.dtype.newbyteorder("="))
 
     @property
@@ -147,25 +152,25 @@ class RowsOnDisk(IndexedByRows):
 
     @property
     def shards(self) -> tuple[Source, ...]:
-        """What it consists of; of one file that."""
+        """The shards of the source; a single file is one shard."""
         return self._source.shards
 
     @property
     def shard_lengths(self) -> tuple[int, ...]:
-        """The rows of each shard; of one file the rows of it."""
+        """The number of rows of each shard."""
         return self._source.lengths
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on the device."""
+        """The bytes of a row on the device."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
     def digest(self) -> str:
         """
-        Tells these rows, as they are now, from others: by their shape, type and content.
+        The digest of shape, type and present content of the rows.
 
-        :raises UnreadableRows: if they cannot be read.
+        :raises UnreadableRows: if the rows cannot be read.
         """
         source, seen = self._source, self._seen
         if source.is_replaced:
@@ -175,13 +180,17 @@ class RowsOnDisk(IndexedByRows):
             )
         if seen is None or not self._are_as(seen):
             seen = self._seen = seen_of(*self._all, source.version())
-        found = hashlib.blake2b(f"{self.shape}{self.dtype}".encode())
-        found.update(seen.hashes.tobytes())
-        return found.hexdigest()
+        hasher = hashlib.blake2b(f"{self.shape}{self.dtype}".encode())
+        hasher.update(seen.hashes.tobytes())
+        return hasher.hexdigest()
 
     @contextmanager
     def hashed(self) -> Iterator[None]:
-        """All rows are read within, and then need not be read again for the :attr:`digest`."""
+        """
+        Hash the rows that are read within this context.
+
+        If all rows are read in it, they need not be read again for the :attr:`digest`.
+        """
         if self._seen is None:
             version = self._source.version()
             self._hashing = Hashing(len(self), self.row_bytes, version)
@@ -192,18 +201,19 @@ class RowsOnDisk(IndexedByRows):
                 self._seen, self._hashing = self._hashing.seen, None
 
     def _are_as(self, seen: ContentHash) -> bool:
-        """Whether the rows are those that were read before, as far as a part of them says it."""
+        """Return whether the rows are unchanged since a reading, by a test of some stretches."""
         known = seen.is_settled and seen.version == self._source.version()
         return known and not self._source.is_in_memory and is_unchanged(*self._all, seen)
 
     def know(self, hashes: np.ndarray) -> None:
-        """The hashes of all rows, which have been found otherwise."""
+        """Set the hashes of all rows to known ones."""
         self._seen = seen_as(self._source.version(), hashes)
 
     def is_as(self, other: "RowsOnDisk") -> bool:
         """
-        Whether these rows have the values that others had when they were read. They are read for
-        it, unless they are in the same file and this cannot have changed.
+        Return whether these rows have the values that other rows had when they were read.
+
+        The rows are read for it, unless both are in one file and the file is unchanged.
         """
         then, version = other._seen, self._source.version()
         if then is None:
@@ -215,11 +225,11 @@ class RowsOnDisk(IndexedByRows):
 
     @property
     def seen(self) -> ContentHash | None:
-        """What is known of all rows, for another process."""
+        """The hashes of all rows, for another process, or None if they have no version."""
         return None if self._source.version() is None else self._seen
 
     def remember(self, seen: ContentHash | None) -> None:
-        """What another process knew of all rows, for as long as their file is the same."""
+        """Take over the hashes of another process if the version of the file agrees."""
         if seen is not None and seen.version == self._source.version():
             self._seen = seen
 
@@ -253,10 +263,11 @@ class RowsOnDisk(IndexedByRows):
 
     def drawn(self, rows: DrawnRows, part: Array | None = None) -> Array:
         """
-        Rows of a plate, in a program: a call back to Python, of one read for all that is mapped
-        over.
+        Return rows of a plate in a program, by a call back to Python.
 
-        :param part: of rows that are spread over devices which of these it is.
+        Under ``vmap`` one read serves all entries.
+
+        :param part: number of this device if the rows are spread over devices, or None.
         """
         given, numbers = rows.on(part), rows.numbers
         shape = jax.ShapeDtypeStruct((*numbers.shape, *self.shape[1:]), self.dtype)
@@ -265,7 +276,7 @@ class RowsOnDisk(IndexedByRows):
         return jax.pure_callback(self._read_places, shape, given, vmap_method="expand_dims")
 
     def sampled(self, numbers: np.ndarray) -> Array:
-        """Some rows, in the memory of the device."""
+        """Return some rows in the memory of the device."""
         return jnp.asarray(self.read(numbers))
 
     def _read_places(self, rows: DrawnRows) -> np.ndarray:
@@ -273,20 +284,20 @@ class RowsOnDisk(IndexedByRows):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this process holds all rows."""
+        """True if this process holds all rows."""
         return True
 
     def on_each(self, parts: Any) -> IndexedByRows:
-        """What the program of one of so many devices sees."""
+        """Return the stand-in for these rows in the program of one of several devices."""
         return self
 
     @property
     def reader(self) -> "RowsOnDisk":
-        """What holds the rows that this process reads."""
+        """The holder of the rows that this process reads."""
         return self
 
     def places(self, rows: DrawnRows) -> np.ndarray:
-        """Numbers of rows, as a program knows them, as those that the :attr:`reader` reads."""
+        """Return the row numbers of a program as row numbers of the :attr:`reader`."""
         return rows.integers
 
     def __iter__(self) -> Iterator[Array]:
@@ -294,30 +305,32 @@ class RowsOnDisk(IndexedByRows):
 
     def read(self, numbers: Any) -> np.ndarray:
         """
-        :param numbers: numbers of rows, any shape.
+        Read rows by their numbers.
+
+        :param numbers: row numbers, any shape.
         :return: the rows, shape ``(*numbers.shape, ...)``.
-        :raises UnreadableRows: if one of them cannot be read.
+        :raises UnreadableRows: if a row cannot be read.
         """
         numbers = np.asarray(numbers)
         flat = numbers.reshape(-1).astype(np.int64)
         try:
-            found = self._checked(flat)
+            rows = self._checked(flat)
         except UnreadableRows as error:
             self.failure = error
             raise
         if self._hashing is not None and np.all(np.diff(flat) == 1):
-            self._hashing.add(int(flat[0]), found)
-        return found.reshape(*numbers.shape, *self.shape[1:])
+            self._hashing.add(int(flat[0]), rows)
+        return rows.reshape(*numbers.shape, *self.shape[1:])
 
     def _checked(self, flat: np.ndarray) -> np.ndarray:
         outside = flat[(flat < 0) | (flat >= len(self))]
         if outside.size:
             raise UnreadableRows(f"{self!r} has no row {outside[0]:,}.")
-        found = np.empty((len(flat), *self.shape[1:]), self.dtype)
+        rows = np.empty((len(flat), *self.shape[1:]), self.dtype)
         each = max(1, MOST_BYTES // max(1, self.row_bytes))
         for k in range(0, len(flat), each):
-            numbers, part = flat[k : k + each], found[k : k + each]
-            # integers of 64 bits are looked at before they lose half of them
+            numbers, part = flat[k : k + each], rows[k : k + each]
+            # integers of 64 bits are checked before they lose their upper halves
             read = np.empty(part.shape, self._whole) if self._whole is not None else part
             try:
                 self._source.read_into(read, numbers)
@@ -336,16 +349,16 @@ class RowsOnDisk(IndexedByRows):
                     total = np.sum(part)
                 if not np.isfinite(total):
                     self._refuse_nonfinite(numbers, part.reshape(len(part), -1))
-        return found
+        return rows
 
     @property
     def _whole(self) -> np.dtype | None:
-        """The dtype of integers that JAX keeps a part of, or None."""
+        """The dtype of integers that JAX narrows to 32 bits, or None."""
         kept = np.dtype(self._source.dtype).newbyteorder("=")
         return kept if kept.kind in "iu" and kept.itemsize > self.dtype.itemsize else None
 
     def _refuse_large(self, numbers: np.ndarray, found: np.ndarray) -> None:
-        """Raise ``UnreadableRows`` if integers do not fit into what JAX keeps of them."""
+        """Raise ``UnreadableRows`` if integers do not fit into the dtype that JAX keeps."""
         limits = np.iinfo(self.dtype)
         where = np.argwhere((found < limits.min) | (found > limits.max))
         if len(where):
@@ -357,7 +370,7 @@ class RowsOnDisk(IndexedByRows):
             )
 
     def _refuse_nonfinite(self, numbers: np.ndarray, found: np.ndarray) -> None:
-        """Raise `UnreadableRows` unless it was only the sum that was too large."""
+        """Raise `UnreadableRows` if an entry is not finite, and not only the sum of all."""
         where = np.argwhere(~np.isfinite(found))
         if len(where):
             row, column = where[0]
@@ -368,10 +381,10 @@ class RowsOnDisk(IndexedByRows):
             )
 
     def _read_in_run(self, numbers: np.ndarray) -> np.ndarray:
-        """Raise `UnreadableRows` also if the rows are no longer those that were compared."""
-        found, seen, version = self.read(numbers), self._seen, self._source.version()
+        """Read rows, and raise `UnreadableRows` if the source has changed during the run."""
+        rows, seen, version = self.read(numbers), self._seen, self._source.version()
         if seen is None or version == seen.version:
-            return found
+            return rows
         now = seen_of(*self._all, version)
         if not np.array_equal(now.hashes, seen.hashes):
             self.failure = UnreadableRows(
@@ -380,21 +393,21 @@ class RowsOnDisk(IndexedByRows):
             )
             raise self.failure
         self._seen = now
-        return found
+        return rows
 
     def request(self, numbers: np.ndarray) -> Future:
-        """Begins to read rows, or finds that it has been asked for them before."""
+        """Begin to read rows, or return the pending request for them."""
         key = numbers.tobytes()
-        found = self._requests.pop(key, None)
-        if found is None:
-            found = _readers().submit(self._read_in_run, numbers)
-        self._requests[key] = found
+        pending = self._requests.pop(key, None)
+        if pending is None:
+            pending = _readers().submit(self._read_in_run, numbers)
+        self._requests[key] = pending
         while len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
-        return found
+        return pending
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Rows that were asked for by :meth:`request`, or are read now."""
+        """Return rows that :meth:`request` has read, or read them now."""
         try:
             return self.request(numbers).result()
         finally:
@@ -405,20 +418,20 @@ class RowsOnDisk(IndexedByRows):
 
 
 def on_disk(arguments: Any) -> list[RowsOnDisk]:
-    """The arguments of a model that are on disk."""
+    """Return the arguments of a model that are on disk."""
     leaves = jax.tree.leaves(arguments, is_leaf=_is_on_disk)
     return [leaf for leaf in leaves if _is_on_disk(leaf)]
 
 
 def failure_of(arguments: Any, error: BaseException) -> UnreadableRows | None:
-    """Why a program with these arguments has failed, if it was for rows that cannot be read."""
+    """Return the error of unreadable rows that made a program fail, or None."""
     failures = [source.failure for source in on_disk(arguments)]
-    # JAX gives the text of what was raised in a call back
+    # JAX repeats the text of an error raised in a call back
     return next((one for one in failures if one and str(one) in str(error)), None)
 
 
 def replaced(arguments: Any, others: Sequence[Any]) -> Any:
-    """The arguments with others in the places of those :func:`on_disk`."""
+    """Return the arguments with substitutes for the arguments :func:`on_disk`."""
     remaining = iter(others)
     return jax.tree.map(
         lambda leaf: next(remaining) if _is_on_disk(leaf) else leaf,
@@ -431,10 +444,9 @@ def read_ahead(
     requests: Sequence[tuple[RowsOnDisk, DrawnRows, DrawnRows]],
 ) -> tuple[Array, ...]:
     """
-    Reads rows in one call back to Python, while a thread begins to read those that will be asked
-    for next.
+    Read rows in one call back to Python, while a thread begins to read the next ones.
 
-    :param requests: for each source the numbers of the rows, and of those that follow.
+    :param requests: for each source the row numbers, and the row numbers of the next request.
     :return: the rows of each source, shape ``(*numbers.shape, ...)``.
     """
     sources = [source for source, _, _ in requests]
@@ -443,10 +455,10 @@ def read_ahead(
         wanted = [(x.reader, x.places(rows)) for x, rows in zip(sources, now, strict=True)]
         for reader, numbers in wanted:
             reader.request(numbers)
-        found = [reader.take(numbers) for reader, numbers in wanted]
+        values = [reader.take(numbers) for reader, numbers in wanted]
         for source, rows in zip(sources, following, strict=True):
             source.reader.request(source.places(rows))
-        return found
+        return values
 
     shapes = [
         jax.ShapeDtypeStruct((*rows.numbers.shape, *source.shape[1:]), source.dtype)
@@ -458,9 +470,9 @@ def read_ahead(
 
 def _opened(source: Any) -> Source:
     """
-    What rows are read from: one source, or the shards of a pattern or a list.
+    Return the source of rows: a single one, or the shards of a pattern or a list.
 
-    :raises UnreadableRows: if there are none.
+    :raises UnreadableRows: if there are no shards.
     """
     is_list = isinstance(source, list | tuple)
     shards = source if is_list and not any(isinstance(x, float | int) for x in source) else None

@@ -4,22 +4,22 @@
 """
 Rows spread over many devices, and chains over another axis of them.
 
-A device of ``P`` holds :math:`N / P` rows and draws :math:`n / P` of them at each step, so that
-no row ever moves: the minibatch is a stratified sample. What device :math:`p` computes,
+Each of ``P`` devices holds :math:`N / P` rows and draws :math:`n / P` of them at each step, so that
+no row ever moves. The minibatch is a stratified sample. Device :math:`p` computes
 
 .. math::
 
     \\tilde U_p(z) = -\\log p(z) - \\frac{N}{n / P} \\sum_{i \\in S_p} \\log p(x_i \\mid z),
 
-is by itself an unbiased estimate of the potential up to what its rows differ from the others',
-and the step uses the mean over the devices,
+an estimate of the potential that is unbiased up to the difference between its rows and all rows.
+The step uses the mean over the devices,
 
 .. math:: \\tilde U = \\frac1P \\sum_p \\tilde U_p, \\qquad
     \\operatorname{Cov}(\\nabla \\tilde U)
         = \\frac{1}{P^2} \\sum_p \\operatorname{Cov}(\\nabla \\tilde U_p),
 
-with one all-reduce of the potential, the gradient and what is known of its noise. All devices
-of a chain then make the same step, with the same random numbers.
+with one all-reduce of the potential, the gradient and the estimate of its noise. All devices of a
+chain then make one common step with equal random numbers.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ from numpyro_sgmcmc.data.spread_on_disk import SpreadRowsOnDisk
 
 ROWS, CHAINS = "rows", "chains"
 
-#: The same on all devices.
+#: Partition of an array that is equal on all devices.
 EVERYWHERE = PartitionSpec()
 
 _MAKE_A_MESH = (
@@ -50,10 +50,10 @@ _MAKE_A_MESH = (
 @dataclass(frozen=True)
 class Shards:
     """
-    How the data lie on the devices: static facts, the same for all data of one layout.
+    Layout of data on devices: static facts, equal for all data of one layout.
 
     - **mesh** - the devices, with an axis ``rows`` and perhaps an axis ``chains``.
-    - **spread** - which leaves of the model's arguments are spread over ``rows``.
+    - **spread** - for each leaf of the model's arguments, whether it is spread over ``rows``.
     """
 
     mesh: Mesh
@@ -76,31 +76,31 @@ class Shards:
 
     @property
     def part(self) -> Array:
-        """In the program of a device, which of these it is."""
+        """The number of this device along the axis of rows, in the program of a device."""
         return lax.axis_index(ROWS)
 
     def own(self, rng_key: Array) -> Array:
-        """A random key of its own for each device that holds other rows."""
+        """Return a random key of its own for each device that holds other rows."""
         return random.fold_in(rng_key, self.part)
 
     def mean(self, vector: Array) -> Array:
-        """The mean of a vector over the devices that hold other rows: one all-reduce."""
+        """Return the mean of a vector over the devices that hold other rows, by one all-reduce."""
         return lax.psum(vector, ROWS) / self.parts
 
     def on_each(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
         """
-        The function on every device, with its part of the data.
+        Return the function on every device, with its part of the data.
 
-        :param inputs: of each argument how it lies on the devices, for `jax.shard_map`.
-        :param outputs: the same of the result.
+        :param inputs: partition of each argument, for `jax.shard_map`.
+        :param outputs: partition of the result.
         """
-        # what the devices agree on is tested, and not a type that all of NumPyro would have to have
+        # tests cover the agreement of devices: NumPyro does not carry the types of `check_vma`
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
         )
 
     def of_leaves(self, is_data: list[bool]) -> list[PartitionSpec]:
-        """How those leaves of the model's arguments lie on the devices that are data."""
+        """Return the partitions of the model's arguments that are data."""
         return [
             PartitionSpec(ROWS) if spread else EVERYWHERE
             for spread, here in zip(self.spread, is_data, strict=True)
@@ -108,17 +108,17 @@ class Shards:
         ]
 
     def taken(self, array: Array, numbers: np.ndarray) -> Array:
-        """The rows with these numbers of each device."""
+        """Return the rows with these numbers of each device."""
         rows = PartitionSpec(ROWS)
         return jax.jit(self.on_each(lambda x: x[numbers], rows, rows))(array)
 
     @property
     def of_chains(self) -> PartitionSpec:
-        """How an array lies on the devices whose leading axis is that of the chains."""
+        """The partition of an array whose leading axis is the axis of the chains."""
         return PartitionSpec(CHAINS) if CHAINS in self.mesh.shape else EVERYWHERE
 
     def place(self, tree: Any, specs: Any) -> Any:
-        """The arrays where they belong."""
+        """Place the arrays of a tree on the devices."""
         shardings = jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec),
             specs,
@@ -129,7 +129,7 @@ class Shards:
 
 def checked_mesh(mesh: Any) -> Mesh:
     """
-    The mesh with axes whose shardings XLA propagates.
+    Return the mesh with axes whose shardings XLA propagates.
 
     :raises ValueError: if it is no mesh, or has other axes than ``rows`` and ``chains``.
     """
@@ -147,21 +147,22 @@ def checked_mesh(mesh: Any) -> Mesh:
 
 def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
     """
-    Spreads arrays over the devices of a mesh by their first axis, the rows.
+    Spread arrays over the devices of a mesh by their first axis, the rows.
 
-    They go to ``mcmc.run`` as any others do, of an ``MCMC`` with ``jit_model_args=True``.
+    Pass the spread arrays to ``mcmc.run`` like any arrays, with an ``MCMC`` that has
+    ``jit_model_args=True``.
 
-    In one process every array has all rows. In several (``jax.distributed.initialize``) each
-    process gives the rows that its own devices are to hold, as many as every other; all have to
-    call this.
+    In one process every array has all rows. In several processes (``jax.distributed.initialize``)
+    each process gives the rows that its own devices will hold. All processes give equal numbers of
+    rows, and all have to call this function.
 
-    Of :class:`RowsOnDisk` each device reads a part of its own while it samples, and device memory
-    holds no more than the minibatches to come. In several processes each gives the shards that its
-    own devices are to read, such as ``RowsOnDisk(f"X-{jax.process_index()}-*.npy")``.
+    Each device reads its own part of :class:`RowsOnDisk` while it samples. Device memory holds only
+    the next minibatches. In several processes each gives the shards that its own devices will read,
+    such as ``RowsOnDisk(f"X-{jax.process_index()}-*.npy")``.
 
     :param mesh: devices with an axis ``rows``, and ``chains`` if chains are laid over devices too.
     :param arrays: NumPy or JAX arrays, or :class:`RowsOnDisk`.
-    :return: the array, or a tuple of them if there are several.
+    :return: the array, or a tuple of several arrays.
     :raises ValueError: if the rows cannot be divided among the devices, or the mesh has no rows.
 
     **Example:**
@@ -193,12 +194,12 @@ def spread_rows(mesh: Mesh, *arrays: Any) -> Any:
 
 
 def _rows_of(name: str, value: Any) -> Any:
-    """Raise ``ValueError`` if it is no array that devices could hold."""
+    """Raise ``ValueError`` if a value is no array that devices could hold."""
     if isinstance(value, jax.Array | RowsOnDisk):
         return value
-    if (found := array(name, value)).dtype.kind not in "biufc":
+    if (rows := array(name, value)).dtype.kind not in "biufc":
         raise ValueError(f"`{name}` must be an array of numbers; got {shown(value)}.")
-    return found
+    return rows
 
 
 def _device_put(sharding: NamedSharding, array: Any) -> Array:
@@ -228,7 +229,7 @@ def _check_rows(mesh: Mesh, shapes: list[tuple[int, ...]], several: bool) -> Non
 
 
 def _check_same_rows(k: int, rows: int) -> None:
-    """Raise `ValueError` in all processes, if one of them has another number of rows."""
+    """Raise `ValueError` in all processes if a process has another number of rows."""
     counts = np.ravel(process_allgather(np.asarray(rows))).tolist()
     if len(set(counts)) > 1:
         listed = ", ".join(f"{count:,} in process {p}" for p, count in enumerate(counts))
@@ -239,16 +240,16 @@ def _check_same_rows(k: int, rows: int) -> None:
 
 def found_shards(args: tuple, kwargs: dict) -> Shards | None:
     """
-    How the arguments of a model lie on the devices; None if their rows are not spread.
+    Return the layout of a model's arguments on devices, or None if their rows are not spread.
 
-    :raises ValueError: if some are spread over another mesh than others, or are on disk and not
-        spread.
+    :raises ValueError: if some arguments are spread over another mesh than others, or are on disk
+        and not spread.
     """
     meshes = [_mesh_of(leaf) for leaf in jax.tree.leaves((args, kwargs))]
     sources = on_disk((args, kwargs))
-    found = [one for one in meshes if one is not None]
-    found += [source.mesh for source in sources if isinstance(source, SpreadRowsOnDisk)]
-    if not found:
+    present = [one for one in meshes if one is not None]
+    present += [source.mesh for source in sources if isinstance(source, SpreadRowsOnDisk)]
+    if not present:
         return None
     for source in sources:
         if not isinstance(source, SpreadRowsOnDisk):
@@ -256,8 +257,8 @@ def found_shards(args: tuple, kwargs: dict) -> Shards | None:
                 f"All devices would read the same rows of {source!r}: spread it over them too,"
                 " `X = spread_rows(mesh, X)`, or read from disk on one device, without a mesh."
             )
-    chosen = checked_mesh(found[0])
-    for one in found:
+    chosen = checked_mesh(present[0])
+    for one in present:
         if one.axis_names != chosen.axis_names or not np.array_equal(one.devices, chosen.devices):
             raise ValueError(
                 f"The rows are spread over {_named(one)}, but those of other arrays over"
@@ -272,7 +273,7 @@ def _named(mesh: Mesh) -> str:
 
 
 def _mesh_of(leaf: Any) -> Mesh | None:
-    """The mesh over whose rows an array is spread by its first axis."""
+    """Return the mesh over whose rows an array is spread by its first axis, or None."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return None
     sharding = leaf.sharding

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where rows on disk come from: a file, something that can be indexed, a table."""
+"""Sources of rows on disk: files, indexable objects and tables."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -21,29 +21,29 @@ import numpy as np
 from numpyro_sgmcmc.data.content_hash import Version, version_of
 from numpyro_sgmcmc.data.converters import is_sparse
 
-#: More bytes than this are not read into one array: whoever asks for them wants all the rows.
+#: Bytes that are read into one array at most: larger requests are for all rows.
 MOST_BYTES = 2**31
 
-#: Stretches of neighbouring rows of fewer bytes are read into bytes of their own, which takes
-#: Python less time than reading them into their places; joining longer ones would take longer.
+#: Bytes below which a stretch of neighbouring rows is read into bytes of its own. This takes Python
+#: less time than reading it into its place. For longer stretches the joining would take longer.
 _SHORT_STRETCH = 2_048
 
-#: The beginning of every .npy file.
+#: First bytes of every ``.npy`` file.
 _MAGIC = b"\x93NUMPY"
 
-#: Bytes of a header that are compared; those of numbers are 128 long.
+#: Bytes of a header that are compared; headers of arrays of numbers have 128.
 _MOST_HEADER = 4_096
 
-#: So many places in a file are asked whether they are in memory.
+#: Number of places in a file that are tested for being in memory.
 _ASKED = 16
 
 
 _PUT_BACK = "Put the file back, or wrap it where it is now."
 
-#: So many files stay open.
+#: Largest number of files that stay open.
 _MOST_OPEN = 128
 
-#: Those that were opened last, the latest at the end.
+#: Files that were opened last, the latest at the end.
 _LAST_OPENED: "deque[weakref.ref[_File]]" = deque()
 
 
@@ -52,45 +52,47 @@ class UnreadableRows(OSError):
 
 
 class Source(ABC):
-    """Where rows come from."""
+    """Interface of a source of rows."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    #: whether the rows can change without a trace, since they are an array of this process
+    #: True if the rows are an array of this process, which can change without a trace
     is_in_memory = False
-    #: whether there may be more of them by now
+    #: True if the source may have new rows by now
     grows = False
 
     @property
     def shards(self) -> "tuple[Source, ...]":
-        """What it consists of, one after the other."""
+        """The shards of the source, in order."""
         return (self,)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The rows of each shard."""
+        """The number of rows of each shard."""
         return tuple(shard.shape[0] for shard in self.shards)
 
     def version(self) -> Version | None:
-        """What is another one when the rows have changed, or None where nothing tells."""
+        """Return a version that changes with the rows, or None if the source has none."""
         return None
 
     @property
     def is_replaced(self) -> bool:
-        """Whether its name is that of another file by now."""
+        """True if the name of the source now belongs to another file."""
         return False
 
     @abstractmethod
     def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
         """
-        :param found: where to put the rows, shape ``(n, ...)``, of the data type of the device.
-        :param numbers: their numbers, in this order.
+        Read rows into an array.
+
+        :param found: destination of the rows, shape ``(n, ...)``, with the data type of the device.
+        :param numbers: row numbers, in the order of the destination.
         """
 
 
 def opened(source: Any) -> Source:
-    """Raise ``TypeError`` if it has no rows."""
+    """Return the source of an object, or raise ``TypeError`` if the object has no rows."""
     if isinstance(source, Source):
         return source
     if np.ma.is_masked(source):
@@ -112,7 +114,7 @@ def opened(source: Any) -> Source:
             )
         source = _mapped(source)
     is_file = isinstance(source, np.memmap) and source.filename and source.flags.c_contiguous
-    # what is changed in a map of mode "c" is not in the file
+    # changes in a map of mode "c" are not in the file
     if is_file and source.mode != "c" and hasattr(os, "preadv"):
         return _File(source)
     if hasattr(source, "column_names") and hasattr(source, "take"):
@@ -126,9 +128,9 @@ def opened(source: Any) -> Source:
 
 
 def _mapped(path: str | Path) -> np.memmap:
-    """Raise ``UnreadableRows`` if it is not a whole ``.npy`` file."""
+    """Map a file, or raise ``UnreadableRows`` if it is not a whole ``.npy`` file."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block
             raise OSError(errno.EINVAL, "it is no file, but a folder, a pipe or a device")
         return np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
@@ -142,17 +144,17 @@ def _mapped(path: str | Path) -> np.memmap:
 
 
 def _unopened(name: str, error: OSError, remedy: str) -> UnreadableRows:
-    """What is said of a file that cannot be opened."""
+    """Return the error of a file that cannot be opened."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "Close other files, or raise the number that may be open, `ulimit -n`."
     return UnreadableRows(f"{name} cannot be opened ({error.strerror}). {remedy}")
 
 
 class _Open:
-    """A file that is open for as long as somebody holds this."""
+    """Open file, which is closed when nothing refers to this object."""
 
     def __init__(self, path: str) -> None:
-        # what is no file any more is not waited for
+        # a name that now belongs to a pipe must not block
         self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         weakref.finalize(self, os.close, self.descriptor)
 
@@ -163,8 +165,9 @@ class _Open:
 
 class _File(Source):
     """
-    A memory map, read by position: pages that are mapped would count as resident memory. Of many
-    files those that were opened last stay open, of which a process may have about a thousand.
+    Source of a memory map, read by position: mapped pages would count as resident memory.
+
+    A process may have about a thousand open files, so that only the last opened ones stay open.
     """
 
     _open: _Open | None = None
@@ -173,7 +176,7 @@ class _File(Source):
         self.path, self.shape, self.dtype = str(mapped.filename), mapped.shape, mapped.dtype
         self.name = f"'{self.path}'"
         self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        # a view of a map remembers the offset of the whole of it
+        # a view of a map keeps the offset of the whole map
         whole = mapped._mmap  # type: ignore[attr-defined]
         first = np.frombuffer(whole, np.uint8).ctypes.data
         self._offset = mapped.ctypes.data - first
@@ -184,7 +187,7 @@ class _File(Source):
         self._header = header if header.startswith(_MAGIC) else b""
 
     def _status(self) -> os.stat_result:
-        """Of the file that is open, or else of that which has its name."""
+        """Return the status of the open file, or else of the file with its name."""
         held = self._open
         try:
             return os.stat(self.path) if held is None else held.status
@@ -192,7 +195,7 @@ class _File(Source):
             raise _unopened(self.name, error, _PUT_BACK) from error
 
     def _opened(self) -> _Open:
-        """Raise ``UnreadableRows`` if it is not there any more."""
+        """Open the file, or raise ``UnreadableRows`` if it is missing."""
         held = self._open
         if held is None:
             try:
@@ -205,7 +208,7 @@ class _File(Source):
             _LAST_OPENED.append(weakref.ref(self))
             while len(_LAST_OPENED) > _MOST_OPEN:
                 if (other := _LAST_OPENED.popleft()()) is not None:
-                    other._open = None  # closed when nobody reads it
+                    other._open = None  # closed after its last read
         return held
 
     def _replaced(self) -> UnreadableRows:
@@ -219,7 +222,7 @@ class _File(Source):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._found = self._status()  # that of another machine is another one
+        self._found = self._status()  # device and inode differ on another machine
 
     def version(self) -> Version:
         return version_of(self._status())
@@ -228,13 +231,15 @@ class _File(Source):
     def is_replaced(self) -> bool:
         try:
             return not os.path.samestat(self._found, os.stat(self.path))
-        except OSError:  # what has no name any more can still be read while it is open
+        except OSError:  # a deleted file can still be read while it is open
             return False
 
     def _check(self, descriptor: int, first: int) -> None:
         """
-        :param int first: a row that is wanted.
-        :raises UnreadableRows: if the file has another size or header than when it was opened.
+        Check that an open file has its former size and header.
+
+        :param int first: number of a requested row.
+        :raises UnreadableRows: if size or header have changed since the file was opened.
         """
         size = os.fstat(descriptor).st_size
         header = os.pread(descriptor, len(self._header), 0)
@@ -254,7 +259,7 @@ class _File(Source):
             )
 
     def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
-        held = self._opened()  # until the end, whoever else opens files
+        held = self._opened()  # stays open here even if other threads open files
         descriptor = held.descriptor
         self._check(descriptor, numbers[0])
         starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
@@ -282,7 +287,7 @@ class _File(Source):
 
 
 def _is_elsewhere(descriptor: int, places: list[int]) -> bool:
-    """Whether some of these places are not in memory: the system can fetch them at once."""
+    """Return whether some places are not in memory, so that the system can fetch them at once."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     try:
@@ -290,13 +295,13 @@ def _is_elsewhere(descriptor: int, places: list[int]) -> bool:
             os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
     except BlockingIOError:
         return True
-    except OSError:  # some file systems do not tell
+    except OSError:  # some file systems do not support the question
         return False
     return False
 
 
 class _Indexed(Source):
-    """Anything that can be indexed by rows."""
+    """Source of any object that can be indexed by rows."""
 
     _bytes = 0
 
@@ -308,7 +313,7 @@ class _Indexed(Source):
         self.is_in_memory = _is_in_memory(source)
         self._file = source.filename if isinstance(source, np.memmap) else file
         self._bytes = self._file_bytes()
-        # HDF5 and Zarr want numbers that increase
+        # HDF5 and Zarr need increasing row numbers
         self._index = getattr(source, "oindex", source)
 
     def version(self) -> Version | None:
@@ -320,12 +325,12 @@ class _Indexed(Source):
             return None
 
     def _file_bytes(self) -> int:
-        """Of the file of a map; where it ends, a look at the map would end the process."""
+        """Return the size of the file of a map: reading a map beyond it would end the process."""
         if not (self.is_in_memory and self._file):
             return 0
         try:
             return os.stat(self._file).st_size
-        except OSError:  # what has no name any more stays what it is
+        except OSError:  # a deleted file does not change
             return self._bytes
 
     def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
@@ -361,7 +366,7 @@ class _Indexed(Source):
 
 
 class _Table(Source):
-    """A table of Arrow, whose columns are numbers."""
+    """Source of a table of Arrow whose columns are numbers."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -386,7 +391,7 @@ class _Table(Source):
 
 
 def _described(header: bytes) -> str:
-    """What a header of a ``.npy`` file says."""
+    """Return the content of the header of a ``.npy`` file as text."""
     return header[10:].decode("latin1").strip() if header.startswith(_MAGIC) else "of another kind"
 
 

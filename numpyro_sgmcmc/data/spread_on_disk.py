@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows on disk of which every device of a mesh reads a part of its own."""
+"""Rows on disk that are spread over devices, each of which reads its own part."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +23,11 @@ from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
 @jax.tree_util.register_static
 class SpreadRowsOnDisk(RowsOnDisk):
     """
-    What :func:`~numpyro_sgmcmc.spread_rows` makes of :class:`~numpyro_sgmcmc.RowsOnDisk`.
+    Rows on disk spread over devices, the result of :func:`~numpyro_sgmcmc.spread_rows`.
 
-    :param held: the rows of this process, of which each of its devices reads an equal part.
+    :param held: the rows of this process. Each of its devices reads an equal part.
     :param mesh: the devices.
-    :param axis: the name of the axis of the mesh over which rows are spread.
+    :param axis: name of the axis of the mesh over which rows are spread.
     """
 
     def __init__(self, held: RowsOnDisk, mesh: Mesh, axis: str) -> None:
@@ -49,17 +49,17 @@ class SpreadRowsOnDisk(RowsOnDisk):
 
     @property
     def shard_lengths(self) -> tuple[int, ...]:
-        # each process has its own, which it has compared
+        # each process has compared its own shards already
         return (len(self),)
 
     @property
     def first_part(self) -> int:
-        """The first of the parts that this process holds."""
+        """The number of the first part that this process holds."""
         return min(self._places)
 
     @property
     def is_whole(self) -> bool:
-        """Whether this process holds all rows."""
+        """True if this process holds all rows."""
         return len(self._places) == self.parts
 
     @property
@@ -68,16 +68,16 @@ class SpreadRowsOnDisk(RowsOnDisk):
 
     @property
     def digest(self) -> str:
-        """The same in all processes, which have to ask for it together."""
+        """The digest of all rows, equal in all processes, which have to ask for it together."""
         own = self._held.digest
         if own not in self._digests:
-            found = np.frombuffer(bytes.fromhex(own), np.uint8)
+            digests = np.frombuffer(bytes.fromhex(own), np.uint8)
             if not self.is_whole:
-                # also while a program is traced, as the rows were known before it
+                # the values are concrete even while a program is traced
                 with jax.ensure_compile_time_eval():
-                    found = np.asarray(process_allgather(found))
+                    digests = np.asarray(process_allgather(digests))
             parts = f"{self.parts}".encode()
-            self._digests = {own: hashlib.blake2b(parts + found.tobytes()).hexdigest()}
+            self._digests = {own: hashlib.blake2b(parts + digests.tobytes()).hexdigest()}
         return self._digests[own]
 
     @property
@@ -100,18 +100,20 @@ class SpreadRowsOnDisk(RowsOnDisk):
         numbers = super().places(rows)
         if rows.part is None:
             return numbers
-        # of all that is mapped over it is the same
+        # all entries under `vmap` are of one part
         return numbers.astype(np.int64) + self._places[int(np.ravel(rows.part)[0])]
 
     def read(self, numbers: Any) -> np.ndarray:
         """
-        Outside of the program of a device, numbers are those among the rows that this process
-        holds; the same as among all of them if it holds all.
+        Read rows by their numbers among the rows of this process.
+
+        They equal the numbers among all rows if this process holds all rows. The method is for use
+        outside of the program of a device.
         """
         return self._held.read(numbers)
 
     def sampled(self, numbers: np.ndarray) -> Array:
-        """Some rows of each device, in its memory."""
+        """Return some rows of each device, in the memory of the device."""
         each = [self._held.read(numbers + first) for first in self._places.values()]
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
         return jax.make_array_from_process_local_data(sharding, np.concatenate(each))
@@ -130,7 +132,7 @@ class SpreadRowsOnDisk(RowsOnDisk):
 
 
 class OnDevice(IndexedByRows):
-    """What the program of a device sees of rows that are spread: its own."""
+    """Stand-in for spread rows in the program of a device: the device's own rows."""
 
     def __init__(self, source: SpreadRowsOnDisk) -> None:
         self._source = source
@@ -156,7 +158,7 @@ class OnDevice(IndexedByRows):
     def drawn(self, rows: DrawnRows) -> Array:
         try:
             part = lax.axis_index(self._source.axis)
-        except NameError:  # outside of the program of a device, where shapes are asked for
+        except NameError:  # outside of the program of a device, in a trace for shapes
             part = jnp.asarray(self._source.first_part)
         return self._source.drawn(rows, part)
 

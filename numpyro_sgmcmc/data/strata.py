@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Stratified minibatches: of each of several strata of the rows a number of its own.
+Stratified minibatches: each stratum of the rows has its own number of places.
 
-Of the :math:`N_h` rows of stratum :math:`h` a minibatch has :math:`n_h`, drawn without
-replacement, each with the weight :math:`N_h / n_h`. The gradient of the minibatch is unbiased,
-whatever the strata are, with noise of covariance
+A minibatch has :math:`n_h` of the :math:`N_h` rows of stratum :math:`h`, drawn without
+replacement, each with the weight :math:`N_h / n_h`. The gradient of the minibatch is unbiased for
+any strata, with noise of covariance
 
 .. math:: V = \\sum_h \\frac{N_h^2}{n_h} \\left(1 - \\frac{n_h}{N_h}\\right) S_h^2 ,
 
@@ -36,16 +36,16 @@ from numpyro_sgmcmc.data.subsampling import permute, sub_batches
 @dataclass(frozen=True)
 class Allocation:
     """
-    How many rows of a minibatch are of which stratum: static, a part of the compiled program.
+    Allocation of the places of a minibatch to strata: static, a part of the compiled program.
 
     A minibatch consists of sub-batches of equal size, each of rows of one stratum, so that their
     gradients show the noise within the strata. A stratum that is taken whole is filled up with
     rows of weight zero.
 
-    - **sizes** - the number of rows of each stratum :math:`N_h`.
-    - **counts** - the number of their places in a minibatch, multiples of ``sub_batch``:
+    - **sizes** - number of rows of each stratum :math:`N_h`.
+    - **counts** - number of places of each stratum in a minibatch, multiples of ``sub_batch``:
       :math:`n_h < N_h`, or at least :math:`N_h` if the stratum is taken whole.
-    - **sub_batch** - the number of rows of a sub-batch.
+    - **sub_batch** - number of rows of a sub-batch.
     """
 
     sizes: tuple[int, ...]
@@ -65,8 +65,9 @@ class Allocation:
     @cached_property
     def weights(self) -> np.ndarray:
         """
-        The weights :math:`N_h / n_h` of the rows of a minibatch, relative to the :math:`N / n` of
-        an equal share, shape ``(n,)``.
+        The relative weights of the rows of a minibatch, shape ``(n,)``.
+
+        A weight is :math:`N_h / n_h` relative to the :math:`N / n` of an equal share.
         """
         parts = []
         for size, count in zip(self.sizes, self.counts, strict=True):
@@ -93,8 +94,8 @@ class Strata(NamedTuple):
     """
     Strata of the rows of a plate.
 
-    - **order** - the numbers of all rows, sorted by stratum, ``int32``, shape ``(N,)``.
-    - **allocation** - how many there are in each, and how many of them in a minibatch.
+    - **order** - numbers of all rows, sorted by stratum, ``int32``, shape ``(N,)``.
+    - **allocation** - sizes of the strata, and their places in a minibatch.
     """
 
     order: Array
@@ -112,7 +113,7 @@ class Strata(NamedTuple):
 
     @property
     def row_weights(self) -> np.ndarray:
-        """For each row how many rows it stands for in a minibatch that has it, shape ``(N,)``."""
+        """The number of rows that each row represents in a minibatch, shape ``(N,)``."""
         sizes, counts = self.allocation.sizes, self.allocation.counts
         each = [max(1.0, size / count) for size, count in zip(sizes, counts, strict=True)]
         weights = np.empty(self.allocation.size)
@@ -121,12 +122,12 @@ class Strata(NamedTuple):
 
     @property
     def weights(self) -> Array:
-        """The relative weights of the rows of a minibatch, by their places, shape ``(n,)``."""
+        """The relative weights of the places of a minibatch, shape ``(n,)``."""
         return jnp.asarray(self.allocation.weights, jnp.result_type(float))
 
     def draw(self, key: Array, step: Array) -> Array:
         """
-        The rows of a minibatch, stratum by stratum, independently at each step.
+        Draw the rows of a minibatch, stratum by stratum, independently at each step.
 
         :param key: random key of the chain and the plate.
         :param step: number of the step, an integer scalar.
@@ -146,7 +147,7 @@ class Strata(NamedTuple):
 
 
 class Stratified(Rows):
-    """Rows in strata, of each of which a minibatch has a number of its own."""
+    """Rows in strata, each with its own number of places in a minibatch."""
 
     def __init__(self, strata: Strata) -> None:
         self.strata, allocation = strata, strata.allocation
@@ -161,32 +162,32 @@ class Stratified(Rows):
         return DrawnRows(self.strata.draw(key, step), weights=self.strata.weights)
 
 
-#: A stratum of which some rows are drawn has so many sub-batches at least, which show a spread.
+#: Smallest number of sub-batches of a stratum that is not taken whole: two show a spread.
 _FEWEST_OF_A_STRATUM = 2
 
-#: Strata by importance, besides the one that is taken whole. A fourth would make the noise smaller
-#: by a tenth, and each of them costs a step two microseconds.
+#: Number of strata by importance, besides the one that is taken whole. A fourth would reduce the
+#: noise by a tenth. Each stratum costs a step two microseconds.
 _STRATA = 3
 
 
 def by_importance(importance: np.ndarray, batch_size: int) -> Strata:
     """
-    Strata of rows of like importance, so that minibatches have little noise.
+    Return strata of rows of similar importance, so that minibatches have little noise.
 
-    The most important rows are taken whole, and the others divided into three strata of equal
-    numbers of places in a minibatch, where a row has a place with a probability in proportion to
-    :math:`r_i + \\bar r` for its importance :math:`r_i`: half of the places go by importance, which
-    is the allocation of Neyman (1934), and half in equal shares, so that no row counts more than
-    twice what it would without strata. So many rows are taken whole that the variance
+    The most important rows are taken whole. The other rows are divided into three strata with equal
+    numbers of places in a minibatch. The probability of a row is in proportion to
+    :math:`r_i + \\bar r` for its importance :math:`r_i`. Half of the places go by importance, which
+    is the allocation of Neyman (1934). Half go in equal shares, so that the weight of a row at most
+    doubles compared to no strata. The number of rows taken whole is the one for which the variance
 
     .. math:: \\sum_h N_h \\left( \\frac{1}{p_h} - 1 \\right) \\overline{r_h^2},
         \\qquad p_h = n_h / N_h,
 
     is smallest.
 
-    :param importance: :math:`r_i \\ge 0`, the root mean square of the noise that a row would make,
-        shape ``(N,)``.
-    :param int batch_size: the number of rows of a minibatch :math:`n < N`.
+    :param importance: :math:`r_i \\ge 0`, root mean square of the noise of each row, shape
+        ``(N,)``.
+    :param int batch_size: number of rows of a minibatch :math:`n < N`.
 
     **References:**
 
@@ -237,17 +238,18 @@ def by_labels(
     where: str = "The plate",
 ) -> Strata:
     """
-    The strata that labels name.
+    Return the strata of rows by their labels.
 
-    Places in a minibatch go by the number of rows of a stratum and, where their importance is
-    known, half of them by its sum over the stratum, as in :func:`by_importance`. A stratum has two
-    sub-batches at least, and is taken whole if it has no more rows than places.
+    Places in a minibatch are allocated by the number of rows of a stratum. If the importance of the
+    rows is known, half of the places are allocated by its sum over the stratum, as in
+    :func:`by_importance`. A stratum has at least two sub-batches, and is taken whole if it has no
+    more rows than places.
 
-    :param labels: the number of the stratum of each row, shape ``(N,)``.
-    :param int batch_size: the number of rows of a minibatch.
+    :param labels: stratum number of each row, shape ``(N,)``.
+    :param int batch_size: number of rows of a minibatch.
     :param importance: :math:`r_i` of each row, shape ``(N,)``, or None.
-    :param str where: names the plate in errors.
-    :raises ValueError: if a minibatch cannot hold so many strata.
+    :param str where: name of the plate in errors.
+    :raises ValueError: if a minibatch cannot hold all strata.
     """
     _, stratum, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     total = sub_batches(batch_size)
@@ -280,7 +282,7 @@ def by_labels(
 
 
 def _apportioned(shares: np.ndarray, places: int) -> np.ndarray:
-    """So many places in proportion to the shares, but two at least, by the method of Webster."""
+    """Apportion places to shares by the method of Webster, at least two to each share."""
     counts = np.full(len(shares), _FEWEST_OF_A_STRATUM)
     for _ in range(places - counts.sum() if len(shares) else 0):
         counts[np.argmax(shares / (counts + 0.5))] += 1

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Drawing the rows of a minibatch inside the step, at a cost that does not depend on
-the number of rows :math:`N`.
+Schemes that draw the rows of a minibatch inside a step.
+
+The cost does not depend on the number of rows :math:`N`.
 
 Every scheme is a pure function ``draw(key, step, size, batch_size)`` that returns an
 ``int32`` array of shape ``(batch_size,)`` with values in ``[0, size)``. The stream of
@@ -11,8 +12,8 @@ minibatches is a function of the key and the step alone, so that it can be repla
 resumed, or computed ahead of the sampler. No scheme keeps a state.
 
 Rows are drawn without replacement through a keyed bijection of ``{0, ..., size - 1}``,
-evaluated only at the positions that are asked for: a Feistel network on a rectangle of
-at least ``size`` cells, repeated on the positions that fall outside ("cycle walking").
+evaluated only at the requested positions: a Feistel network on a rectangle of at least
+``size`` cells, repeated on positions that fall outside ("cycle walking").
 
 **References:**
 
@@ -34,36 +35,35 @@ from numpyro_sgmcmc.data.drawn_rows import DrawnRows, far_rows
 from numpyro_sgmcmc.data.row_numbers import Pair, network
 from numpyro_sgmcmc.data.rows import Rows
 
-#: Fewer sub-batches make a noisier estimate of the noise, more make the gradient dearer.
+#: Smallest number of sub-batches: fewer make a noisier estimate, more make a dearer gradient.
 _FEWEST_SUB_BATCHES = 10
 
-#: So up to this size a plain shuffle is used; above 64 it would cost more than the network.
+#: Largest number of rows for a plain shuffle; above 64 it would cost more than the network.
 _SHUFFLE_BELOW = 32
 
 
 def _below(x: Array, bound: Any) -> Array:
-    """Maps 32 random bits to ``[0, bound)`` for ``bound <= 2**16``: floor(x bound / 2**32)."""
+    """Map 32 random bits to ``[0, bound)`` for ``bound <= 2**16``: floor(x bound / 2**32)."""
     high, low = x >> 16, x & 0xFFFF
     return (high * bound + ((low * bound) >> 16)) >> 16
 
 
 def _rectangle(size: int) -> tuple[int, int]:
-    """The sides of a nearly square rectangle of few more than ``size`` cells."""
+    """Return the sides of a nearly square rectangle of few more than ``size`` cells."""
     root = isqrt(size - 1) + 1
     sides = ((a, -(-size // a)) for a in range(root, min(root + root // 2, 2**16) + 1))
     return min(sides, key=lambda side: side[0] * side[1])
 
 
-# of itself it is traced and lowered once, and not for each program that draws rows
+# under `jit` it is traced and lowered once, instead of in each program that draws rows
 @partial(jax.jit, static_argnames="size")
 def permute(key: Array, positions: Array, size: int) -> Array:
     """
-    Images of ``positions`` under the permutation of ``{0, ..., size - 1}`` that belongs
-    to ``key``.
+    Return the images of ``positions`` under the key's permutation of ``{0, ..., size - 1}``.
 
     A position :math:`x = l\\,b + r` on an :math:`a \\times b` rectangle goes through
     rounds :math:`l \\leftarrow l + F_k(r) \\bmod a`, with the halves exchanged between
-    rounds; positions that leave ``[0, size)`` are mapped again until they return.
+    rounds. Positions that leave ``[0, size)`` are mapped again until they return.
 
     :param key: random key; batches of keys go through :func:`jax.vmap`.
     :param positions: integers in ``[0, size)``, any shape.
@@ -76,15 +76,15 @@ def permute(key: Array, positions: Array, size: int) -> Array:
 
 
 def _permuted(key: Array, positions: Array, size: Any, sides: tuple[Any, Any]) -> Array:
-    """:func:`permute` by the network on a rectangle with these sides."""
+    """Return :func:`permute` by the network on a rectangle with these sides."""
     of_cells = network(key, sides, _below)
 
     def walk(x: Array) -> Array:
         left, right = of_cells(x // sides[1], x % sides[1])
         return left * sides[1] + right
 
-    # Also where no position is outside: the loop keeps XLA from writing the rounds out anew for
-    # every use of the rows, which takes it minutes.
+    # The loop stays even if no position can be outside: without it XLA writes the rounds out anew
+    # for every use of the rows, which takes minutes.
     image = lax.while_loop(
         lambda x: jnp.any(x >= size),
         lambda x: jnp.where(x >= size, walk(x), x),
@@ -95,11 +95,11 @@ def _permuted(key: Array, positions: Array, size: Any, sides: tuple[Any, Any]) -
 
 def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> Array:
     """
-    ``batch_size`` distinct rows, independently at each step.
+    Draw ``batch_size`` distinct rows, independently at each step.
 
-    Above 32 rows the keyed bijection stands in for a shuffle: every ordered pair of rows is
-    equally likely as far as tests can tell, and so the mean and the covariance of a sum over
-    the rows are those of a shuffle. Larger subsets are not claimed to be uniform.
+    Above 32 rows the keyed bijection replaces a shuffle. Every ordered pair of rows is equally
+    likely as far as tests can tell, so that a sum over the rows has the mean and the covariance of
+    a shuffle. Larger subsets are not claimed to be uniform.
 
     :param key: random key of the chain and the plate.
     :param step: number of the step, an integer scalar.
@@ -124,11 +124,12 @@ def without_replacement(key: Array, step: Array, size: int, batch_size: int) -> 
 
 def without_replacement_so_far(key: Array, step: Array, size: Array, batch_size: int) -> Array:
     """
-    :func:`without_replacement` of as many rows as there are so far, a number that a program does
-    not know when it is compiled; at least 100, and as many as are drawn.
+    Draw distinct rows of a plate whose number of rows is a traced array.
+
+    It is :func:`without_replacement` for at least 100 rows, and at least ``batch_size`` rows.
     """
     count = size.astype(jnp.uint32)
-    # the last row of the rectangle may be beyond the end, and no more
+    # at most the last row of the rectangle is beyond the end
     width = jnp.ceil(jnp.sqrt(count.astype(jnp.float32))).astype(jnp.uint32)
     sides = (count + width - 1) // width, width
     return _permuted(random.fold_in(key, step), jnp.arange(batch_size), count, sides)
@@ -136,24 +137,23 @@ def without_replacement_so_far(key: Array, step: Array, size: Array, batch_size:
 
 def with_replacement(key: Array, step: Array, size: Any, batch_size: int) -> Array:
     """
-    ``batch_size`` rows, each uniform on ``[0, size)`` and independent of the others.
+    Draw ``batch_size`` rows, each uniform on ``[0, size)`` and independent of the others.
 
-    Parameters and result are those of :func:`without_replacement`.
+    Parameters and result are as in :func:`without_replacement`.
     """
     return random.randint(random.fold_in(key, step), (batch_size,), 0, size, jnp.int32)
 
 
 def epochs(key: Array, step: Array, size: int, batch_size: int) -> Array:
     """
-    Shuffled epochs: each row exactly once in every ``size`` rows drawn, in a new order
-    each time.
+    Draw rows in shuffled epochs: each row exactly once in every ``size`` rows drawn.
 
-    The steps read one endless stream of rows, ``batch_size`` at a time; its ``e``-th
+    The steps read one endless stream of rows, ``batch_size`` at a time. Its ``e``-th
     stretch of ``size`` rows is a permutation that belongs to ``e``. A minibatch that
     straddles two stretches takes rows from both, so ``batch_size`` need not divide
     ``size``.
 
-    Parameters and result are those of :func:`without_replacement`. Minibatches of one
+    Parameters and result are as in :func:`without_replacement`. Minibatches of one
     epoch are anti-correlated: the noise of the gradient is smaller than the noise of
     independent minibatches and must not be corrected for as if they were.
     """
@@ -166,7 +166,7 @@ def epochs(key: Array, step: Array, size: int, batch_size: int) -> Array:
     position = start + jnp.arange(batch_size, dtype=jnp.uint32)
     later = position >= size
     position = jnp.where(later, position - size, position)
-    # both by one program
+    # one program serves both epochs
     keys = jax.vmap(random.fold_in, (None, 0))(key, epoch + jnp.arange(2, dtype=jnp.uint32))
     this, following = jax.vmap(permute, (0, None, None))(keys, position, size)
     return jnp.where(later, following, this)
@@ -174,12 +174,13 @@ def epochs(key: Array, step: Array, size: int, batch_size: int) -> Array:
 
 def symmetric_sweeps(key: Array, step: Array, size: int, batch_size: int) -> Array:
     """
-    Forward and backward through a random partition of the rows into minibatches: with
-    :math:`m = N / n`, the steps :math:`1, \\dots, m, m, \\dots, 1` of a sweep, then a new
-    partition. The noises of the gradient in a sweep cancel to second order in the step size
-    (Paulin et al., 2024).
+    Draw rows in symmetric sweeps, forward and backward through a random partition.
 
-    Parameters and result are those of :func:`without_replacement`; ``batch_size`` must divide
+    With :math:`m = N / n` minibatches, a sweep has the steps :math:`1, \\dots, m, m, \\dots, 1`.
+    Each sweep has a new partition. The noises of the gradient in a sweep cancel to second order in
+    the step size (Paulin et al., 2024).
+
+    Parameters and result are as in :func:`without_replacement`; ``batch_size`` must divide
     ``size``. The noise must not be corrected for as if minibatches were independent.
 
     :raises ValueError: if the rows cannot be divided into minibatches of this size.
@@ -202,17 +203,19 @@ def symmetric_sweeps(key: Array, step: Array, size: int, batch_size: int) -> Arr
 
 def blocks(key: Array, step: Array, size: int, batch_size: int) -> Array:
     """
-    Contiguous blocks: :math:`m` stretches of :math:`n / m` neighbouring rows, independently at
-    each step, :math:`m` as in :func:`sub_batches`. The rows are a circle that is cut at a random
-    place into stretches of this length, of which :math:`m` are drawn without replacement: every
-    row is as likely as any other, whether or not the length divides :math:`N`.
+    Draw contiguous blocks of neighbouring rows, independently at each step.
 
-    Neighbours cost a disk or a memory much less than as many rows in different places. Where
+    There are :math:`m` stretches of :math:`n / m` rows, with :math:`m` as in :func:`sub_batches`.
+    The rows are a circle that is cut at a random place into stretches of this length, and
+    :math:`m` stretches are drawn without replacement. All rows are equally likely, whether or not
+    the length divides :math:`N`.
+
+    Reading neighbouring rows costs a disk or a memory much less than reading scattered rows. If
     neighbouring rows are no more alike than others, the noise of the gradient is that of
-    :func:`without_replacement`; where they are alike, of sorted rows above all, it is larger, by
-    up to the length of a stretch: shuffle the rows once.
+    :func:`without_replacement`. If they are alike, as in sorted data, the noise is larger by up to
+    the length of a stretch: shuffle the rows once.
 
-    Parameters and result are those of :func:`without_replacement`. The noise must be estimated
+    Parameters and result are as in :func:`without_replacement`. The noise must be estimated
     from whole stretches (:func:`~numpyro_sgmcmc.gradients.estimators.sub_batch_gradient`).
 
     **References:**
@@ -246,8 +249,10 @@ def _far_blocks(key: Array, step: Array, size: int, batch_size: int) -> Pair:
 
 def sub_batches(batch_size: int) -> int:
     """
-    The number of sub-batches of a minibatch: the smallest divisor of ``batch_size`` that is
-    at least 10, or ``batch_size`` itself if it is smaller.
+    Return the number of sub-batches of a minibatch.
+
+    It is the smallest divisor of ``batch_size`` that is at least 10, or ``batch_size`` itself if it
+    is smaller.
 
     :raises ValueError: if there is a single row, which shows no spread.
     """
@@ -261,7 +266,7 @@ def sub_batches(batch_size: int) -> int:
 
 
 def _multiply_divmod(x: Array, factor: int, divisor: int) -> tuple[Array, Array]:
-    """``divmod(x * factor, divisor)`` for ``x < divisor < 2**31`` without overflow in 32 bits."""
+    """Return ``divmod(x * factor, divisor)`` for ``x < divisor < 2**31`` in 32 bits."""
     quotient, remainder = jnp.uint32(0), jnp.uint32(0)
     for bit in f"{factor:b}":
         quotient, remainder = 2 * quotient, 2 * remainder
@@ -275,7 +280,7 @@ def _multiply_divmod(x: Array, factor: int, divisor: int) -> tuple[Array, Array]
 
 
 class DrawnAlike(Rows):
-    """Rows each of which is as likely as any other, drawn by a scheme."""
+    """Rows that a scheme draws with equal probabilities."""
 
     def __init__(self, scheme: "Scheme", size: int, batch_size: int) -> None:
         self.scheme, self.size, self.batch_size = scheme, size, batch_size
@@ -289,7 +294,7 @@ class DrawnAlike(Rows):
 
 
 class FarRows(DrawnAlike):
-    """More rows than 2\\ :sup:`31`, with numbers in pairs."""
+    """Rows of a plate of more than 2\\ :sup:`31` rows, with row numbers in pairs."""
 
     def draw(self, key: Array, step: Array) -> DrawnRows:
         assert self.scheme.draw_far is not None
@@ -298,7 +303,7 @@ class FarRows(DrawnAlike):
 
 class Scheme(NamedTuple):
     """
-    A scheme of subsampling: all that the other rooms know of it.
+    Scheme of subsampling: its functions and its properties.
 
     - **draw** - the function that draws the rows of a step.
     - **independent** - whether the minibatches of different steps are independent, so that the
@@ -306,10 +311,9 @@ class Scheme(NamedTuple):
     - **distinct** - whether no row is drawn twice into a minibatch.
     - **blocks** - whether neighbouring rows are drawn together, so that the noise must be
       estimated from whole blocks.
-    - **draw_so_far** - the same as ``draw`` for a number of rows that is an array, or None.
-    - **draw_far** - the same for more rows than 2\\ :sup:`31`, or None.
-    - **kind** - the class of the rows, where they are not all drawn alike, or do not all count
-      alike.
+    - **draw_so_far** - ``draw`` for a number of rows that is an array, or None.
+    - **draw_far** - ``draw`` for more than 2\\ :sup:`31` rows, or None.
+    - **kind** - the class of the rows, a special one if rows differ in probability or weight.
     """
 
     draw: Callable[[Array, Array, int, int], Array]
@@ -321,22 +325,24 @@ class Scheme(NamedTuple):
     kind: Callable[["Scheme", int, int], Rows] = DrawnAlike
 
     def rows(self, size: int, batch_size: int) -> Rows:
-        """The rows of a plate."""
+        """Return the rows of a plate that this scheme draws."""
         kind = FarRows if row_numbers.needs_64_bits(size) else self.kind
         return kind(self, size, batch_size)
 
     def factor(self, size: Any, batch_size: int) -> Any:
         """
-        The variance of a mean over a minibatch, relative to rows drawn with replacement:
-        :math:`1 - n / N` where rows or blocks of rows are drawn without replacement, else 1, and
-        1 for minibatches that are not independent, whose noise is never corrected for.
+        Return the variance of a mean over a minibatch, relative to rows drawn with replacement.
+
+        It is :math:`1 - n / N` if rows or blocks of rows are drawn without replacement, and 1
+        otherwise. It is 1 for minibatches that are not independent, whose noise is never corrected
+        for.
 
         It goes with the sample variance that has :math:`n - 1` in its denominator.
         """
         return 1.0 - batch_size / size if self.distinct and self.independent else 1.0
 
 
-#: The schemes by the word that selects them.
+#: Schemes by the word that selects them.
 SCHEMES: dict[str, Scheme] = {
     "without_replacement": Scheme(
         without_replacement,

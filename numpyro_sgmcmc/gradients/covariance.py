@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Ways to hold the covariance :math:`V` of the gradient's noise, and the functions of it that
-the integrators need.
+Representations of the covariance :math:`V` of the gradient's noise, and functions of :math:`V`.
 
-A way to hold it is an object without data; the covariance itself is an array or a tuple of
-arrays, and goes into the state of a chain. Functions :math:`f(V)` of it, the inverse and the
-exponential among them, are applied to a vector by a few steps of the Lanczos process, which
-needs nothing but products :math:`V p`; for the diagonal they are exact.
+A representation is an object without data. The covariance itself is an array or a tuple of
+arrays, and is part of the state of a chain. Functions :math:`f(V)` that the integrators need, such
+as the inverse and the exponential, are applied to a vector by a few steps of the Lanczos process,
+which needs only products :math:`V p`. For the diagonal they are exact.
 """
 
 from abc import abstractmethod
@@ -20,76 +19,77 @@ import jax
 from jax import Array, lax
 import jax.numpy as jnp
 
-#: A function of a real number that is applied to the eigenvalues of the covariance.
+#: Function of a real number that is applied to the eigenvalues of the covariance.
 Function = Callable[[Array], Array]
 
-#: The full covariance takes memory d^2 for each chain and time d^2 for each step.
+#: Largest dimension of a full covariance: it takes memory d^2 for each chain and time d^2 for each
+#: step.
 MAX_FULL_DIMENSION = 1_000
 
 #: Steps of the Lanczos process: relative error of an inverse 3e-3 at condition number 25.
 LANCZOS_STEPS = 16
 
-#: The same where no entry of the diagonal is more than a quarter of what is added to it:
-#: relative error of the inverse 1e-4.
+#: Steps of the Lanczos process if every diagonal entry is at most a quarter of the term that is
+#: added to the covariance: relative error of the inverse 1e-4.
 FEW_LANCZOS_STEPS = 6
 
 
 class Covariance:
-    """The representation of a covariance of :math:`d` coordinates, an object without data."""
+    """Representation of a covariance of :math:`d` coordinates, an object without data."""
 
-    #: steps of the Lanczos process
+    #: number of steps of the Lanczos process
     lanczos_steps: int
 
     @property
     def freedom(self) -> int:
-        """How many numbers beyond the diagonal are to be known for each coordinate."""
+        """The number of parameters beyond the diagonal for each coordinate."""
         return 0
 
     @abstractmethod
     def zeros(self, dimension: int, dtype: Any) -> Any:
-        """The covariance 0."""
+        """Return the covariance 0."""
 
     @abstractmethod
     def outer(self, samples: Array) -> Any:
         """
-        The covariance :math:`\\sum_k z_k z_k^\\top`.
+        Return the covariance :math:`\\sum_k z_k z_k^\\top`.
 
         :param samples: :math:`z_k`, shape ``(k, d)``.
         """
 
     def add(self, keep: Array | float, first: Any, weight: Array | float, second: Any) -> Any:
-        """``keep * first + weight * second``."""
+        """Return ``keep * first + weight * second``."""
         return jax.tree.map(lambda a, b: keep * a + weight * b, first, second)
 
     @abstractmethod
     def product(self, covariance: Any, vector: Array) -> Array:
-        """:math:`V p`, shape ``(d,)``."""
+        """Return :math:`V p`, shape ``(d,)``."""
 
     @abstractmethod
     def trace(self, covariance: Any, probe: Array) -> Array:
         """
-        The trace of :math:`V`.
+        Return the trace of :math:`V`.
 
-        :param probe: a standard normal vector, for an unbiased estimate where :math:`V` is
-            known by its products only.
+        :param probe: a standard normal vector, for an unbiased estimate if only products with
+            :math:`V` are available.
         """
 
     def on(self, covariance: Any, vector: Array) -> "OnVector":
-        """:math:`V` for its functions of one vector :math:`p`, an object of arrays."""
+        """Return :math:`V` with one vector :math:`p`, for several functions of :math:`V`."""
         return _lanczos(self, covariance, vector)
 
     def apply(self, covariance: Any, function: Function, vector: Array) -> Array:
-        """:math:`f(V) p`, shape ``(d,)``."""
+        """Return :math:`f(V) p`, shape ``(d,)``."""
         return self.on(covariance, vector).apply(function)
 
     def largest(self, covariance: Any, vector: Array) -> Array:
-        """The largest eigenvalue that is met in applying a function to ``vector``."""
+        """Return the largest eigenvalue in the Krylov space of ``vector``."""
         return jnp.max(_lanczos(self, covariance, vector).eigenvalues)
 
 
 @dataclass(frozen=True)
 class Diagonal(Covariance):
-    """The variance of every coordinate, shape ``(d,)``."""
+    """Representation by the variance of every coordinate, shape ``(d,)``."""
 
     def zeros(self, dimension: int, dtype: Any) -> Array:
         return jnp.zeros((dimension,), dtype)
@@ -113,10 +113,10 @@ class Diagonal(Covariance):
 @dataclass(frozen=True)
 class Full(Covariance):
     """
-    The matrix, shape ``(d, d)``.
+    Representation by the full matrix, shape ``(d, d)``.
 
     :param int dimension: :math:`d`.
-    :param int lanczos_steps: steps of the Lanczos process for a function of it.
+    :param int lanczos_steps: steps of the Lanczos process for a function of the covariance.
     """
 
     dimension: int
@@ -141,10 +141,10 @@ class Full(Covariance):
 
 class LowRankPlusDiagonal(NamedTuple):
     """
-    :math:`V = F^\\top F + \\operatorname{diag}(s)`.
+    Covariance :math:`V = F^\\top F + \\operatorname{diag}(s)`.
 
     - **factors** - :math:`F`, shape (r, d), the leading directions.
-    - **diagonal** - :math:`s`, shape (d,), the variance outside of them.
+    - **diagonal** - :math:`s`, shape (d,), the variance outside of the leading directions.
     """
 
     factors: Array
@@ -154,12 +154,14 @@ class LowRankPlusDiagonal(NamedTuple):
 @dataclass(frozen=True)
 class LowRank(Covariance):
     """
-    The leading directions and the variance of every coordinate outside of them, a
-    :class:`LowRankPlusDiagonal`. The sum of two is cut to the leading directions again; what
-    is cut goes to the diagonal, so that the diagonal of :math:`V` is always exact.
+    Representation by the leading directions and the remaining variance of every coordinate.
+
+    The covariance is a :class:`LowRankPlusDiagonal`. The sum of two is cut to the leading
+    directions again. The rest goes to the diagonal, so that the diagonal of :math:`V` is always
+    exact.
 
     :param int rank: number of leading directions.
-    :param int lanczos_steps: steps of the Lanczos process for a function of it.
+    :param int lanczos_steps: steps of the Lanczos process for a function of the covariance.
     """
 
     rank: int
@@ -204,8 +206,9 @@ class LowRank(Covariance):
 @dataclass(frozen=True)
 class MatrixFree(Covariance):
     """
-    The product :math:`p \\mapsto V p` itself, a function: nothing of the size of the matrix
-    is held, and nothing is averaged. A product costs as much as a gradient or two.
+    Representation by the product :math:`p \\mapsto V p`, a function.
+
+    No matrix is held, and nothing is averaged. A product costs one or two gradients.
     """
 
     lanczos_steps: int = 5
@@ -221,19 +224,19 @@ class MatrixFree(Covariance):
 
 
 def column_sums(matrix: Array) -> Array:
-    """The sum over the first axis, by a product: XLA's reduction takes several times as long."""
+    """Return the sum over the first axis, by a product: XLA's reduction is several times slower."""
     return jnp.matmul(jnp.ones(matrix.shape[0], matrix.dtype), matrix, precision="highest")
 
 
 class OnVector(Protocol):
-    """A covariance :math:`V` and a vector :math:`p`."""
+    """Covariance :math:`V` and vector :math:`p`, for products :math:`f(V) p`."""
 
     def apply(self, function: Function) -> Array:
-        """:math:`f(V) p`, shape ``(d,)``."""
+        """Return :math:`f(V) p`, shape ``(d,)``."""
 
 
 class _Entries(NamedTuple):
-    """The variances, and the vector, both of shape (d,)."""
+    """Diagonal covariance and a vector, both of shape (d,)."""
 
     variances: Array
     vector: Array
@@ -244,11 +247,11 @@ class _Entries(NamedTuple):
 
 class _Lanczos(NamedTuple):
     """
-    The covariance on the space spanned by :math:`p, V p, V^2 p, \\dots`.
+    Covariance on the Krylov space spanned by :math:`p, V p, V^2 p, \\dots`.
 
-    - **basis** - an orthonormal basis, shape (k, d), its first vector along :math:`p`.
-    - **eigenvalues** - of :math:`V` on that space, shape (k,).
-    - **eigenvectors** - in the basis, shape (k, k).
+    - **basis** - an orthonormal basis, shape (k, d), with its first vector along :math:`p`.
+    - **eigenvalues** - eigenvalues of :math:`V` on that space, shape (k,).
+    - **eigenvectors** - eigenvectors in the basis, shape (k, k).
     - **norm** - :math:`|p|`.
     """
 
@@ -263,7 +266,7 @@ class _Lanczos(NamedTuple):
 
 
 def _lanczos(representation: Covariance, covariance: Any, vector: Array) -> _Lanczos:
-    """The Lanczos process, Golub and Van Loan, *Matrix Computations*, section 10.1."""
+    """Run the Lanczos process, Golub and Van Loan, *Matrix Computations*, section 10.1."""
     norm = jnp.linalg.norm(vector)
     tiny = jnp.finfo(vector.dtype).tiny
     steps = min(representation.lanczos_steps, vector.shape[0])
@@ -274,7 +277,7 @@ def _lanczos(representation: Covariance, covariance: Any, vector: Array) -> _Lan
         diagonal = here @ image
         image = image - diagonal * here
         following = jnp.linalg.norm(image)
-        # nothing is left but rounding errors once the space is invariant
+        # only rounding errors remain once the space is invariant
         ended = following <= 1e-5 * (jnp.abs(diagonal) + coupling) + tiny
         following = jnp.where(ended, 0.0, following)
         there = jnp.where(ended, 0.0, image / jnp.where(ended, 1.0, following))

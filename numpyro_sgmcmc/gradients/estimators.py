@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Gradient oracles: the gradient of the minibatch potential, and what one minibatch tells
-about the covariance of its noise.
+Gradient oracles: the minibatch gradient, and one minibatch's estimate of its noise covariance.
 
 With :math:`g_i = \\nabla \\log p(x_i \\mid \\theta)`, a minibatch of :math:`n` of :math:`N`
 rows gives :math:`\\tilde g = \\nabla \\tilde U(\\theta)` with noise of covariance
@@ -30,29 +29,29 @@ from numpyro_sgmcmc.posterior.handlers import BatchRows
 from numpyro_sgmcmc.posterior.potential import Potential, Rows
 from numpyro_sgmcmc.posterior.target import Target
 
-#: Gradients of single rows are held for as many rows at once as make this many numbers.
+#: Numbers in the gradients of single rows that are held at once.
 PER_EXAMPLE_NUMBERS = 2**24
 
 
 class Evaluation(NamedTuple):
-    """What one minibatch says at one position."""
+    """Evaluation of the potential by one minibatch at one position."""
 
     #: minibatch potential, a scalar
     potential: Array
     #: its gradient, shape (d,)
     gradient: Array
-    #: estimate of the covariance V of the gradient's noise, in the form in which it is
-    #: held (:mod:`numpyro_sgmcmc.gradients.covariance`); None where the method does not ask for one
+    #: estimate of the covariance V of the gradient's noise, in its representation
+    #: (:mod:`numpyro_sgmcmc.gradients.covariance`), or None if the method does not need it
     noise: Any = None
 
 
-#: A gradient oracle: position, shape (d,), to evaluation.
+#: Gradient oracle: function of a position, shape (d,), that returns an evaluation.
 Gradient = Callable[[Array], Evaluation]
 
 
 def minibatch_gradient(potential: Potential, rows: Rows, rng_key: Array) -> Gradient:
     """
-    The gradient of the minibatch potential.
+    Return the oracle of the gradient of the minibatch potential.
 
     :param potential: the minibatch potential :math:`\\tilde U(\\theta; S)`.
     :param rows: rows :math:`S` of the minibatch, for each subsampled plate.
@@ -76,8 +75,9 @@ def sub_batch_gradient(
     groups: Mapping[str, Sequence[Group]] = {},
 ) -> Gradient:
     """
-    The gradient of the minibatch potential with an estimate of the covariance of its
-    noise, from the spread of the gradients of :math:`m` sub-batches of equal size:
+    Return the oracle of the gradient and its noise covariance from sub-batches.
+
+    The estimate comes from the spread of the gradients of :math:`m` sub-batches of equal size:
 
     .. math::
 
@@ -86,11 +86,11 @@ def sub_batch_gradient(
             \\sum_{k=1}^{m} (\\tilde g_k - \\tilde g)(\\tilde g_k - \\tilde g)^\\top .
 
     :math:`\\hat V` is unbiased. The noise of several plates is estimated one plate at a
-    time, with the full minibatch of the others, and added up; rows of nested plates
-    interact, and that part is counted once for each plate.
+    time, with the full minibatch of the others, and added up. Rows of nested plates
+    interact, and the noise of the interaction is counted once for each plate.
 
-    Of stratified minibatches each sub-batch is of one stratum, and the spread is that within the
-    strata: with :math:`m_h` sub-batches of mean :math:`\\tilde g_h` in stratum :math:`h`,
+    In stratified minibatches each sub-batch is of one stratum, and the spread is the spread within
+    the strata: with :math:`m_h` sub-batches of mean :math:`\\tilde g_h` in stratum :math:`h`,
 
     .. math::
 
@@ -99,13 +99,13 @@ def sub_batch_gradient(
 
     :param potential: the minibatch potential.
     :param rows: rows of the minibatch for each subsampled plate.
-    :param rng_key: key for a potential that is itself random; each sub-batch gets its own.
-    :param factors: the finite-population factor :math:`f` for each plate; where it is 0
-        there is no noise to estimate and :math:`\\hat V = 0`.
-    :param representation: how :math:`\\hat V` is held.
-    :param groups: the sub-batches of each stratum, of plates whose minibatches are stratified.
+    :param rng_key: key for a potential that is itself random; each sub-batch gets its own key.
+    :param factors: the finite-population factor :math:`f` for each plate. A plate with factor 0
+        has no noise, and :math:`\\hat V = 0`.
+    :param representation: the representation of :math:`\\hat V`.
+    :param groups: the sub-batches of each stratum, for plates with stratified minibatches.
     :return: the oracle :math:`\\theta \\mapsto (\\tilde U, \\nabla \\tilde U, \\hat V)`, at the
-        cost of one gradient and memory for :math:`m` of them for each plate.
+        cost of one gradient, with memory for :math:`m` gradients for each plate.
     """
 
     def gradient(position: Array) -> Evaluation:
@@ -125,7 +125,7 @@ def sub_batch_gradient(
                 samples = spread * jnp.sqrt(factors[name] / (count * (count - 1)))
             one = representation.outer(samples)
             noise = one if noise is None else representation.add(1.0, noise, 1.0, one)
-            # each plate's sub-batches average to the same minibatch gradient
+            # the sub-batches of every plate average to one minibatch gradient
             evaluation = Evaluation(potentials.mean(), mean)
         if evaluation is None:
             nothing = representation.zeros(position.shape[0], position.dtype)
@@ -143,15 +143,17 @@ def per_example_gradient(
     representation: Covariance,
 ) -> Gradient:
     """
-    As :func:`sub_batch_gradient` with a sub-batch for each row, :math:`m = n`: the empirical
+    Return the oracle of the gradient and its noise covariance from single rows.
+
+    It is :func:`sub_batch_gradient` with a sub-batch for each row, :math:`m = n`: the empirical
     covariance of the gradients of the single rows, eq. (19) of Shang et al. (2015) times
-    :math:`f N^2 / n`. The least noisy of the estimates and the dearest one.
+    :math:`f N^2 / n`. It is the least noisy and the most expensive estimate.
 
-    Gradients are made for chunks of rows of at most 2\\ :sup:`24` numbers together (64 MiB in
-    single precision) or a single row, whatever :math:`n` is.
+    Gradients are computed for chunks of rows, of at most 2\\ :sup:`24` numbers together (64 MiB in
+    single precision) or of a single row, for any :math:`n`.
 
-    Parameters and result are those of :func:`sub_batch_gradient`; a random potential has the
-    same randomness for each row.
+    Parameters and result are as in :func:`sub_batch_gradient`. A random potential has equal
+    randomness for all rows.
     """
 
     def gradient(position: Array) -> Evaluation:
@@ -187,19 +189,21 @@ def two_cotangent_gradient(
     representation: Covariance,
 ) -> Gradient:
     """
-    The gradient of the minibatch potential and, from the same forward pass, one vector
-    :math:`z` with the covariance of its noise, by random signs :math:`s_i = \\pm 1` for
-    cotangents of the contributions :math:`t_i = (N / n) \\ell_i` of the rows:
+    Return the oracle of the gradient and its noise covariance from two cotangents.
+
+    One forward pass gives the gradient of the minibatch potential and a vector :math:`z` with the
+    covariance of its noise, by random signs :math:`s_i = \\pm 1` for cotangents of the
+    contributions :math:`t_i = (N / n) \\ell_i` of the rows:
 
     .. math::
 
         z = \\sqrt{\\frac{f n}{n - 1}} \\sum_{i=1}^{n} (s_i - \\bar s) \\nabla t_i,
         \\qquad \\hat V = z z^\\top .
 
-    :math:`\\hat V` is unbiased; being of rank one it needs a long average. The signs of
-    several plates are independent.
+    :math:`\\hat V` is unbiased. It has rank one and needs a long average. The signs of several
+    plates are independent.
 
-    Parameters are those of :func:`sub_batch_gradient`.
+    Parameters are as in :func:`sub_batch_gradient`.
 
     :return: the oracle, at the cost of one forward and two backward passes, with memory for
         two gradients.
@@ -232,21 +236,23 @@ def product_gradient(
     others: Rows,
 ) -> Gradient:
     """
-    The gradient of the minibatch potential, and the covariance of its noise as a function
-    :math:`p \\mapsto \\hat V p`, from the rows of another minibatch: at the same position, but
-    independent of the noise of this gradient. With :math:`J` the Jacobian of what these
-    rows contribute to the log density, the vector :math:`t` of entries
-    :math:`(N / n) \\ell_i`,
+    Return the oracle of the gradient and products with its noise covariance.
+
+    The covariance is a function :math:`p \\mapsto \\hat V p` at the position of the gradient. It
+    comes from the rows of another minibatch, independent of the noise of the gradient. With
+    :math:`J` the Jacobian of the vector :math:`t` of contributions :math:`(N / n) \\ell_i` of these
+    rows to the log density,
 
     .. math::
 
         \\hat V p = \\frac{f n}{n - 1} J^\\top (q - \\bar q), \\qquad q = J p,
 
-    one forward-mode and one reverse-mode derivative, and memory for a few gradients.
+    at the cost of one forward-mode and one reverse-mode derivative, with memory for a few
+    gradients.
 
     :param others: rows of the other minibatch for each subsampled plate.
 
-    The other parameters are those of :func:`sub_batch_gradient`.
+    The other parameters are as in :func:`sub_batch_gradient`.
     """
 
     def gradient(position: Array) -> Evaluation:
@@ -271,22 +277,24 @@ def product_gradient(
 
 def over_devices(gradient: Gradient, target: Target, rng_key: Array) -> Gradient:
     """
-    The gradient of all devices from that of each, on its own rows: with :math:`\\hat V_p` for the
-    noise of device :math:`p`, whose rows are drawn independently of the others',
+    Return the oracle over all devices from the oracle of each device on its own rows.
+
+    With :math:`\\hat V_p` for the noise of device :math:`p`, whose rows are drawn independently of
+    the rows of other devices,
 
     .. math::
 
         \\tilde g = \\frac1P \\sum_p \\tilde g_p, \\qquad
         \\hat V = \\frac{1}{P^2} \\sum_p \\hat V_p .
 
-    It is one all-reduce; a covariance known by its products takes another for each product. Of
-    factors :math:`\\hat V_p = F_p^\\top F_p + \\operatorname{diag}(s_p)` a mean with random signs,
-    :math:`F = \\frac1P \\sum_p \\operatorname{diag}(\\pm 1) F_p`, is as large as that of a single
-    device, and :math:`F^\\top F` is unbiased.
+    The cost is one all-reduce. A covariance represented by its products takes another all-reduce
+    for each product. Factors of :math:`\\hat V_p = F_p^\\top F_p + \\operatorname{diag}(s_p)` are
+    averaged with random signs, :math:`F = \\frac1P \\sum_p \\operatorname{diag}(\\pm 1) F_p`: the
+    mean is as large as the factor of a single device, and :math:`F^\\top F` is unbiased.
 
     :param gradient: the oracle of this device.
-    :param target: where the data lie; without devices the oracle stays as it is.
-    :param rng_key: for the signs, another one on each device.
+    :param target: the model with its layout on devices. Without devices the oracle is unchanged.
+    :param rng_key: key for the signs, different on each device.
     """
     if target.shards is None:
         return gradient
@@ -312,7 +320,7 @@ def over_devices(gradient: Gradient, target: Target, rng_key: Array) -> Gradient
     return everywhere
 
 
-#: The estimates of the noise covariance that can be averaged, by the word that selects them.
+#: Estimators of the noise covariance that can be averaged, by the word that selects them.
 ESTIMATORS: dict[str, Callable[..., Gradient]] = {
     "sub_batches": sub_batch_gradient,
     "two_cotangents": two_cotangent_gradient,
@@ -322,8 +330,10 @@ ESTIMATORS: dict[str, Callable[..., Gradient]] = {
 
 def _within(groups: Sequence[Group]) -> np.ndarray:
     """
-    From the gradients of all sub-batches to vectors :math:`z_k` with :math:`\\hat V = \\sum_k z_k
-    z_k^\\top`: of each stratum with noise the deviations from its mean.
+    Return the matrix that maps gradients of sub-batches to deviations within strata.
+
+    The deviations are vectors :math:`z_k` with :math:`\\hat V = \\sum_k z_k z_k^\\top`, for each
+    stratum with noise.
     """
     count, parts = groups[-1].stop, []
     for start, stop, factor in groups:
@@ -338,26 +348,26 @@ def _noisy(rows: Rows, factors: Mapping[str, float]) -> list[str]:
 
 
 def _has_noise(factor: Any) -> bool:
-    # the number of rows that keep coming is not known where a program is traced
+    # the number of rows that keep coming is traced, and so is the factor
     return isinstance(factor, Array) or factor > 0
 
 
 def _signs(rng_key: Array, count: int) -> Array:
-    """Random signs, 32 of each random word: drawing a word for each costs as much as a gradient."""
+    """Draw random signs, 32 of each random word: a word for each sign would cost a gradient."""
     words = random.bits(rng_key, (-(-count // 32), 1), jnp.uint32)
     bits = (words >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return 1 - 2 * bits.ravel()[:count].astype(jnp.int32)
 
 
 def _shaped(rows: BatchRows, shape: tuple[int, ...], axes: int = 1) -> BatchRows:
-    """With another shape in the place of the first axes."""
+    """Return rows with another shape in the place of the first axes."""
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[axes:]), rows)
 
 
 def _on_rows_of(
     name: str, potential: Potential, position: Array, rows: Rows
 ) -> Callable[[BatchRows, Array], tuple[Array, Array]]:
-    """Potential and gradient with other rows of one plate."""
+    """Return the function for potential and gradient with other rows of one plate."""
 
     values = potential.values(position)
 

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""How a kernel comes to know the covariance of its gradient's noise."""
+"""Estimation of the covariance of a kernel's gradient noise."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,44 +35,47 @@ from numpyro_sgmcmc.posterior.target import Target
 
 COVARIANCES = ("diagonal", "full", "low_rank", "matrix_free")
 
-#: The full matrix is the default up to this many parameters.
+#: Largest number of parameters for which the full matrix is the default.
 FULL_BY_DEFAULT = 100
 
-#: Directions of a low-rank covariance, if nothing else is said.
+#: Default number of directions of a low-rank covariance.
 _RANK = 20
 
-#: An average keeps at least this many steps, and of the observed directions at least so many
-#: for itself and so many for each direction of its representation: its own error then widens or
-#: narrows the draws by less than about one per cent.
+#: Smallest number of steps in an average, of observed directions, and of observed directions for
+#: each direction of the representation. The error of the average then widens or narrows the draws
+#: by less than about one per cent.
 _FEWEST_STEPS, _FEWEST_DIRECTIONS, _DIRECTIONS_FOR_EACH = 50, 900, 100
 
-#: Noise of this variance, in units of the curvature, is too small for its directions to matter.
+#: Variance of the noise, in units of the curvature, below which its directions do not matter.
 _LITTLE_NOISE = 0.05
 
 
 @dataclass(frozen=True)
 class NoiseEstimate:
     """
-    How the covariance of the gradient's noise is estimated.
+    Settings for estimating the covariance of the gradient's noise.
 
-    It is the argument ``noise`` of the kernels that correct for that noise; what is left out is
-    decided by the model and the tuning. ``noise="full"`` of a kernel is short for
+    It is the argument ``noise`` of the kernels that correct for that noise. The model and the
+    tuning decide settings that are left out. The shorthand ``noise="full"`` of a kernel means
     ``noise=NoiseEstimate(covariance="full")``.
 
-    :param str covariance: how the estimate :math:`\\hat V` is represented: ``"diagonal"``;
-        ``"full"``, at most 1,000 parameters; ``"low_rank"``, the leading directions and the
-        diagonal; or ``"matrix_free"``, products only, with :math:`V(\\theta)` at the current
-        position from an independent minibatch and nothing averaged. None is ``"full"`` for up to
-        100 parameters; above, ``"diagonal"``, and ``"low_rank"`` if the tuning has measured more
-        than a little noise.
-    :param str estimator: how it is observed: ``"sub_batches"``, the default, ``"two_cotangents"``
-        or ``"per_example"``; see :mod:`numpyro_sgmcmc.gradients.estimators`.
-    :param window: number of steps over which it is averaged; ``math.inf`` for all steps since the
-        start, as in the paper. None is enough for an error of the average that widens the draws by
-        less than a per cent: 100 steps for the diagonal, more in proportion to the number of
-        parameters for the full matrix.
+    :param str covariance: representation of the estimate :math:`\\hat V`. It is one of
+
+        - ``"diagonal"``: the variance of each coordinate;
+        - ``"full"``: the matrix, for at most 1,000 parameters;
+        - ``"low_rank"``: the leading directions and the diagonal;
+        - ``"matrix_free"``: products only, with :math:`V(\\theta)` at the current position from an
+          independent minibatch, and nothing averaged.
+
+        None is ``"full"`` for up to 100 parameters. Above, it is ``"diagonal"``, or ``"low_rank"``
+        if the tuning has measured more than a little noise.
+    :param str estimator: estimator of single minibatches: ``"sub_batches"``, the default,
+        ``"two_cotangents"`` or ``"per_example"``; see :mod:`numpyro_sgmcmc.gradients.estimators`.
+    :param window: number of steps of the average; ``math.inf`` for all steps since the start, as in
+        the paper. With None the error of the average widens the draws by less than a per cent: 100
+        steps for the diagonal, more in proportion to the number of parameters for the full matrix.
     :param int rank: number of leading directions of ``covariance="low_rank"``; None is 20.
-    :raises ValueError: if an argument has no meaning, or would be ignored, naming it.
+    :raises ValueError: if an argument has no meaning, or would be ignored. The message names it.
 
     **Example:**
 
@@ -114,21 +117,23 @@ class NoiseEstimate:
 
     @property
     def can_stratify(self) -> bool:
-        """Whether it is right for stratified minibatches too."""
+        """True if the estimate is correct for stratified minibatches too."""
         return self.covariance != "matrix_free" and self.estimator in (None, "sub_batches")
 
     def resolved(
         self, target: Target, level: float | None = None, lanczos_steps: int = LANCZOS_STEPS
     ) -> "RunningCovariance":
         """
-        The estimate for a model: whatever was left open is decided by its size and, in the
-        coordinates of a tuned metric, by the level of the noise.
+        Return the estimate for a model, with all settings decided.
 
-        :param target: the model, and how its rows are drawn.
-        :param float level: the largest variance of the noise, in units of the curvature, where it
-            has been measured.
+        Open settings are decided by the number of parameters and, in the coordinates of a tuned
+        metric, by the level of the noise.
+
+        :param target: the model with its data and its scheme of subsampling.
+        :param float level: the largest variance of the noise, in units of the curvature, if
+            measured.
         :param int lanczos_steps: steps of the Lanczos process for functions of the covariance.
-        :raises ValueError: if the model or the scheme of subsampling cannot serve it.
+        :raises ValueError: if the estimate does not fit the model or the scheme of subsampling.
         """
         plates, dimension = target.model.plates, target.model.dimension
         factors = target.factors
@@ -139,7 +144,7 @@ class NoiseEstimate:
             elif dimension <= FULL_BY_DEFAULT:
                 covariance = "full"
             else:
-                # a tuned step is as long as the noise allows, in all of its directions
+                # a tuned step is as long as the noise allows, so that all its directions matter
                 covariance = "diagonal" if level is None else "low_rank"
         if target.scheme.blocks and (covariance == "matrix_free" or estimator != "sub_batches"):
             raise ValueError(
@@ -179,7 +184,7 @@ class NoiseEstimate:
 
 def estimate_rank(estimator: str, batch_size: int) -> int:
     """
-    How many independent directions one estimate from ``batch_size`` rows sees.
+    Return the number of independent directions in one estimate from ``batch_size`` rows.
 
     :raises ValueError: if there is a single row, which shows no spread.
     """
@@ -190,18 +195,20 @@ def estimate_rank(estimator: str, batch_size: int) -> int:
 @dataclass(frozen=True)
 class RunningCovariance:
     """
-    The estimate :math:`\\hat V` of the covariance of the gradient's noise,
+    Running estimate :math:`\\hat V` of the covariance of the gradient's noise.
+
+    It is the average
 
     .. math::
 
         \\hat V_t = (1 - \\kappa_t) \\hat V_{t-1} + \\kappa_t V(\\theta),
             \\qquad \\kappa_t = \\max(1 / t, 1 / \\text{window}),
 
-    of what single minibatches show, :math:`V(\\theta)`. A step uses :math:`\\hat V_{t-1}`,
-    since what a minibatch shows is correlated with the noise of its own gradient.
+    of the estimates :math:`V(\\theta)` of single minibatches. A step uses :math:`\\hat V_{t-1}`,
+    since the estimate of a minibatch is correlated with the noise of its own gradient.
 
-    It is what a :class:`NoiseEstimate` means for one model: words and numbers that are part of a
-    compiled step. The average itself is in the state of a chain.
+    The object is a :class:`NoiseEstimate` resolved for one model: words and numbers that are part
+    of a compiled step. The average itself is in the state of a chain.
     """
 
     covariance: str
@@ -212,16 +219,16 @@ class RunningCovariance:
     factors: tuple[tuple[str, float], ...]
 
     def start(self, position: Array) -> tuple[Any, Array]:
-        """No covariance, from no minibatches."""
+        """Return the initial average: covariance zero, from zero minibatches."""
         zeros = self.representation.zeros(position.shape[0], position.dtype)
         return zeros, jnp.zeros((), jnp.int32)
 
     def current(self, average: Any, evaluation: Evaluation) -> Any:
-        """The covariance for this step."""
+        """Return the covariance for this step."""
         return evaluation.noise if self.covariance == "matrix_free" else average
 
     def update(self, average: Any, count: Array, evaluation: Evaluation) -> tuple[Any, Array]:
-        """The average and the number of minibatches for the next step."""
+        """Return the average and the number of minibatches for the next step."""
         count = count + 1
         if self.covariance == "matrix_free":
             return average, count
@@ -238,13 +245,13 @@ def gradient_oracle(
     noise: RunningCovariance | None = None,
 ) -> Gradient:
     """
-    The oracle for one step, over all devices that the rows are spread over.
+    Return the gradient oracle for one step, over all devices that the rows are spread over.
 
-    :param target: the model with its data, of one device.
+    :param target: the model with its data, on one device.
     :param potential: the minibatch potential.
     :param rows: rows of the minibatch for each subsampled plate.
     :param rng_key: key for a potential that is itself random, and for other minibatches.
-    :param noise: how the covariance of its noise is observed, or None for the gradient alone.
+    :param noise: the estimate of the noise covariance, or None for the gradient alone.
     """
     own = target.own(rng_key)
     if noise is None:
@@ -256,7 +263,7 @@ def gradient_oracle(
             gradient = product_gradient(potential, rows, own, factors, others)
         else:
             estimate, groups = ESTIMATORS[noise.estimator], target.groups
-            # no other estimate is resolved where minibatches are stratified
+            # stratified minibatches are resolved to this estimator alone
             strata = {"groups": groups} if groups else {}
             gradient = estimate(potential, rows, own, factors, noise.representation, **strata)
     return over_devices(gradient, target, target.own(random.fold_in(rng_key, 2)))

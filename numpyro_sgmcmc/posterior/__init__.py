@@ -1,4 +1,4 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a sampler sees: a model read and checked, and its minibatch potential."""
+"""The posterior for samplers: a model read and checked, and its minibatch potential."""

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""A minibatch potential whose gradient has less noise, by what all data say at a point."""
+"""Control variates: minibatch potentials with less noise, by an expansion of all data."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,18 +13,18 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.posterior.potential import ModelPotential, Rows
 
-#: The words for gradients, by the order to which an expansion is replaced, and how many gradients
-#: of its minibatch a step with each costs: a product with the Hessian counts as two.
+#: Words for gradients by the order of the replaced expansion, and the cost of a step with each in
+#: gradients of its minibatch: a product with the Hessian counts as two.
 GRADIENTS = ("minibatch", "control_variate", "second_order_control_variate")
 GRADIENTS_OF_A_STEP = (1, 2, 4)
 
 
 class Anchor(NamedTuple):
     """
-    A point at which the potential of all data is known, for :class:`ControlVariate`.
+    Anchor of a :class:`ControlVariate`: a point at which the potential of all data is known.
 
-    - **values** - unconstrained values :math:`\\hat\\theta` of the latent sites, and of hierarchies
-      the effects (:mod:`~numpyro_sgmcmc.posterior.reparam`), whatever the sampler's coordinates.
+    - **values** - unconstrained values :math:`\\hat\\theta` of the latent sites. Hierarchies have
+      effects here (:mod:`~numpyro_sgmcmc.posterior.reparam`) in any coordinates of the sampler.
     - **potential** - :math:`U(\\hat\\theta)`, a scalar.
     - **gradient** - :math:`\\nabla U(\\hat\\theta)`, a tree like ``values``.
     - **hessian** - :math:`\\nabla^2 U(\\hat\\theta)`, shape ``(d, d)`` in the order of
@@ -38,7 +38,7 @@ class Anchor(NamedTuple):
 
 
 def order_of(anchor: Anchor | None) -> int:
-    """The order to which the potential of a minibatch is replaced: 0, 1 or 2."""
+    """Return the order of the expansion that is replaced in a minibatch: 0, 1 or 2."""
     if anchor is None:
         return 0
     return 1 if anchor.hessian is None else 2
@@ -46,8 +46,10 @@ def order_of(anchor: Anchor | None) -> int:
 
 class ControlVariate(NamedTuple):
     """
-    A minibatch potential with less noise: what the minibatch says near the anchor
-    :math:`\\hat\\theta`, to first or to second order, is replaced by what all data say,
+    Minibatch potential with less noise, by an expansion around an anchor.
+
+    The minibatch's expansion around the anchor :math:`\\hat\\theta`, to first or second order, is
+    replaced by the expansion of all data,
 
     .. math::
 
@@ -57,8 +59,8 @@ class ControlVariate(NamedTuple):
             + \\left[ \\tfrac12 \\delta^\\top \\nabla^2 U(\\hat\\theta) \\, \\delta \\right],
             \\qquad \\delta = \\theta - \\hat\\theta,
 
-    :math:`\\tilde T` the same of the minibatch, and the term in brackets if the anchor has a
-    Hessian. Its gradient is the control variate estimate
+    with :math:`\\tilde T` the expansion of the minibatch, and the term in brackets if the anchor
+    has a Hessian. Its gradient is the control variate estimate
     :math:`\\nabla U(\\hat\\theta) + \\nabla \\tilde U(\\theta; S) - \\nabla \\tilde
     U(\\hat\\theta; S)` of Baker et al. (2019), with the Hessian
 
@@ -69,15 +71,17 @@ class ControlVariate(NamedTuple):
                 + \\nabla^2 \\tilde U(\\hat\\theta; S) \\, \\delta \\right]
             + \\nabla U(\\hat\\theta) + \\nabla^2 U(\\hat\\theta) \\, \\delta ,
 
-    the expansion that Bierkens, Fearnhead and Roberts (2019) and Quiroz et al. (2019) take,
-    unbiased for any anchor. Its noise has a standard deviation in proportion to
-    :math:`\\| \\delta \\|`, or :math:`\\| \\delta \\|^2` with the Hessian, and no noise at all
-    where the log-likelihood is quadratic in such a way that its Hessian is the same for all rows,
-    or, with the Hessian, quadratic. The effects of a hierarchy are what rows are about, and their
-    log-likelihood bends in these much less than in coordinates that scale them: the expansion is in
-    effects, and its gradient is pulled back to the coordinates of the sampler. A step costs two
-    gradients of its minibatch, or about four. It is itself a potential: whatever estimates the
-    noise of a gradient estimates the noise of this one.
+    the expansion of Bierkens, Fearnhead and Roberts (2019) and Quiroz et al. (2019). It is unbiased
+    for any anchor. The standard deviation of its noise is in proportion to
+    :math:`\\| \\delta \\|`, or to :math:`\\| \\delta \\|^2` with the Hessian. There is no noise at
+    all if the log-likelihood is quadratic with one Hessian for all rows, or, with the Hessian, if
+    it is quadratic.
+
+    The log-likelihood of a hierarchy depends on the effects, and bends much less in effects than in
+    coordinates that scale them. The expansion is therefore in effects, and its gradient is pulled
+    back to the coordinates of the sampler. A step costs two gradients of its minibatch, or about
+    four with the Hessian. The control variate is itself a potential, so that every estimator of
+    gradient noise also estimates its noise.
 
     **References:**
 
@@ -88,7 +92,7 @@ class ControlVariate(NamedTuple):
     3. *Speeding Up MCMC by Efficient Data Subsampling*, Matias Quiroz, Robert Kohn,
        Mattias Villani and Minh-Ngoc Tran (2019): its proxies by parameter expansion.
 
-    **Example:** for a quadratic log likelihood any minibatch says what all data say.
+    **Example:** for a quadratic log likelihood any minibatch gives the gradient of all data.
 
     .. doctest::
 
@@ -138,7 +142,7 @@ class ControlVariate(NamedTuple):
         return energy - at + self._known(away)[0]
 
     def value_and_gradient(self, values: Any, rows: Rows, rng_key: Array, /) -> tuple[Array, Any]:
-        # by differentiating the expansion it would be half a gradient more
+        # differentiating the expansion would cost half a gradient more
         (energy, effects), pullback = jax.vjp(
             lambda x: self.base.with_effects(x, rows, rng_key), values
         )
@@ -170,7 +174,7 @@ class ControlVariate(NamedTuple):
         return energy - at[0] + known, jax.tree.map(jnp.subtract, terms, at[1])
 
     def _expanded(self, function: Callable[[Any], Any], away: Any) -> Any:
-        """A function by its derivatives at the anchor."""
+        """Return the expansion of a function around the anchor."""
 
         def slope(x: Any) -> tuple[Any, Any]:
             return jax.jvp(function, (x,), (away,))
@@ -184,7 +188,7 @@ class ControlVariate(NamedTuple):
         return jax.tree.map(jnp.subtract, effects, self.anchor.values)
 
     def _known(self, away: Any) -> tuple[Array, Any]:
-        """The expansion of all data, and its gradient."""
+        """Return the expansion of all data, and its gradient."""
         slope, value = self.anchor.gradient, self.anchor.potential
         if self.anchor.hessian is not None:
             flat, unravel = ravel_pytree(away)
@@ -195,6 +199,6 @@ class ControlVariate(NamedTuple):
 
 
 def _dot(gradient: Any, away: Any) -> Array:
-    """What a gradient says of a way."""
+    """Return the inner product of a gradient and a displacement."""
     products = jax.tree.map(lambda g, x: jnp.sum(g * x), gradient, away)
     return jax.tree.reduce(jnp.add, products)

@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-A fault of jaxlib 0.10.2 on CPUs, kept away from programs.
+Protection of programs from a fault of jaxlib 0.10.2 on CPUs.
 
 It is the last jaxlib for Python 3.11. Some sums that it fuses with their terms end the process by a
-segmentation fault, within programs and operation by operation. Those of jaxlib 0.12 do not.
+segmentation fault, within programs and operation by operation. jaxlib 0.12 does not have the fault.
 """
 
 from importlib.metadata import version
 import os
 
-#: The kinds of such fusions: none. Other versions have no need of it.
+#: XLA flags that allow no kind of such fusions. Other versions do not need them.
 WITHOUT_FAULTY_FUSIONS = (
     {"xla_cpu_experimental_ynn_fusion_type": ""} if version("jaxlib") == "0.10.2" else {}
 )
@@ -19,8 +19,9 @@ WITHOUT_FAULTY_FUSIONS = (
 
 def avoid_faulty_fusions() -> None:
     """
-    Set the option for all programs of the process, those of ``MCMC`` among them. JAX reads it when
-    it starts; another value from the user stays.
+    Set the option for all programs of the process, including the programs of ``MCMC``.
+
+    JAX reads the option when it starts. A value that the user has set stays.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     for name, value in WITHOUT_FAULTY_FUSIONS.items():

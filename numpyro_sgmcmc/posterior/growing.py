@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What all rows say at a point, of rows that keep coming: sums, to which new rows are added."""
+"""Updates of the anchor for rows that keep coming: new rows are added to its sums."""
 
 from typing import Any
 
@@ -15,19 +15,22 @@ from numpyro_sgmcmc.posterior.control_variate import Anchor
 from numpyro_sgmcmc.posterior.potential import hessian_of
 from numpyro_sgmcmc.posterior.target import Target
 
-#: New rows are looked at so many at a time, of which each may be evaluated at many points.
+#: Largest number of likelihood evaluations in a chunk of new rows, and its smallest number of rows.
 _CHUNK, _FEWEST = 1_024, 64
 
 
 def with_new_rows(target: Target, anchor: Anchor, first: Array) -> Anchor:
     """
-    The anchor of all rows, of one that knows those before the first of these:
+    Return the anchor of all rows from the anchor of the rows before the new ones.
+
+    The new rows are added to the sums,
 
     .. math:: \\nabla U_{N'}(\\hat\\theta) = \\nabla U_N(\\hat\\theta)
         - \\sum_{i = N}^{N' - 1} \\nabla \\log p(x_i \\mid \\hat\\theta),
 
-    and likewise potential and Hessian, at a cost in proportion to the new rows. Where rows are
-    forgotten what the old ones say counts :math:`2^{-(N' - N) / H}` of what it did.
+    for the gradient, and likewise for potential and Hessian. The cost is in proportion to the new
+    rows. If rows are forgotten, the sum over the old rows is multiplied by
+    :math:`2^{-(N' - N) / H}`.
 
     :param target: the model with all rows.
     :param first: number of the first new row.
@@ -48,9 +51,9 @@ def with_new_rows(target: Target, anchor: Anchor, first: Array) -> Anchor:
             hessian = hessian_of(potential, anchor.values, rows, key)
         return value, gradient, hessian
 
-    # with no row at all: the prior, which each chunk has too
+    # a chunk without rows gives the prior, which is subtracted from each chunk
     prior = seen(first, known._replace(rows=first))
-    each = length / plate.size  # a chunk would stand for all rows
+    each = length / plate.size  # the potential scales a chunk to all rows
 
     def added(run: tuple[Array, Any]) -> tuple[Array, Any]:
         start, total = run

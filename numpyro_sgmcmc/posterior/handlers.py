@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Effect handlers that choose the rows of the plates that have a ``subsample_size``: all of them, the
-first ones, or those of a minibatch.
+Effect handlers that choose the rows of plates with a ``subsample_size``.
+
+They choose all rows, the first rows, or the rows of a minibatch.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,18 +21,18 @@ from numpyro.primitives import Messenger
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, drawn_rows
 
 Model = Callable[..., Any]
-#: The rows of a minibatch of one plate, which may be given by their numbers alone.
+#: Rows of a minibatch of one plate, which may be given by their numbers alone.
 BatchRows = Array | DrawnRows
 #: Rows of the minibatch for each subsampled plate, by name of the plate.
 Indices = Mapping[str, BatchRows]
 
 
-#: A group of so many counts for a row, of twice as many for two, and of any for so many at most.
+#: Values of a group that count as one row, and the largest number of rows that a group counts as.
 _FEW_MEMBERS, _MOST_WORTH = 10, 5.0
 
 
 class Plate(NamedTuple):
-    """A plate with a ``subsample_size``."""
+    """Plate with a ``subsample_size``."""
 
     #: name of the plate
     name: str
@@ -41,24 +42,26 @@ class Plate(NamedTuple):
     subsample_size: int
     #: number of points at which the likelihood of a row is evaluated
     points: int = 1
-    #: number of values that are observed of a row; more where a row is a group of them
+    #: number of observed values of a row; more than 1 if a row is a group
     members: int = 1
-    #: number of rows that a pass looks at, evenly spaced; all of them if None
+    #: number of rows in a pass, evenly spaced; all rows if None
     seen: int | None = None
-    #: of how many rows these are a sample, or None
+    #: number of rows from which these rows are a sample, or None
     of: int | None = None
 
     @property
     def worth(self) -> float:
         """
-        As how many rows a row counts where there are to be enough of them: a group of many says
-        more of what all groups have in common, and of how they differ no more than one.
+        The number of rows that a row counts as, where enough rows are required.
+
+        A group of many values tells more of the parameters common to all groups, but no more of the
+        differences between groups than any other group.
         """
         return min(max(self.members / _FEW_MEMBERS, 1.0), _MOST_WORTH)
 
 
 class _choose_rows(Messenger):
-    """Sets the indices of every plate that has a ``subsample_size``."""
+    """Handler that sets the indices of every plate with a ``subsample_size``."""
 
     def rows(self, plate: Plate) -> Array:
         raise NotImplementedError
@@ -67,22 +70,22 @@ class _choose_rows(Messenger):
         if msg["type"] == "plate" and msg["args"][1] is not None:
             size, subsample_size = msg["args"]
             rows = self.rows(Plate(msg["name"], size, subsample_size))
-            # Both, or the plate warns that its indices have another length than declared.
+            # Both are set, since the plate warns of indices of another length than declared.
             msg["value"], msg["args"] = rows, (size, rows.shape[0])
 
 
 class full_data(_choose_rows):
     """
-    Effect handler under which every subsampled plate of a model is complete.
+    Effect handler that makes every subsampled plate of a model complete.
 
-    Its indices are :math:`0, \\ldots, N - 1`, and its sites are not scaled.
+    The indices of a plate are :math:`0, \\ldots, N - 1`, and its sites are not scaled.
 
-    ``Predictive`` and ``log_likelihood`` see all rows of ``full_data(model)``, in their
-    order; of the model itself they would see one random minibatch. The wrapped model can
-    be pickled if the model can.
+    ``Predictive`` and ``log_likelihood`` see all rows of ``full_data(model)``, in order. With the
+    model itself they would see one random minibatch. The wrapped model can be pickled if the model
+    can.
 
-    :param fn: a model with NumPyro primitives. May be left out to use the handler as a
-        context manager.
+    :param fn: a model with NumPyro primitives. Leave it out to use the handler as a context
+        manager.
     :raises UnreadableRows: on evaluation, if rows on disk cannot be read.
 
     **Example:**
@@ -105,16 +108,16 @@ class full_data(_choose_rows):
     """
 
     def rows(self, plate: Plate) -> Array:
-        # concrete also while something traces the model: NumPy data can be indexed by them
+        # the indices are concrete even in a trace of the model, so that they can index NumPy data
         with jax.ensure_compile_time_eval():
             return jnp.arange(plate.size)
 
 
 class first_rows_of(_choose_rows):
     """
-    Takes the first rows of every plate, so that nothing is drawn at a cost of O(N).
+    Handler that takes the first rows of every plate, without a draw at a cost of O(N).
 
-    :param taken: is told what was taken, by name of the plate.
+    :param taken: receives the rows that were taken, by name of the plate.
     """
 
     def __init__(self, fn: Model, taken: dict[str, Array] | None = None) -> None:
@@ -131,9 +134,10 @@ class first_rows_of(_choose_rows):
 
 class given_rows(_choose_rows):
     """
-    Takes the given rows; their number may differ from the ``subsample_size``, and what each of them
-    adds has its weight. If ``parts`` devices hold as many parts of the rows, sites are scaled as if
-    this part stood for all.
+    Handler that takes given rows.
+
+    Their number may differ from the ``subsample_size``, and the term of each row has its weight. If
+    the rows are divided over ``parts`` devices, sites are scaled as if this part stood for all.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class given_rows(_choose_rows):
         self.indices = {name: rows.numbers for name, rows in drawn.items()}
         self.weights = {name: rows.weights for name, rows in drawn.items()}
         self.parts = parts
-        #: what the scale that the plate gives to its sites lacks
+        #: factor by plate that the plate's own scale of its sites lacks
         self.missing: dict[str, float] = {}
         super().__init__(fn)
 
@@ -160,7 +164,7 @@ class given_rows(_choose_rows):
 
     def rows(self, plate: Plate) -> Array:
         here = self.sizes.get(plate.name)
-        # the size may be that of the rows that are here, or a number that was written out
+        # the size is the number of rows here, or a number that was written out
         if here is None or plate.size not in (here, here * self.parts):
             raise ValueError(
                 f"Plate '{plate.name}' has size {plate.size}, but had size {here} when the"
@@ -173,14 +177,14 @@ class given_rows(_choose_rows):
 
 
 def log_density(site: dict) -> Array:
-    """What a site adds to the log density, entry by entry of its batch shape."""
+    """Return the log density of a site, entry by entry of its batch shape."""
     given = (site["value"], site["intermediates"]) if site["intermediates"] else (site["value"],)
     term = site["fn"].log_prob(*given)
     return term if site["scale"] is None else site["scale"] * term
 
 
 def without_wrappers(fn: Any) -> Any:
-    """A distribution as it was before it was expanded, masked or declared an event."""
+    """Return a distribution without its expansions, masks and declarations as an event."""
     while isinstance(fn, dist.ExpandedDistribution | dist.Independent | dist.MaskedDistribution):
         fn = fn.base_dist
     return fn

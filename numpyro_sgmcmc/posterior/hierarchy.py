@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Which sites of a model are effects with a location and a scale, and how these are computed.
+Hierarchies of a model: its effects, with their locations and scales.
 
-A model is read as a program of JAX, in which location and scale are computed from other sites,
-without its likelihood.
+A model without its likelihood is read as a program of JAX, in which location and scale are computed
+from other sites.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,13 +28,14 @@ _WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistributio
 
 class Hierarchy(NamedTuple):
     """
-    Location and scale of the sites of a model that have a scale which depends on other sites, as
-    functions of the unconstrained values of those.
+    Locations and scales of the sites of a model whose scale depends on other sites.
 
-    - **program** - the model as a program of these values, a jaxpr.
-    - **constants** - of the program.
-    - **names** - of its arguments.
-    - **sites** - what belongs to each of the sites, in an order in which they can be computed.
+    They are functions of the unconstrained values of the other sites.
+
+    - **program** - the model as a program of the unconstrained values, a jaxpr.
+    - **constants** - constants of the program.
+    - **names** - names of the arguments of the program.
+    - **sites** - location, scale and steps of each site, in an order in which they can be computed.
     """
 
     program: Any
@@ -45,9 +46,11 @@ class Hierarchy(NamedTuple):
 
 class _Site(NamedTuple):
     """
+    Location and scale of a site, and the operations on its value.
+
     - **location**, **scale** - variables of the program: :math:`m` and :math:`s`.
-    - **steps** - what the model does to the value until it is :math:`x`: names of operations, and
-      a variable for each, which is the first operand where the name begins with "r".
+    - **steps** - the operations of the model from the value to :math:`x`: their names, and a
+      variable for each, which is the first operand if the name begins with "r".
     """
 
     location: Any
@@ -63,8 +66,9 @@ def hierarchy_of(
     view: MinibatchModel, values: Values, rows: Indices, rng_key: Array, args: tuple, kwargs: dict
 ) -> Hierarchy:
     """
-    Reads a model for its hierarchy. Parameters are those of
-    :meth:`~numpyro_sgmcmc.posterior.model.MinibatchModel.potential`.
+    Read the hierarchy of a model.
+
+    Parameters are as in :meth:`~numpyro_sgmcmc.posterior.model.MinibatchModel.potential`.
 
     :raises ValueError: if an argument that the model needs in Python is traced.
     """
@@ -78,13 +82,13 @@ def hierarchy_of(
 
         with explained(view.model, args, kwargs):
             sites = trace(substitute(model, substitute_fn=given)).get_trace(*args, **kwargs)
-        found = {name: _location_and_scale(sites[name]["fn"]) for name in sorted(values)}
+        pairs = {name: _location_and_scale(sites[name]["fn"]) for name in sorted(values)}
         return {
             name: (
                 jnp.broadcast_to(both[0], values[name].shape),
                 jnp.broadcast_to(both[1], values[name].shape),
             )
-            for name, both in found.items()
+            for name, both in pairs.items()
             if both is not None
         }
 
@@ -92,12 +96,12 @@ def hierarchy_of(
     program, names = closed.jaxpr, tuple(sorted(values))
     own = jax.tree.unflatten(jax.tree.structure(shapes), program.outvars)
     needs = _needs(program)
-    found: dict[str, _Site] = {}
+    effects: dict[str, _Site] = {}
     for k, name in enumerate(names):
         if name not in own:
             continue
         steps = _steps(program, program.invars[k], needs, k)
-        # where both need each other, what the model does to the value is left out
+        # if two sites need each other, the operations on the value are left out
         location, scale = own[name]
         for site in (_Site(location, scale, steps), _Site(location, scale, ())):
             scales = [site.scale, *(x for kind, x in site.steps if "mul" in kind or "div" in kind)]
@@ -105,19 +109,20 @@ def hierarchy_of(
                 break
             needed = _union(needs, site.variables)
             if not needed & {k} and not any(
-                name in _reached(found, names[j], names, needs) for j in needed
+                name in _reached(effects, names[j], names, needs) for j in needed
             ):
-                found[name] = site
+                effects[name] = site
                 break
-    return Hierarchy(program, closed.consts, names, _ordered(found, names, needs))
+    return Hierarchy(program, closed.consts, names, _ordered(effects, names, needs))
 
 
 def _steps(
     program: Any, variable: Any, needs: Mapping[Any, frozenset[int]], k: int
 ) -> tuple[tuple[str, Any], ...]:
     """
-    What the model does to an argument, entry by entry, before anything else uses it: factors, and
-    one term, if it has factors that depend on other arguments.
+    Return the operations on an argument, entry by entry, before its other uses.
+
+    They are factors, and one term if there are factors that depend on other arguments.
     """
     steps: list[tuple[str, Any]] = []
     shape, is_scaled, is_shifted = variable.aval.shape, False, False
@@ -132,7 +137,7 @@ def _steps(
         is_first = operands[0] is variable
         others = [x for x in operands if x is not variable]
         if len(others) != len(operands) - 1 or equation.outvars[0].aval.shape != shape:
-            break  # its square, or an entry for each of several others
+            break  # a square of the value, or a broadcast to several entries
         if any(k in _needed(needs, x) for x in others) or (name == "div" and not is_first):
             break
         steps.append((name if is_first else f"r{name}", others[0] if others else None))
@@ -143,11 +148,11 @@ def _steps(
 
 
 def _needs(program: Any) -> dict[Any, frozenset[int]]:
-    """The numbers of the arguments that each variable of a program depends on."""
+    """Return the numbers of the arguments that each variable of a program depends on."""
     needs: dict[Any, frozenset[int]] = {x: frozenset({k}) for k, x in enumerate(program.invars)}
     for equation in program.eqns:
-        found = _union(needs, equation.invars)
-        needs |= dict.fromkeys(equation.outvars, found)
+        inputs = _union(needs, equation.invars)
+        needs |= dict.fromkeys(equation.outvars, inputs)
     return needs
 
 
@@ -162,7 +167,7 @@ def _union(needs: Mapping[Any, frozenset[int]], variables: Iterable[Any]) -> fro
 def _reached(
     found: Mapping[str, _Site], name: str, names: tuple[str, ...], needs: Mapping[Any, Any]
 ) -> set[str]:
-    """A site and all that its location and scale depend on, directly or not."""
+    """Return a site and all sites that its location and scale depend on, directly or not."""
     reached, new = set(), {name}
     while new:
         reached |= new
@@ -174,7 +179,7 @@ def _reached(
 def _ordered(
     found: dict[str, _Site], names: tuple[str, ...], needs: Mapping[Any, Any]
 ) -> dict[str, _Site]:
-    """Each site after those that it depends on."""
+    """Order sites such that each comes after the sites that it depends on."""
     ordered: dict[str, _Site] = {}
     while len(ordered) < len(found):
         for name, site in found.items():
@@ -186,7 +191,7 @@ def _ordered(
 
 def _location_and_scale(fn: Any) -> tuple[Array, Array] | None:
     """
-    Of the unconstrained value of a site, if its distribution has them.
+    Return location and scale of the unconstrained value of a site, or None.
 
     **Example:**
 

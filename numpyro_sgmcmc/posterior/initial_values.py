@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where chains start that nothing else tells where to."""
+"""Initial values of chains."""
 
 from collections.abc import Callable
 import math
@@ -25,17 +25,16 @@ def initial_values(
     view: MinibatchModel, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict
 ) -> tuple[Values, Array]:
     """
-    Unconstrained initial values with a finite potential, by one of NumPyro's
-    initialisation strategies.
+    Find unconstrained initial values with a finite potential by a strategy of NumPyro.
 
     :param view: the model.
-    :param rng_key: a key, or a batch of keys for as many chains.
+    :param rng_key: a key, or a batch with a key for each chain.
     :param init_strategy: a per-site initialization function of NumPyro.
     :return: values by site, with a leading axis for the chains if ``rng_key`` has one, and
         whether the potential and its gradient are finite there.
     """
     single = is_prng_key(rng_key)
-    # under `jit` NumPyro does not raise, and a batch of keys is one program
+    # under `jit` NumPyro does not raise, and a batch of keys needs one program
     find = jax.jit(
         lambda keys: (
             initialize_model(
@@ -50,14 +49,14 @@ def initial_values(
     with one_at_a_time:
         info = find(rng_key[None] if single else rng_key)
     seen = jax.tree.leaves((info.potential_energy, info.z_grad))
-    found = jnp.isfinite(sum(jnp.sum(x) for x in seen))
-    return jax.tree.map(lambda x: x[0], info.z) if single else info.z, found
+    is_finite = jnp.isfinite(sum(jnp.sum(x) for x in seen))
+    return jax.tree.map(lambda x: x[0], info.z) if single else info.z, is_finite
 
 
 def no_initial_values(
     view: MinibatchModel, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict
 ) -> ValueError:
-    """The error for a model for which :func:`initial_values` finds none, and its place."""
+    """Return the error of a model without finite initial values, which names the sites."""
     key = rng_key if is_prng_key(rng_key) else rng_key[0]
     start = substitute(seed(first_rows_of(view.model), key), substitute_fn=init_strategy)
     sites = trace(start).get_trace(*args, **kwargs)
@@ -68,11 +67,11 @@ def draw_from(
     gaussian: GaussianMetric, target: Target, temperature: float, rng_key: Array
 ) -> Values:
     """
-    A draw of a Gaussian, or its centre where that has no finite potential.
+    Draw initial values from a Gaussian, or take its centre if their potential is not finite.
 
-    :param gaussian: its centre and factor, in the coordinates of the target.
-    :param temperature: the covariance is multiplied by it.
-    :param rng_key: a key, or a batch of keys for as many chains.
+    :param gaussian: the Gaussian, in the coordinates of the target.
+    :param temperature: factor of the covariance.
+    :param rng_key: a key, or a batch with a key for each chain.
     """
     view = target.model
 
@@ -93,20 +92,20 @@ def check_initial_values(
     view: MinibatchModel, z: Values, chains: int | None, potential: Callable[[Values], Array]
 ) -> None:
     """
-    Checks initial values that a user has chosen.
+    Check initial values that a user has chosen.
 
     :param view: the model.
     :param z: unconstrained values, with a leading axis of length ``chains`` unless that
         is ``None``.
     :param potential: the potential of such values, on a minibatch.
-    :raises ValueError: naming the site, if names, shapes or dtypes do not fit the model
-        or if the potential is not finite there.
+    :raises ValueError: if names, shapes or dtypes do not fit the model, or if the potential is not
+        finite. The message names the site.
     """
     if not isinstance(z, dict) or set(z) != set(view.latents):
-        found = sorted(z) if isinstance(z, dict) else f"a {type(z).__name__}"
+        given = sorted(z) if isinstance(z, dict) else f"a {type(z).__name__}"
         raise ValueError(
             "`init_params` must be a dict of unconstrained values for the latent sites"
-            f" {sorted(view.latents)}; found {found}."
+            f" {sorted(view.latents)}; found {given}."
         )
     batch = () if chains is None else (chains,)
     for name, latent in view.latents.items():
@@ -138,18 +137,18 @@ def check_initial_values(
 
 
 def _nonfinite_sites(sites: dict[str, dict]) -> list[str]:
-    """Sites whose log density is not finite, with the range of the value there."""
-    found = []
+    """Return the sites whose log density is not finite, with the range of their values."""
+    texts = []
     for name, site in sites.items():
         if site["type"] == "sample":
             value = jnp.asarray(site["value"])
             if not bool(jnp.all(jnp.isfinite(site["fn"].log_prob(value)))):
-                found.append(
+                texts.append(
                     f"'{name}' (values from {value.min():.4g} to {value.max():.4g})"
                     if value.size
                     else f"'{name}'"
                 )
-    return found
+    return texts
 
 
 def _no_finite_start(sites: list[str]) -> str:

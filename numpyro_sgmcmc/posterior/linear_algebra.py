@@ -2,16 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Batches of factorisations, one after the other.
+Sequential execution of batches of factorisations, which avoids a deadlock of jaxlib.
 
 On a CPU jaxlib spreads a batch of factorisations over the threads that XLA runs a program with, and
-the thread that has called waits for the others. Operations that do not need each other's results
-are run at once: where as many such calls as there are threads are waiting, none is left to do their
-work, and the program stands still for ever. The potential at the position and that at the
-anchor of a control variate are two of them, two sites with a covariance for each row are others.
-:func:`in_order` makes each of them wait for the result of the one before. What several devices of a
-process run at once cannot wait for each other: there the matrices are taken one by one, which is
-slower, and needs no other thread.
+the calling thread waits for the others. Operations that do not need each other's results run at
+once. If all threads wait in such calls, no thread is left to do the work, and the program stands
+still for ever. Examples are the potentials at the position and at the anchor of a control variate,
+and two sites with a covariance for each row.
+
+:func:`in_order` makes each batch wait for the result of the one before. Batches that several
+devices of a process run at once cannot wait for each other. There the matrices are factorised one
+by one, which is slower, and needs no other thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.posterior.jaxpr import CALLS, results_of
 
-#: What jaxlib computes by LAPACK on a CPU, by the names of JAX's primitives.
+#: Factorisations that jaxlib computes by LAPACK on a CPU, by the names of JAX's primitives.
 _FACTORISATIONS = frozenset(
     {
         "cholesky",
@@ -49,15 +50,17 @@ _FACTORISATIONS = frozenset(
 
 def in_order(function: Callable) -> Callable:
     """
-    A function whose batches of factorisations are computed one after the other, or with several
-    CPU devices matrix by matrix. Its values are the same, and a program that needs neither is the
-    same program.
+    Return a function that computes its batches of factorisations one after the other.
+
+    With several CPU devices it computes them matrix by matrix. Its values are unchanged, and a
+    program that needs neither is left as it is.
 
     The order is a dependence of the data, since XLA removes an ``optimization_barrier`` before it
-    decides what to run at once: an operand of each call is zero where an entry of the result of
-    the call before exceeds infinity, which XLA does not know to be never.
+    schedules operations: an operand of each call is zero where an entry of the result of the call
+    before exceeds infinity. XLA does not know that this never happens.
 
-    :param function: of trees of arrays to a tree of arrays; it is not to be differentiated.
+    :param function: function of trees of arrays that returns a tree of arrays. It must not be
+        differentiated.
     """
 
     def ordered(*arguments: Any) -> Any:
@@ -68,16 +71,16 @@ def in_order(function: Callable) -> Callable:
 
 def run_in_order(program: ClosedJaxpr, result: Any, arguments: Any) -> Any:
     """
-    Runs what :func:`jax.make_jaxpr` has traced as :func:`in_order` does.
+    Run a program traced by :func:`jax.make_jaxpr` like :func:`in_order`.
 
-    :param result: a tree like its result.
+    :param result: a tree with the structure of the result.
     """
     leaves = jax.tree.leaves(arguments)
     if _count(program.jaxpr) < (1 if _devices_share_threads() else 2):
-        found = jaxpr_as_fun(program)(*leaves)
+        results = jaxpr_as_fun(program)(*leaves)
     else:
-        _, found = _run(program, jnp.zeros((), bool), leaves)
-    return jax.tree.unflatten(jax.tree.structure(result), found)
+        _, results = _run(program, jnp.zeros((), bool), leaves)
+    return jax.tree.unflatten(jax.tree.structure(result), results)
 
 
 def _devices_share_threads() -> bool:
@@ -85,7 +88,7 @@ def _devices_share_threads() -> bool:
 
 
 def _count(program: Jaxpr) -> int:
-    """The number of batches of factorisations in a program and all that it calls."""
+    """Count the batches of factorisations in a program and the programs that it calls."""
     return sum(
         _is_batch(equation) + sum(map(_count, _within(equation))) for equation in program.eqns
     )
@@ -95,11 +98,11 @@ def _is_batch(equation: JaxprEqn) -> bool:
     if equation.primitive.name not in _FACTORISATIONS:
         return False
     operand: Any = equation.invars[0].aval
-    return operand.ndim > 2  # of a single matrix the thread that calls is the one that works
+    return operand.ndim > 2  # the calling thread itself factorises a single matrix
 
 
 def _within(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """The programs that an operation calls."""
+    """Yield the programs that an operation calls."""
     is_program = (Jaxpr, ClosedJaxpr)
     for leaf in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, is_program)):
         if isinstance(leaf, ClosedJaxpr):
@@ -110,10 +113,10 @@ def _within(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 def _run(program: ClosedJaxpr | Jaxpr, last: Array, arguments: Any) -> tuple[Array, list[Any]]:
     """
-    Runs a program with its batches in order.
+    Run a program with its batches in order.
 
-    :param last: a scalar that is false, and is known when the batch before has been computed.
-    :return: the same of the last batch of this program, and its results.
+    :param last: a false scalar that depends on the result of the batch before.
+    :return: such a scalar for the last batch of this program, and the results.
     """
     inner, constants = (
         (program.jaxpr, program.consts) if isinstance(program, ClosedJaxpr) else (program, ())
@@ -130,7 +133,7 @@ def _run(program: ClosedJaxpr | Jaxpr, last: Array, arguments: Any) -> tuple[Arr
 
 
 def _step(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
-    """Runs one operation of a program."""
+    """Run one operation of a program."""
     name, params = equation.primitive.name, equation.params
     is_batch = _is_batch(equation)
     if not is_batch and not any(map(_count, _within(equation))):
@@ -141,7 +144,7 @@ def _step(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, 
         return _CONTROL_FLOW[name](equation, last, operands)
     if is_batch and _devices_share_threads():
         return last, _one_by_one(equation, operands)
-    # the first of the operands that can wait
+    # the first floating-point operand carries the dependence
     k = next(k for k, x in enumerate(operands) if _is_real(x))
     operands[k] = jnp.where(last, 0, operands[k])
     results = results_of(equation, operands)
@@ -154,7 +157,7 @@ def _is_real(x: Any) -> bool:
 
 
 def _one_by_one(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """The factorisations of a batch, in a loop."""
+    """Compute the factorisations of a batch in a loop."""
     batch = operands[0].shape[:-2]
 
     def one(matrices: list[Any]) -> list[Any]:
@@ -171,7 +174,7 @@ def _is_entry(inside: Any, outside: Any) -> bool:
 
 def _scan(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
     params, program = equation.params, equation.params["jaxpr"].jaxpr
-    # versions of JAX count them in other ways: a body sees entries of what it goes along
+    # the count differs between versions of JAX: operands whose entries the body gets are scanned
     entries = sum(map(_is_entry, program.invars, equation.invars))
     carried = len(program.outvars) - sum(map(_is_entry, program.outvars, equation.outvars))
     end = len(operands) - entries
@@ -197,13 +200,13 @@ def _while(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array,
         return _run(params["cond_jaxpr"], state[0], (*for_condition, *state[1]))[1][0]
 
     def body(state: Any) -> Any:
-        last, found = _run(params["body_jaxpr"], state[0], (*for_body, *state[1]))
-        # under `vmap` there may be several loops, of which some have come to their ends
+        last, results = _run(params["body_jaxpr"], state[0], (*for_body, *state[1]))
+        # under `vmap` there may be several loops, some of which have ended
         if not (still := condition(state)).ndim:
-            return last, found
+            return last, results
         held = [
             jnp.where(still.reshape(still.shape + (1,) * (new.ndim - still.ndim)), new, old)
-            for new, old in zip(found, state[1], strict=True)
+            for new, old in zip(results, state[1], strict=True)
         ]
         return last, held
 
@@ -219,7 +222,7 @@ def _cond(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, 
 
 
 def _solve(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
-    """JAX's linear solver, whose derivatives have been taken before."""
+    """Run JAX's linear solver, whose derivatives have been taken before."""
     params = equation.params
     counts = params["const_lengths"]
     start, end = counts.matvec + counts.vecmat, sum(counts)

@@ -4,16 +4,16 @@
 """
 Latent variables of groups, integrated out.
 
-A latent site inside a subsampled plate belongs to a group: its values are others at every step. The
-posterior of the other, global parameters needs none of them: with :math:`z_g` for what is latent in
-group :math:`g`,
+A latent site inside a subsampled plate belongs to a group, and every step has other groups. The
+posterior of the other, global parameters does not need its values: with :math:`z_g` for the latent
+variables of group :math:`g`,
 
 .. math:: p(\\theta \\mid y) \\propto p(\\theta) \\prod_g p(y_g \\mid \\theta), \\qquad
     p(y_g \\mid \\theta) = \\int p(y_g \\mid z_g, \\theta) \\, p(z_g \\mid \\theta) \\, dz_g ,
 
 and :class:`Marginal` is the model with a factor :math:`p(y_g \\mid \\theta)` for each group in the
-place of all sites of the plate. To whatever samples it a group is a row. Discrete sites are summed
-over, continuous ones integrated by :func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`.
+place of all sites of the plate. A group is a row for every sampler. Discrete sites are summed over.
+Continuous sites are integrated by :func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -39,27 +39,28 @@ from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.handlers import Model, Plate, log_density, without_wrappers
 from numpyro_sgmcmc.posterior.quadrature import draws_of, log_integral, needs_draws, points_of
 
-#: The name of the factor of a plate ends so.
+#: Ending of the name of a plate's factor.
 MARGINAL = ", marginal"
 
-#: Groups whose integrals are computed together where a model is evaluated on all of them.
+#: Number of groups whose integrals are computed together when a model is evaluated on all groups.
 AT_ONCE = 2_048
 
-#: Marks what asks for a random key from outside.
+#: Key of the mark on messages that ask for a random key from outside.
 _ASKED = "numpyro_sgmcmc: asked"
 
-#: What a factor keeps of the sites that it stands for.
+#: Key under which a factor keeps the observed sites that it replaces.
 _OBSERVED = "numpyro_sgmcmc: observed"
 
 
 class LocalPlate(NamedTuple):
     """
-    A subsampled plate with latent sites of its own.
+    Subsampled plate with latent sites.
 
-    - **name** - of the plate.
-    - **continuous** - shapes of the unconstrained values of a group, by site.
-    - **discrete** - the number of values, by site.
-    - **bounded** - whether the support of a continuous one has an end, and its law may be skewed.
+    - **name** - name of the plate.
+    - **continuous** - shapes of the unconstrained values of a group, by continuous site.
+    - **discrete** - number of values, by discrete site.
+    - **bounded** - whether the support of a continuous site has an end, so that its distribution
+      may be skewed.
     """
 
     name: str
@@ -78,22 +79,23 @@ class LocalPlate(NamedTuple):
 
     @property
     def combinations(self) -> np.ndarray:
-        """All numbers of values of the discrete sites, shape (combinations, sites)."""
+        """The combinations of the values of the discrete sites, shape (combinations, sites)."""
         return np.array(list(product(*(range(size) for _, size in self.discrete))), np.int32)
 
 
 @dataclass(frozen=True)
 class Marginal:
     """
-    A model without the latent sites of its subsampled plates: a function like the model itself,
-    which has a ``numpyro.factor`` for each of these plates.
+    Model without the latent sites of its subsampled plates, which are integrated out.
+
+    It is a function like the model itself, with a ``numpyro.factor`` for each of these plates.
 
     - **model** - the model as it was written.
-    - **plates** - those with latent sites.
-    - **hidden** - deterministic sites that depend on these.
-    - **rule** - of the integrals (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`);
-      ``"point"`` for the integrand at a point of each group in their place, ``"none"`` for zeros.
-    - **at_once** - the number of groups whose integrals are computed together; all if None.
+    - **plates** - the plates with latent sites.
+    - **hidden** - deterministic sites that depend on latent sites of plates.
+    - **rule** - rule of the integrals (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`).
+      ``"point"`` replaces them by the integrand at a point of each group, ``"none"`` by zeros.
+    - **at_once** - number of groups whose integrals are computed together; all if None.
 
     **Example:** a normal mean of normal means.
 
@@ -123,7 +125,7 @@ class Marginal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.at_once is not None:
-            args, kwargs = as_arrays((args, kwargs))  # NumPy's cannot be indexed in a program
+            args, kwargs = as_arrays((args, kwargs))  # NumPy arrays cannot be indexed in a program
         seen = Globals(self)
         with seen:
             result = self.model(*args, **kwargs)
@@ -139,54 +141,54 @@ class Marginal:
     def _log_densities(
         self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
     ) -> Array:
-        """Of all that is observed of each group, shape (n,)."""
+        """Return the marginal log density of the observations of each group, shape (n,)."""
 
         def of_some(rows: Array) -> Array:
-            found = self.log_integrals(plate, seen.at(plate.name, rows), args, kwargs)[0]
-            return logsumexp(found, axis=0)
+            integrals = self.log_integrals(plate, seen.at(plate.name, rows), args, kwargs)[0]
+            return logsumexp(integrals, axis=0)
 
         rows = seen.plates[plate.name].rows
         if self.at_once is None:
             return of_some(rows)
         number = len(rows)
         length = min(self.at_once, number)
-        # the last rows again, where they do not fill their part
+        # the last part is filled up with the last row
         some = jnp.minimum(jnp.arange(-(-number // length) * length), number - 1)
         return lax.map(of_some, rows[some].reshape(-1, length)).reshape(-1)[:number]
 
     def with_points(self, plates: Iterable[Plate]) -> tuple[Plate, ...]:
-        """Plates that know at how many points of its latent variables a group is evaluated."""
+        """Return plates with the number of points at which each group is evaluated."""
         points = {
             p.name: len(p.combinations) * points_of(p.dimension, self.rule) for p in self.plates
         }
         return tuple(plate._replace(points=points.get(plate.name, 1)) for plate in plates)
 
     def with_members(self, plates: Iterable[Plate], sites: Mapping[str, dict]) -> tuple[Plate, ...]:
-        """Plates that know how many values are observed of a group, by the sites of this model."""
-        found = {}
+        """Return plates with the number of observed values of a group, by the model's sites."""
+        counts = {}
         for plate in self.plates:
             observed = sites[plate.name + MARGINAL]["infer"][_OBSERVED]
-            found[plate.name] = sum(jnp.size(site["value"]) for site in observed.values())
+            counts[plate.name] = sum(jnp.size(site["value"]) for site in observed.values())
         return tuple(
-            p._replace(members=max(1, found.get(p.name, 1) // p.subsample_size)) for p in plates
+            p._replace(members=max(1, counts.get(p.name, 1) // p.subsample_size)) for p in plates
         )
 
     @property
     def __wrapped__(self) -> Model:
-        """For ``inspect.signature``."""
+        """The model as it was written, for ``inspect.signature``."""
         return self.model
 
     def log_integrals(
         self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
     ) -> tuple[Array, Callable[[Array, Array], Array], Array]:
         """
-        The log integral over the continuous sites for each of the values of the discrete ones.
+        Return the log integrals over the continuous sites for each value of the discrete sites.
 
-        :return: shape (combinations, n); the log density of latent variables and observations of
-            each group, of the numbers of the discrete values and of the continuous ones, shape (n,
-            k); and a point (n, k).
+        :return: the log integrals, shape (combinations, n); the joint log density of each group as
+            a function of the numbers of the discrete values and of the continuous values, shape
+            (n, k); and a point, shape (n, k).
         """
-        # not zero: the gradient of NumPyro's `Bernoulli(logits=0.0)` is that of no observation
+        # not zero: `Bernoulli(logits=0.0)` of NumPyro has a gradient without its observation
         near_zero = 0.01 * jnp.cos(1.0 + jnp.arange(plate.dimension, dtype=seen.dtype))
         size = seen.plates[plate.name].frame.size
         start = jnp.broadcast_to(near_zero, (size, plate.dimension))
@@ -210,18 +212,20 @@ class Marginal:
 
         classes = jnp.asarray(plate.combinations)
         if self.rule == "point":
-            # others for each group, so that what depends on other groups is seen
+            # points differ between groups, so that a dependence on other groups shows
             rows = seen.plates[plate.name].rows
             point = jnp.cos(start + rows[:, None].astype(seen.dtype))
             some = classes[rows % len(classes)].T
             return density(seen.values, some, point)[None], partial(density, seen.values), start
-        found = integral(classes[0])[None] if len(classes) == 1 else jax.vmap(integral)(classes)
-        return found, partial(density, seen.values), start
+        integrals = integral(classes[0])[None] if len(classes) == 1 else jax.vmap(integral)(classes)
+        return integrals, partial(density, seen.values), start
 
     def draws(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict[str, Array]]:
         """
-        Values of the latent sites of the groups of a minibatch, given those of all others: draws
-        of :math:`p(z_g \\mid y_g, \\theta)`, and of the deterministic sites that depend on them.
+        Draw the latent sites of the groups of a minibatch, given the values of all other sites.
+
+        They are draws of :math:`p(z_g \\mid y_g, \\theta)`, with the deterministic sites that
+        depend on them.
 
         :return: by plate and site, groups along the first axis.
         """
@@ -229,8 +233,10 @@ class Marginal:
 
     def replicates(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict[str, Array]]:
         """
-        New observations of the groups of a minibatch: draws of
-        :math:`p(\\tilde y_g \\mid z_g, \\theta)` at draws of :math:`p(z_g \\mid y_g, \\theta)`.
+        Draw new observations of the groups of a minibatch.
+
+        They are draws of :math:`p(\\tilde y_g \\mid z_g, \\theta)` at draws of
+        :math:`p(z_g \\mid y_g, \\theta)`.
 
         :return: by plate and observed site, groups along the first axis.
         """
@@ -239,13 +245,13 @@ class Marginal:
     def _drawn(
         self, rng_key: Array, args: tuple, kwargs: dict, replicated: bool
     ) -> dict[str, dict[str, Array]]:
-        """What of a group is drawn, by plate and site."""
+        """Draw latent values or new observations of the groups, by plate and site."""
         seen = Globals(self)
-        found: dict[str, dict[str, Array]] = {}
+        drawn: dict[str, dict[str, Array]] = {}
         with seen:
             self.model(*args, **kwargs)
         for plate in self.plates:
-            z_key, class_key = random.split(random.fold_in(rng_key, len(found)))
+            z_key, class_key = random.split(random.fold_in(rng_key, len(drawn)))
             integrals, density, z = self.log_integrals(plate, seen, args, kwargs)
             chosen = jnp.zeros(len(z), int)
             if len(integrals) > 1:
@@ -263,13 +269,13 @@ class Marginal:
                     sites = given.sites(args, kwargs)
                     all_axes = {k: self._axis_of(plate, k, site) for k, site in sites.items()}
                     axes = {name: axis for name, axis in all_axes.items() if axis is not None}
-            found[plate.name] = {
+            drawn[plate.name] = {
                 name: jnp.moveaxis(sites[name]["value"], axis, 0) for name, axis in axes.items()
             }
-        return found
+        return drawn
 
     def _axis_of(self, plate: LocalPlate, name: str, site: dict) -> int | None:
-        """The axis of the groups in a site that belongs to them, or None."""
+        """Return the axis of the groups in a site, or None if the site does not depend on them."""
         if site["type"] == "sample" and name in plate.names:
             return group_axis(site, plate.name)
         if site["type"] != "deterministic" or name not in self.hidden:
@@ -284,12 +290,12 @@ class Marginal:
 
 
 def _keys(rows: Array) -> Array:
-    """A random key for each group, the same for whatever minibatch it is in."""
+    """Return a random key for each group, which does not depend on the minibatch."""
     return jax.vmap(random.fold_in, (None, 0))(numpyro.prng_key(), rows)
 
 
 class SeenPlate(NamedTuple):
-    """A plate in an evaluation of a model: its frame, its size, and the rows of the minibatch."""
+    """Plate in an evaluation of a model: its frame, its size, and the rows of the minibatch."""
 
     frame: Any
     size: int
@@ -297,24 +303,24 @@ class SeenPlate(NamedTuple):
 
 
 class Globals(Messenger):
-    """Keeps what the model has outside of groups, and hides what is inside of them."""
+    """Handler that records the sites outside of groups, and hides the sites inside of groups."""
 
     def __init__(self, marginal: Marginal) -> None:
         self.names = {plate.name for plate in marginal.plates}
         self.hidden = marginal.hidden
-        #: of sites of any kind that have one
+        #: values by site, of all kinds of sites that have a value
         self.values: dict[str, Any] = {}
         self.keys: list[Any] = []
         self.plates: dict[str, SeenPlate] = {}
-        #: the observed sites of each, with some values of what is latent
+        #: observed sites by plate, at some values of the latent sites
         self.observed: dict[str, dict[str, dict]] = {name: {} for name in self.names}
-        #: of each plate with a ``subsample_size`` its size, and the rows of the minibatch
+        #: size and rows of the minibatch, by plate with a ``subsample_size``
         self.rows: dict[str, tuple[int, Array]] = {}
         self.dtype = jnp.result_type(float)
         super().__init__(None)
 
     def at(self, plate: str, rows: Array) -> "Globals":
-        """The same with some of the rows of a plate."""
+        """Return the record with some of the rows of a plate."""
         some = copy(self)
         here = self.plates[plate]
         frame = here.frame._replace(size=len(rows))
@@ -323,7 +329,7 @@ class Globals(Messenger):
         return some
 
     def replicable(self, plate: LocalPlate) -> list[str]:
-        """The observed sites of a plate that have a law to draw from: no ``numpyro.factor``."""
+        """Return the observed sites of a plate that can be drawn, without ``numpyro.factor``."""
         observed = self.observed[plate.name].items()
         return [
             k for k, site in observed if not isinstance(without_wrappers(site["fn"]), dist.Unit)
@@ -332,7 +338,7 @@ class Globals(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "deterministic":
             msg["stop"] = msg["name"] in self.hidden
-        # in the body of a `scan` there are keys of its own
+        # the body of a `scan` has keys of its own
         if msg["type"] in ("prng_key", "control_flow") and msg["kwargs"]["rng_key"] is None:
             msg[_ASKED] = True
         if msg["type"] != "sample":
@@ -362,7 +368,7 @@ class Globals(Messenger):
 
 
 class _AllGiven(Messenger):
-    """The model with values for all that is latent, for the log densities of its groups."""
+    """Handler that sets all latent values of a model, for the log densities of its groups."""
 
     def __init__(
         self,
@@ -383,7 +389,7 @@ class _AllGiven(Messenger):
         self.shapes = dict(plate.continuous)
         self.classes = dict(zip((k for k, _ in plate.discrete), classes, strict=True))
         self.keys = iter(seen.keys)
-        #: of new observations
+        #: random key of new observations
         self.rng_key = random.key(0)
         self.log_dets: dict[str, Array] = {}
         super().__init__(None)
@@ -392,14 +398,14 @@ class _AllGiven(Messenger):
         kind, name = msg["type"], msg.get("name", "")
         if kind == "plate" and name in self.seen.rows:
             rows = self.seen.rows[name][1]
-            # what is in other plates makes no difference to this one
+            # the rows of other plates make no difference to this plate
             msg["value"] = rows if name == self.plate.name else jnp.zeros_like(rows)
-            # both, or the plate warns that its indices have another length than declared
+            # both are set, since the plate warns of indices of another length than declared
             msg["args"] = (msg["args"][0], len(rows))
         elif kind == "prng_key" and msg["kwargs"]["rng_key"] is None:
             msg["value"] = next(self.keys, None)
         elif kind == "control_flow" and msg["kwargs"]["rng_key"] is None:
-            # else `block` asks for one, which the model did not have
+            # without a key `block` would ask for one, which the model did not have
             msg["kwargs"]["rng_key"] = next(self.keys, None)
         elif kind in ("param", "mutable") and name in self.values:
             msg["value"] = self.values[name]
@@ -429,7 +435,7 @@ class _AllGiven(Messenger):
         support = support.reshape(len(support), *fn.event_shape)
         values = support[chosen]
         if jnp.ndim(chosen):
-            # another one for each group
+            # the value differs between groups
             axis, axes = group_axis(msg, self.plate.name), len(fn.batch_shape)
             values = values.reshape(
                 *(len(chosen) if k == axis else 1 for k in range(axes)), *fn.event_shape
@@ -437,19 +443,19 @@ class _AllGiven(Messenger):
         return jnp.broadcast_to(values, fn.shape())
 
     def sites(self, args: tuple, kwargs: dict) -> dict[str, dict]:
-        with trace() as found, self:
+        with trace() as recorded, self:
             self.model(*args, **kwargs)
-        return found
+        return recorded
 
     def replicated_sites(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict]:
-        """The same with new values of what is observed."""
+        """Return the observed sites with newly drawn values."""
         self.rng_key = rng_key
-        with trace() as found, self:
+        with trace() as recorded, self:
             uncondition(self.model)(*args, **kwargs)
-        return found
+        return recorded
 
     def log_densities(self, args: tuple, kwargs: dict, names: Iterable[str] | None = None) -> Array:
-        """Of each group, with all that is in it or with the sites of these names."""
+        """Return the log density of each group, of all its sites or of the named sites."""
         total = jnp.zeros(len(self.z))
         for name, site in self.sites(args, kwargs).items():
             is_term = site["type"] == "sample" and (names is None or name in names)
@@ -468,7 +474,7 @@ class _AllGiven(Messenger):
 
 
 class _inside(Messenger):
-    """As in a plate that has been left, with the sites that a factor stands for."""
+    """Handler that adds the frame of a closed plate, and the sites that its factor replaces."""
 
     def __init__(self, seen: SeenPlate, observed: dict[str, dict]) -> None:
         self.seen, self.observed = seen, observed
@@ -483,15 +489,15 @@ class _inside(Messenger):
 
 
 def with_observed(sites: Mapping[str, dict]) -> dict[str, dict]:
-    """Sites of a trace, and those that the factors of groups stand for: to look at their rows."""
-    found = dict(sites)
+    """Return the sites of a trace, with the observed sites that factors of groups replace."""
+    result = dict(sites)
     for site in sites.values():
-        found |= site.get("infer", {}).get(_OBSERVED, {})
-    return found
+        result |= site.get("infer", {}).get(_OBSERVED, {})
+    return result
 
 
 def some_value(fn: Any) -> Array:
-    """A value of a latent site that needs no random key."""
+    """Return a value of a latent site without a random key."""
     if fn.support.is_discrete:
         return jnp.broadcast_to(fn.enumerate_support(expand=False)[0], fn.shape())
     transform = biject_to(fn.support)
@@ -500,11 +506,11 @@ def some_value(fn: Any) -> Array:
 
 def constrained(fn: Any, z: Array) -> tuple[Array, Array]:
     """
-    A value from an unconstrained one, and the log of the determinant of that map.
+    Return a value from an unconstrained one, and the log determinant of the transform.
 
-    A Beta, Gamma or Dirichlet law of small shapes has much of its mass where values are rounded to
-    a bound of its support, by single precision between :math:`1 - 10^{-7}` and 1. What its log
-    density lacks there is a part of the second.
+    A Beta, Gamma or Dirichlet distribution of small shapes has much of its mass where values are
+    rounded to a bound of its support, in single precision between :math:`1 - 10^{-7}` and 1. The
+    log determinant includes the part of the log density that is lost there.
     """
     transform, law = biject_to(fn.support), without_wrappers(fn)
     value = transform(z)
@@ -523,13 +529,13 @@ def constrained(fn: Any, z: Array) -> tuple[Array, Array]:
         own = jnp.concatenate([log_sigmoid(parts), none], -1)
         before = jnp.concatenate([none, jnp.cumsum(log_sigmoid(-parts), -1)], -1)
         less = own + before - log_value
-        # the determinant has all but the last
+        # the determinant has the logarithms of all but the last
         lost = ((law.concentration - 1) * less).sum(-1) + less[..., :-1].sum(-1)
     outer = len(fn.event_shape) - len(law.event_shape)
     return value, transform.log_abs_det_jacobian(z, value) + lost.sum(tuple(range(-outer, 0)))
 
 
 def group_axis(msg: dict[str, Any], plate: str) -> int:
-    """The axis of the groups in the values of a site."""
+    """Return the axis of the groups in the values of a site."""
     (dim,) = (frame.dim for frame in msg["cond_indep_stack"] if frame.name == plate)
     return len(msg["fn"].batch_shape) + dim

@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-The metric: a linear map between the unconstrained parameters :math:`\\theta` and the
-coordinates :math:`\\phi` in which a sampler moves,
+Metrics: linear maps between unconstrained parameters and the coordinates of a sampler.
+
+The unconstrained parameters :math:`\\theta` and the coordinates :math:`\\phi` are related by
 
 .. math:: \\theta = c + L \\phi, \\qquad \\nabla_\\phi U = L^\\top \\nabla_\\theta U .
 
 With :math:`L L^\\top` the covariance of the posterior and :math:`c` its centre, the
-coordinates have mean 0 and covariance :math:`I`: a step size is then in units of a
-posterior standard deviation in every direction. The law of :math:`\\theta` does not depend
-on the metric; how fast a sampler finds it does.
+coordinates have mean 0 and covariance :math:`I`. A step size is then in units of a posterior
+standard deviation in every direction. The distribution of :math:`\\theta` does not depend on the
+metric, but the speed of a sampler does.
 """
 
 from typing import Any, NamedTuple
@@ -21,39 +22,45 @@ import numpy as np
 
 
 class IdentityMetric(NamedTuple):
-    """:math:`\\theta = \\phi`: coordinates are the unconstrained parameters."""
+    """Metric :math:`\\theta = \\phi`: the coordinates are the unconstrained parameters."""
 
     def values(self, coordinates: Array) -> Array:
-        """:math:`c + L \\phi`."""
+        """Return :math:`\\theta = c + L \\phi`."""
         return coordinates
 
     def coordinates(self, values: Array) -> Array:
-        """:math:`L^{-1} (\\theta - c)`."""
+        """Return :math:`\\phi = L^{-1} (\\theta - c)`."""
         return values
 
     def moved(self, values: Array, before: Array, after: Array) -> Array:
-        """:math:`\\theta + L (\\phi' - \\phi)`: exactly :math:`\\theta` if nothing moves."""
+        """Return :math:`\\theta + L (\\phi' - \\phi)`, exactly :math:`\\theta` if nothing moves."""
         return after
 
     def direction(self, coordinates: Array) -> Array:
-        """:math:`L \\phi`."""
+        """Return :math:`L \\phi`."""
         return coordinates
 
     def pullback(self, gradient: Array) -> Array:
-        """:math:`L^\\top g`."""
+        """Return the gradient :math:`L^\\top g` with respect to the coordinates."""
         return gradient
 
     def variances(self, coordinates: Array) -> Array:
-        """The diagonal of :math:`L L^\\top`, of the shape of any coordinates."""
+        """Return the diagonal of :math:`L L^\\top`, in the shape of the coordinates."""
         return jnp.ones_like(coordinates)
 
     def narrowed(self, scale: Array, shift: Array) -> "IdentityMetric":
-        """:math:`c + \\Delta` and :math:`s L`, of a metric that has a centre."""
+        """
+        Return the metric with centre :math:`c + \\Delta` and factor :math:`s L`.
+
+        The identity metric has no centre, and stays unchanged.
+        """
         return self
 
 
 class DiagonalMetric(NamedTuple):
     """
+    Metric with a diagonal factor.
+
     - **center** - :math:`c`, shape (d,).
     - **scale** - the diagonal of :math:`L`, shape (d,).
     """
@@ -85,6 +92,8 @@ class DiagonalMetric(NamedTuple):
 
 class DenseMetric(NamedTuple):
     """
+    Metric with a dense factor.
+
     - **center** - :math:`c`, shape (d,).
     - **factor** - :math:`L`, shape (d, d).
     - **inverse** - :math:`L^{-1}`, shape (d, d).
@@ -118,9 +127,11 @@ class DenseMetric(NamedTuple):
 
 class LowRankMetric(NamedTuple):
     """
+    Metric with a diagonal factor and a few directions of many parameters.
+
+    The factor is
     :math:`L = \\operatorname{diag}(s) \\, (I + V \\operatorname{diag}(r - 1) V^\\top)`, with
-    :math:`k` orthonormal columns in :math:`V`: variances, and directions that belong to many
-    parameters, at a cost of :math:`d k`.
+    :math:`k` orthonormal columns in :math:`V`, at a cost of :math:`d k`.
 
     - **center** - :math:`c`, shape (d,).
     - **scale** - :math:`s`, shape (d,).
@@ -158,7 +169,7 @@ class LowRankMetric(NamedTuple):
         return x + self.vectors @ ((roots - 1) * (self.vectors.T @ x))
 
 
-#: Those that have a centre, and are a Gaussian.
+#: Metrics with a centre, each of which defines a Gaussian.
 GaussianMetric = DiagonalMetric | DenseMetric | LowRankMetric
 
 Metric = IdentityMetric | GaussianMetric
@@ -172,7 +183,7 @@ _NAMES = {
 
 
 def name_of(metric: Metric) -> str:
-    """The word for a metric, that of ``metric=``."""
+    """Return the word for a metric in the argument ``metric``."""
     return _NAMES[type(metric)]
 
 
@@ -180,13 +191,14 @@ def from_covariance(
     covariance: np.ndarray, center: np.ndarray, dtype: Any
 ) -> DiagonalMetric | DenseMetric:
     """
-    The metric in which a distribution with this covariance has covariance :math:`I`:
-    :math:`L` is the symmetric root, so that each coordinate belongs to its parameter as far
-    as correlation allows.
+    Return the metric in which a distribution with this covariance has covariance :math:`I`.
+
+    The factor :math:`L` is the symmetric root, so that each coordinate belongs to its parameter as
+    far as correlation allows.
 
     :param covariance: variances, shape ``(d,)``, or a matrix, shape ``(d, d)``.
     :param center: :math:`c`, shape ``(d,)``.
-    :param dtype: of the result; the roots are taken in double precision.
+    :param dtype: data type of the result; the roots are taken in double precision.
     :raises ValueError: if the covariance is not positive definite.
 
     **Example:**
@@ -208,7 +220,7 @@ def from_covariance(
         middle = jnp.asarray(center, dtype)
         if covariance.ndim == 1:
             return DiagonalMetric(middle, jnp.asarray(scale, dtype))
-        # of the correlations: parameters may have any units
+        # the root of the correlations is taken, since parameters may have any units
         eigenvalues, vectors = np.linalg.eigh(covariance / np.outer(scale, scale))
         smallest = eigenvalues[0]
         if smallest > 0:

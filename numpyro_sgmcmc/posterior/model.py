@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-A NumPyro model seen through its subsampled plates.
+Reading of NumPyro models, and their minibatch potential.
 
 The potential of the whole data set is
 :math:`U(z) = -\\log p(z) - \\sum_{i=1}^{N} \\log p(x_i \\mid z)`, with :math:`z` the
@@ -12,8 +12,8 @@ unconstrained values of the latent sites and the Jacobian of the transforms coun
 .. math:: \\tilde U(z; S) = -\\log p(z) - \\frac{N}{n} \\sum_{i \\in S} \\log p(x_i \\mid z),
 
 whose average over the minibatches of a partition, or over random minibatches, is
-:math:`U(z)`. :func:`read_model` reads a model once and refuses those for which this
-cannot hold; :class:`MinibatchModel` then evaluates it.
+:math:`U(z)`. :func:`read_model` reads a model once, and refuses models for which this
+cannot hold. :class:`MinibatchModel` then evaluates it.
 """
 
 from collections.abc import Callable, Hashable
@@ -49,16 +49,16 @@ from numpyro_sgmcmc.posterior.reading import reading_of
 #: Unconstrained values of the latent sites, by name.
 Values = dict[str, Array]
 
-#: Groups in passes over some of them, where their latent variables are integrated out.
+#: Number of groups in passes over a part, if their latent variables are integrated out.
 _SKETCHED = 4_096
 
-#: Only ``numpyro.prng_key`` and control flow around it are to be seeded in a potential: a
-#: seeded latent site that is missing from the values would silently be drawn anew.
+#: Types of sites that are not seeded in a potential. Only ``numpyro.prng_key`` and control flow
+#: around it are seeded: a seeded latent site without a value would silently be drawn anew.
 NOT_SEEDED = ["sample", "plate"]
 
 
 def with_rows(view: "MinibatchModel") -> Model:
-    """The model as a function whose first argument is the rows of the minibatch."""
+    """Return the model as a function with the rows of the minibatch as first argument."""
 
     def model(rows: Indices, *args: Any, **kwargs: Any) -> Any:
         return given_rows(view.model, view.plates, rows, view.parts)(*args, **kwargs)
@@ -68,9 +68,10 @@ def with_rows(view: "MinibatchModel") -> Model:
 
 class MinibatchModel(NamedTuple):
     """
-    What is static about a model and its data, made by :func:`read_model`, and the
-    functions of the model that a sampler needs. All of them are pure, can be traced, and
-    take the arguments of the model last, so that data are never held.
+    Static facts of a model and its data, and the functions of the model that a sampler needs.
+
+    It is made by :func:`read_model`. The functions are pure, can be traced, and take the arguments
+    of the model last, so that data are never held.
     """
 
     #: the model, with the values of its ``param`` and ``mutable`` sites filled in
@@ -81,18 +82,18 @@ class MinibatchModel(NamedTuple):
     latents: dict[str, jax.ShapeDtypeStruct]
     #: deterministic sites whose value depends on the rows of the minibatch
     minibatch_dependent: frozenset[str]
-    #: of each argument that is on disk the plate by whose rows it is indexed, or None
+    #: plate whose rows index each argument on disk, or None
     on_disk: tuple[str | None, ...] = ()
-    #: tells arrays that the model has from elsewhere than its arguments from others
+    #: fingerprint of the arrays that the model captures besides its arguments
     captured: str = ""
-    #: tells numbers that it has from elsewhere, in this process
+    #: fingerprint of the numbers that the model captures besides its arguments, in this process
     numbers: str = ""
-    #: of how many parts of all rows the model sees one: the number of devices that they are spread
-    #: over, or all rows divided by those of a sample
+    #: number of parts of all rows, one of which the model sees: the number of devices that rows
+    #: are spread over, or all rows divided by the rows of a sample
     parts: int | Fraction = 1
 
     def on_each(self, parts: int) -> "MinibatchModel":
-        """The model on one of so many devices, with its part of the rows and of the minibatch."""
+        """Return the model on one of ``parts`` devices, with its part of rows and minibatch."""
         plates = (
             plate._replace(size=plate.size // parts, subsample_size=plate.subsample_size // parts)
             for plate in self.plates
@@ -100,15 +101,16 @@ class MinibatchModel(NamedTuple):
         return self._replace(plates=tuple(plates), parts=parts)
 
     def padded(self, size: int) -> "MinibatchModel":
-        """The model with room for so many rows, of which only the first are there yet."""
+        """Return the model with room for ``size`` rows, the first of which are present."""
         plates = (plate._replace(size=size) for plate in self.plates)
         return self._replace(plates=tuple(plates))
 
     def sampled(self, rows: int, on_disk: tuple[str | None, ...]) -> "MinibatchModel":
         """
-        The model of so many rows of its plate, which stand for all.
+        Return the model of a sample of the rows of its plate, which stand for all.
 
-        :param on_disk: as in the attribute, of those arguments that are still on disk.
+        :param rows: number of rows of the sample.
+        :param on_disk: the attribute for the arguments that are still on disk.
         """
         (plate,) = self.plates
         sample = plate._replace(
@@ -119,22 +121,22 @@ class MinibatchModel(NamedTuple):
 
     @property
     def dimension(self) -> int:
-        """Number of unconstrained parameters."""
+        """The number of unconstrained parameters."""
         return sum(math.prod(latent.shape) for latent in self.latents.values())
 
     @property
     def dtype(self) -> Any:
-        """Of a flat vector of the latent sites."""
+        """The data type of a flat vector of the latent sites."""
         return jnp.result_type(*(x.dtype for x in self.latents.values()))
 
     @property
     def facts(self) -> Hashable:
-        """What a program depends on, besides the model and the arrays among its arguments."""
+        """The facts that a program depends on besides the model and the arrays among arguments."""
         latents = tuple((name, x.shape, x.dtype) for name, x in sorted(self.latents.items()))
         return self.plates, latents, self.on_disk, self.captured, self.numbers, self.parts
 
     def with_rule(self, rule: str) -> "MinibatchModel":
-        """With another rule for integrals over latent variables of groups, if there are any."""
+        """Return the model with another rule for integrals over latent variables of groups."""
         if not isinstance(self.model, Marginal):
             return self
         model = replace(self.model, rule=rule)
@@ -143,8 +145,10 @@ class MinibatchModel(NamedTuple):
     @property
     def search_rule(self) -> str:
         """
-        By which integrals are done where the posterior is looked for: few nodes would lead searches
-        many standard deviations astray where latent variables are skewed.
+        The rule of the integrals in searches for the posterior.
+
+        Few nodes would lead searches many standard deviations astray if latent variables are
+        skewed.
         """
         return "step" if any(plate.bounded for plate in self._local) else "few"
 
@@ -154,26 +158,27 @@ class MinibatchModel(NamedTuple):
 
     @property
     def local_plates(self) -> tuple[Plate, ...]:
-        """Those of groups, whose latent variables are integrated out."""
+        """The plates of groups whose latent variables are integrated out."""
         names = {plate.name for plate in self._local}
         return tuple(plate for plate in self.plates if plate.name in names)
 
     @property
     def has_classes(self) -> bool:
-        """Whether discrete latent variables of groups are summed over."""
+        """True if discrete latent variables of groups are summed over."""
         return any(plate.discrete for plate in self._local)
 
     @property
     def drawn_plates(self) -> tuple[Plate, ...]:
-        """Those whose latent variables are integrated out by draws."""
+        """The plates of groups whose latent variables are integrated out by draws."""
         names = {plate.name for plate in self._local if needs_draws(plate.dimension)}
         return tuple(plate for plate in self.plates if plate.name in names)
 
     @property
     def sketch(self) -> "MinibatchModel":
         """
-        Whose passes look at some thousand groups only, if latent variables of groups are integrated
-        out: for what is as well known from these.
+        The model with passes over some thousand groups only, where these are enough.
+
+        Without latent variables of groups it is the model itself.
         """
         if not isinstance(self.model, Marginal):
             return self
@@ -181,7 +186,7 @@ class MinibatchModel(NamedTuple):
         return self._replace(plates=seen)
 
     def first_rows(self) -> dict[str, Array]:
-        """The first rows of each plate, a minibatch that needs no key."""
+        """Return the first rows of each plate, a minibatch without a random key."""
         return {plate.name: jnp.arange(plate.subsample_size) for plate in self.plates}
 
     def _at(self, indices: Indices, rng_key: Array) -> Model:
@@ -189,7 +194,7 @@ class MinibatchModel(NamedTuple):
         return seed(model, rng_key, hide_types=NOT_SEEDED)
 
     def _read(self, indices: Indices, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
-        """The arguments, with what has been read of them in the place of what is on disk."""
+        """Return the arguments with prefetched rows in the place of arguments on disk."""
         sources = on_disk(arguments)
         if not sources:
             return arguments
@@ -203,7 +208,7 @@ class MinibatchModel(NamedTuple):
                 if rows.values:
                     source = OfMinibatch(source, rows.numbers, next(values[plate]))
                 elif rows.high is not None:
-                    # what the model indexes by has half of each number
+                    # the indices in the model have the lower half of each number only
                     source = OfMinibatch(source, rows.numbers, source.drawn(rows))
             seen.append(source)
         return replaced(arguments, seen)
@@ -211,19 +216,19 @@ class MinibatchModel(NamedTuple):
     def prepared(
         self, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
     ) -> tuple[Model, tuple[tuple, dict]]:
-        """The model and its arguments for the rows of a minibatch, as NumPyro can trace them."""
+        """Return the model and its arguments for a minibatch, in a form that NumPyro traces."""
         return self._at(indices, rng_key), self._read(indices, (args, kwargs))
 
     def potential(
         self, z: Values, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
     ) -> Array:
         """
-        The minibatch potential :math:`\\tilde U(z; S)`.
+        Return the minibatch potential :math:`\\tilde U(z; S)`.
 
         :param z: unconstrained values of the latent sites.
         :param indices: rows of each subsampled plate, integer arrays of any length.
-        :param rng_key: key for the ``numpyro.prng_key()`` statements of the model; a
-            likelihood that is itself a random estimate gets new randomness with each key.
+        :param rng_key: key for the ``numpyro.prng_key()`` statements of the model. A likelihood
+            that is itself a random estimate gets new randomness with each key.
         :param args: arguments of the model.
         :param kwargs: keyword arguments of the model.
         :return: a scalar.
@@ -237,16 +242,17 @@ class MinibatchModel(NamedTuple):
         self, z: Values, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
     ) -> tuple[Array, dict[str, dict]]:
         """
-        The minibatch potential and the sites of the model there, as a trace of NumPyro has them.
-        Parameters are those of :meth:`potential`.
+        Return the minibatch potential, and the sites of the model as in a trace of NumPyro.
+
+        Parameters are as in :meth:`potential`.
         """
         sites: dict[str, dict] = {}
 
         def recorded(*args: Any, **kwargs: Any) -> None:
             sites.update(trace(self._at(indices, rng_key)).get_trace(*args, **kwargs))
 
-        # The potential of NumPyro substitutes the values and adds the Jacobian factors;
-        # recording inside it sees the sites with both.
+        # The potential of NumPyro substitutes the values and adds the Jacobian factors.
+        # A recording inside of it sees the sites with both.
         with explained(self.model, args, kwargs):
             energy = potential_energy(recorded, *self._read(indices, (args, kwargs)), z)
         return energy, sites
@@ -255,14 +261,15 @@ class MinibatchModel(NamedTuple):
         self, z: Values, indices: Indices, rng_key: Array, args: tuple, kwargs: dict
     ) -> tuple[Array, dict[str, Array]]:
         """
-        The minibatch potential and what each row of the minibatch contributes to it, from a
-        single trace of the model:
+        Return the minibatch potential and the contribution of each row.
+
+        A single trace of the model gives
 
         .. math:: -\\tilde U(z; S) = \\text{prior} + \\sum_i t_i, \\qquad
             t_i = \\frac{N}{n} \\ell_i.
 
-        A site inside several subsampled plates counts for each of them: the terms of one
-        hold the sum over the rows of the others. Parameters are those of :meth:`potential`.
+        A site inside several subsampled plates counts for each of them: the terms of one plate
+        hold the sum over the rows of the others. Parameters are as in :meth:`potential`.
 
         :return: the potential, a scalar, and for each plate the vector :math:`t` of shape
             :math:`(n,)`.
@@ -284,22 +291,25 @@ class MinibatchModel(NamedTuple):
 
     def constrain(self, z: Values, args: tuple, kwargs: dict) -> Values:
         """
-        Values of the latent sites on their supports, and of those deterministic sites that
-        do not depend on the minibatch. Parameters are those of :meth:`potential`.
+        Return the values of the latent sites on their supports, and of deterministic sites.
 
-        The model is replayed, so that supports may depend on other sites; under ``jit``
-        whatever the result does not need, the likelihood above all, is not computed.
+        The deterministic sites are the ones that do not depend on the minibatch. Parameters are as
+        in :meth:`potential`.
+
+        The model is replayed, so that supports may depend on other sites. Under ``jit`` parts that
+        the result does not need, the likelihood above all, are not computed.
         """
         model = self._at(self.first_rows(), random.key(0))
-        # a draw whose scale has underflowed, say, is to be seen and not to end the run
+        # an invalid draw, such as one with an underflowed scale, must not end the run
         with one_at_a_time, validation_enabled(False):
             values = constrain_fn(model, args, kwargs, z, return_deterministic=True)
         return {k: v for k, v in values.items() if k not in self.minibatch_dependent}
 
     def log_densities(self, z: Values, args: tuple, kwargs: dict) -> dict[str, Array]:
         """
-        The log density of every site, at some values of the latent ones and the first rows of the
-        data. Parameters are those of :meth:`potential`.
+        Return the log density of every site at the first rows of the data.
+
+        Parameters are as in :meth:`potential`.
         """
         model = self._at(self.first_rows(), random.key(0))
         with one_at_a_time, validation_enabled(False):
@@ -308,8 +318,9 @@ class MinibatchModel(NamedTuple):
 
     def unconstrain(self, values: Values, args: tuple, kwargs: dict) -> Values:
         """
-        Unconstrained values of the latent sites of one draw; the inverse of
-        :meth:`constrain`.
+        Return unconstrained values of the latent sites of one draw.
+
+        It is the inverse of :meth:`constrain`.
         """
         model = self._at(self.first_rows(), random.key(0))
         latents = {name: values[name] for name in self.latents}
@@ -318,7 +329,7 @@ class MinibatchModel(NamedTuple):
 
 
 def unremarkable_values(view: MinibatchModel) -> Values:
-    """Unconstrained values none of which is special, so that other models differ there."""
+    """Return unconstrained values without special ones, at which different models differ."""
     waves = {k: np.cos(1.0 + np.arange(math.prod(x.shape))) for k, x in view.latents.items()}
     return {
         k: jnp.asarray((waves[k] / 2).reshape(x.shape), x.dtype) for k, x in view.latents.items()
@@ -327,17 +338,18 @@ def unremarkable_values(view: MinibatchModel) -> Values:
 
 def read_model(model: Model, init_strategy: Callable, args: tuple, kwargs: dict) -> MinibatchModel:
     """
-    Reads a model and its arguments once: finds the subsampled plates and the latent sites, and
-    refuses models whose minibatches are not unbiased (:data:`~.checks.sites.CHECKS`).
+    Read a model and its arguments once, for its subsampled plates and latent sites.
 
-    Nothing of what is read depends on a random key or on the chain.
+    Models whose minibatches are not unbiased are refused (:data:`~.checks.sites.CHECKS`). The
+    result does not depend on a random key or on the chain.
 
     :param model: a model with NumPyro primitives.
     :param init_strategy: NumPyro's initialisation strategy, for the shapes of the latent
         sites; sites with an improper prior need one that does not draw from the prior.
     :param args: arguments of the model; arrays must be JAX arrays.
     :param kwargs: keyword arguments of the model.
-    :raises ValueError: naming the site, plate or argument, and what to do about it.
+    :raises ValueError: if a model is refused. The message names the site, plate or argument, and
+        the remedy.
     """
     check_data(model, args, kwargs)
     reading = reading_of(model, init_strategy, args, kwargs)

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-The minibatch potential as a sampler sees it: a function of the coordinates of a metric, with
-or without a control variate, on the rows of a minibatch or, in chunks, on all data.
+Minibatch potentials for samplers, as functions of the coordinates of a metric.
+
+They may have a control variate, and are evaluated on the rows of a minibatch or, in chunks, on all
+data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +31,15 @@ from numpyro_sgmcmc.posterior.reparam import (
     from_internal,
 )
 
-#: A pass over all data takes so many rows at once, of which each may be evaluated at many points.
+#: Largest number of likelihood evaluations in a chunk of a pass over all data, and its smallest
+#: number of rows.
 _CHUNK, _FEWEST = 16_384, 64
 
-#: Columns of a Hessian that are made at a time.
+#: Number of columns of a Hessian that are computed at once.
 _COLUMNS = 32
 
-#: Below this size all of a vector and what is around it is in memory.
+#: Size of a vector above which concatenation goes by copies: below it, the memory around the vector
+#: exists.
 _COPIES_ABOVE = 1_024
 
 Rows = Indices
@@ -43,13 +47,14 @@ Rows = Indices
 
 def ravel(values: Any) -> Array:
     """
-    A tree of arrays as one flat vector, in the order of :func:`jax.flatten_util.ravel_pytree`.
+    Return a tree of arrays as one flat vector.
 
-    XLA makes the concatenation of large arrays with small ones a loop of masked loads over all of
-    the vector, also beyond the ends of the small ones. On AMD processors a load from there, where
-    there is no memory, takes hundreds of cycles even if it is masked: a step of a network took
-    3.5 times as long, in some runs and not in others. Copies to places that XLA does not know when
-    it compiles stay copies.
+    The order is the one of :func:`jax.flatten_util.ravel_pytree`.
+
+    XLA turns the concatenation of large arrays with small ones into a loop of masked loads over the
+    whole vector, also beyond the ends of the small ones. On AMD processors a masked load from a
+    place without memory takes hundreds of cycles: a step of a network took 3.5 times as long, in
+    some runs and not in others. Copies to places that XLA does not know at compilation stay copies.
 
     :param values: a tree of arrays.
     :return: shape ``(d,)``.
@@ -77,43 +82,44 @@ def ravel(values: Any) -> Array:
 
 class Potential(Protocol):
     """
-    The minibatch potential as a function of values, rows and random key. The values may be
-    any tree of arrays: a gradient with respect to a tree is faster than one through the
-    slices of a flat vector.
+    Interface of a minibatch potential, a function of values, rows and random key.
+
+    The values may be any tree of arrays: a gradient with respect to a tree is faster than one
+    through the slices of a flat vector.
     """
 
     def values(self, position: Array, /) -> Any:
-        """The values at a position, which is one flat vector."""
+        """Return the values at a position, which is one flat vector."""
 
     def direction(self, vector: Array, /) -> Any:
-        """The derivative of the values in the direction of a vector."""
+        """Return the derivative of the values in the direction of a vector."""
 
     def pullback(self, gradient: Any, /) -> Array:
-        """The gradient with respect to the position, of that with respect to the values."""
+        """Return the gradient in the position from the gradient in the values."""
 
     def __call__(self, values: Any, rows: Rows, rng_key: Array, /) -> Array:
-        """The minibatch potential, a scalar."""
+        """Return the minibatch potential, a scalar."""
 
     def value_and_gradient(self, values: Any, rows: Rows, rng_key: Array, /) -> tuple[Array, Any]:
-        """The same, and its gradient with respect to the values, a tree like them."""
+        """Return the minibatch potential, and its gradient as a tree like the values."""
 
     def with_row_terms(
         self, values: Any, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, dict[str, Array]]:
-        """The same, and for each plate what its rows add to the log density, shape ``(n,)``."""
+        """Return the minibatch potential, and the log density of each row by plate, ``(n,)``."""
 
 
 class ModelPotential(NamedTuple):
-    """The minibatch potential of a model, as a function of the coordinates of a metric."""
+    """Minibatch potential of a model, as a function of the coordinates of a metric."""
 
     model: MinibatchModel
     unravel: Callable[[Array], Values]
     metric: Metric
     args: tuple
     kwargs: dict
-    #: where the values are between those of a centred and those of a non-centred hierarchy
+    #: coordinates of hierarchies by site, between centred and non-centred
     centring: Centring = {}
-    #: the rows of each plate, of which each counts once where nothing is said
+    #: rows by plate; rows of a plate without an entry count once each
     kinds: Mapping[str, Kind] = {}
 
     def values(self, position: Array, /) -> Values:
@@ -130,11 +136,11 @@ class ModelPotential(NamedTuple):
 
     @property
     def centred(self) -> "ModelPotential":
-        """The same potential as a function of effects."""
+        """The potential as a function of effects."""
         return self._replace(centring=centred(self.centring))
 
     def with_effects(self, values: Values, rows: Rows, rng_key: Array, /) -> tuple[Array, Values]:
-        """The potential, and the effects that the values are."""
+        """Return the potential, and the effects at the values."""
         rows = counted(self.kinds, rows)
         data = rows, rng_key, self.args, self.kwargs
         if not self.centring:
@@ -143,7 +149,7 @@ class ModelPotential(NamedTuple):
         return self.model.potential(written.values, *data) - written.log_det, written.effects
 
     def effects(self, values: Values, rows: Rows, rng_key: Array, /) -> Values:
-        """The effects that values are."""
+        """Return the effects at the values."""
         return self._written(values, rows, rng_key).effects if self.centring else values
 
     def value_and_gradient(
@@ -171,26 +177,27 @@ class ModelPotential(NamedTuple):
 
 
 def counted(kinds: Mapping[str, Kind], rows: Rows) -> dict[str, DrawnRows]:
-    """Some rows with what each of them counts, where nothing is said of it and it is not once."""
-    found = {name: drawn_rows(x) for name, x in rows.items()}
-    for name, x in found.items():
+    """Return rows with the weights of their plate, unless they have weights or all are 1."""
+    result = {name: drawn_rows(x) for name, x in rows.items()}
+    for name, x in result.items():
         if name in kinds and x.weights is None:
-            found[name] = x._replace(weights=kinds[name].counts(x.numbers))
-    return found
+            result[name] = x._replace(weights=kinds[name].counts(x.numbers))
+    return result
 
 
 def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> Any:
     """
-    The mean of a function of the rows over a partition of all rows into chunks
-    :math:`S_k` of :math:`n_k` rows, for several plates over all pairs of their chunks,
+    Return the mean of a function of rows over a partition of all rows into chunks.
+
+    With chunks :math:`S_k` of :math:`n_k` rows, or all pairs of chunks of several plates, it is
 
     .. math:: \\bar f = \\sum_k \\frac{n_k}{N} f(S_k) .
 
-    Of the minibatch potential, and of what is linear in it, this is the value on all data.
+    For the minibatch potential, and for its linear functions, this is the value on all data.
 
-    :param function: rows of each plate, of any number, to a tree of arrays.
+    :param function: function of any number of rows of each plate that returns a tree of arrays.
     :param plates: the subsampled plates.
-    :return: a tree like what the function gives.
+    :return: a tree with the structure of the function's result.
 
     **Example:**
 
@@ -206,7 +213,7 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
         2.0
     """
     total = None
-    # of each plate the rows that make whole chunks, and the rest
+    # each plate has a part of whole chunks, and a rest
     for parts in product(*map(_parts, plates)):
         count = math.prod(count for _, count, *_ in parts)
         weight = math.prod(
@@ -231,7 +238,7 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
 
 
 def rows_in(plate: Plate) -> int:
-    """The rows that a pass looks at."""
+    """Return the number of rows in a pass."""
     return sum(count * length for _, count, length, _ in _parts(plate))
 
 
@@ -239,7 +246,7 @@ def full_data_gradient(
     potential: Potential, plates: Sequence[Plate], values: Any, rng_key: Array
 ) -> tuple[Array, Any]:
     """
-    The potential of all data and its gradient, by one pass over the data in chunks.
+    Return the potential of all data and its gradient, by one pass over the data in chunks.
 
     :param potential: the minibatch potential, of any number of rows.
     :param plates: the subsampled plates.
@@ -254,10 +261,12 @@ def full_data_expansion(
     potential: Potential, plates: Sequence[Plate], values: Any, rng_key: Array
 ) -> tuple[Array, Any, Array]:
     """
-    The same and the Hessian, column by column, in one pass. Parameters are those of
-    :func:`full_data_gradient`.
+    Return the potential of all data, its gradient and its Hessian, by one pass over the data.
 
-    :return: a scalar, a tree like ``values``, and shape ``(d, d)``, in the order of :func:`ravel`.
+    The Hessian is computed column by column. Parameters are as in :func:`full_data_gradient`.
+
+    :return: a scalar, a tree like ``values``, and a matrix, shape ``(d, d)``, in the order of
+        :func:`ravel`.
     """
 
     def of_chunk(rows: Rows) -> tuple[Array, Any, Array]:
@@ -268,7 +277,7 @@ def full_data_expansion(
 
 
 def hessian_of(potential: Potential, values: Any, rows: Rows, rng_key: Array) -> Array:
-    """The Hessian of the potential of some rows, column by column, shape ``(d, d)``."""
+    """Return the Hessian of the potential of some rows, column by column, shape ``(d, d)``."""
     flat, unravel = ravel_pytree(values)
 
     def slope(x: Array) -> Array:
@@ -276,17 +285,18 @@ def hessian_of(potential: Potential, values: Any, rows: Rows, rng_key: Array) ->
 
     _, product = jax.linearize(slope, flat)
     columns = jnp.eye(flat.shape[0], dtype=flat.dtype)
-    found = lax.map(product, columns, batch_size=_COLUMNS)
-    return (found + found.T) / 2
+    hessian = lax.map(product, columns, batch_size=_COLUMNS)
+    return (hessian + hessian.T) / 2
 
 
 def of_all_rows(function: Callable[[Array], Any], plate: Plate) -> Any:
     """
-    What a function finds for each row, by one pass over all rows in chunks.
+    Return the values of a function for each row, by one pass over all rows in chunks.
 
-    :param function: numbers of rows, shape (n,), to a tree of arrays with n entries each.
+    :param function: function of row numbers, shape (n,), that returns a tree of arrays with n
+        entries each.
     :param plate: the plate.
-    :return: a tree like what the function gives, with N entries each.
+    :return: a tree with the structure of the function's result, with N entries each.
     """
     parts = []
     for start, count, length, _ in _parts(plate._replace(seen=None)):
@@ -294,19 +304,20 @@ def of_all_rows(function: Callable[[Array], Any], plate: Plate) -> Any:
         def chunk(first: Array, length: int = length) -> Any:
             return function(first + jnp.arange(length))
 
-        found = lax.map(chunk, start + length * jnp.arange(count))
-        parts.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
+        values = lax.map(chunk, start + length * jnp.arange(count))
+        parts.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), values))
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
 def _parts(plate: Plate) -> list[tuple[int, int, int, int]]:
     """
-    First row, number of chunks, rows of each and from one to the next: of the whole chunks and of
-    the rest.
+    Return the layout of the whole chunks of a plate and of the rest.
+
+    A layout has the first row, the number of chunks, the rows of each, and the distance of chunks.
     """
     size = plate.size
     count = -(-size // min(_CHUNK, max(_FEWEST, _CHUNK // plate.points)))
-    # without a rest, where that can be: of another length there would be one more program
+    # chunks without a rest are preferred: a rest of another length needs one more program
     count = next((k for k in range(count, 2 * count) if size % k == 0), count)
     length = size // count
     whole = size // length

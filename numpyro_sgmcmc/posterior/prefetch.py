@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The minibatches of the next steps of a chain, read from disk before the steps need them."""
+"""Prefetching of the next minibatches of a chain from disk."""
 
 from typing import Any, NamedTuple
 
@@ -15,18 +15,19 @@ from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, on_disk, read_ahead
 from numpyro_sgmcmc.posterior.target import Target
 
-#: A block holds the minibatches of so many steps, or fewer of so many bytes together.
+#: Largest number of steps whose minibatches are in a block, and its largest number of bytes.
 _MOST_STEPS, _MOST_BYTES = 64, 2**23
 
 
 class Prefetched(NamedTuple):
     """
-    Minibatches of K successive steps.
+    Block of the minibatches of K successive steps.
 
-    - **start** - the first of these steps; negative if nothing has been read.
-    - **rows** - by plate, the numbers of the rows, shape (K, n), and their values, (K, n, ...).
-    - **part** - of rows that are spread over devices the part that they are of: a state that comes
-      back from elsewhere, of a :class:`~numpyro_sgmcmc.LongRun` for one, has those of one device.
+    - **start** - number of the first step; negative if nothing has been read.
+    - **rows** - by plate, the row numbers, shape (K, n), and their values, shape (K, n, ...).
+    - **part** - number of the part of the rows if rows are spread over devices. A state that comes
+      back from elsewhere, of a :class:`~numpyro_sgmcmc.LongRun` for one, has the rows of one
+      device.
     """
 
     start: Array
@@ -35,24 +36,24 @@ class Prefetched(NamedTuple):
 
 
 def nothing_prefetched(target: Target) -> Prefetched | None:
-    """A block that holds nothing yet; None if no argument of the model is on disk."""
+    """Return an empty block, or None if no argument of the model is on disk."""
     sources = _by_plate(target)
     if not sources:
         return None
     sizes = {plate.name: plate.subsample_size for plate in target.model.plates}
     far = {plate.name for plate in target.model.plates if needs_64_bits(plate.size)}
-    each = sum(sizes[name] * x.row_bytes for name, found in sources.items() for x in found)
+    each = sum(sizes[name] * x.row_bytes for name, arrays in sources.items() for x in arrays)
     steps = max(1, min(_MOST_STEPS, _MOST_BYTES // max(each, 1)))
     rows = {}
-    for name, found in sources.items():
+    for name, arrays in sources.items():
         zero = jnp.zeros((steps, sizes[name]), jnp.int32)
-        values = tuple(jnp.zeros((*zero.shape, *x.shape[1:]), x.dtype) for x in found)
+        values = tuple(jnp.zeros((*zero.shape, *x.shape[1:]), x.dtype) for x in arrays)
         rows[name] = DrawnRows(zero, values, high=zero if name in far else None)
     return Prefetched(jnp.full((), -1, jnp.int32), rows, jnp.zeros((), jnp.int32))
 
 
 class _Ahead:
-    """Minibatches of so many successive steps of one chain or several, drawn and read."""
+    """Drawing and reading of the minibatches of successive steps of one chain or several."""
 
     def __init__(self, target: Target, steps: int) -> None:
         self.target, self.steps, self.sources = target, steps, _by_plate(target)
@@ -72,19 +73,19 @@ class _Ahead:
         return jax.vmap(at)(jnp.arange(self.steps))
 
     def filled(self, facts: Any, rows_key: Array, start: Array, chains: bool) -> Prefetched:
-        """A block that begins with this step."""
+        """Return a block that begins with this step."""
         drawn = jax.vmap(self.numbers) if chains else self.numbers
         now, following = (drawn(facts, rows_key, k) for k in (start, start + self.steps))
         part = self.part
         requests = [
             (source, now[name].on(part), following[name].on(part))
-            for name, found in self.sources.items()
-            for source in found
+            for name, arrays in self.sources.items()
+            for source in arrays
         ]
         values = iter(read_ahead(requests))
         rows = {
-            name: now[name]._replace(values=tuple(next(values) for _ in found))
-            for name, found in self.sources.items()
+            name: now[name]._replace(values=tuple(next(values) for _ in arrays))
+            for name, arrays in self.sources.items()
         }
         nowhere = jnp.zeros_like(start)
         return Prefetched(start, rows, nowhere if part is None else nowhere + part)
@@ -92,7 +93,7 @@ class _Ahead:
     def kept_or_filled(
         self, block: Prefetched, facts: Any, rows_key: Array, i: Array, chains: bool
     ) -> Prefetched:
-        """The block if it has the step, or a new one."""
+        """Return the block if it has the step, or a new one."""
 
         def is_needed(passed: tuple[Prefetched, Array]) -> Array:
             start, part = passed[0].start, self.part
@@ -100,7 +101,7 @@ class _Ahead:
             return jnp.any((start < 0) | (i < start) | (i >= start + self.steps) | is_of_another)
 
         def read(passed: tuple[Prefetched, Array]) -> tuple[Prefetched, Array]:
-            # without the count, XLA would read before the loop, whether or not there is need to
+            # without the count, XLA would read before the loop in every step
             _, count = passed
             return self.filled(facts, rows_key, i + count, chains), count + 1
 
@@ -110,8 +111,9 @@ class _Ahead:
 
 def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target) -> Prefetched:
     """
-    The block that holds step ``i`` of a chain: this one or, if it does not, a new one that begins
-    with it.
+    Return a block that holds step ``i`` of a chain.
+
+    It is the given block or, if that does not hold the step, a new one that begins with it.
     """
     ahead = _Ahead(target, next(iter(block.rows.values())).numbers.shape[-2])
 
@@ -121,22 +123,22 @@ def prefetched_with(i: Array, rows_key: Array, block: Prefetched, target: Target
 
     @one.def_vmap
     def several(axis_size: int, in_batched: Any, *given: Any) -> tuple[Prefetched, Any]:
-        # chains are at the same step, and their rows are read together
+        # all chains are at one step, and their rows are read together
         def of_chains(x: Array, is_batched: bool) -> Array:
             return x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
 
         block, facts, rows_key, i = jax.tree.map(of_chains, given, tuple(in_batched))
-        found = ahead.kept_or_filled(block, facts, rows_key, i, chains=True)
-        return found, jax.tree.map(lambda _: True, found)
+        filled = ahead.kept_or_filled(block, facts, rows_key, i, chains=True)
+        return filled, jax.tree.map(lambda _: True, filled)
 
-    # arrays of the program that draws the rows, as arguments: a rule for `vmap` has no others
+    # arrays of the program that draws rows are arguments: a rule for `vmap` captures no others
     return one(block, (target.known, dict(target.strata)), rows_key, i)
 
 
 def minibatch(
     target: Target, rows_key: Array, i: Array, block: Prefetched | None
 ) -> tuple[dict[str, DrawnRows], Prefetched | None]:
-    """The rows of a step, with their values if they are on disk, and the block that holds these."""
+    """Return the rows of a step, with values of rows on disk, and the block that holds them."""
     drawn = target.rows(rows_key, i)
     if block is None:
         return drawn, None
@@ -150,10 +152,10 @@ def minibatch(
 
 
 def _by_plate(target: Target) -> dict[str, list[RowsOnDisk]]:
-    """What the steps need from disk, by plate."""
-    found: dict[str, list[RowsOnDisk]] = {}
+    """Return the arguments on disk that steps read, by plate."""
+    by_plate: dict[str, list[RowsOnDisk]] = {}
     sources = on_disk((target.args, target.kwargs))
     for source, plate in zip(sources, target.model.on_disk, strict=True):
         if plate is not None:
-            found.setdefault(plate, []).append(source)
-    return found
+            by_plate.setdefault(plate, []).append(source)
+    return by_plate

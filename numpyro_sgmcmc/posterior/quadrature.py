@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-The integral over the latent variables of a group, for all groups of a minibatch at once.
+Integrals over the latent variables of groups, for all groups of a minibatch at once.
 
 Around the mode :math:`c = \\hat z` of :math:`f(z) = \\log p(y, z \\mid \\theta)`, with the
 Cholesky factor :math:`L L^\\top = A = -\\nabla^2 f(\\hat z)`, the points
@@ -13,15 +13,15 @@ Cholesky factor :math:`L L^\\top = A = -\\nabla^2 f(\\hat z)`, the points
     \\log \\int e^{f(z)} \\, dz \\approx \\operatorname{logsumexp}_k \\left[ \\log w_k
         - \\log \\phi(x_k) + f(z_k) \\right] - \\log \\det L ,
 
-with :math:`\\phi` the density of standard normal variables and, for few dimensions, :math:`x_k` and
-:math:`w_k` nodes and weights; else :math:`x_k` are :math:`S` draws of :math:`\\phi`, others for
-every group, and :math:`w_k = 1 / S`.
+with :math:`\\phi` the density of standard normal variables. For few dimensions :math:`x_k` and
+:math:`w_k` are nodes and weights. Otherwise :math:`x_k` are :math:`S` draws of :math:`\\phi`,
+different for every group, and :math:`w_k = 1 / S`.
 
-A few nodes are those of Gauss and Hermite. They are exact for what is close to a normal density,
-and however many they are, they miss the tail of a skewed one: the logarithm of a Gamma variable of
-shape 0.1 without a count has a density that falls as :math:`e^{-0.1 |z|}` to one side, and the
-integral by 31 of them is too small by 3 %. More nodes are those of the trapezoidal rule, at equal
-distances of :math:`u \\in [-1, 1]`, in each dimension
+A rule of few nodes is Gauss-Hermite quadrature. It is exact for densities close to a normal one,
+and with any number of nodes it misses the tail of a skewed density: the logarithm of a Gamma
+variable of shape 0.1 without a count has a density that falls as :math:`e^{-0.1 |z|}` to one side,
+and the integral by 31 nodes is too small by 3 %. A rule of more nodes is the trapezoidal rule, at
+equal distances of :math:`u \\in [-1, 1]`, in each dimension
 
 .. math::
 
@@ -30,15 +30,15 @@ distances of :math:`u \\in [-1, 1]`, in each dimension
     \\tanh a \\tanh \\tfrac b2 = \\frac{R - l}{R + l} , \\qquad
     \\frac{\\sinh b}b = \\frac{R + l}{2 \\sqrt{2 K}} ,
 
-from :math:`-l` to :math:`R`, where :math:`f` is :math:`K = 8 + m / 2` below its mode, and spread
-such that a normal density has them at equal distances and tails that fall exponentially are those
-of a double exponential rule: eleven are as close for a normal density as they are for these. Where
-one side is so much longer that the last equation does not go with the one before, :math:`b` is as
-large as that asks for.
+from :math:`-l` to :math:`R`, where :math:`f` is :math:`K = 8 + m / 2` below its mode. For a normal
+density the nodes are at equal distances. For tails that fall exponentially they form a double
+exponential rule. Eleven nodes are as accurate for these tails as for a normal density. If one side
+is much longer, the last two equations may contradict each other, and :math:`b` is as large as the
+first of the two requires.
 
 Draws around a mode have weights whose variance may be infinite, since a density that is skewed or
-has the tails of its prior is wider than its mode. They are around most of the way to the mean, and
-have the curvature there, with a part of that of the observations left out:
+has the tails of its prior is wider than its mode. The draws are therefore centred at a point most
+of the way to the mean, and have the curvature there, without a part of the observations' curvature:
 
 .. math::
 
@@ -47,30 +47,30 @@ have the curvature there, with a part of that of the observations left out:
     A = -(1 - s) \\nabla^2 f(c) - s \\nabla^2 \\log p(c \\mid \\theta) , \\qquad
     s &= \\frac{0.15 \\, |u|^2}{|u|^2 + 0.1^2} ,
 
-with :math:`v_j` the rows of :math:`L^{-1}` at the mode, whose :math:`\\sum_j v_j v_j^\\top` is the
-covariance there; :math:`\\tfrac43 u` is the difference of mean and mode to the order of third
-derivatives. Of a normal law :math:`u = 0`, and draws of it are exact. For 21 effects of standard
-deviation 0.3 to 0.7 and ten binary rows the relative variance of the weights falls from 1.0 to
-0.16, that of draws by a normal law as close as there is being 0.13; and 32 draws have less bias
-than 256 around the mode.
+with :math:`v_j` the rows of :math:`L^{-1}` at the mode, so that :math:`\\sum_j v_j v_j^\\top` is
+the covariance there. The vector :math:`\\tfrac43 u` is the difference of mean and mode to the order
+of third derivatives. A normal density has :math:`u = 0`, and draws from it are exact. For 21
+effects of standard deviation 0.3 to 0.7 and ten binary rows the relative variance of the weights
+falls from 1.0 to 0.16. Draws from the closest normal density have 0.13. And 32 draws have less bias
+than 256 draws around the mode.
 
-Nodes are held fixed in derivatives, and the weights of what is summed are not: the gradient is
+Nodes are held fixed in derivatives, and the weights of the terms are not. The gradient is then
 Fisher's identity,
 
 .. math:: \\nabla \\log p(y \\mid \\theta) = \\mathrm{E}_{z \\mid y, \\theta}
     \\nabla_\\theta \\log p(y, z \\mid \\theta) ,
 
-with the expectation by the same nodes, and its derivative is Louis' identity. By draws both would
-be means of large terms that nearly cancel: where a group says little of :math:`\\theta`, a thousand
-fixed draws have more noise than 16 that move, and a curvature that is wrong many times over. Draws
-move with :math:`\\theta`: the derivatives of :math:`\\hat z` are those of a Newton step from the
-mode, by the theorem on implicit functions, and those of :math:`L` those of the Hessians at
-:math:`c`; :math:`u` and :math:`s` are held fixed.
+with the expectation by these nodes, and its derivative is Louis' identity. With fixed draws both
+would be means of large terms that nearly cancel: if a group tells little of :math:`\\theta`, a
+thousand fixed draws have more noise than 16 moving ones, and a curvature that is wrong many times
+over. Draws therefore move with :math:`\\theta`. The derivatives of :math:`\\hat z` are the
+derivatives of a Newton step from the mode, by the implicit function theorem. The derivatives of
+:math:`L` come from the Hessians at :math:`c`. The vector :math:`u` and :math:`s` are held fixed.
 
-The logarithm of a mean of :math:`S` draws is too small by a term in :math:`1 / S`, which those of
-parts of the draws show. With :math:`\\ell` of all and :math:`\\ell_{-b}` of all but the
-:math:`b`-th of :math:`B = 4` blocks, it is the jackknife's
-:math:`B \\ell - (B - 1) \\bar \\ell_{-b}` that is used.
+The logarithm of a mean of :math:`S` draws is too small by a term in :math:`1 / S`, which the
+logarithms for parts of the draws show. With :math:`\\ell` for all draws and :math:`\\ell_{-b}` for
+all but the :math:`b`-th of :math:`B = 4` blocks, the result is the jackknife's
+:math:`B \\ell - (B - 1) \\bar \\ell_{-b}`.
 
 **References:**
 
@@ -97,58 +97,58 @@ from jax.nn import logsumexp
 import jax.numpy as jnp
 import numpy as np
 
-#: Of a point in each group, shape (n, k), to the log density there, shape (n,).
+#: Log density of each group: function of a point in each, shape (n, k), with values of shape (n,).
 Density = Callable[[Array], Array]
 
-#: Nodes in each dimension, for one and two dimensions: in a step, where few of Gauss and Hermite
-#: are enough and where not, and in a pass over all groups for an anchor. In three dimensions 7
-#: nodes in each are ten times as many points as draws.
+#: Nodes in each dimension, for one and two dimensions, by rule: in a step where few Gauss-Hermite
+#: nodes are enough, in other steps, and in a pass over all groups for an anchor. In three
+#: dimensions 7 nodes in each would be ten times as many points as draws.
 _NODES = {"few": (5, 5), "step": (11, 9), "fine": (31, 17)}
 
-#: How far the log density has fallen where nodes end, and for each node half as much more.
+#: Fall of the log density from the mode to the outermost nodes, to which each node adds one half.
 _FALL = 8.0
-#: Secants at most for the points where it has, and how close their logarithms come to it.
+#: Largest number of secants in the search for the last nodes, and the tolerance of the logarithms.
 _SECANTS, _ABOUT = 12, 0.2
-#: The largest tanh of `a`, the most that a density can be skewed, the least `b`, and steps for it.
+#: Largest tanh of `a`, largest skewness of a density, smallest `b`, and number of steps for `b`.
 _TO_ONE_SIDE, _MOST_SKEWED, _LEAST_BEND, _BENDS = 0.995, 0.999, 0.1, 10
-#: Dimensions for which there are nodes.
+#: Largest number of dimensions with nodes.
 _MOST_DIMENSIONS = 2
 
-#: Draws for more dimensions, likewise, and the blocks of them that are left out in turn.
+#: Numbers of draws for more dimensions in a step and in a pass, and number of jackknife blocks.
 _DRAWS, _FINE_DRAWS, _BLOCKS = 32, 1_024, 4
 
-#: How far from the mode to the mean they are centred; the part of the curvature of the observations
-#: that they leave out where these are far from each other, and half of it at this distance.
+#: Centre of the draws as a fraction of the way from mode to mean, the part of the observations'
+#: curvature that is left out at large distances of the two, and the distance for half of this part.
 _TOWARDS_MEAN, _WIDER, _NORMAL = 0.75, 0.15, 0.1
 
-#: Proposals for a draw, and their degrees of freedom.
+#: Number of proposals for a draw, and their degrees of freedom.
 _PROPOSALS, _DEGREES = 32, 5.0
 
-#: Hessians of a search for the modes at most, steps with each, and the length of one in standard
-#: deviations after which there is none.
+#: Largest number of Hessians in a search for the modes, steps with each Hessian, and length of a
+#: step in standard deviations below which the search ends.
 _HESSIANS, _STEPS, _NEAR = 30, 5, 0.05
 
-#: Matrices of more columns are factorised in two halves.
+#: Largest number of columns of a matrix that is factorised whole; larger ones go in two halves.
 _COLUMNS = 11
 
-#: A pivot is at least this part of what it was before elimination.
+#: Smallest pivot as a part of its value before elimination.
 _PIVOT = 1e-3
 
 
 def needs_draws(dimension: int) -> bool:
-    """Whether the points are drawn at random."""
+    """Return whether the points are drawn at random."""
     return dimension > _MOST_DIMENSIONS
 
 
 def points_of(dimension: int, rule: str = "step") -> int:
-    """The number of points of each group."""
+    """Return the number of points of each group."""
     if needs_draws(dimension):
         return _FINE_DRAWS if rule == "fine" else _DRAWS
     return nodes_of(dimension, rule) ** dimension if dimension else 1
 
 
 def nodes_of(dimension: int, rule: str) -> int:
-    """The number of nodes in each of one or two dimensions."""
+    """Return the number of nodes in each of one or two dimensions."""
     return _NODES.get(rule, _NODES["fine"])[dimension - 1]
 
 
@@ -161,21 +161,25 @@ def log_integral(
     rule: str = "step",
 ) -> Array:
     """
-    :math:`\\log \\int e^{f(z)} dz` of each group.
+    Return :math:`\\log \\int e^{f(z)} dz` of each group.
 
-    :param density: :math:`f` of all groups, of shape (n, k) to (n,); no group depends on another.
-    :param fixed: the same, of which nothing depends on what is differentiated.
-    :param latent: the part of it that is the law of the latent variables.
-    :param start: where the search for the modes starts, shape (n, k).
-    :param rng_keys: for draws, shape (n,); not used in up to two dimensions.
-    :param str rule: ``"step"``; ``"few"``, by fewer nodes and those of Gauss and Hermite, where
-        these are enough; ``"fine"``, by more points, for a pass over all groups; or ``"check"``,
-        which is closer to the truth by as much as that of a step is wrong: in up to two dimensions
-        the fine one, and of draws the same ones, with the next term of their bias by its difference
-        from that of their halves.
-    :return: shape (n,).
+    :param density: :math:`f` of all groups, a function of shape (n, k) with values of shape (n,).
+        No group depends on another.
+    :param fixed: :math:`f` as a function that depends on no differentiated variable.
+    :param latent: the log density of the latent variables, a part of :math:`f`.
+    :param start: start of the search for the modes, shape (n, k).
+    :param rng_keys: keys for draws, shape (n,); not used in up to two dimensions.
+    :param str rule: the points of the integral. It is one of
 
-    **Example:** a density that is the square of a normal one, and exact with any number of nodes.
+        - ``"step"``: the rule of a step;
+        - ``"few"``: fewer nodes, of Gauss-Hermite quadrature, where they are enough;
+        - ``"fine"``: more points, for a pass over all groups;
+        - ``"check"``: a rule whose distance from ``"step"`` estimates the error of ``"step"``. In
+          up to two dimensions it is the fine rule. For draws it takes the draws of a step and
+          corrects the next term of their bias, by the difference from halves of the draws.
+    :return: the log integrals, shape (n,).
+
+    **Example:** the square of a normal density, for which any number of nodes is exact.
 
     .. doctest::
 
@@ -202,30 +206,32 @@ def log_integral(
     else:
         units = lax.stop_gradient(towards_mean(fixed, mode, inverse))
         share = _share(units)[:, None, None]
-        # another step of the search, which does not move the mode and has its derivatives
+        # one more step of the search does not move the mode, and gives its derivatives
         mode = mode + away(inverse, towards(inverse, slope(density, mode)) + units)
         curvature = share * hessian(density, mode) + (1 - share) * hessian(latent, mode)
         inverse = inverse_cholesky(-curvature)
         draws = points_of(dimension, rule)
         half = (draws // 2, dimension)
         x = jax.vmap(lambda key: random.normal(key, half, start.dtype), 0, 1)(rng_keys)
-        # in pairs of opposite sign, of which what is linear cancels
+        # pairs of opposite sign cancel linear terms
         x = jnp.stack([x, -x], axis=1).reshape(draws, *start.shape)
         log_weights = jnp.asarray(-math.log(draws), start.dtype)
     scaled = log_weights + 0.5 * jnp.sum(x**2, -1) + 0.5 * dimension * math.log(2 * math.pi)
     terms = jax.vmap(density)(mode + away(inverse, x)) + scaled
-    found = jackknife(terms) if needs_draws(dimension) else logsumexp(terms, axis=0)
+    result = jackknife(terms) if needs_draws(dimension) else logsumexp(terms, axis=0)
     if needs_draws(dimension) and rule == "check":
         halves = [jackknife(half) + math.log(2) for half in jnp.split(terms, 2)]
         # the bias of half as many draws is four times as large
-        found = found + (found - sum(halves) / 2) / 3
-    return found + log_determinant(inverse)
+        result = result + (result - sum(halves) / 2) / 3
+    return result + log_determinant(inverse)
 
 
 class Mesh(NamedTuple):
     """
-    The map :math:`x(u)` of :func:`log_integral`, by its :math:`a`, :math:`b` and the factor before
-    the brackets, each of shape (k, n) for k axes of n groups.
+    Map :math:`x(u)` of the nodes of an integral.
+
+    It has :math:`a`, :math:`b` and the factor before the brackets, each of shape (k, n) for k axes
+    of n groups.
     """
 
     a: Array
@@ -233,7 +239,7 @@ class Mesh(NamedTuple):
     scale: Array
 
     def at(self, u: Array) -> tuple[Array, Array]:
-        """:math:`x(u)` and :math:`\\log x'(u)`, of the shape of ``u``, (..., k, n)."""
+        """Return :math:`x(u)` and :math:`\\log x'(u)`, in the shape of ``u``, (..., k, n)."""
         bent = self.a + self.b * u
         x = self.scale * (jnp.sinh(bent) - jnp.sinh(self.a))
         return x, jnp.log(self.scale * self.b * jnp.cosh(bent))
@@ -241,11 +247,11 @@ class Mesh(NamedTuple):
 
 def mesh_of(density: Density, mode: Array, inverse: Array, number: int) -> Mesh:
     """
-    The map for nodes that reach as far as a skewed density does.
+    Return the map for nodes that reach as far as a skewed density.
 
-    :param mode: shape (n, k).
-    :param inverse: :math:`L^{-1}` there.
-    :param number: of nodes in each dimension.
+    :param mode: modes, shape (n, k).
+    :param inverse: :math:`L^{-1}` at the modes.
+    :param number: number of nodes in each dimension.
     """
     fall = _FALL + number / 2
     right, left = jnp.split(reaches(density, mode, inverse, fall), 2)
@@ -261,14 +267,15 @@ def mesh_of(density: Density, mode: Array, inverse: Array, number: int) -> Mesh:
 
 def spread(density: Density, mode: Array, inverse: Array, number: int) -> tuple[Array, Array]:
     """
-    The nodes :math:`x(u_k)` of :func:`log_integral` and the logarithms of their weights. Parameters
-    are those of :func:`mesh_of`.
+    Return the nodes :math:`x(u_k)` of an integral, and the logarithms of their weights.
 
-    :return: shapes (number ** k, n, k) and (number ** k, n).
+    Parameters are as in :func:`mesh_of`.
+
+    :return: nodes, shape (number ** k, n, k), and log weights, shape (number ** k, n).
     """
     u = jnp.linspace(-1.0, 1.0, number, dtype=mode.dtype)[:, None, None]
     x, log_slopes = mesh_of(density, mode, inverse, number).at(u)
-    # all combinations of those of each dimension
+    # all combinations of the nodes of each dimension
     axes = np.arange(mode.shape[1])
     each = np.array(list(product(range(number), repeat=len(axes))))
     log_weights = math.log(2 / (number - 1)) + log_slopes
@@ -277,19 +284,19 @@ def spread(density: Density, mode: Array, inverse: Array, number: int) -> tuple[
 
 def reaches(density: Density, mode: Array, inverse: Array, fall: float) -> Array:
     """
-    How far from the mode, along each axis of the curvature there, the log density has fallen by so
-    much; shape (2 k, n), in one direction and then in the other.
+    Return the distances from the mode at which the log density has fallen by ``fall``.
 
-    By secants of the logarithms, of which a power needs one, within what is known to bracket it. A
-    point where the density is no number is too far.
+    They are along each axis of the curvature, shape (2 k, n), first in one direction and then in
+    the other. The search takes secants of the logarithms within a bracket. A power needs one
+    secant. A point where the density is NaN is too far.
     """
     axes = jnp.moveaxis(inverse, 1, 0)
     axes = jnp.concatenate([axes, -axes])
     top = density(mode)
 
     def fallen(t: Array) -> Array:
-        found = top - jax.vmap(density)(mode + t[..., None] * axes)
-        return jnp.where(jnp.isfinite(found), jnp.maximum(found, 1e-6), jnp.inf)
+        drop = top - jax.vmap(density)(mode + t[..., None] * axes)
+        return jnp.where(jnp.isfinite(drop), jnp.maximum(drop, 1e-6), jnp.inf)
 
     def goes_on(search: tuple) -> Array:
         count, *_, is_found = search
@@ -318,10 +325,12 @@ def reaches(density: Density, mode: Array, inverse: Array, fall: float) -> Array
 
 def towards_mean(density: Density, mode: Array, inverse: Array) -> Array:
     """
-    The :math:`u` of :func:`log_integral`, at most :math:`\\sqrt k / 2` long; shape (n, k).
+    Return the shift :math:`u` from the mode towards the mean, shape (n, k).
 
-    :param mode: shape (n, k).
-    :param inverse: :math:`L^{-1}` there, of which the :math:`v_j` are the rows.
+    Its length is at most :math:`\\sqrt k / 2`.
+
+    :param mode: modes, shape (n, k).
+    :param inverse: :math:`L^{-1}` at the modes, with rows :math:`v_j`.
     """
 
     def curvatures(z: Array) -> Array:
@@ -338,17 +347,18 @@ def towards_mean(density: Density, mode: Array, inverse: Array) -> Array:
 
 
 def _share(units: Array) -> Array:
-    """How much of the curvature of the observations draws have, shape (n,)."""
+    """Return the share of the observations' curvature in draws, :math:`1 - s`, shape (n,)."""
     squared = jnp.sum(units**2, -1)
     return 1 - _WIDER * squared / (squared + _NORMAL**2)
 
 
 def jackknife(terms: Array) -> Array:
     """
-    The logarithm of a sum of draws, without the part of its bias that is in proportion to their
-    variance.
+    Return the logarithm of a sum over draws, by the jackknife.
 
-    :param terms: logarithms, the draws along the first axis.
+    It removes the part of the bias that is in proportion to the variance of the draws.
+
+    :param terms: logarithms, with the draws along the first axis.
     """
     blocks = logsumexp(terms.reshape(_BLOCKS, -1, *terms.shape[1:]), axis=1)
     without = [logsumexp(jnp.delete(blocks, b, axis=0), axis=0) for b in range(_BLOCKS)]
@@ -358,23 +368,23 @@ def jackknife(terms: Array) -> Array:
 
 def draws_of(density: Density, start: Array, rng_key: Array) -> Array:
     """
-    A draw of each group from the law with this log density :math:`f`, by independent proposals,
-    each accepted or not (Metropolis and Hastings).
+    Draw the latent variables of each group from a density, by independent Metropolis-Hastings.
 
-    In up to two dimensions a proposal is uniform in :math:`u` around one of the nodes of a fine
-    rule, drawn by its part of the integral,
+    In up to two dimensions a proposal is uniform in :math:`u` around a node of a fine rule. The
+    node is drawn by its part of the integral,
 
     .. math:: u = u_k + \\frac{2}{m - 1} (V - \\tfrac12), \\qquad
         P(k) \\propto x'(u_k) \\, e^{f(z(u_k))} ,
 
-    which reaches as far as the tails do. In more it is of Student's t law with 5 degrees of freedom
-    around the mode. Proposals that are accepted as often as these leave after 32 of them nothing of
-    where they began.
+    which reaches as far as the tails. In more dimensions a proposal has Student's t distribution
+    with 5 degrees of freedom around the mode. After 32 proposals with these acceptance rates the
+    draw does not depend on its start.
 
-    :param density: up to a constant for each group, of shape (n, k) to (n,).
-    :param start: where the search for the modes starts, shape (n, k).
+    :param density: log density up to a constant for each group, a function of shape (n, k) with
+        values of shape (n,).
+    :param start: start of the search for the modes, shape (n, k).
     :param rng_key: a random key.
-    :return: shape (n, k).
+    :return: draws, shape (n, k).
     """
     modes, inverse = find_modes(density, start)
     number, dimension = start.shape
@@ -393,7 +403,8 @@ def draws_of(density: Density, start: Array, rng_key: Array) -> Array:
     return z
 
 
-#: From a random key to a point in each group, and its log density less that of the proposal.
+#: Function of a random key that returns a point in each group, and the log density of the point
+#: less the log density of its proposal.
 Proposal = Callable[[Array], tuple[Array, Array]]
 
 
@@ -419,11 +430,11 @@ def _around_nodes(density: Density, modes: Array, inverse: Array) -> Proposal:
     nodes = jnp.asarray(list(product(np.linspace(-1, 1, count), repeat=dimension)), modes.dtype)
 
     def at(u: Array) -> tuple[Array, Array]:
-        """The points of u, shape (k, n), and their log densities with respect to it."""
+        """Return the points at ``u``, shape (k, n), and their log densities with respect to it."""
         x, log_slopes = mesh.at(u)
         z = modes + away(inverse, x.T)
-        found = density(z) + log_slopes.sum(0)
-        return z, jnp.where(jnp.isnan(found), -jnp.inf, found)
+        value = density(z) + log_slopes.sum(0)
+        return z, jnp.where(jnp.isnan(value), -jnp.inf, value)
 
     parts = lax.map(lambda u: at(jnp.broadcast_to(u[:, None], (dimension, number)))[1], nodes)
 
@@ -431,21 +442,20 @@ def _around_nodes(density: Density, modes: Array, inverse: Array) -> Proposal:
         node_key, place_key = random.split(key)
         chosen = random.categorical(node_key, parts, axis=0)
         place = random.uniform(place_key, (dimension, number), modes.dtype) - 0.5
-        z, found = at(nodes[chosen].T + 2 / (count - 1) * place)
-        return z, found - jnp.take_along_axis(parts, chosen[None], 0)[0]
+        z, value = at(nodes[chosen].T + 2 / (count - 1) * place)
+        return z, value - jnp.take_along_axis(parts, chosen[None], 0)[0]
 
     return proposed
 
 
 def find_modes(density: Density, start: Array) -> tuple[Array, Array]:
     """
-    The mode of each group by Newton's method, with a few steps for each Hessian, and
-    :math:`L^{-1}` there.
+    Find the mode of each group by Newton's method, and :math:`L^{-1}` there.
 
-    A step that does not lead upward is taken again, shorter; where the density curves upward, as if
-    it curved downward as much.
+    Each Hessian serves a few steps. A step that does not lead upward is repeated with a shorter
+    length. Upward curvature counts as downward curvature of equal size.
 
-    :return: shapes (n, k) and (n, k, k).
+    :return: modes, shape (n, k), and :math:`L^{-1}`, shape (n, k, k).
     """
 
     def goes_on(search: tuple) -> Array:
@@ -459,13 +469,13 @@ def find_modes(density: Density, start: Array) -> tuple[Array, Array]:
         def step(_: int, now: tuple) -> tuple:
             z, value, units, length = now
             there = z + length[:, None] * away(inverse, units)
-            found = there, density(there), towards(inverse, slope(density, there))
-            # up to rounding
+            proposed = there, density(there), towards(inverse, slope(density, there))
+            # a decrease by rounding is no decrease
             slack = 8 * jnp.finfo(z.dtype).eps * (1 + jnp.abs(value))
-            better = found[1] >= value - slack
+            better = proposed[1] >= value - slack
             z, value, units = (
                 jnp.where(better.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-                for new, old in zip(found, now[:3], strict=True)
+                for new, old in zip(proposed, now[:3], strict=True)
             )
             return z, value, units, jnp.where(better, jnp.minimum(1.0, 2 * length), length / 4)
 
@@ -479,12 +489,12 @@ def find_modes(density: Density, start: Array) -> tuple[Array, Array]:
 
 
 def slope(density: Density, z: Array) -> Array:
-    """The gradient of each group, shape (n, k)."""
+    """Return the gradient of each group, shape (n, k)."""
     return jax.grad(lambda z: density(z).sum())(z)
 
 
 def hessian(density: Density, z: Array) -> Array:
-    """The Hessian of each group, shape (n, k, k)."""
+    """Return the Hessian of each group, shape (n, k, k)."""
     _, along = jax.linearize(partial(slope, density), z)
     units = jnp.eye(z.shape[-1], dtype=z.dtype)
     return jax.vmap(lambda e: along(jnp.broadcast_to(e, z.shape)), out_axes=-1)(units)
@@ -493,9 +503,10 @@ def hessian(density: Density, z: Array) -> Array:
 @jax.custom_jvp
 def inverse_cholesky(matrices: Array) -> Array:
     """
-    :math:`V = L^{-1}` of :math:`A = L L^\\top`, shape (n, k, k), for all groups at once: calls of
-    LAPACK for each group can wait for each other for ever. Pivots that are not positive count with
-    their absolute values. Its derivative is
+    Return :math:`V = L^{-1}` of :math:`A = L L^\\top`, shape (n, k, k), for all groups at once.
+
+    Calls of LAPACK for each group could wait for each other for ever. Pivots that are not positive
+    count with their absolute values. The derivative is
 
     .. math:: dV = -\\Phi(V \\, dA \\, V^\\top) V ,
 
@@ -528,7 +539,7 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
 
 
 def _by_columns(matrices: Array) -> Array:
-    """By elimination in the matrix and, beside it, the unit matrix; groups along the last axis."""
+    """Return the inverse factor by elimination beside a unit matrix, with groups as last axis."""
     size = matrices.shape[-1]
     units = jnp.broadcast_to(
         jnp.eye(size, dtype=matrices.dtype)[..., None], (size, *matrices.T.shape[1:])
@@ -548,28 +559,30 @@ def _by_columns(matrices: Array) -> Array:
 
 
 def towards(inverse: Array, gradient: Array) -> Array:
-    """:math:`L^{-1} g`, shape (n, k)."""
+    """Return :math:`L^{-1} g`, shape (n, k)."""
     return jnp.einsum("nij,nj->ni", inverse, gradient)
 
 
 def away(inverse: Array, x: Array) -> Array:
-    """:math:`L^{-\\top} x`, shape (..., n, k)."""
+    """Return :math:`L^{-\\top} x`, shape (..., n, k)."""
     return jnp.einsum(
         "nji,...nj->...ni", inverse, jnp.broadcast_to(x, (*x.shape[:-2], *inverse.shape[:2]))
     )
 
 
 def log_determinant(inverse: Array) -> Array:
-    """:math:`-\\log \\det L`, shape (n,)."""
+    """Return :math:`-\\log \\det L`, shape (n,)."""
     return jnp.sum(jnp.log(jnp.diagonal(inverse, axis1=-2, axis2=-1)), -1)
 
 
 def gauss_hermite(number: int, dimension: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    Nodes and log weights for the mean of a function of standard normal variables: all combinations
-    of those of one dimension.
+    Return Gauss-Hermite nodes and log weights for means over standard normal variables.
 
-    :return: shapes (number ** dimension, dimension) and (number ** dimension,).
+    They are all combinations of the nodes of one dimension.
+
+    :return: nodes, shape (number ** dimension, dimension), and log weights, shape
+        (number ** dimension,).
 
     **Example:** polynomials are exact up to the degree :math:`2 m - 1`.
 

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""A NumPyro model as it is traced on the first rows of its plates, for checks and for samplers."""
+"""Readings of NumPyro models: traces on the first rows of plates, for checks and samplers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,16 +29,16 @@ from numpyro_sgmcmc.posterior.local_latents import Marginal
 @dataclass(frozen=True)
 class Reading:
     """
-    A model and its arguments, and what a trace of it shows.
+    Reading of a model and its arguments, with the facts of a trace.
 
-    - **model** - as the user wrote it.
-    - **fixed** - with the values of its ``param`` and ``mutable`` sites, and without the latent
-      variables of groups, which are integrated out.
-    - **args**, **kwargs** - its arguments.
-    - **sites** - of ``fixed``, on the first rows of its plates.
-    - **plates** - those with a ``subsample_size``.
+    - **model** - the model as the user wrote it.
+    - **fixed** - the model with the values of its ``param`` and ``mutable`` sites, and without the
+      latent variables of groups, which are integrated out.
+    - **args**, **kwargs** - arguments of the model.
+    - **sites** - sites of ``fixed`` on the first rows of its plates.
+    - **plates** - plates with a ``subsample_size``.
     - **taken** - the first rows of each plate.
-    - **indices** - by what each argument that is on disk was indexed.
+    - **indices** - indices that the model used for each argument on disk.
     """
 
     model: Model
@@ -51,7 +51,7 @@ class Reading:
     indices: tuple[list[Any], ...]
 
     def given(self, rows: Mapping[str, Array], args: tuple, kwargs: dict) -> dict[str, dict]:
-        """The sites as a function of the rows of each plate and the arguments."""
+        """Return the sites for given rows of each plate and given arguments."""
         values = {k: lax.stop_gradient(s["value"]) for k, s in self._latent_sites.items()}
         at = substitute(given_rows(self.fixed, self.plates, rows), data=values)
         with explained(self.model, args, kwargs):
@@ -64,7 +64,7 @@ class Reading:
 
     @cached_property
     def latents(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Unconstrained shape and dtype of every latent site."""
+        """The unconstrained shape and dtype of every latent site."""
         with jax.ensure_compile_time_eval():
             values = {
                 k: biject_to(s["fn"].support).inv(jnp.asarray(s["value"]))
@@ -79,7 +79,7 @@ class Reading:
 
     @property
     def subsampled(self) -> dict[str, Plate]:
-        """The plates of which a minibatch has fewer rows than there are."""
+        """The plates whose minibatches have fewer rows than the plate."""
         return {p.name: p for p in self.plates if p.subsample_size < p.size}
 
     @property
@@ -89,20 +89,20 @@ class Reading:
 
     @property
     def plate_of_source(self) -> tuple[str | None, ...]:
-        """The plate by whose indices the model has indexed each of them first, or None."""
+        """The plate whose indices first indexed each argument on disk, or None."""
         return tuple(
-            next((k for i in found for k, rows in self.taken.items() if i is rows), None)
-            for found in self.indices
+            next((k for i in used for k, rows in self.taken.items() if i is rows), None)
+            for used in self.indices
         )
 
     def densities(self, rows: Mapping[str, Array]) -> dict[str, Array]:
-        """The log densities of rows whose values on disk are all 0, by their numbers."""
+        """Return the log densities of rows by their numbers, with values of 0 for rows on disk."""
         empty = [ShapeOf(source) for source in self.sources]
         seen = self.given(rows, *replaced((self.args, self.kwargs), empty))
         return {k: log_density(site) for k, site in seen.items() if site["type"] == "sample"}
 
     def traced(self) -> Any:
-        """The program of all values and laws of the model, of its rows and arrays, traced anew."""
+        """Trace the program from rows and arrays to all values and distributions of the model."""
         leaves, tree = jax.tree.flatten((self.args, self.kwargs))
         positions = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
@@ -116,18 +116,18 @@ class Reading:
                 for x in arrays_of((s["value"], s["fn"] if s["type"] == "sample" else ()))
             ]
 
-        # not from JAX's cache of what it has traced
+        # a new function avoids JAX's cache of traces
         arrays = [leaves[k] for k in positions]
         return jax.make_jaxpr(lambda *inputs: values(*inputs))(self.rows, arrays)
 
     @cached_property
     def program(self) -> Any:
-        """The same, traced once."""
+        """The program of all values and distributions of the model, traced once."""
         return self.traced()
 
     @cached_property
     def captured(self) -> tuple[str, str]:
-        """What tells arrays and numbers that the model has from elsewhere from others."""
+        """The fingerprints of arrays and numbers that the model captures besides its arguments."""
         return fingerprints_of_captured(self.program)
 
     @cached_property
@@ -147,7 +147,7 @@ class Reading:
             }
 
         rows = {f"plate {k}": v for k, v in self.rows.items()}
-        found = eval_provenance(outputs, **arrays, **rows)
+        provenance = eval_provenance(outputs, **arrays, **rows)
 
         def merge(labels: list[frozenset[str]]) -> frozenset[str]:
             union = frozenset().union(*labels)
@@ -155,7 +155,9 @@ class Reading:
             return frozenset(plates)
 
         is_pair = lambda x: isinstance(x, tuple)  # noqa: E731
-        return jax.tree.map(lambda pair: (merge(pair[0]), merge(pair[1])), found, is_leaf=is_pair)
+        return jax.tree.map(
+            lambda pair: (merge(pair[0]), merge(pair[1])), provenance, is_leaf=is_pair
+        )
 
     @property
     def minibatch_dependent(self) -> frozenset[str]:
@@ -169,8 +171,9 @@ class Reading:
 
 def reading_of(model: Model, init_strategy: Callable, args: tuple, kwargs: dict) -> Reading:
     """
-    Traces a model on the first rows of its plates. Parameters are those of
-    :func:`~numpyro_sgmcmc.posterior.model.read_model`.
+    Trace a model on the first rows of its plates.
+
+    Parameters are as in :func:`~numpyro_sgmcmc.posterior.model.read_model`.
 
     :raises ValueError: if the model cannot be evaluated there, or latent variables of groups cannot
         be integrated out.
@@ -185,7 +188,7 @@ def reading_of(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
 
     with jax.ensure_compile_time_eval():
         seen_args, seen_kwargs = replaced((args, kwargs), watched)
-        # what is not valid is looked for in all rows, and named with the first
+        # a later check looks for invalid values in all rows, and names the first row
         with explained(model, args, kwargs), validation_enabled(False):
             sites = traced(model)
             plates = tuple(
@@ -198,7 +201,7 @@ def reading_of(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
             fixed = substitute(model, data=constants) if constants else model
             fixed = without_local_latents(fixed, sites, plates, seen_args, seen_kwargs)
             if isinstance(fixed, Marginal):
-                # a constant is one in either trace
+                # constants are equal in both traces
                 sites = traced(replace(fixed, rule="none"))
                 plates = fixed.with_points(fixed.with_members(plates, sites))
     indices = tuple(source.indices for source in watched)
@@ -207,14 +210,14 @@ def reading_of(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
 
 def _checked_initial(init_strategy: Callable) -> Callable:
     """
-    An initialisation strategy.
+    Return an initialisation strategy that checks its values.
 
     :raises ValueError: on evaluation, if its values have another shape, or are not finite.
     """
 
     def initial(site: dict) -> Any:
         if _is_endless(site):
-            # refused later: a draw of it takes seconds to compile
+            # the site is refused later, and a draw would take seconds to compile
             return jnp.zeros(site["fn"].shape(), jnp.int32)
         value = init_strategy(site)
         if value is None or site["type"] != "sample":
@@ -236,12 +239,12 @@ def _checked_initial(init_strategy: Callable) -> Callable:
 
 
 def arrays_of(tree: Any) -> list[Array]:
-    """The arrays and numbers of a tree, as arrays."""
+    """Return the arrays and numbers of a tree as arrays."""
     return [jnp.asarray(x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | float | int)]
 
 
 def _is_endless(site: dict) -> bool:
-    """Whether a site is latent, discrete, and of a law without an end to its values."""
+    """Return whether a site is latent and discrete, with infinitely many values."""
     if site["type"] != "sample" or site["is_observed"] or not site["fn"].support.is_discrete:
         return False
     return not site["fn"].has_enumerate_support

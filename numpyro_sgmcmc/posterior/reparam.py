@@ -4,13 +4,13 @@
 """
 Coordinates of a hierarchy, in which effects do not depend on their scale.
 
-An effect :math:`x \\sim p(\\mu, \\sigma)` of a group, with a location and a scale that are unknown
-themselves, is :math:`x = \\mu + \\sigma u`. Rows that tell much of :math:`x` make :math:`x` and
-:math:`\\sigma` almost independent, so that a sampler should move :math:`x`; rows that tell little
-leave :math:`u` and :math:`\\sigma` independent. Between them, where the rows know the effect to be
-:math:`\\hat x` with a precision :math:`J`, its law given :math:`\\mu` and :math:`\\sigma` would be
-normal with a mean that moves from :math:`\\mu` to :math:`\\hat x` and a variance that grows to
-:math:`1 / J` with :math:`\\sigma`. The coordinate :math:`y` has that mean and variance taken away,
+An effect :math:`x \\sim p(\\mu, \\sigma)` of a group, with unknown location and scale, is
+:math:`x = \\mu + \\sigma u`. Rows that tell much of :math:`x` make :math:`x` and :math:`\\sigma`
+almost independent, so that a sampler should move :math:`x`. Rows that tell little leave :math:`u`
+and :math:`\\sigma` independent. Between these cases the rows know the effect to be :math:`\\hat x`
+with a precision :math:`J`. Its distribution given :math:`\\mu` and :math:`\\sigma` would then be
+normal. With growing :math:`\\sigma` the mean moves from :math:`\\mu` to :math:`\\hat x`, and the
+variance grows to :math:`1 / J`. The coordinate :math:`y` is standardised by this mean and variance,
 
 .. math:: x = \\frac{\\sigma^{-2} \\mu + J \\hat x}{\\sigma^{-2} + J}
     + \\frac{c \\, y}{\\sqrt{\\sigma^{-2} + J}}
@@ -22,21 +22,21 @@ with the degree of centring :math:`\\lambda = J / (J + \\sigma_0^{-2})` for the 
 :math:`e = \\lambda \\hat x` and :math:`c^2 = 1 / (1 - \\lambda)`: the non-centred coordinate,
 :math:`x = \\mu + \\sigma y`, for :math:`\\lambda = 0`, and a centred one,
 :math:`x = \\hat x + \\sigma_0 y`, for :math:`\\lambda = 1`. For normal effects with normal rows the
-effects are then independent of their scale, whatever that is, and there is neither a funnel nor a
-ridge that bends. Whatever the model has as its latent value, :math:`x`, or :math:`u` in hierarchies
-that are written non-centred, :math:`v = m + s u` with the location :math:`m` and scale :math:`s` of
-the site, the potential as a function of :math:`y` is
+coordinates are independent of the scale for every scale, and there is neither a funnel nor a bent
+ridge. The latent value of the model is :math:`v = m + s u` with the location :math:`m` and scale
+:math:`s` of the site: :math:`x`, or :math:`u` in hierarchies that are written non-centred. The
+potential as a function of :math:`y` is
 
 .. math:: U(v(y)) - \\log \\left| \\frac{\\partial v}{\\partial y} \\right|, \\qquad
     v = m + s \\left( \\frac{r (e - \\lambda \\mu)}{\\sigma_0 q} + \\frac{y}{\\sqrt q} \\right),
     \\qquad q = 1 - \\lambda + \\lambda r^2 .
 
-All of it is a change of variables: the law of :math:`v` stays, whatever is taken for :math:`\\mu`,
-:math:`\\sigma`, :math:`\\lambda`, :math:`\\sigma_0` and :math:`e`. Location and scale are those
-that :mod:`~numpyro_sgmcmc.posterior.hierarchy` reads from the model.
+This is a change of variables: the distribution of :math:`v` does not depend on the choice of
+:math:`\\mu`, :math:`\\sigma`, :math:`\\lambda`, :math:`\\sigma_0` and :math:`e`. Location and scale
+are read from the model by :mod:`~numpyro_sgmcmc.posterior.hierarchy`.
 
-**Example:** standard effects, of which the rows know as much as their law does for
-:math:`\\sigma_0 = 4`, and that they are around 0.
+**Example:** standard effects with rows as informative as the effects' distribution for
+:math:`\\sigma_0 = 4`, and estimates of 0.
 
 .. doctest::
 
@@ -87,7 +87,7 @@ from numpyro_sgmcmc.posterior.model import Values
 
 class Coordinates(NamedTuple):
     """
-    Those of a site, all of the shape of its values.
+    Coordinates of a site, by arrays of the shape of its values.
 
     - **degree** - the degree of centring :math:`\\lambda`.
     - **scale** - :math:`\\sigma_0`.
@@ -99,27 +99,27 @@ class Coordinates(NamedTuple):
     estimate: Array
 
 
-#: The coordinates of some sites.
+#: Coordinates by site.
 Centring = Mapping[str, Coordinates]
 
 
 def centred_by(degree: Array) -> Coordinates:
-    """With a degree of centring, where nothing is known of effects or their scale."""
+    """Return coordinates with a degree of centring, with scale 1 and estimate 0."""
     return Coordinates(degree, jnp.ones_like(degree), jnp.zeros_like(degree))
 
 
 def centred(centring: Centring) -> Centring:
-    """Those of the same sites that are effects, :math:`y = x`."""
+    """Return the coordinates of sites that equal their effects, :math:`y = x`."""
     return {name: centred_by(jnp.ones_like(there.degree)) for name, there in centring.items()}
 
 
 class Written(NamedTuple):
     """
-    What values in the coordinates are.
+    Values of the model for values in the coordinates.
 
     - **values** - the unconstrained values of the model, :math:`v`.
     - **log_det** - :math:`\\log |\\partial v / \\partial y|`.
-    - **effects** - :math:`x`, in which what the rows say bends the least; values of other sites.
+    - **effects** - :math:`x`, in which the log-likelihood bends the least; values of other sites.
     - **effects_log_det** - :math:`\\log |\\partial x / \\partial y|`.
     """
 
@@ -131,11 +131,11 @@ class Written(NamedTuple):
 
 def from_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Written:
     """
-    :math:`v(y)` and :math:`x(y)`, site by site.
+    Return :math:`v(y)` and :math:`x(y)`, site by site.
 
-    :param hierarchy: of the model at these values.
-    :param centring: the coordinates by site.
-    :param values: in the coordinates :math:`y`.
+    :param hierarchy: hierarchy of the model at these values.
+    :param centring: coordinates by site.
+    :param values: values in the coordinates :math:`y`.
     """
     log_det, effects, effects_log_det = jnp.zeros(()), dict(values), jnp.zeros(())
 
@@ -155,12 +155,12 @@ def from_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> W
 
 def to_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Values:
     """
-    The inverse of :func:`from_internal`.
+    Return :math:`y(v)`, the inverse of :func:`from_internal`.
 
-    :param hierarchy: of the model at these values.
-    :param centring: the coordinates by site.
+    :param hierarchy: hierarchy of the model at these values.
+    :param centring: coordinates by site.
     :param values: unconstrained values :math:`v`.
-    :return: in the coordinates :math:`y`.
+    :return: values in the coordinates :math:`y`.
     """
 
     def moved(name: str, v: Array, around: Around) -> Array:
@@ -171,10 +171,12 @@ def to_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Val
 
 class Around(NamedTuple):
     """
-    - **own_location**, **own_scale** - :math:`m` and :math:`s`, those of the latent value.
-    - **location**, **scale** - :math:`\\mu` and :math:`\\sigma`, those of :math:`x`.
-    - **factor** - what the model multiplies the value by; if that may be positive or negative it
-      is no scale.
+    Locations and scales of a site and of its effect.
+
+    - **own_location**, **own_scale** - :math:`m` and :math:`s` of the latent value.
+    - **location**, **scale** - :math:`\\mu` and :math:`\\sigma` of the effect :math:`x`.
+    - **factor** - factor by which the model multiplies the value. A factor that may be positive or
+      negative is no scale.
     """
 
     own_location: Array
@@ -184,39 +186,39 @@ class Around(NamedTuple):
     factor: Array
 
     def spread(self, there: Coordinates) -> Array:
-        """:math:`q`."""
+        """Return :math:`q`."""
         return 1 - there.degree + there.degree * (self.scale / there.scale) ** 2
 
     def units(self, y: Array, there: Coordinates) -> Array:
-        """:math:`u(y)`."""
+        """Return :math:`u(y)`."""
         return self._moved(there) + y / jnp.sqrt(self.spread(there))
 
     def coordinate(self, v: Array, there: Coordinates) -> Array:
-        """:math:`y(v)`."""
+        """Return :math:`y(v)`."""
         units = (v - self.own_location) / self.own_scale
         return jnp.sqrt(self.spread(there)) * (units - self._moved(there))
 
     def _moved(self, there: Coordinates) -> Array:
-        """:math:`u` where :math:`y = 0`."""
+        """Return :math:`u` at :math:`y = 0`."""
         far = there.estimate - there.degree * self.location
         return self.scale * far / (there.scale**2 * self.spread(there))
 
 
 def locations_and_scales(hierarchy: Hierarchy, values: Values) -> dict[str, Around]:
     """
-    What each site has as its location and scale.
+    Return the locations and scales of each site.
 
     :param values: unconstrained values :math:`v`.
     """
-    found: dict[str, Around] = {}
+    result: dict[str, Around] = {}
 
     def seen(name: str, v: Array, around: Around) -> Array:
-        found[name] = around
+        result[name] = around
         return v
 
     everything = {name: centred_by(jnp.zeros(())) for name in hierarchy.sites}
     _evaluated(hierarchy, everything, values, seen, from_internal=True)
-    return found
+    return result
 
 
 def _evaluated(
@@ -227,9 +229,9 @@ def _evaluated(
     from_internal: bool,
 ) -> Values:
     """
-    The values of all sites, one after the other.
+    Return the moved values of all sites, one after the other.
 
-    :param from_internal: whether what others depend on is the value before it is moved.
+    :param from_internal: whether other sites depend on the given value instead of the moved one.
     """
     program, result = hierarchy.program, dict(values)
     known = dict(zip(program.constvars, hierarchy.constants, strict=True))
@@ -265,7 +267,7 @@ def _evaluated(
     return result
 
 
-#: What an operation makes of :math:`x = a + b v`: :math:`a` and :math:`b`.
+#: Effect of an operation on :math:`x = a + b v`: the new :math:`a` and :math:`b`, by operation.
 _STEPS: dict[str, Callable[[Any, Any, Any], tuple[Any, Any]]] = {
     "mul": lambda a, b, x: (a * x, b * x),
     "rmul": lambda a, b, x: (a * x, b * x),
@@ -279,7 +281,7 @@ _STEPS: dict[str, Callable[[Any, Any, Any], tuple[Any, Any]]] = {
 
 
 def _missing(program: Any, known: Mapping[Any, Any], variables: Iterable[Any]) -> list[Any]:
-    """The operations that are still to be done for some variables, in their order."""
+    """Return the operations that are still needed for some variables, in their order."""
     wanted = {x for x in variables if not isinstance(x, Literal) and x not in known}
     missing = []
     for equation in reversed(program.eqns):

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""A model with its data: how its rows are drawn, and the programs that compute with it."""
+"""Targets: models with their data, the drawing of their rows, and their compiled programs."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -52,23 +52,25 @@ from numpyro_sgmcmc.posterior.reparam import (
 
 class Target(NamedTuple):
     """
-    A model with its data, and the scheme by which rows are drawn. If the data are spread over
-    devices, the model is that of one of them, and what is asked of it is computed on all.
+    Model with its data and the scheme that draws rows.
+
+    If the data are spread over devices, the model is the one of a single device, and computations
+    run on all devices.
     """
 
     model: MinibatchModel
     args: tuple
     kwargs: dict
     scheme: Scheme = SCHEMES["without_replacement"]
-    #: how the data lie on the devices, or None if they are not spread
+    #: layout of the data on devices, or None if they are not spread
     shards: Shards | None = None
-    #: strata of the rows by plate, where rows are not drawn alike
+    #: strata by plate, for plates with stratified minibatches
     strata: Mapping[str, Strata] = {}
-    #: the coordinates of hierarchies, by site
+    #: coordinates of hierarchies by site
     centring: Centring = {}
-    #: how many rows there are so far, where they keep coming; or None
+    #: number of rows so far if rows keep coming, or None
     known: RowCount | None = None
-    #: compiled programs by name, which serve other data of the same shapes too; or None
+    #: compiled programs by name, which also serve other data of equal shapes, or None
     programs: dict[Any, "Quick"] | None = None
 
     @property
@@ -78,49 +80,51 @@ class Target(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether this process can read all rows that are on disk."""
+        """True if this process can read all rows that are on disk."""
         return all(source.is_whole for source in on_disk((self.args, self.kwargs)))
 
     def mean(self, tree: Any) -> Any:
-        """The mean over the devices that hold other rows; arrays stay as they are without."""
+        """Return the mean over the devices that hold other rows, or the tree without devices."""
         if self.shards is None:
             return tree
-        # one vector, and so one message
+        # one vector needs one message
         return ravel_pytree(tree)[1](self.shards.mean(ravel(tree)))
 
     def for_each(self, function: Callable, entries: Any) -> Any:
         """
-        The function of every entry along a leading axis: one after the other, which compiles in
-        half the time, or at once on devices, which would spend their time waiting for each other.
+        Apply a function to every entry along a leading axis.
+
+        The entries go one after the other, which compiles in half the time. With several devices
+        they go at once, since devices would otherwise spend their time waiting for each other.
         """
         return lax.map(function, entries) if self.shards is None else jax.vmap(function)(entries)
 
     def own(self, rng_key: Array) -> Array:
-        """A random key for each of the devices that hold other rows."""
+        """Return a random key of its own for each device that holds other rows."""
         return rng_key if self.shards is None else self.shards.own(rng_key)
 
     def unravel(self, flat: Array) -> Values:
-        """A flat vector as values of the latent sites."""
+        """Return a flat vector as values of the latent sites."""
         zeros = {k: jnp.zeros(x.shape, x.dtype) for k, x in self.model.latents.items()}
         return ravel_pytree(zeros)[1](flat)
 
     def potential(self, metric: Metric, anchor: Anchor | None = None) -> Potential:
-        """The minibatch potential in the coordinates of a metric."""
+        """Return the minibatch potential in the coordinates of a metric."""
         data = self.args, self.kwargs, self.centring, self.kinds
         plain = ModelPotential(self.model, self.unravel, metric, *data)
         return plain if anchor is None else ControlVariate(plain, anchor)
 
     def tuned(self, found: Any) -> "Target":
-        """With the strata, the coordinates and the rule of a tuning, or of what is fixed."""
+        """Return the target with strata, coordinates and integration rule of a tuning."""
         view = self.model.with_rule(found.rule)
         return self._replace(model=view, strata=found.strata, centring=found.centring)
 
     def from_internal(self, values: Values) -> Values:
-        """Unconstrained values of the latent sites, of values in the coordinates."""
+        """Return unconstrained values of the latent sites from values in the coordinates."""
         return self.written(values).values
 
     def written(self, values: Values) -> Written:
-        """The same, and effects, of values in the coordinates."""
+        """Return unconstrained values and effects from values in the coordinates."""
         if not self.centring:
             none = jnp.zeros(())
             return Written(values, none, values, none)
@@ -128,15 +132,15 @@ class Target(NamedTuple):
 
     @property
     def centred(self) -> "Target":
-        """The same in centred coordinates, those of effects."""
+        """The target in centred coordinates, the effects."""
         return self._replace(centring=centred(self.centring))
 
     def from_effects(self, values: Values, gradient: Values) -> Values:
         """
-        The gradient of the potential with respect to values in the coordinates.
+        Return the gradient in the coordinates from the gradient in the effects.
 
-        :param values: in the coordinates.
-        :param gradient: with respect to effects, there.
+        :param values: values in the coordinates.
+        :param gradient: gradient of the potential with respect to the effects at these values.
         """
         if not self.centring:
             return gradient
@@ -148,32 +152,34 @@ class Target(NamedTuple):
         return pullback((gradient, -jnp.ones_like(log_det)))[0]
 
     def to_internal(self, values: Values) -> Values:
-        """The inverse of :meth:`from_internal`."""
+        """Return values in the coordinates, the inverse of :meth:`from_internal`."""
         return (
             to_internal(self.hierarchy(values), self.centring, values) if self.centring else values
         )
 
     def hierarchy(self, values: Values) -> Hierarchy:
-        """Of the model, whose coordinates can be chosen."""
+        """Return the hierarchy of the model, whose coordinates can be chosen."""
         rows = self.model.first_rows()
         return hierarchy_of(self.model, values, rows, random.key(0), self.args, self.kwargs)
 
     def anchor(self, effects: Values, order: int = 1) -> Anchor:
         """
-        The anchor at some effects, by one pass over all data, with as many gradients as there are
-        parameters for an expansion to second order. Integrals over latent variables of groups are
-        more exact there than in a step: what these get wrong cancels between position and anchor.
+        Return the anchor at given effects, by one pass over all data.
+
+        An expansion to second order takes a gradient for each parameter. Integrals over latent
+        variables of groups are more exact here than in a step: the errors of a step cancel between
+        position and anchor.
         """
         return self._replace(model=self.model.with_rule("fine")).expansion(effects, order)
 
     @property
     def whole_potential(self) -> Potential:
-        """As a function of effects, for passes over all rows."""
+        """The potential as a function of effects, for passes over all rows."""
         return self.centred.potential(IdentityMetric())
 
     def expansion(self, effects: Values, order: int = 1) -> Anchor:
-        """The same with integrals as they are in a step."""
-        # groups of other devices, which have the same numbers, are to have other draws
+        """Return the anchor at given effects, with the integrals of a step."""
+        # groups with equal numbers on different devices must have different draws
         data = self.whole_potential, self.model.plates, effects, self.own(random.key(0))
         if order > 1:
             return Anchor(effects, *self.mean(full_data_expansion(*data)))
@@ -182,8 +188,9 @@ class Target(NamedTuple):
 
     def change(self, metric: Metric, before: Array, after: Array) -> Array:
         """
-        How much larger the potential of all rows is at one position than at another: chunk by
-        chunk, as the difference of large sums would lose its digits.
+        Return the change of the potential of all rows between two positions.
+
+        It is summed chunk by chunk, since the difference of large sums would lose its digits.
         """
         fine = self._replace(model=self.model.with_rule("fine"))
         potential, key = fine.potential(metric), self.own(random.key(0))
@@ -210,7 +217,7 @@ class Target(NamedTuple):
         }
 
     def rows(self, rng_key: Array, step: Any = 0) -> dict[str, DrawnRows]:
-        """The rows of a minibatch, drawn independently for each plate."""
+        """Draw the rows of a minibatch, independently for each plate."""
         rng_key, step, kinds = self.own(rng_key), jnp.asarray(step), self.kinds
         each = enumerate(kinds.items())
         drawn = {name: rows.draw(random.fold_in(rng_key, k), step) for k, (name, rows) in each}
@@ -223,9 +230,9 @@ class Target(NamedTuple):
 
     @property
     def factors_so_far(self) -> dict[str, Array]:
-        """The same where the number of rows is an array."""
-        found = {name: rows.factor_so_far for name, rows in self.kinds.items()}
-        return {name: factor for name, factor in found.items() if factor is not None}
+        """The finite-population factors of plates whose number of rows is an array."""
+        factors = {name: rows.factor_so_far for name, rows in self.kinds.items()}
+        return {name: factor for name, factor in factors.items() if factor is not None}
 
     @property
     def groups(self) -> dict[str, tuple[Group, ...]]:
@@ -234,14 +241,15 @@ class Target(NamedTuple):
 
     @property
     def minibatch_share(self) -> float:
-        """Rows in a minibatch, as a part of all rows: the cost of a step in passes."""
+        """The share of all rows in a minibatch: the cost of a step in passes."""
         return max((rows.share for rows in self.kinds.values()), default=1.0)
 
     @property
     def effective_batch_size(self) -> float:
         """
-        As how many rows a minibatch counts: the fewest of a plate, those with latent variables that
-        are integrated out taken together.
+        The number of rows that a minibatch counts as, the smallest of all plates.
+
+        Plates with latent variables that are integrated out are taken together.
         """
         groups = self.model.local_plates
         worth = [float(p.subsample_size) for p in self.model.plates if p not in groups]
@@ -252,13 +260,15 @@ class Target(NamedTuple):
         self, function: Callable, inputs: Any = EVERYWHERE, outputs: Any = EVERYWHERE
     ) -> tuple["Quick", list[Array], Any]:
         """
-        ``function(target, *arguments)`` under ``jit``, with the data as arguments of the
-        program and not as constants in it; on all devices that the data are spread over.
+        Return ``function(target, *arguments)`` under ``jit``, with the data as arguments.
 
-        :param inputs: how each of the arguments lies on these devices.
-        :param outputs: how the result does.
-        :return: the program, of the data and the arguments; the data; and what else the target
-            is made of, which tells targets that differ in their data alone from others.
+        The data are no constants of the program. It runs on all devices that the data are spread
+        over.
+
+        :param inputs: partition of each argument on these devices.
+        :param outputs: partition of the result.
+        :return: the program, a function of the data and the arguments; the data; and the other
+            parts of the target, which are equal for targets that differ in their data alone.
         """
         given = self.args, self.kwargs, dict(self.strata), dict(self.centring), self.known
         data, rest = separated_data(given)
@@ -272,7 +282,7 @@ class Target(NamedTuple):
             )
             return in_order(partial(function, here))(*arguments)
 
-        # what JAX's log of compilations says
+        # the name in JAX's log of compilations
         named = function.func if isinstance(function, partial) else function
         run.__name__ = getattr(named, "__qualname__", "run")
         if (shards := self.shards) is None:
@@ -289,27 +299,25 @@ class Target(NamedTuple):
         self, function: Callable, name: str = "", *facts: Any, outputs: Any = EVERYWHERE
     ) -> "Program":
         """
-        The :meth:`program` of a function, of its arguments besides the target.
+        Return the :meth:`program` of a function with its data bound.
 
-        :param str name: under which it is kept for other data of the same shapes; what is kept must
-            depend on nothing else that is not among its arguments or the facts.
-        :param facts: what else it depends on.
+        :param str name: name under which the program is kept for other data of equal shapes. A kept
+            program must depend on its arguments and the facts only.
+        :param facts: other facts that the program depends on.
         """
         program, data, rest = self.program(function, outputs=outputs)
         if name and self.programs is not None:
             key = name, self.model.facts, self.scheme, rest, facts
-            with suppress(TypeError):  # an argument of the model that cannot be told from others
+            with suppress(TypeError):  # arguments of the model that are not hashable
                 program = self.programs.setdefault(key, program)
         return Program(program, data)
 
 
 class Quick:
-    """
-    A function under ``jit``, for programs that run for less time than it takes to compile them.
-    """
+    """Function under ``jit``, for programs that run for less time than their compilation."""
 
     def __init__(self, function: Callable) -> None:
-        # options are for programs of their own, and not for a part of another
+        # compiler options apply to whole programs, and not to a part of another program
         self._inner = jax.jit(function)
         self._outer = jax.jit(function, compiler_options=_quick_compilation())
         self._pending: Future | None = None
@@ -323,19 +331,20 @@ class Quick:
 
     def prepare(self, *arguments: Any) -> None:
         """
-        Compiles beside what is done next, for arguments like these. A call then finds the program,
-        since JAX keeps what it has lowered together with what that was compiled to.
+        Compile the program in another thread, for arguments like these.
+
+        A later call takes the compiled program, since JAX keeps it with the lowered one.
         """
         if (os.cpu_count() or 1) == 1 or self._pending is not None:
             return
-        # whatever is wrong is said where it is used; models are traced by one thread at a time
+        # errors are raised by the later call; models are traced by one thread at a time
         with suppress(Exception):
             self._pending = _beside().submit(self._outer.lower(*arguments).compile)
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A program with the data that it is for."""
+    """Program with its data."""
 
     run: Quick
     data: list[Array]
@@ -344,7 +353,7 @@ class Program:
         return self.run(self.data, *arguments)
 
     def prepare(self, *arguments: Any) -> None:
-        """As :meth:`Quick.prepare`."""
+        """Compile the program in another thread, like :meth:`Quick.prepare`."""
         self.run.prepare(self.data, *arguments)
 
 
@@ -356,8 +365,9 @@ def _beside() -> ThreadPoolExecutor:
 @cache
 def _quick_compilation() -> dict[str, Any]:
     """
-    Options of XLA that shorten compilation by a half, without those that this version does not
-    know.
+    Return options of XLA that shorten compilation by a half.
+
+    Options that this version does not know are left out.
     """
     options: dict[str, Any] = {
         "xla_backend_optimization_level": 1,

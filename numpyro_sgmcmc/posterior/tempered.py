@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""A potential at a temperature, in coordinates in which steps of one size serve all of them."""
+"""Potentials at a temperature, in coordinates in which one step size serves all temperatures."""
 
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ from numpyro_sgmcmc.posterior.potential import Potential, Rows
 
 class Tempered(NamedTuple):
     """
-    The potential at temperature :math:`T`, as a function of positions divided by its root,
+    Potential at temperature :math:`T`, as a function of positions divided by :math:`\\sqrt T`.
 
     .. math:: U_T(\\phi) = U(\\sqrt T \\, \\phi) / T .
 
-    Its curvature is that of :math:`U`, and noise of the gradient has a covariance of :math:`V / T`:
-    what is a good step size and friction at one temperature is at the others.
+    Its curvature equals the curvature of :math:`U`, and its gradient noise has the covariance
+    :math:`V / T`. A good step size and friction at one temperature is good at all others.
     """
 
     potential: Any
@@ -48,7 +48,7 @@ class Tempered(NamedTuple):
 
     @property
     def scale(self) -> Array:
-        """:math:`\\sqrt T`, from a position to one of the potential itself."""
+        """The factor :math:`\\sqrt T` from a position to a position of the base potential."""
         return jnp.sqrt(self.temperature)
 
     def _divided(self, tree: Any) -> Any:
@@ -56,8 +56,8 @@ class Tempered(NamedTuple):
 
 
 def tempered(potential: Potential, temperature: Array | None) -> tuple[Potential, Array | float]:
-    """The potential at a temperature, or as it is, and the scale of its positions."""
+    """Return the potential at a temperature, or unchanged, and the scale of its positions."""
     if temperature is None:
         return potential, 1.0
-    found = Tempered(potential, temperature)
-    return found, found.scale
+    result = Tempered(potential, temperature)
+    return result, result.scale

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-What is refused of arguments, models and rows: a list of checks for each moment.
+Checks of arguments, models and rows: a list of checks for each moment.
 
 1. ``arguments``: before a model is read (``checked_arrays``, ``check_data``);
 2. ``sites``, ``latents`` and ``disk``: a model as it was read (``sites.CHECKS``);
@@ -10,6 +10,6 @@ What is refused of arguments, models and rows: a list of checks for each moment.
 4. ``devices``: the model on each of the devices that rows are spread over (``check_spread``);
 5. ``all_rows``: every row, before anything is drawn (``check_rows``).
 
-A check raises with cause, place and remedy; a new one is a function, and a line in its list. What
-the code of a model raises by itself is explained by ``exceptions``.
+A check raises with cause, place and remedy. A new check is a function, and a line in its list.
+Errors that the code of a model raises by itself are explained by ``exceptions``.
 """

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-One look at every row before anything is drawn.
+Checks of every row before the first draw.
 
-What a model says of the first rows it need not say of all: one label in a million may lie outside
-of the support of its site, one code beyond the end of what it indexes. And a minibatch potential is
-unbiased only if what a row adds to the log density is its own: it must not change when other rows
-of the minibatch are exchanged for others. All of this is seen here in one pass over the data,
-without gradients, and refused with the row and the likely cause (:mod:`.row_errors`).
+Rows may be invalid even if the first rows are not: one label in a million may lie outside of the
+support of its site, or one code beyond the end of the array that it indexes. And a minibatch
+potential is unbiased only if the term of a row in the log density does not depend on the other rows
+of the minibatch. One pass over the data, without gradients, shows all of this. Invalid rows are
+refused with the row and the likely cause (:mod:`.row_errors`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,32 +45,32 @@ from numpyro_sgmcmc.posterior.local_latents import with_observed
 from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
 from numpyro_sgmcmc.posterior.target import Target
 
-#: So many rows are looked at together, and so few where a row may depend on others; all of them in
-#: such few where these are no more, to compile one program instead of two.
+#: Number of rows in a program, and number in the test for dependence on other rows. Up to the third
+#: number of rows all go in such small numbers, to compile one program instead of two.
 _CHUNK, _FEW, _QUICKLY_SEEN = 16_384, 16, 1_024
 
-#: Columns of an argument whose extremes are among the rows that are looked at, and sets of rows.
+#: Number of columns of an argument whose extremes are tested, and number of sets of tested rows.
 _COLUMNS, _SETS = 50, 8
 
-#: Of many rows so many chunks are looked at in one program, which says whether something is wrong.
+#: Number of chunks in a program that tests many rows and returns only whether one is wrong.
 _CHUNKS = 64
 
-#: A term that changes by more than this part of its size, and of that of others, is not rounded;
-#: where so many of the terms do, it is no accident of a few rows.
+#: Change of a term, relative to its size and the usual size, that is more than rounding, and share
+#: of changed terms that is no accident of a few rows.
 _ROUNDING, _SHARE = 1e-3, 0.05
 
-#: A site, and one of the subsampled plates that it is in.
+#: Site, and one of the subsampled plates that it is in.
 Place = tuple[str, str]
 
 
 class Seen(NamedTuple):
     """
-    What is seen of some rows, an entry for each.
+    Results of an evaluation of some rows, with an entry for each row.
 
-    - **terms** - what a row adds to the log density, by site and plate.
-    - **outside** - whether an observation that counts is outside of its support, likewise.
-    - **densities** - of all of them the log density of each site, latent ones too.
-    - **beyond** - whether an index is outside of what it indexes, for each index in the model.
+    - **terms** - term of the row in the log density, by site and plate.
+    - **outside** - whether a counted observation is outside of its support, by site and plate.
+    - **densities** - log density of all rows, by observed or latent site.
+    - **beyond** - whether an index is outside of its array, for each index in the model.
     """
 
     terms: dict[Place, Any]
@@ -80,7 +80,7 @@ class Seen(NamedTuple):
 
 
 class BadRows(NamedTuple):
-    """The number of rows, the first of them, and those of the chunk where it was seen."""
+    """Invalid rows: their number, the first one, and the rows of its chunk."""
 
     number: int
     first: int
@@ -91,18 +91,18 @@ def check_rows(
     target: Target, whole: Target, compiled: Callable[..., Callable]
 ) -> dict[str, float]:
     """
-    Looks at every row of the data, at fixed values of the latent sites.
+    Check every row of the data, at fixed values of the latent sites.
 
     :param target: the model with its data, on each of the devices that they are spread over.
-    :param whole: the same with all data, for what is said of single rows.
-    :param compiled: how a program is compiled, as :meth:`Target.program` does it.
-    :return: the log density of each site there, on some of the rows, which tells the model from
-        others.
-    :raises ValueError: if observations lie outside of the support of their site, or indices outside
-        of what they index, if the density of single rows is not finite, or if what a row adds to
-        the log density depends on the other rows of its minibatch. It names site and rows.
+    :param whole: the model with all data, for messages about single rows.
+    :param compiled: function that compiles a program, such as :meth:`Target.program`.
+    :return: the log density of each site on some rows, which identifies the model.
+    :raises ValueError: if observations lie outside of the support of their site, if indices lie
+        outside of their arrays, if the density of single rows is not finite, or if the term of a
+        row in the log density depends on the other rows of its minibatch. The message names site
+        and rows.
     """
-    # rows of groups are seen as well in the integrand, which takes a part of the time to compile
+    # the integrand shows invalid rows of groups as well as the integral, and compiles faster
     target, whole = (x._replace(model=x.model.with_rule("point")) for x in (target, whole))
     look, values = _Look(target, compiled), unremarkable_values(target.model)
     if not target.model.plates:
@@ -131,10 +131,12 @@ def check_rows(
 
 def densities_of(target: Target, compiled: Callable[..., Callable]) -> dict[str, float]:
     """
-    What :func:`check_rows` gives, without the look at every row, and at other values too.
+    Return the log density of each site on some rows, at two sets of values.
+
+    It is the result of :func:`check_rows`, without a check of every row, with other values added.
 
     :param target: the model with its data, on each of the devices that they are spread over.
-    :param compiled: how a program is compiled, as :meth:`Target.program` does it.
+    :param compiled: function that compiles a program, such as :meth:`Target.program`.
     """
     look = _Look(target._replace(model=target.model.with_rule("point")), compiled)
     elsewhere = {f"{name} at other values": x for name, x in look.densities(-1.5).items()}
@@ -142,7 +144,7 @@ def densities_of(target: Target, compiled: Callable[..., Callable]) -> dict[str,
 
 
 def program_of(target: Target) -> str:
-    """Tells what the model computes of rows from others, in this version of JAX and NumPyro."""
+    """Return the fingerprint of the model's program, for this version of JAX and NumPyro."""
     target = target._replace(model=target.model.with_rule("point"))
     program, data, _ = target.program(seen_of, outputs=PartitionSpec(ROWS))
     arguments = unremarkable_values(target.model), target.model.first_rows(), random.key(0)
@@ -151,21 +153,21 @@ def program_of(target: Target) -> str:
 
 def seen_of(target: Target, z: Values, rows: Any, rng_key: Array) -> Seen:
     """
-    What is seen of some rows.
+    Evaluate the model on some rows.
 
     :param z: unconstrained values of the latent sites.
     :param rows: rows of each plate.
     :param rng_key: key for a density that is itself random.
     """
-    found, indexed = watched(partial(_of_sites, target, z, rng_key), rows)
-    terms, outside, densities = found
+    results, indexed = watched(partial(_of_sites, target, z, rng_key), rows)
+    terms, outside, densities = results
     return Seen(terms, outside, densities, [_beyond(x.indices, x.length, rows) for x in indexed])
 
 
 def _of_sites(
     target: Target, z: Values, rng_key: Array, rows: Any
 ) -> tuple[dict[Place, Array], dict[Place, Array], dict[str, Array]]:
-    """All but the indices."""
+    """Return the terms, the observations outside of supports, and the densities of rows."""
     plates = {plate.name for plate in target.model.plates}
     _, sites = target.model.potential_and_sites(z, rows, rng_key, target.args, target.kwargs)
     terms, outside, densities = {}, {}, {}
@@ -177,9 +179,9 @@ def _of_sites(
         for frame in (frame for frame in site["cond_indep_stack"] if frame.name in plates):
             axes = tuple(k for k in range(jnp.ndim(term)) if k - jnp.ndim(term) != frame.dim)
             terms[name, frame.name] = term.sum(axes)
-            # `numpyro.factor` has no value
+            # a `numpyro.factor` has no value and is inside
             inside = site["fn"].support(value) if jnp.size(value) else jnp.ones((), bool)
-            # what is masked, or has no weight, adds nothing
+            # masked observations and ones of weight 0 have a term of 0
             wrong = ~jnp.broadcast_to(inside, term.shape).astype(bool) & (term != 0)
             outside[name, frame.name] = wrong.any(axes)
     return terms, outside, densities
@@ -187,8 +189,10 @@ def _of_sites(
 
 def _beyond(indices: Array, length: int, rows: dict[str, DrawnRows]) -> Array:
     """
-    Whether the indices of a row are, or those of any row where they do not go row by row. Negative
-    ones count from the end if all do: next to others they are codes, or neighbours of the first.
+    Return for each row whether its indices are outside of an array.
+
+    If indices do not go row by row, the result is for any row. Negative indices count from the end
+    if all are negative: next to others they are codes, or neighbours of the first row.
     """
     wrong = (indices < -length) | (indices >= length) | (indices < 0) & (indices >= 0).any()
     for numbers in rows.values():
@@ -201,11 +205,12 @@ def _looks_wrong(
     length: int, target: Target, z: Values, rng_key: Array, chunks: Array
 ) -> tuple[Array, Array]:
     """
-    Whether something is outside or beyond in chunks of the rows of the only plate, and whether
-    something is not finite; on any device.
+    Return whether chunks of the only plate have invalid rows, and terms that are not finite.
 
-    :param int length: rows of a chunk.
-    :param chunks: numbers of chunks.
+    The result is for any device.
+
+    :param int length: number of rows of a chunk.
+    :param chunks: numbers of the chunks.
     """
     (plate,) = target.model.plates
 
@@ -218,14 +223,14 @@ def _looks_wrong(
         return jax.tree.map(jnp.logical_or, found, tuple(both)), None
 
     nothing = jnp.zeros((), bool)
-    found, _ = lax.scan(of_chunk, (nothing, nothing), chunks)
+    flags, _ = lax.scan(of_chunk, (nothing, nothing), chunks)
     if target.shards is None:
-        return found
-    return jax.tree.map(lambda x: lax.pmax(x.astype(jnp.int32), ROWS) > 0, found)
+        return flags
+    return jax.tree.map(lambda x: lax.pmax(x.astype(jnp.int32), ROWS) > 0, flags)
 
 
 class _Look:
-    """A program that looks at some rows, and what it is used for."""
+    """Tests of rows by a program that evaluates some of them."""
 
     def __init__(self, target: Target, compiled: Callable[..., Callable]) -> None:
         self.target, self.plates = target, target.model.plates
@@ -238,31 +243,32 @@ class _Look:
         self.are_nested = len(sites) > len(set(sites))
 
     def _working(self, most: int) -> tuple[dict[str, int], Seen]:
-        """Numbers of rows that the model can be evaluated on, and what is seen of the first."""
+        """Return numbers of rows that the model accepts, and its evaluation on the first rows."""
         each = int(most ** (1 / max(1, len(self.plates))))
-        # of all rows `numpyro.subsample` would give them in their own order
+        # fewer than all rows, since `numpyro.subsample` would give all rows in their own order
         lengths = {plate.name: max(1, min(plate.size - 1, each)) for plate in self.plates}
         z = unremarkable_values(self.target.model)
         try:
             return lengths, self.at(z, _first(lengths))
         except (TypeError, ValueError):
-            # a model that has written out the size of its minibatches
+            # the model has written out the size of its minibatches
             lengths = {plate.name: plate.subsample_size for plate in self.plates}
             return lengths, self.at(z, _first(lengths))
 
     def densities(self, scale: float = 1.0) -> dict[str, float]:
         """
-        The log density of each site, of rows that are spread over all of them: models may differ in
-        late rows only.
+        Return the log density of each site on rows from all over the data.
+
+        Models may differ in late rows only.
         """
-        # scattered rows on disk take their time
+        # reading scattered rows from disk takes long
         is_here = not on_disk((self.target.args, self.target.kwargs))
         rows = self.spread(self.many if is_here else self._working(_FEW)[0])
         z = jax.tree.map(lambda x: scale * x, unremarkable_values(self.target.model))
         return {name: float(x.sum()) for name, x in self.at(z, rows).densities.items()}
 
     def spread(self, lengths: dict[str, int]) -> dict[str, Any]:
-        """So many rows of each plate all over the data, which may be sorted."""
+        """Return evenly spaced rows of each plate, since the data may be sorted."""
         return {
             plate.name: rows_of(
                 np.linspace(0, plate.size - 1, lengths[plate.name]).round().astype(int), plate.size
@@ -271,26 +277,28 @@ class _Look:
         }
 
     def at(self, z: Values, rows: dict[str, DrawnRows], key: int = 0) -> Seen:
-        """What is seen of the rows, by all devices one after the other."""
+        """Evaluate the model on rows, with the results of all devices in order."""
         seen = self.run(self.program, z, rows, random.key(key))
         leaves, tree = jax.tree.flatten(seen)
         here = [x if x.is_fully_addressable else process_allgather(x, tiled=True) for x in leaves]
         return jax.tree.unflatten(tree, [np.asarray(x) for x in here])
 
     def run(self, program: Callable, *arguments: Any) -> Any:
-        """Raise ``UnreadableRows`` if that is why a program has failed."""
+        """Run a program, and raise ``UnreadableRows`` if unreadable rows made it fail."""
         try:
             return jax.block_until_ready(program(*arguments))
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            # which of the two depends on whether the program has run before
+            # the type of the error depends on whether the program has run before
             if unreadable := failure_of((self.target.args, self.target.kwargs), error):
                 raise unreadable from None
             raise
 
     def suspicious(self, z: Values) -> tuple[int, list[range], bool]:
         """
-        Of many rows of one plate: how many of the first have been looked at, in which of them
-        something is wrong, and whether all are finite.
+        Test many rows of the only plate by chunks.
+
+        The result is the number of first rows that were tested, the stretches with invalid rows,
+        and whether all terms are finite.
         """
         if len(self.plates) != 1:
             return 0, [], True
@@ -311,11 +319,12 @@ class _Look:
         self, first: int = 0, some: Sequence[range] = ()
     ) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
         """
-        Rows of each plate, and which of them were in none before; all pairs of the chunks of
-        several plates if a site is in more than one of them.
+        Yield chunks of rows of each plate, and masks of the rows that were in no earlier chunk.
 
-        :param int first: from which row of the only plate, if it is not the first one.
-        :param some: stretches before it.
+        If a site is in several plates, all pairs of their chunks are yielded.
+
+        :param int first: first row of the only plate.
+        :param some: stretches of rows before the first row that are yielded too.
         """
         each = [
             [
@@ -326,7 +335,7 @@ class _Look:
             for plate, length in zip(self.plates, self.many.values(), strict=True)
         ]
         if not self.are_nested:
-            # what has been seen starts beyond the end
+            # the last chunk is repeated, with a first new row beyond its end
             most = max(map(len, each))
             each = [x + [(x[-1][0], x[-1][0] + _CHUNK)] * (most - len(x)) for x in each]
         sizes = {plate.name: plate.size for plate in self.plates}
@@ -339,15 +348,17 @@ class _Look:
             yield rows, new
 
     def numbers(self, plate: str, rows: dict[str, DrawnRows]) -> np.ndarray:
-        """Rows of a plate on all devices by their numbers among all rows."""
+        """Return the numbers of a plate's rows on all devices among all rows."""
         size = next(p.size for p in self.plates if p.name == plate)
         parts = range(self.target.parts)
         return np.concatenate([rows[plate].integers + part * size for part in parts])
 
     def over_all_rows(self, z: Values) -> tuple[dict[Place, BadRows], dict[int, BadRows], bool]:
         """
-        The rows outside of the support by place, those beyond an array by index, and whether the
-        terms of all rows are finite.
+        Test all rows for supports, indices and finite terms.
+
+        The result is the rows outside of the support by place, the rows beyond an array by index,
+        and whether the terms of all rows are finite.
         """
         outside: dict[Place, BadRows] = {}
         beyond: dict[int, BadRows] = {}
@@ -375,54 +386,58 @@ class _Look:
 
     def never_finite(self, z: Values) -> dict[Place, BadRows]:
         """
-        Rows whose density is nowhere finite: neither at these values nor at others where that of
-        most rows is.
+        Return the rows whose density is not finite at any tested values.
+
+        The tested values are ones at which the density of most rows is finite.
         """
         seen = [self._finite(jax.tree.map(lambda x, c=c: c * x, z)) for c in (1.0, 0.0, 0.01)]
-        found = {}
+        bad = {}
         for place in seen[0]:
             telling = [x[place] for x in seen if x[place].mean() > 0.5]
             never = ~np.any(telling, axis=0) if telling else np.zeros(1, bool)
             if never.any():
-                found[place] = BadRows(int(never.sum()), int(np.argmax(never)), {})
-        return found
+                bad[place] = BadRows(int(never.sum()), int(np.argmax(never)), {})
+        return bad
 
     def _finite(self, z: Values) -> dict[Place, np.ndarray]:
-        """By place whether the term of each row is finite."""
-        found: dict[Place, np.ndarray] = {}
+        """Return by place whether the term of each row is finite."""
+        finite: dict[Place, np.ndarray] = {}
         for rows, _ in self.chunks():
             for place, terms in self.at(z, rows).terms.items():
-                all_rows = found.setdefault(place, np.ones(self.sizes[place[1]], bool))
+                all_rows = finite.setdefault(place, np.ones(self.sizes[place[1]], bool))
                 all_rows[self.numbers(place[1], rows)] &= np.isfinite(terms)
-        return found
+        return finite
 
     def places_that_depend_on_others(self, z: Values) -> Iterator[Place]:
         """
-        Where what a row adds changes when all other rows of its minibatch are exchanged for itself,
-        or when the rows come in another order.
+        Yield the places at which the term of a row depends on other rows of its minibatch.
+
+        The term is compared with the one in a minibatch of copies of the row, and with the one in
+        another order of the rows.
         """
         lengths, _ = self._working(_FEW)
-        found: set[Place] = set()
+        places: set[Place] = set()
         for first in self._unlike_rows(lengths):
-            found |= set(self._dependent(z, first))
-        yield from sorted(found)
+            places |= set(self._dependent(z, first))
+        yield from sorted(places)
 
     def places_that_depend_on_the_number(
         self, z: Values
     ) -> Iterator[tuple[str, str, dict[int, float]]]:
         """
-        Sites and plates whose rows add another term in a longer minibatch, and the median of the
-        terms by the number of rows, the first of which is 1.
+        Yield the places at which the term of a row depends on the length of its minibatch.
+
+        Each comes with the median ratio of the terms by number of rows, which is 1 for the first.
         """
         if len(self.plates) != 1:
             return
         ((plate, length),), ((_, other),) = (self._working(n)[0].items() for n in (_FEW, 2 * _FEW))
         if other == length:
-            return  # a model that has written out the size of its minibatches, or few rows
+            return  # the model has written out the size of its minibatches, or there are few rows
         looks = ((length, 0), (length, 1), (other, 0))
         seen = [(n, self.at(z, _first({plate: n}), key).terms) for n, key in looks]
         for place in seen[0][1]:
-            # without the plate's own scale, N / n
+            # the terms without the plate's own scale, N / n
             one, again, two = (
                 n * terms[place].reshape(self.target.parts, n)[:, :length] for n, terms in seen
             )
@@ -430,8 +445,8 @@ class _Look:
                 yield *place, {length: 1.0, other: float(np.nanmedian(two / one))}
 
     def _dependent(self, z: Values, first: dict[str, DrawnRows]) -> Iterator[Place]:
-        """Those of some rows of each plate."""
-        # values at which densities are finite, and others matter
+        """Yield the places at which the terms of given rows depend on other rows."""
+        # the values are ones at which densities are finite, so that other rows can matter
         for scale in (1.0, 0.01):
             values = jax.tree.map(lambda x, scale=scale: jnp.asarray(scale * np.asarray(x)), z)
             before = self.at(values, first)
@@ -441,9 +456,9 @@ class _Look:
         for plate in self.plates:
             rows = first[plate.name].integers
             if len(rows) == 1 or plate.subsample_size == plate.size:
-                continue  # nothing can depend on which others there are
+                continue  # the other rows cannot change
             seen = np.unique(np.linspace(0, len(rows) - 1, _FEW).round().astype(int))
-            # each row in a minibatch of itself alone: values that are rare are in no other
+            # a minibatch of copies of one row, since rare values are in no other row
             alone, turned = (
                 [self.at(values, {**first, plate.name: rows_of(x, 0)}) for x in others]
                 for others in ([np.full(len(rows), rows[k]) for k in seen], [rows[::-1]])
@@ -455,15 +470,17 @@ class _Look:
                 now = [x.terms[place].reshape(each.shape) for x in alone]
                 own = np.stack([x[:, k] for x, k in zip(now, seen, strict=True)], axis=1)
                 back = turned[0].terms[place].reshape(each.shape)[:, ::-1]
-                # a density that is itself random has its randomness by position
+                # a density that is itself random has its randomness by position in the minibatch
                 is_random = _differ(each, again.terms[place].reshape(each.shape))
                 if _differ(each[:, seen], own) or (_differ(each, back) and not is_random):
                     yield place
 
     def _unlike_rows(self, lengths: dict[str, int]) -> Iterator[dict[str, DrawnRows]]:
         """
-        Sets of rows that show whether others matter: all over the data, which may be sorted, and
-        among them those with the extremes of each column of an argument, which may be rare.
+        Yield sets of unlike rows, which show a dependence on other rows.
+
+        They are evenly spaced, since the data may be sorted, and have the rows with the extremes of
+        each column of an argument, which may be rare.
         """
         spread, extremes = {}, {}
         arguments = jax.tree.leaves((self.target.args, self.target.kwargs))
@@ -471,14 +488,14 @@ class _Look:
             length = lengths[plate.name]
             last = length - 1 if needs_64_bits(plate.size) else plate.size - 1
             spread[plate.name] = np.linspace(0, last, length).round().astype(int)
-            found: list[Any] = [np.zeros(0, int)]
+            numbers: list[Any] = [np.zeros(0, int)]
             for x in arguments if self.target.shards is None else ():
                 if isinstance(x, jax.Array) and x.ndim and len(x) == plate.size and x.size:
                     columns = x.reshape(len(x), -1)[:, :_COLUMNS]
-                    found += [
+                    numbers += [
                         np.asarray(look(columns, axis=0)) for look in (jnp.argmax, jnp.argmin)
                     ]
-            extremes[plate.name] = np.unique(np.concatenate(found))
+            extremes[plate.name] = np.unique(np.concatenate(numbers))
         half = {name: max(1, length // 2) for name, length in lengths.items()}
         sets = max((-(-len(x) // half[name]) for name, x in extremes.items()), default=1)
         for k in range(max(1, min(sets, _SETS))):
@@ -494,7 +511,7 @@ def _first(lengths: dict[str, int]) -> dict[str, DrawnRows]:
 
 
 def _differ(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether terms differ by more than rounding, and not only a few of them."""
+    """Return whether many terms differ by more than rounding."""
     both = np.isfinite(x) & np.isfinite(y)
     if not both.any():
         return False
@@ -505,8 +522,9 @@ def _differ(x: np.ndarray, y: np.ndarray) -> bool:
 
 def _used_beyond(target: Target, z: Values, k: int, bad: BadRows) -> IndexedArray | None:
     """
-    The ``k``-th index of the model in rows where it is beyond an array's ends, or None if another
-    value there makes no difference.
+    Return the ``k``-th index of the model in rows where it is beyond the ends of its array.
+
+    It is None if another value there makes no difference.
     """
     rows = first_of(bad.among, _FEW)
     function = partial(_of_sites, target, z, random.key(0))

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The arguments of a model: as arrays, by their names, and whether they can be what is meant."""
+"""Arguments of a model: conversion to arrays, their names, and checks of their values."""
 
 from collections.abc import Callable
 import inspect
@@ -15,15 +15,16 @@ import numpy as np
 
 from numpyro_sgmcmc.data.converters import is_sparse
 
-#: What can be an array of JAX: truth values, whole numbers, floating point and complex numbers.
+#: Kinds of data types that JAX has: truth values, integers, floating point and complex numbers.
 _NUMBERS = "biufc"
 
-#: Rounding by more than this part of a standard deviation is warned of, where rows show it.
+#: Rounding error as a part of a standard deviation above which a warning is given, and the number
+#: of rows in the estimate.
 _MUCH_ROUNDING, _ENOUGH = 0.001, 10_000
 
 
 def as_arrays(tree: Any) -> Any:
-    """NumPy arrays among the leaves of ``tree`` as JAX arrays, which traced indices can index."""
+    """Convert NumPy arrays in a tree to JAX arrays, which traced indices can index."""
     return jax.tree.map(lambda x: _converted(x) if _is_numeric(x) else x, tree)
 
 
@@ -32,17 +33,17 @@ def _is_numeric(x: Any) -> bool:
 
 
 def _converted(x: np.ndarray) -> Array:
-    # also while a program is traced their values are to be known
+    # the values must be concrete even while a program is traced
     with jax.ensure_compile_time_eval():
         return jnp.asarray(x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")))
 
 
 def checked_arrays(model: Callable | None, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """
-    The arguments of a model with JAX arrays for those of NumPy.
+    Return the arguments of a model with JAX arrays in the place of NumPy arrays.
 
-    :raises ValueError: if this would change their values, or leave out which ones are masked, and
-        for a sparse matrix, whose rows no program takes without a look at all of its entries.
+    :raises ValueError: if this would change values or lose a mask, and for a sparse matrix, whose
+        rows no program takes without a pass over all of its entries.
     """
     for name, x in _named(model, args, kwargs, is_leaf=is_sparse):
         if is_sparse(x):
@@ -81,7 +82,7 @@ def checked_arrays(model: Callable | None, args: tuple, kwargs: dict) -> tuple[t
 
 
 def _warn_of_rounding(name: str, x: np.ndarray) -> None:
-    """Warns of columns whose differences are lost in single precision, as those of timestamps."""
+    """Warn of columns whose differences are lost in single precision, such as timestamps."""
     some = x[:: max(1, len(x) // _ENOUGH)] if x.ndim else x
     with np.errstate(all="ignore"):
         rounding = np.abs(some - some.astype(np.float32)).max(axis=0, initial=0.0)
@@ -99,7 +100,7 @@ def _warn_of_rounding(name: str, x: np.ndarray) -> None:
 
 
 def _columns(x: np.ndarray, limits: Any) -> str:
-    """Which columns of a table are too large."""
+    """Return a text that names the columns of a table with too large values."""
     if x.ndim != 2 or x.shape[1] == 1:
         return ""
     wrong = (x.min(axis=0) < limits.min) | (x.max(axis=0) > limits.max)
@@ -107,13 +108,13 @@ def _columns(x: np.ndarray, limits: Any) -> str:
 
 
 def named_arrays(model: Callable, args: tuple, kwargs: dict) -> list[tuple[str, Array]]:
-    """The JAX arrays among the arguments of the model, named as the user would."""
+    """Return the JAX arrays among the arguments of the model, with the user's names."""
     return [(k, x) for k, x in _named(model, args, kwargs) if isinstance(x, jax.Array)]
 
 
 def _arguments(model: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     try:
-        # of no function there is no signature, a TypeError too
+        # an object that is no function has no signature, which is a TypeError too
         return dict(inspect.signature(model).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
         return {f"args[{i}]": x for i, x in enumerate(args)} | dict(kwargs)
@@ -133,11 +134,11 @@ def _count_nonfinite(x: Array) -> Array:
 
 @jax.jit
 def _first_nonfinite(x: Array) -> list[Array]:
-    """Its index, axis by axis; no process need hold all of the array."""
-    found, index = ~jnp.isfinite(x), []
+    """Return the index of the first entry that is not finite, of an array over processes too."""
+    bad, index = ~jnp.isfinite(x), []
     for _ in range(x.ndim):
-        index.append(jnp.argmax(found.any(axis=tuple(range(1, found.ndim)))))
-        found = found[index[-1]]
+        index.append(jnp.argmax(bad.any(axis=tuple(range(1, bad.ndim)))))
+        bad = bad[index[-1]]
     return index
 
 
@@ -160,30 +161,31 @@ def check_data(model: Callable, args: tuple, kwargs: dict) -> None:
 
 def what_is_no_array(model: Callable, args: tuple, kwargs: dict) -> str:
     """
-    Of arguments that look like data, but that the rows of a minibatch cannot index, what they are
-    and how to make arrays of them; an empty string if there are none.
+    Return a text about arguments that look like data and cannot be indexed by rows.
+
+    It says what they are and how to convert them to arrays. It is empty if there are none.
     """
-    found = [
+    texts = [
         f"Argument '{name}' is {kind}: {remedy}."
         for name, value in _arguments(model, args, kwargs).items()
         for kind, remedy in _not_an_array(value)
     ]
-    return " ".join(found)
+    return " ".join(texts)
 
 
 def shapes_of(model: Callable, args: tuple, kwargs: dict) -> str:
-    """The arguments of a model in a few words."""
-    found = []
+    """Return the shapes of a model's arguments in a few words."""
+    texts = []
     for name, value in _arguments(model, args, kwargs).items():
         shape = getattr(value, "shape", None)
         kind = getattr(value, "dtype", type(value).__name__)
         kind = kind if shape is None else f"{kind}{list(shape)}"
-        found.append(f"{name}: {kind}")
-    return ", ".join(found) or "none"
+        texts.append(f"{name}: {kind}")
+    return ", ".join(texts) or "none"
 
 
 def _not_an_array(value: Any) -> list[tuple[str, str]]:
-    """What a value is, and what to do, if it looks like rows and is no array of numbers."""
+    """Return the kind and the remedy of values that look like rows and are no arrays."""
     if value is None:
         return [("None", "pass what the model observes")]
     package = type(value).__module__.partition(".")[0]

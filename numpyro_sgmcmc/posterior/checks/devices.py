@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Models that a device, which sees its own rows only, would get wrong, refused."""
+"""Checks of models on devices, each of which sees its own rows only."""
 
 from fractions import Fraction
 
@@ -15,18 +15,20 @@ from numpyro_sgmcmc.data.sharding import ROWS, Shards
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.target import Target
 
-#: Rounding errors are smaller, relative to the largest term, and what a model makes of a part of
-#: its rows that it should not, such as their mean, is larger.
+#: Difference, relative to the largest term, above rounding errors and below the errors of a model
+#: that depends on the rows of a device, such as their mean.
 _SAME = 1e-4
 
-#: So many of the rows of a process are looked at among more of them.
+#: Number of rows of a process that are tested among more of its rows.
 _FEW = 64
 
 
 def check_spread(whole: Target, shards: Shards) -> None:
     """
+    Check that the terms of rows are equal on a device and among all rows.
+
     :param whole: the model with all of its data.
-    :raises ValueError: if a device that sees its own rows only cannot tell what they contribute.
+    :raises ValueError: if the terms of a device's rows depend on rows that it does not see.
     """
     view, parts = whole.model, shards.parts
     leaves = jax.tree.leaves((whole.args, whole.kwargs))
@@ -82,7 +84,7 @@ _REMEDY = (
 
 
 def _not_spread(whole: Target, shards: Shards, size: int) -> str:
-    """What to say of arrays with as many rows as those that are spread."""
+    """Return the advice on unspread arrays whose number of rows equals that of spread ones."""
     arguments = {"args": whole.args, "kwargs": whole.kwargs}
     leaves, _ = jax.tree_util.tree_flatten_with_path(arguments)
     names = [
@@ -106,8 +108,10 @@ def _some_values(target: Target) -> Values:
 
 def _first_are_alike(whole: Target) -> bool:
     """
-    Whether the first rows that this process holds contribute the same among as many others as
-    there are of them and among none; no process holds all.
+    Return whether the first rows of this process have equal terms with and without other rows.
+
+    It is the test if no process holds all rows. The number of other rows is the number of first
+    rows.
 
     :raises ValueError: if other arrays are in the memory of devices.
     """
@@ -141,8 +145,9 @@ def _first_are_alike(whole: Target) -> bool:
 
 def _are_alike(whole: Target, each: Target) -> bool:
     """
-    Whether the first rows of every device contribute the same on that device as among all, at
-    some values, and the prior is the same.
+    Return whether the first rows of every device have equal terms there and among all rows.
+
+    The prior must be equal too. The test is at some values of the latent sites.
     """
     z = _some_values(whole)
     shards = each.shards
@@ -161,15 +166,17 @@ def _are_alike(whole: Target, each: Target) -> bool:
         target: Target, z: Values, rng_key: Array, energy: Array, terms: dict[str, Array]
     ) -> Array:
         where = rng_key, target.args, target.kwargs
-        here, found = target.model.potential_and_row_terms(z, target.model.first_rows(), *where)
+        here, own_terms = target.model.potential_and_row_terms(z, target.model.first_rows(), *where)
         worst = []
         for name, term in terms.items():
-            # N / n for a row among all, N / (n / P) on its device
+            # the scale is N / n for a row among all rows, and N / (n / P) on its device
             wanted = shards.parts * term.reshape(shards.parts, -1)[lax.axis_index(ROWS)]
-            off = jnp.abs(found[name] - wanted) / jnp.max(jnp.abs(term))
+            off = jnp.abs(own_terms[name] - wanted) / jnp.max(jnp.abs(term))
             worst.append(jnp.nanmax(off, initial=0.0) / shards.parts)
         size = jnp.abs(energy) + sum(jnp.sum(jnp.abs(term)) for term in terms.values())
-        others = [e + sum(map(jnp.sum, t.values())) for e, t in ((here, found), (energy, terms))]
+        others = [
+            e + sum(map(jnp.sum, t.values())) for e, t in ((here, own_terms), (energy, terms))
+        ]
         worst.append(jnp.abs(others[0] - others[1]) / size)
         return lax.pmax(jnp.stack(worst), ROWS)
 
@@ -178,5 +185,5 @@ def _are_alike(whole: Target, each: Target) -> bool:
         map(np.any, jax.tree.leaves(jax.tree.map(lambda a, b: np.asarray(a != b), seen, again)))
     ):
         return True  # a likelihood that is a random estimate cannot be compared
-    found = np.asarray(each.compiled(deviation)(z, random.key(0), *seen))
-    return not np.any(found > _SAME)  # what is not a number is so in both, or is found later
+    deviations = np.asarray(each.compiled(deviation)(z, random.key(0), *seen))
+    return not np.any(deviations > _SAME)  # NaN is in both, or a later check refuses it

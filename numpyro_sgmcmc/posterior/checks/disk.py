@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows on disk that do not belong to their plate, and numbers of rows that a model cannot use."""
+"""Checks of rows on disk: lengths that do not fit their plate, and unusable row numbers."""
 
 from functools import partial
 from typing import Any
@@ -16,8 +16,10 @@ from numpyro_sgmcmc.posterior.reading import Reading
 
 def check_lengths(reading: Reading) -> None:
     """
-    :raises ValueError: if what is on disk has more or fewer rows than the plate that indexes it, or
-        shards of other lengths than another array of as many shards.
+    Check the numbers of rows of arguments on disk.
+
+    :raises ValueError: if an argument on disk has more or fewer rows than the plate that indexes
+        it, or if the lengths of its shards differ from another array with equally many shards.
     """
     sizes = {plate.name: plate.size for plate in reading.plates}
     sharded: dict[tuple[str, int], Any] = {}
@@ -41,8 +43,9 @@ def check_lengths(reading: Reading) -> None:
 
 def check_far(reading: Reading) -> None:
     """
-    :raises ValueError: if a model uses row numbers that have more than 32 bits otherwise than to
-        index what is on disk.
+    Check that row numbers of more than 32 bits only index arguments on disk.
+
+    :raises ValueError: if a model uses such row numbers in any other way.
     """
     far = [plate for plate in reading.plates if needs_64_bits(plate.size)]
     if not far or not reading.sources:
@@ -50,7 +53,7 @@ def check_far(reading: Reading) -> None:
     own = list(reading.taken.values())
     others = [i for some in reading.indices for i in some if not any(i is rows for rows in own)]
     first = {p.name: np.arange(p.subsample_size) for p in reading.plates}
-    # of which no remainder is the same
+    # other row numbers, whose remainders differ too
     later = {name: (7_919 * rows + 104_729) % MOST_ROWS for name, rows in first.items()}
     first, later = (jax.tree.map(jnp.asarray, rows) for rows in (first, later))
     same = jax.tree.map(

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What it means if the code of a model raises on a minibatch, and what to do about it."""
+"""Explanations of errors that the code of a model raises on a minibatch, with remedies."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,28 +17,28 @@ import numpyro
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.posterior.checks.arguments import shapes_of, what_is_no_array
 
-#: What JAX raises where Python needs a value that is traced,
+#: Errors of JAX if Python needs a traced value.
 _NEEDS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
-#: and where NumPy does.
+#: Error of JAX if NumPy needs a traced value.
 _NEEDS_AN_ARRAY = jax.errors.TracerArrayConversionError
 
-#: Letters of another package's error that are repeated, of its first line: pandas lists rows.
+#: Characters of the first line of another package's error that are repeated: pandas lists rows.
 _MOST_LETTERS = 100
 
 _OTHERS = tuple(module.__path__[0] for module in (jax, numpyro))
 _HERE = str(Path(__file__).parents[2])
 
 
-#: Held while a model is evaluated: NumPyro has one stack of handlers for all threads.
+#: Lock for the evaluation of models: NumPyro has one stack of handlers for all threads.
 one_at_a_time = RLock()
 
 
 @contextmanager
 def explained(model: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
     """
-    Around an evaluation of a model on a minibatch.
+    Explain errors of an evaluation of a model on a minibatch, in a context.
 
-    :raises ValueError: with line, likely cause and remedy, where the model raised something else.
+    :raises ValueError: with line, likely cause and remedy, in the place of the model's own error.
     """
     try:
         with one_at_a_time:
@@ -75,7 +75,7 @@ def _value_needed(error: Exception) -> str:
 
 
 def _said(error: Exception, model: Callable, args: tuple, kwargs: dict) -> str | None:
-    """What is said instead of an error, or None if it says what is to be said."""
+    """Return the message that replaces an error, or None if the error itself is clear."""
     text, shapes = str(error), shapes_of(model, args, kwargs)
     if sources := on_disk((args, kwargs)):
         if isinstance(error, TypeError):
@@ -129,17 +129,17 @@ def _said(error: Exception, model: Callable, args: tuple, kwargs: dict) -> str |
 
 
 def _first_words(text: str) -> str:
-    """The beginning of an error, without what is another one in each process."""
+    """Return the beginning of an error, without text that differs between processes."""
     return re.sub(r" at 0x\w+", "", text.partition("\n")[0])[:_MOST_LETTERS]
 
 
 def _line(error: Exception) -> str:
-    """The line of the user's code where it was raised."""
-    found, traceback = "", error.__traceback__
+    """Return the line of the user's code that raised an error, as text."""
+    line, traceback = "", error.__traceback__
     while traceback is not None:
         place = _place(traceback)
-        found, traceback = place or found, traceback.tb_next
-    return found
+        line, traceback = place or line, traceback.tb_next
+    return line
 
 
 def _place(traceback: TracebackType) -> str:

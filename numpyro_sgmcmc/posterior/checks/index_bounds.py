@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Where a computation indexes an array beyond its ends.
+Detection of indices beyond the ends of arrays in a computation.
 
-JAX takes the last entry of an array for an index beyond its end, and counts negative ones from the
-end, both in silence. A program cannot say so; its jaxpr, evaluated operation by operation, can.
+JAX takes the last entry of an array for an index beyond its end, and counts negative indices from
+the end, both in silence. A program cannot report it, but an evaluation of its jaxpr, operation by
+operation, can.
 """
 
 from collections.abc import Callable
@@ -20,28 +21,28 @@ from numpyro_sgmcmc.posterior.jaxpr import CALLS, results_of
 
 
 class IndexedArray(NamedTuple):
-    """An array, and by what it is indexed along one of its axes."""
+    """Array with the indices that are used along one of its axes."""
 
     #: the array, a value or a tracer
     array: Any
     #: length of the axis
     length: int
-    #: the indices as they were written, before JAX counts negative ones from the end
+    #: the indices as written, before JAX counts negative indices from the end
     indices: Array
 
 
 class _Variables:
-    """What is known of the variables of a jaxpr."""
+    """Values and properties of the variables of a jaxpr."""
 
     def __init__(self, elsewhere: bool, found: list[IndexedArray]) -> None:
         self.elsewhere, self.found = elsewhere, found
         self.values: dict[Any, Any] = {}
-        #: those that depend on the inputs
+        #: variables that depend on the inputs
         self.dependent: set[Any] = set()
-        #: of ``i < 0`` and of ``i + length`` the variable ``i``
+        #: the variable ``i`` by the variables of ``i < 0`` and of ``i + length``
         self.negative: dict[Any, Any] = {}
         self.moved: dict[Any, Any] = {}
-        #: of an index that was counted from the end the one that was written
+        #: the index as written, by the variable of an index that was counted from the end
         self.written: dict[Any, Any] = {}
 
     def value(self, variable: Any) -> Any:
@@ -57,19 +58,19 @@ def watched(
     function: Callable[[Any], Any], inputs: Any, elsewhere: bool = False
 ) -> tuple[Any, list[IndexedArray]]:
     """
-    A function's value, and every array in it that is indexed by what depends on its inputs.
+    Evaluate a function, and return its value and the arrays that its inputs index.
 
     :param function: a function of a tree of arrays, traced once.
     :param inputs: a tree of arrays.
-    :param bool elsewhere: whether 0 is taken for indices outside of an array, and not what JAX
-        takes for them: where that makes no difference, what is read there is not used.
+    :param bool elsewhere: whether index 0 replaces indices outside of an array, instead of JAX's
+        choice. If this makes no difference, the entries read there are not used.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(inputs)
-    found: list[IndexedArray] = []
-    known = _Variables(elsewhere, found)
+    indexed: list[IndexedArray] = []
+    known = _Variables(elsewhere, indexed)
     known.write(closed.jaxpr.constvars, closed.consts, dependent=False)
     known.write(closed.jaxpr.invars, jax.tree.leaves(inputs), dependent=True)
-    return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(closed.jaxpr, known)), found
+    return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(closed.jaxpr, known)), indexed
 
 
 def _evaluate(jaxpr: Any, known: _Variables) -> list[Any]:
@@ -98,7 +99,7 @@ def _evaluate(jaxpr: Any, known: _Variables) -> list[Any]:
 
 
 def _counts_from_the_end(variables: list[Any], known: _Variables) -> bool:
-    """Whether a selection is ``where(i < 0, i + length, i)``."""
+    """Return whether a selection is ``where(i < 0, i + length, i)``."""
     is_negative, index, moved = variables
     return (
         index is not None
@@ -108,7 +109,7 @@ def _counts_from_the_end(variables: list[Any], known: _Variables) -> bool:
 
 
 def _entered(inner: Any, eqn: Any, known: _Variables, inputs: list[Any]) -> list[Any]:
-    """The results of the program inside an operation."""
+    """Evaluate the program inside an operation and return its results."""
     inside, body = _Variables(known.elsewhere, known.found), getattr(inner, "jaxpr", inner)
     inside.write(body.constvars, getattr(inner, "consts", ()), dependent=False)
     own = {}
@@ -128,7 +129,7 @@ def _entered(inner: Any, eqn: Any, known: _Variables, inputs: list[Any]) -> list
 
 
 def _watch(eqn: Any, inputs: list[Any], known: _Variables) -> Any:
-    """Keeps by what an array is indexed, and gives the indices with which to go on."""
+    """Record the indices of an array, and return the indices for the evaluation."""
     array, indices = inputs[0], inputs[1]
     written, columns = known.written.get(eqn.invars[1], indices), []
     for k, axis in enumerate(eqn.params["dimension_numbers"].start_index_map):

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which latent sites are inside of subsampled plates, and whether they can be integrated out."""
+"""Checks of latent sites inside of subsampled plates, which have to be integrated out."""
 
 from collections.abc import Iterable, Mapping
 import math
@@ -17,7 +17,7 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro_sgmcmc.posterior.handlers import Model, Plate, given_rows, without_wrappers
 from numpyro_sgmcmc.posterior.local_latents import LocalPlate, Marginal, group_axis
 
-#: Continuous latent variables of a group, and combinations of values of discrete ones.
+#: Largest numbers of continuous latent variables of a group and of combinations of discrete values.
 MOST_DIMENSIONS, MOST_COMBINATIONS = 30, 1_000
 
 
@@ -25,10 +25,10 @@ def without_local_latents(
     model: Model, sites: Mapping[str, dict], plates: Iterable[Plate], args: tuple, kwargs: dict
 ) -> Model:
     """
-    The model itself; or its :class:`Marginal`, if subsampled plates have latent sites.
+    Return the model itself, or its :class:`Marginal` if subsampled plates have latent sites.
 
     :param sites: a trace of the model on the first rows of its plates.
-    :param plates: those with a ``subsample_size``.
+    :param plates: plates with a ``subsample_size``.
     :raises ValueError: if the latent sites cannot be integrated out, group by group.
     """
     plates = tuple(plates)
@@ -48,11 +48,11 @@ def without_local_latents(
     needs = {
         name: (frozenset().union(*labels.get(name, [])) & set(where)) - {name} for name in sites
     }
-    # first, as it is the likely cause of all that could be wrong with them
+    # this check is first, since it finds the likely cause of other errors
     _check_used(sites, where, needs)
     for name, of_site in plates_of.items():
         _check_local(sites[name], of_site)
-    found = []
+    local_plates = []
     for name, local in inside.items():
         continuous, discrete, bounded = [], [], False
         for site in local:
@@ -66,14 +66,14 @@ def without_local_latents(
                 bounded = bounded or not isinstance(transform, IdentityTransform)
                 del shape[group_axis(site, name)]
                 continuous.append((site["name"], tuple(shape)))
-        found.append(LocalPlate(name, tuple(continuous), tuple(discrete), bounded))
-        _check_size(found[-1])
+        local_plates.append(LocalPlate(name, tuple(continuous), tuple(discrete), bounded))
+        _check_size(local_plates[-1])
     hidden = _check_dependents(sites, subsampled, where, labels, needs)
-    return Marginal(model, tuple(found), hidden)
+    return Marginal(model, tuple(local_plates), hidden)
 
 
 def _check_local(site: dict, plates: list[Plate]) -> None:
-    """Raise ValueError if a latent site cannot be integrated out of the plates that it is in."""
+    """Raise ``ValueError`` if a latent site cannot be integrated out of its plates."""
     name, plate = site["name"], plates[0].name
     if len(plates) > 1:
         raise ValueError(
@@ -132,10 +132,11 @@ def _dependence(
     kwargs: dict,
 ) -> dict[str, list]:
     """
-    What each site depends on, and the support of each observed one: the rows of plates, and the
-    latent sites inside of them.
+    Return the dependences of each site, and of the support of each observed site.
 
-    :param where: the plate of each of these.
+    They are dependences on the rows of plates, and on the latent sites inside of plates.
+
+    :param where: plate of each latent site inside of a plate.
     """
     latents = {k: s["value"] for k, s in sites.items() if s["type"] == "sample"}
     latents = {k: x for k, x in latents.items() if not sites[k]["is_observed"]}
@@ -145,19 +146,19 @@ def _dependence(
         values = {name: inputs[name] for name in where}
         at = given_rows(model, plates, rows)
         at = substitute(seed(at, random.key(0)), data={**latents, **values})
-        found = trace(at).get_trace(*args, **kwargs)
+        traced = trace(at).get_trace(*args, **kwargs)
         arrays = {
             name: [
                 jnp.asarray(x)
                 for x in jax.tree.leaves((site["value"], site.get("fn")))
                 if isinstance(x, (jax.Array, float, int))
             ]
-            for name, site in found.items()
+            for name, site in traced.items()
             if site["type"] in ("sample", "deterministic")
         }
         supports = {
             f"support of {name}": [jnp.asarray(site["fn"].support(jnp.zeros_like(site["value"])))]
-            for name, site in found.items()
+            for name, site in traced.items()
             if site["type"] == "sample" and site["is_observed"] and jnp.size(site["value"])
         }
         return arrays | supports
@@ -170,8 +171,10 @@ def _check_used(
     sites: Mapping[str, dict], where: Mapping[str, str], needs: Mapping[str, frozenset[str]]
 ) -> None:
     """
-    :raises ValueError: if no observed site depends on a latent one, directly or by other sites, or
-        if some of its values are observed.
+    Check that observed sites depend on each latent site of a plate.
+
+    :raises ValueError: if no observed site depends on a latent site, directly or by other sites, or
+        if some values of a latent site are observed.
     """
     for name in (name for name in where if name.endswith("_unobserved")):
         raise ValueError(
@@ -200,8 +203,11 @@ def _check_dependents(
     needs: Mapping[str, frozenset[str]],
 ) -> frozenset[str]:
     """
-    :return: deterministic sites that depend on latent sites of the plates.
-    :raises ValueError: if other sites do that are not inside, or are in another subsampled plate.
+    Check the sites that depend on latent sites of plates.
+
+    :return: deterministic sites that depend on latent sites of plates.
+    :raises ValueError: if another site depends on them that is not inside of the plate, or is in
+        another subsampled plate.
     """
     hidden = set()
     for name, site in sites.items():

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What is said of rows that no model can mean: which they are, the likely cause, a remedy."""
+"""Errors of invalid rows, with the rows, the likely cause and a remedy."""
 
 from typing import Any
 
@@ -34,13 +34,13 @@ def _sites(target: Target, rows: Indices, z: Any = None) -> dict[str, dict]:
 
 
 def check_supports(target: Target) -> None:
-    """Raise ``ValueError`` if what an observation may be depends on latent sites."""
+    """Raise ``ValueError`` if the support of observations depends on latent sites."""
     plates = {plate.name for plate in target.model.plates}
 
     def inside(**z: Array) -> dict[str, Array]:
         sites = _sites(target, target.model.first_rows(), z)
         return {
-            # at other values: those of rows that are missing may be latent
+            # zeros replace the observations, since missing observations may be latent
             name: jnp.asarray(site["fn"].support(jnp.zeros_like(site["value"])))
             for name, site in sites.items()
             if site["type"] == "sample"
@@ -66,13 +66,13 @@ def _named(fn: Any) -> str:
 
 
 def _of_all(target: Target, plate: str) -> str:
-    # the view may be that of one device
+    # the model may be the one of a single device
     size = next(p.size for p in target.model.plates if p.name == plate)
     return f"{size:,} rows of plate '{plate}'"
 
 
 def outside_support(target: Target, name: str, plate: str, bad: Any) -> ValueError:
-    """Observations outside of the support of their site."""
+    """Return the error of observations outside of the support of their site."""
     site = _sites(target, bad.among)[name]
     value = np.asarray(site["value"])
     inside = np.asarray(site["fn"].support(site["value"]))
@@ -81,16 +81,16 @@ def outside_support(target: Target, name: str, plate: str, bad: Any) -> ValueErr
         value[~inside.astype(bool)] if value.shape[: value.ndim - event] == inside.shape else value
     )
     cause = _cause(without_wrappers(site["fn"]), shown) if event == 0 else ""
-    found = shown.ravel()[0].item() if event == 0 else shown.reshape(-1, *value.shape[-event:])[0]
+    first = shown.ravel()[0].item() if event == 0 else shown.reshape(-1, *value.shape[-event:])[0]
     return ValueError(
         f"Observations of site '{name}' ({_named(site['fn'])}) are outside of its support in"
-        f" {bad.number:,} of {_of_all(target, plate)}, the first in row {bad.first}: {found}."
+        f" {bad.number:,} of {_of_all(target, plate)}, the first in row {bad.first}: {first}."
         f" {cause}{_REMEDY}"
     )
 
 
 def of_a_process(bad: Any) -> ValueError:
-    """Rows that no model can mean, of which this process may not hold the first."""
+    """Return the error of invalid rows, the first of which may be on another process."""
     return ValueError(
         f"The model cannot mean {bad.number:,} of the rows: observations outside of the support of"
         " their site, or codes beyond the end of what they index. The first is row"
@@ -100,7 +100,7 @@ def of_a_process(bad: Any) -> ValueError:
 
 
 def _cause(fn: Any, values: np.ndarray) -> str:
-    """What people mostly mean by such values."""
+    """Return the likely cause of values outside of a support, as text."""
     support, low, high = fn.support, values.min(), values.max()
     if np.isnan(values).any():
         return "NaN stands for missing values. "
@@ -137,7 +137,7 @@ def _last(support: Any) -> int | None:
 
 
 def not_finite(target: Target, name: str, plate: str, bad: Any) -> ValueError:
-    """Rows whose density is not finite."""
+    """Return the error of rows whose density is not finite."""
     rows = {p.name: jnp.zeros(1, int) for p in target.model.plates} | {
         plate: jnp.array([bad.first])
     }
@@ -153,7 +153,7 @@ def not_finite(target: Target, name: str, plate: str, bad: Any) -> ValueError:
 
 
 def beyond_array(target: Target, indexed: IndexedArray, bad: Any) -> ValueError:
-    """An array that is indexed beyond its ends by some rows."""
+    """Return the error of an array that some rows index beyond its ends."""
     arrays = named_arrays(target.model.model, target.args, target.kwargs)
     names = {id(x): f"argument '{name}'" for name, x in arrays}
     array, length, index = indexed
@@ -170,7 +170,7 @@ def beyond_array(target: Target, indexed: IndexedArray, bad: Any) -> ValueError:
 def dependent_on_number(
     target: Target, name: str, plate: str, sizes: dict[int, float]
 ) -> ValueError:
-    """A site in which what a row adds depends on the number of rows of its minibatch."""
+    """Return the error of a site whose terms depend on the number of rows of the minibatch."""
     (length, _), (other, ratio) = sizes.items()
     return ValueError(
         f"Site '{name}' in plate '{plate}': what a row adds to the log density depends on the"
@@ -181,7 +181,7 @@ def dependent_on_number(
 
 
 def dependent_on_others(target: Target, name: str, plate: str) -> ValueError:
-    """A site in which what a row adds depends on the other rows of its minibatch."""
+    """Return the error of a site whose terms depend on other rows of the minibatch."""
     rows = target.model.first_rows()
     site = _sites(target, rows)[name]
     count = len(rows[plate])

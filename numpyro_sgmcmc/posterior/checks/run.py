@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a kernel cannot do with a model."""
+"""Checks of a model for a kernel and its settings."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from numpyro_sgmcmc.posterior.model import MinibatchModel
 
 
 class Asked(NamedTuple):
-    """A model, and what is to be done with it."""
+    """Request of a run: a model, and the properties of its kernel."""
 
     #: the name of the kernel
     kernel: str
-    #: whether it corrects for the noise of independent minibatches
+    #: whether the kernel corrects for the noise of independent minibatches
     corrects_noise: bool
     subsampling: str
     model: MinibatchModel
@@ -27,7 +27,7 @@ class Asked(NamedTuple):
 
 
 def check_run(asked: Asked) -> None:
-    """Raise ``ValueError`` if the method cannot serve the model, or minibatches cannot."""
+    """Raise ``ValueError`` if the kernel or its minibatches do not fit the model."""
     for check in CHECKS:
         check(asked)
 
@@ -83,7 +83,7 @@ def _check_parameters(asked: Asked) -> None:
     raise ValueError("The model has no latent sites: there is nothing to sample.")
 
 
-#: In this order.
+#: Checks of a run, in their order.
 CHECKS: list[Callable[[Asked], None]] = [
     _check_correction,
     _check_number_of_rows,

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Refusing models whose minibatches would give a wrong answer in silence.
+Checks of models whose minibatches would give a wrong answer in silence.
 
 NumPyro accepts many models whose minibatch potential does not average to the potential
 of the data: an index that clamps at the end of a shorter array, an observed site outside
-its plate, a minibatch passed in as an argument. Each of these is found here once, before
-any sampling, and named in the error together with the remedy.
+its plate, a minibatch passed in as an argument. Each is detected here once, before any
+sampling, and named in the error together with the remedy.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,14 +34,14 @@ from numpyro_sgmcmc.posterior.handlers import first_rows_of, without_wrappers
 from numpyro_sgmcmc.posterior.local_latents import with_observed
 from numpyro_sgmcmc.posterior.reading import Reading
 
-#: Operations between ``x[i]`` and the gather that leave the rows what they are.
+#: Operations between ``x[i]`` and the gather that do not change the row numbers.
 _SAME_INDEX = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")
 
 _INDEX = "`with numpyro.plate(...) as i: ... X[i]` or `numpyro.subsample(X, event_dim=...)`"
 
 
 def _warn_about_constants(reading: Reading) -> None:
-    """Warns of sites that an optimiser would move and a sampler of the posterior does not."""
+    """Warn of sites that an optimiser would move and a sampler of the posterior does not."""
     sites = reading.sites
     for name, site in sites.items():
         sampled = any(k.startswith(f"{name.removesuffix('$params')}/") for k in sites)
@@ -74,6 +74,8 @@ def _drawn_by(model: Callable, k: int, args: tuple, kwargs: dict) -> dict[str, d
 
 def _check_hidden_site(name: str, site: dict, again: Any) -> None:
     """
+    Raise ``ValueError`` if the hidden site is a plate, observed, or random.
+
     :param again: the value of the site with another random key.
     """
     if site["type"] == "plate":
@@ -159,9 +161,11 @@ def _check_control_flow(name: str, site: dict, sites: Mapping[str, dict]) -> Non
 
 def _check_broadcast(reading: Reading) -> None:
     """
-    :raises ValueError: if the rows of a minibatch are in a dimension too that no plate declares,
-        as those of observations of shape (N, 1) are: each would be compared with the parameters of
-        every row. Shapes decide, since rows of equal values could hide it.
+    Check that no broadcast compares observations with the parameters of other rows.
+
+    :raises ValueError: if the rows of a minibatch are in an undeclared dimension too, as with
+        observations of shape (N, 1): each would be compared with the parameters of every row. The
+        check uses shapes, since rows of equal values could hide the error.
     """
     sites, subsampled = with_observed(reading.sites), reading.subsampled
     suspects = [
@@ -173,7 +177,7 @@ def _check_broadcast(reading: Reading) -> None:
     ]
     if not suspects:
         return
-    # the dimension of other data may happen to be as long; that of the rows has their number
+    # another number of rows changes the dimension of rows, and no other one of equal length
     sizes = {k: p.subsample_size - 1 or p.subsample_size + 1 for k, p in subsampled.items()}
     fewer: dict[str, dict] = {}
 
@@ -183,7 +187,7 @@ def _check_broadcast(reading: Reading) -> None:
     try:
         jax.eval_shape(read, {k: jax.ShapeDtypeStruct((n,), jnp.int32) for k, n in sizes.items()})
     except (TypeError, ValueError):
-        return  # a model that has written out the size of its minibatches
+        return  # the model has written out the size of its minibatches
     for name, plate in suspects:
         count = subsampled[plate].subsample_size
         lengths = zip(_undeclared(sites[name]), _undeclared(fewer[name]), strict=False)
@@ -201,7 +205,7 @@ def _check_broadcast(reading: Reading) -> None:
 
 
 def _batch_shape(site: dict) -> tuple[int, ...]:
-    """The shape of the log density of a site, or that of its law where its values do not fit."""
+    """Return the shape of a site's log density, or its batch shape if the values do not fit."""
     value, of_law = jnp.shape(site["value"]), site["fn"].batch_shape
     shape = value[: max(0, len(value) - site["fn"].event_dim)]
     with suppress(ValueError):
@@ -210,7 +214,7 @@ def _batch_shape(site: dict) -> tuple[int, ...]:
 
 
 def _undeclared(site: dict) -> list[int]:
-    """The lengths of the dimensions of a site's density that no plate declares."""
+    """Return the lengths of the dimensions of a site's density that no plate declares."""
     shape, declared = _batch_shape(site), {frame.dim for frame in site["cond_indep_stack"]}
     return [n for k, n in enumerate(shape) if k - len(shape) not in declared]
 
@@ -260,12 +264,12 @@ def _check_dependence_of(
 
 
 def _own_batch_shape(fn: Any) -> tuple[int, ...]:
-    """The batch shape of a distribution before plates have expanded it."""
+    """Return the batch shape of a distribution before plates have expanded it."""
     return fn.base_dist.batch_shape if isinstance(fn, dist.ExpandedDistribution) else fn.batch_shape
 
 
 def _length(shape: tuple[int, ...], frame: Any, site: dict | None = None) -> int:
-    """The length along a plate's dimension; 1 where the array broadcasts along it."""
+    """Return the length along a plate's dimension, which is 1 if the array broadcasts."""
     axis = frame.dim - (site["fn"].event_dim if site is not None else 0)
     return shape[axis] if len(shape) >= -axis else 1
 
@@ -294,6 +298,8 @@ def _check_length(name: str, site: dict, frame: Any, size: int) -> None:
 
 def _check_gathers(reading: Reading) -> None:
     """
+    Check the lengths of arrays that the rows of plates index.
+
     :raises ValueError: if a plate's indices are used on an array of another length, where JAX
         clamps them.
     """
@@ -305,10 +311,10 @@ def _check_gathers(reading: Reading) -> None:
     found_names = [names.get(id(x), "") for x in leaves if isinstance(x, jax.Array)]
     arguments = dict(zip(jaxpr.invars[len(ordered) :], found_names, strict=True))
     sizes = {p.name: p.size for p in reading.plates}
-    found = _gathers(jaxpr, tags, arguments)
-    neighbours = {argument for plate, *_, argument in found if plate is None and argument}
-    for plate, length, shape, argument in found:
-        # of `y[i]` and `y[i + 1]` together every row is seen
+    gathers = _gathers(jaxpr, tags, arguments)
+    neighbours = {argument for plate, *_, argument in gathers if plate is None and argument}
+    for plate, length, shape, argument in gathers:
+        # `y[i]` and `y[i + 1]` together use every row
         if (
             plate is None
             or length == sizes[plate]
@@ -338,16 +344,18 @@ def _gathers(
     jaxpr: Any, tags: dict[Any, str], arguments: dict[Any, str]
 ) -> list[tuple[str | None, int, tuple[int, ...], str]]:
     """
-    Every place where an array is indexed by the rows of a plate: the plate, or None if by what is
-    computed from them, the length of the indexed axis, the shape of the array, the name of the
-    argument it is.
+    Return every place where an array is indexed by the rows of a plate.
 
-    ``tags`` says which variables are the rows of which plate. It follows them through the
-    operations JAX puts between ``x[i]`` and the gather; a computed index loses its tag.
+    A place has the plate, or None if the index is computed from rows, the length of the indexed
+    axis, the shape of the array, and the name of the argument.
+
+    ``tags`` gives the plate of each variable that is the rows of a plate. The tags follow the rows
+    through the operations that JAX puts between ``x[i]`` and the gather. A computed index loses its
+    tag.
     """
-    # The layout of equations in a jaxpr is not a stable interface of JAX, but the lengths of
-    # indexed arrays can be read nowhere else. `test_model_checks` notices a change.
-    found: list[tuple[str | None, int, tuple[int, ...], str]] = []
+    # The layout of equations in a jaxpr is not a stable interface of JAX, but it is the only place
+    # with the lengths of indexed arrays. `test_model_checks` notices a change.
+    gathers: list[tuple[str | None, int, tuple[int, ...], str]] = []
     shifted: set[Any] = set()
     computed: set[Any] = set(tags)
 
@@ -367,9 +375,9 @@ def _gathers(
             shape = inputs[0].aval.shape
             for axis in eqn.params["dimension_numbers"].start_index_map[:1]:
                 argument = "" if isinstance(inputs[0], Literal) else arguments.get(inputs[0], "")
-                found.append((plates[1], shape[axis], shape, argument))
+                gathers.append((plates[1], shape[axis], shape, argument))
         elif name == "add" and any(plates):
-            # a negative index is moved by the length of the axis, and then not selected
+            # JAX adds the length of the axis for negative indices, and then selects the index
             shifted.add(eqn.outvars[0])
         elif name == "select_n" and any(plates[1:]):
             if all(p or is_moved(v) for v, p in zip(inputs[1:], plates[1:], strict=True)):
@@ -384,14 +392,14 @@ def _gathers(
                 for v, own in zip(inputs, inner.invars, strict=True)
                 if not isinstance(v, Literal) and v in arguments
             }
-            found += _gathers(inner, inner_tags, inner_arguments)
+            gathers += _gathers(inner, inner_tags, inner_arguments)
             for outer, own in zip(eqn.outvars, inner.outvars, strict=True):
                 if not isinstance(own, Literal) and own in inner_tags:
                     tags[outer] = inner_tags[own]
-    return found
+    return gathers
 
 
-#: In this order.
+#: Checks of a model as it was read, in their order.
 CHECKS: list[Callable[[Reading], None]] = [
     _warn_about_constants,
     _check_hidden,
