@@ -290,14 +290,14 @@ class _Runner:
     ) -> tuple[Array, np.ndarray, np.ndarray]:
         """The state after, and the draws of both levels."""
         times = _times(step_size, state.dtype)
-        found = []
+        parts = []
         for k in range(-(-num_draws // _AT_ONCE)):
             key = random.fold_in(rng_key, k)
             state, draws = self._programs[paired](*self._data, times, state, key)
-            found.append(np.asarray(draws, np.float64))
-        self.gradients += len(found) * _AT_ONCE * len(state) * int(times.steps) * self.costs[paired]
+            parts.append(np.asarray(draws, np.float64))
+        self.gradients += len(parts) * _AT_ONCE * len(state) * int(times.steps) * self.costs[paired]
         shape = (len(state), 0, *state.shape[1:-2], state.shape[-1])
-        draws = np.concatenate(found, axis=1)[:, :num_draws] if found else np.zeros(shape)
+        draws = np.concatenate(parts, axis=1)[:, :num_draws] if parts else np.zeros(shape)
         return (state, draws[:, :, 0], draws[:, :, 1]) if paired else (state, draws, draws)
 
 
@@ -445,9 +445,9 @@ def _oracles(
             return Evaluation(value, potential.pullback(slope))
 
         return [gradient]
-    found = []
+    gradients = []
     for key in random.split(rng_key):
         rows_key, model_key = random.split(key)
         facts = target.rows(rows_key), model_key, target.factors, _Samples(), target.groups
-        found.append(sub_batch_gradient(potential, *facts))
-    return found
+        gradients.append(sub_batch_gradient(potential, *facts))
+    return gradients

@@ -46,25 +46,25 @@ class Mixture(NamedTuple):
 
     def draw(self, rng: np.random.Generator, number: int) -> np.ndarray:
         """Shape (number, d); of each component as many as its weight says, up to one."""
-        d, found = self.means.shape[1], []
+        d, parts = self.means.shape[1], []
         for count, mean, factor, degrees in zip(
             _shares(self.weights, number, rng), self.means, self.factors, self.degrees, strict=True
         ):
             normal = rng.standard_normal((count, d)) @ factor.T
-            found.append(mean + normal / np.sqrt(rng.chisquare(degrees, (count, 1)) / degrees))
-        return np.concatenate(found)
+            parts.append(mean + normal / np.sqrt(rng.chisquare(degrees, (count, 1)) / degrees))
+        return np.concatenate(parts)
 
     def _densities(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Log densities and squared distances, of each component."""
-        d, found, far = x.shape[1], [], []
+        d, logs, far = x.shape[1], [], []
         for mean, factor, nu in zip(self.means, self.factors, self.degrees, strict=True):
             # much faster than to solve for thousands of draws, and well conditioned
             square = np.sum(((x - mean) @ np.linalg.inv(factor).T) ** 2, axis=1)
             constant = gammaln((nu + d) / 2) - gammaln(nu / 2) - d / 2 * np.log(nu * np.pi)
             constant -= np.sum(np.log(np.diagonal(factor)))
-            found.append(constant - (nu + d) / 2 * np.log1p(square / nu))
+            logs.append(constant - (nu + d) / 2 * np.log1p(square / nu))
             far.append(square)
-        return np.stack(found, axis=1), np.stack(far, axis=1)
+        return np.stack(logs, axis=1), np.stack(far, axis=1)
 
     def improved(self, x: np.ndarray) -> tuple["Mixture", float]:
         """
@@ -149,11 +149,11 @@ def _grown(one: Mixture, x: np.ndarray) -> Mixture:
 
 def _far_apart(x: np.ndarray, number: int, rng: np.random.Generator) -> np.ndarray:
     """Some of the draws, each with a probability in proportion to its distance to the others."""
-    found = [x[rng.integers(len(x))]]
-    while len(found) < number:
-        distance = np.min([np.sum((x - y) ** 2, axis=1) for y in found], axis=0)
-        found.append(x[rng.choice(len(x), p=distance / distance.sum())])
-    return np.stack(found)
+    centers = [x[rng.integers(len(x))]]
+    while len(centers) < number:
+        distance = np.min([np.sum((x - y) ** 2, axis=1) for y in centers], axis=0)
+        centers.append(x[rng.choice(len(x), p=distance / distance.sum())])
+    return np.stack(centers)
 
 
 def _shares(weights: np.ndarray, number: int, rng: np.random.Generator) -> np.ndarray:

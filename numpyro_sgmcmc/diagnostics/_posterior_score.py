@@ -106,13 +106,13 @@ def scores_of(
     affordable = scores == "auto" and rows * len(every) <= _AFFORDABLE
     exact = scores == "full" or affordable or not target.model.plates
     if exact:
-        found = _full_scores(target, every)
+        gradients = _full_scores(target, every)
     else:
-        found = _estimated_scores(target, every, key)
+        gradients = _estimated_scores(target, every, key)
     temperature = float(data.attrs.get("temperature", 1.0))
     return Scores(
         flat.astype(np.float64),
-        found.astype(np.float64).reshape(flat.shape) / temperature,
+        gradients.astype(np.float64).reshape(flat.shape) / temperature,
         exact,
         labels,
         sites,
@@ -290,7 +290,7 @@ def _estimated_scores(target: Target, every: np.ndarray, rng_key: Array) -> np.n
     count, some = len(every), every[:: max(1, len(every) // _COMPARED)]
     # some of them twice more, to see which kind has less noise
     points = jnp.asarray(np.concatenate([every, some, some]))
-    found = target.compiled(run)(points, jnp.asarray(every.mean(axis=0)), rng_key)
-    kinds = [np.asarray(x) for x in found]
+    gradients = target.compiled(run)(points, jnp.asarray(every.mean(axis=0)), rng_key)
+    kinds = [np.asarray(x) for x in gradients]
     noise = [np.sum(np.diff(x[count:].reshape(2, *some.shape), axis=0) ** 2) for x in kinds]
     return kinds[int(np.argmin(noise))][:count]

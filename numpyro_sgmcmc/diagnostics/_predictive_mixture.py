@@ -124,14 +124,14 @@ def pooled(
     def of_chunk(given: tuple[Array, Array]) -> dict[str, Array]:
         part, rows = given
         key = random.fold_in(rng_key, part)
-        found = _of_rows(lambda k: evaluate(k, rows), count, kept, each, key, known)
-        return {k: x if chunked is None else jnp.moveaxis(x, axis, 0) for k, x in found.items()}
+        laws = _of_rows(lambda k: evaluate(k, rows), count, kept, each, key, known)
+        return {k: x if chunked is None else jnp.moveaxis(x, axis, 0) for k, x in laws.items()}
 
-    found = of_each(of_chunk, (jnp.arange(parts), jnp.asarray(rows)), "predictive law")
+    laws = of_each(of_chunk, (jnp.arange(parts), jnp.asarray(rows)), "predictive law")
     if chunked is None:
-        arrays = {k: x[0] for k, x in found.items()}
+        arrays = {k: x[0] for k, x in laws.items()}
     else:
-        flat = {k: x.reshape(-1, *x.shape[2:])[:length] for k, x in found.items()}
+        flat = {k: x.reshape(-1, *x.shape[2:])[:length] for k, x in laws.items()}
         arrays = {k: np.moveaxis(x, 0, axis) for k, x in flat.items()}
     return arrays, known["classes"], kept.size * each if "crps" in arrays else 0
 
@@ -157,9 +157,9 @@ def _of_rows(
     """
 
     def terms(fn: Any, y: Array) -> dict[str, Array]:
-        found = _averaged(fn, y)
-        known["classes"] = found["probabilities"].shape[-1] if "probabilities" in found else 0
-        return found
+        values = _averaged(fn, y)
+        known["classes"] = values["probabilities"].shape[-1] if "probabilities" in values else 0
+        return values
 
     def first_terms() -> tuple[Array, dict[str, Array]]:
         fn, y = evaluate(jnp.asarray(0))
@@ -192,16 +192,16 @@ def _of_rows(
     reference = jnp.where(jnp.isfinite(largest), largest, 0.0)
     means = {name: x.total / count for name, x in others.items()}
     fn, y = evaluate(jnp.asarray(0))
-    found = {
+    values = {
         "observed": y,
         "log_predictive_density": reference + jnp.log(density.total / count),
     }
     if "probabilities" in means:
-        return found | _of_classes(means["probabilities"], y)
+        return values | _of_classes(means["probabilities"], y)
     if of_numbers(fn):
         discrete = without_wrappers(fn).support.is_discrete
-        found |= _of_numbers(means, ensemble, found["log_predictive_density"], discrete)
-    return found
+        values |= _of_numbers(means, ensemble, values["log_predictive_density"], discrete)
+    return values
 
 
 def _averaged(fn: Any, y: Array) -> dict[str, Array]:
@@ -270,18 +270,18 @@ def _of_numbers(
     :param ensemble: distances of predictive draws, of each draw in the first two axes.
     :return: with ``below`` and ``at``, the probabilities of less than the value and of the value.
     """
-    found = {"error": means["error"]} if "error" in means else {}
+    scores = {"error": means["error"]} if "error" in means else {}
     if "cdf" in means:
         at = jnp.exp(log_density) if discrete else jnp.zeros_like(log_density)
-        found |= {"below": means["cdf"] - at, "at": at}
+        scores |= {"below": means["cdf"] - at, "at": at}
     if ensemble is None:
-        return found
+        return scores
     flat = jnp.sort(ensemble.reshape(-1, *ensemble.shape[2:]), axis=0)
     size = flat.shape[0]
     # half of the mean distance of all pairs, by their order
     weights = (2 * np.arange(1, size + 1) - size - 1) / (size - 1)
     spread = jnp.tensordot(jnp.asarray(weights, flat.dtype), flat, axes=1) / size
-    found.setdefault("error", jnp.mean(flat, axis=0))
-    found.setdefault("below", jnp.mean(flat < 0, axis=0))
-    found.setdefault("at", jnp.mean(flat == 0, axis=0))
-    return found | {"crps": jnp.mean(jnp.abs(flat), axis=0) - spread}
+    scores.setdefault("error", jnp.mean(flat, axis=0))
+    scores.setdefault("below", jnp.mean(flat < 0, axis=0))
+    scores.setdefault("at", jnp.mean(flat == 0, axis=0))
+    return scores | {"crps": jnp.mean(jnp.abs(flat), axis=0) - spread}

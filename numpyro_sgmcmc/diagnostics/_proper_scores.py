@@ -31,19 +31,19 @@ def scores_of(pointwise: xr.Dataset) -> dict[str, Score]:
     def mean(name: str) -> Score:
         return Score(float(np.mean(x[name])), x[name])
 
-    found = {"log_predictive_density": mean("log_predictive_density")}
+    scores = {"log_predictive_density": mean("log_predictive_density")}
     if "confidence" in x:
-        found |= {"error_rate": mean("error"), "brier": mean("brier")}
-        found["expected_calibration_error"] = _of_confidence(x["confidence"], 1 - x["error"])
+        scores |= {"error_rate": mean("error"), "brier": mean("brier")}
+        scores["expected_calibration_error"] = _of_confidence(x["confidence"], 1 - x["error"])
     elif "error" in x:
         square = x["error"] ** 2
         rmse = float(np.sqrt(np.mean(square)))
-        found["rmse"] = Score(rmse, (square - np.mean(square)) / (2 * rmse or 1.0))
+        scores["rmse"] = Score(rmse, (square - np.mean(square)) / (2 * rmse or 1.0))
     if "crps" in x:
-        found["crps"] = mean("crps")
+        scores["crps"] = mean("crps")
     if "pit" in x:
-        found["calibration_error"] = _of_intervals(x["pit"])
-    return found
+        scores["calibration_error"] = _of_intervals(x["pit"])
+    return scores
 
 
 def _of_confidence(confidence: np.ndarray, right: np.ndarray) -> Score:

@@ -98,15 +98,15 @@ class Sandwich(NamedTuple):
         identity by the rule of Ledoit and Wolf (2004).
         """
         z, (count, dimension) = self.scores, self.scores.shape
-        found = z.T @ z
+        covariance = z.T @ z
         if count < _FEW * dimension:
-            mean = np.trace(found) / dimension
-            apart = np.sum((found - mean * np.eye(dimension)) ** 2)
+            mean = np.trace(covariance) / dimension
+            apart = np.sum((covariance - mean * np.eye(dimension)) ** 2)
             each = np.sum(z**2, axis=1)
-            noise = np.sum(each**2) - np.sum(found**2) / count
+            noise = np.sum(each**2) - np.sum(covariance**2) / count
             part = 1.0 if apart == 0 else min(1.0, noise / apart)
-            found = part * mean * np.eye(dimension) + (1 - part) * found
-        return self.correction * self.unseen * found + self.prior
+            covariance = part * mean * np.eye(dimension) + (1 - part) * covariance
+        return self.correction * self.unseen * covariance + self.prior
 
     @property
     def stretch(self) -> np.ndarray:
@@ -281,8 +281,8 @@ def sandwich_of(
     labels = {name: jnp.asarray(x, jnp.int32) for name, x in clusters.items()}
     alone = factor @ factor.T / np.linalg.norm(factor, axis=1)
     columns = (jnp.asarray(x, target.model.dtype) for x in (factor, alone))
-    found = look_at_rows(jnp.asarray(center), *columns, labels, known)
-    scores, bends = (np.asarray(x, np.float64) for x in found)
+    sums = look_at_rows(jnp.asarray(center), *columns, labels, known)
+    scores, bends = (np.asarray(x, np.float64) for x in sums)
     rows, size = sum(plate.size for plate in target.model.plates), len(center)
     correction = number / (number - 1) * (rows - 1) / (rows - size)
     prior = factor.T @ prior @ factor
@@ -292,11 +292,11 @@ def sandwich_of(
 
 
 def _weighted(rows: Rows, weights: Mapping[str, Array]) -> Rows:
-    found = dict(rows)
+    weighted = dict(rows)
     for name, w in weights.items():
         numbers = drawn_rows(rows[name]).numbers
-        found[name] = DrawnRows(numbers, weights=w[numbers])
-    return found
+        weighted[name] = DrawnRows(numbers, weights=w[numbers])
+    return weighted
 
 
 def _curvature(target: Target, center: Array, weights: Mapping[str, Array]) -> list[Array]:
@@ -338,8 +338,8 @@ def _of_clusters(number: int) -> Any:
                 here = _weighted({**first, plate.name: numbers}, weights)
 
                 def terms(x: Array) -> Array:
-                    found = potential.with_row_terms(target.unravel(x), here, random.key(0))[1]
-                    return found[plate.name]
+                    row_terms = potential.with_row_terms(target.unravel(x), here, random.key(0))[1]
+                    return row_terms[plate.name]
 
                 def slope(direction: Array, x: Array) -> Array:
                     return jax.jvp(terms, (x,), (direction,))[1]
@@ -348,15 +348,15 @@ def _of_clusters(number: int) -> Any:
                     column, v = directions
                     return slope(column, center), jax.jvp(partial(slope, v), (center,), (v,))[1]
 
-                found = lax.map(along, (factor.T, alone.T), batch_size=_COLUMNS)
+                sums = lax.map(along, (factor.T, alone.T), batch_size=_COLUMNS)
                 # a term stands for N / n rows, and a part of the rows for n / N of all
                 none = jnp.zeros((number, len(center)), center.dtype)
-                z, b = (none.at[clusters[plate.name][numbers]].add(x.T) for x in found)
+                z, b = (none.at[clusters[plate.name][numbers]].add(x.T) for x in sums)
                 return z, -b
 
             return over_all_data(of_rows, [plate])
 
-        found = [of_plate(plate) for plate in target.model.plates]
-        return jax.tree.map(lambda *x: sum(x), *found)
+        sums = [of_plate(plate) for plate in target.model.plates]
+        return jax.tree.map(lambda *x: sum(x), *sums)
 
     return run

@@ -280,7 +280,7 @@ def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], 
 
     :raises ValueError: if they do not fit the rows.
     """
-    plates, found, number = target.model.plates, {}, 0
+    plates, labels_of_rows, number = target.model.plates, {}, 0
     given = {} if clusters is None else _by_plate("clusters", clusters, target)
     if given:
         labels = [given[plate.name] for plate in plates if plate.name in given]
@@ -293,25 +293,25 @@ def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], 
                 )
         flat, names = pd.factorize(np.concatenate(labels))
         ends = np.cumsum([len(x) for x in labels])[:-1]
-        found = dict(zip(given, np.split(flat, ends), strict=True))
+        labels_of_rows = dict(zip(given, np.split(flat, ends), strict=True))
         number = len(names)
         if number < 2:
             raise ValueError(
                 f"`clusters` has a single one, {names[0]}: nothing is known of how clusters vary."
             )
     for plate in plates:
-        if plate.name not in found:
+        if plate.name not in labels_of_rows:
             many = min(plate.size, _MOST_CLUSTERS)
-            found[plate.name] = number + np.arange(plate.size) % many
+            labels_of_rows[plate.name] = number + np.arange(plate.size) % many
             number += many
-    return found, number, not given
+    return labels_of_rows, number, not given
 
 
 def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
     """Raises ``ValueError`` if they are not positive."""
     if weights is None:
         return {}
-    found = {}
+    relative = {}
     for name, x in _by_plate("weights", weights, target).items():
         if x.dtype.kind not in "biuf":
             raise ValueError(f"`weights` must be positive numbers; got {x.dtype}.")
@@ -323,8 +323,8 @@ def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
                 f"`weights` must be positive numbers: {int(bad.sum()):,} are not, the first that of"
                 f" row {k}, {x[k]}. Leave rows of weight zero out of the data."
             )
-        found[name] = x / x.mean()
-    return found
+        relative[name] = x / x.mean()
+    return relative
 
 
 def _by_plate(what: str, given: Any, target: Target) -> dict[str, Any]:

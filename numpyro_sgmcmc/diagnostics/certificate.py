@@ -251,8 +251,8 @@ def _potentials(target: Target, center: np.ndarray, points: np.ndarray) -> tuple
 
     dtype = target.model.dtype
     arrays = jnp.asarray(center, dtype), jnp.asarray(points, dtype)
-    at_center, found = target.compiled(run)(*arrays)
-    return float(at_center), np.asarray(found, np.float64)
+    at_center, rises = target.compiled(run)(*arrays)
+    return float(at_center), np.asarray(rises, np.float64)
 
 
 def _smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, float]:
@@ -260,13 +260,15 @@ def _smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, float]:
     try:
         from arviz_stats.base import array_stats
 
-        found, k_hat = array_stats.psislw(-log_ratios)  # which takes those of one over the ratios
+        log_weights, k_hat = array_stats.psislw(
+            -log_ratios
+        )  # which takes those of one over the ratios
     except ImportError:
         from arviz import psislw
 
-        found, k_hat = psislw(log_ratios)
-    found = np.asarray(found, np.float64)
-    return found - np.logaddexp.reduce(found), float(k_hat)
+        log_weights, k_hat = psislw(log_ratios)
+    log_weights = np.asarray(log_weights, np.float64)
+    return log_weights - np.logaddexp.reduce(log_weights), float(k_hat)
 
 
 def _evidence(log_ratios: np.ndarray, weights: np.ndarray) -> tuple[float, float]:

@@ -183,14 +183,14 @@ def compare(
             covariance = np.atleast_2d(np.cov(every.reshape(-1, every.shape[-1]), rowvar=False))
     rows = {}
     for name, run in data.items():
-        values, found = _standardised(run, var_names, right)
-        row = errors_of(found, right, name)
+        values, run_moments = _standardised(run, var_names, right)
+        row = errors_of(run_moments, right, name)
         if kept is not None:
             row |= {"wasserstein": sliced_wasserstein(values, kept), "wasserstein_floor": floor}
         if discrepancy:
             ksd = discrepancy_of(scores_of(run, run_model, draws), covariance)
             row |= {"ksd_squared": ksd.squared, "ksd_error": ksd.error}
-        rows[name] = row | {"ess": float(found.mean_size.min())}
+        rows[name] = row | {"ess": float(run_moments.mean_size.min())}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
@@ -202,13 +202,13 @@ def _standardised(
     the next one, and the moments of the draws; the reference is in its own units.
     """
     values, labels = flat_draws(draws_of(data, var_names))
-    found = moments_of(values, labels)
-    unit = right or found
-    if found.labels != unit.labels:
-        return values, found  # :func:`errors_of` says what is wrong
+    run_moments = moments_of(values, labels)
+    unit = right or run_moments
+    if run_moments.labels != unit.labels:
+        return values, run_moments  # :func:`errors_of` says what is wrong
     moving = values[..., np.isin(labels, unit.labels)]
     scaled = (moving - unit.mean) / unit.sd
-    return scaled.swapaxes(0, 1).reshape(-1, len(unit.labels)), found
+    return scaled.swapaxes(0, 1).reshape(-1, len(unit.labels)), run_moments
 
 
 def errors_of(found: Moments, right: Moments, name: str = "the run") -> dict[str, float]:

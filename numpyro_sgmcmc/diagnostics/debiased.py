@@ -94,16 +94,16 @@ class Debiased(NamedTuple):
 
         :raises ValueError: if only functions of the draws have been asked for.
         """
-        values, found = self.table["debiased"], {}
+        values, columns = self.table["debiased"], {}
         for column, words in (("debiased_mean", "mean of "), ("debiased_sd", "variance of ")):
             some = values[values.index.str.startswith(words)]
-            found[column] = some.set_axis(some.index.str.removeprefix(words))
-        if found["debiased_mean"].empty:
+            columns[column] = some.set_axis(some.index.str.removeprefix(words))
+        if columns["debiased_mean"].empty:
             raise ValueError(
                 "No row of `debiased` is the mean of a variable, but of functions: call it without"
                 " `functions` for the summary."
             )
-        return pd.DataFrame(found | {"debiased_sd": np.sqrt(found["debiased_sd"])})
+        return pd.DataFrame(columns | {"debiased_sd": np.sqrt(columns["debiased_sd"])})
 
     @property
     def verdict(self) -> str:
@@ -236,8 +236,8 @@ def debiased(
     positions = positions_of(target, draws).astype(np.float64)
     check_draws(positions, "`debiased`", _FEWEST, _NOT_DRAWS)
     check_moves(positions.reshape(-1, positions.shape[-1]), labels_and_sites(target)[0])
-    target, metric, anchor, found = _coordinates(mcmc, target, positions)
-    flat = found.reshape(-1, found.shape[-1])
+    target, metric, anchor, coordinates = _coordinates(mcmc, target, positions)
+    flat = coordinates.reshape(-1, coordinates.shape[-1])
     starts = flat[np.linspace(0, len(flat) - 1, CHAINS).round().astype(int)]
     asked = min(len(flat), _MOST) if num_draws is None else num_draws
     each = max(_FEWEST_OF_CHAIN, -(-asked // CHAINS))
@@ -282,8 +282,8 @@ def _coordinates(
 
         return jax.vmap(one)(flat)
 
-    found = target.compiled(run)(metric, jnp.asarray(flat, target.model.dtype))
-    return target, metric, anchor, np.asarray(found, np.float64).reshape(positions.shape)
+    coordinates = target.compiled(run)(metric, jnp.asarray(flat, target.model.dtype))
+    return target, metric, anchor, np.asarray(coordinates, np.float64).reshape(positions.shape)
 
 
 def _values(

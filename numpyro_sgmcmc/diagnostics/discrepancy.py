@@ -148,8 +148,8 @@ def kernel_stein_discrepancy(
     """
     one_of("statistic", statistic, ("U", "V"))
     run_model = RunModel(model, model_args, model_kwargs)
-    found = scores_of(run, run_model, draws, scores, rng_key)
-    return discrepancy_of(found, covariance, statistic)
+    run_scores = scores_of(run, run_model, draws, scores, rng_key)
+    return discrepancy_of(run_scores, covariance, statistic)
 
 
 def discrepancy_of(

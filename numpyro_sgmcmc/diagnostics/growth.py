@@ -49,9 +49,9 @@ class Growth(NamedTuple):
     @property
     def problem(self) -> str | None:
         """What speaks against the draws, or None."""
-        found = []
+        problems = []
         if self.p_value < _LEVEL:
-            found.append(
+            problems.append(
                 f"old and new rows disagree: {self.new:,} rows have moved the mode by"
                 f" {math.sqrt(self.surprise):.1f} times what chance explains (p ="
                 f" {self.p_value:.1g}). The posterior is that of all of them, as if they had one"
@@ -59,18 +59,18 @@ class Growth(NamedTuple):
                 " say more"
             )
         if self.drift > _ERRORS:
-            found.append(
+            problems.append(
                 "the draws have not settled: the means of their halves differ by"
                 f" {self.drift:.1f} standard errors; run again, from `mcmc.last_state`"
             )
         if self.counted < FEWEST_COUNTED:
-            found.append(
+            problems.append(
                 f"a minibatch counts as {self.counted:.1f} rows, of which {FEWEST_COUNTED} are"
                 " needed: take rows older than ten half-lives away, `rows.remove(...)`"
             )
         if self.stein is not None and (seen := self.stein.problem()) is not None:
-            found.append(seen)
-        return "; ".join(found) or None
+            problems.append(seen)
+        return "; ".join(problems) or None
 
     def __str__(self) -> str:
         change = f"{self.new:,} of them new" if self.new >= 0 else f"{-self.new:,} removed"

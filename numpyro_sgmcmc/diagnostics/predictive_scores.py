@@ -209,12 +209,12 @@ def predictive_scores(
     facts = {"site": name, "rows": rows, "draws": count}
     if predictive:
         facts["predictive draws"] = predictive
-    found = {
+    values = {
         score: (x.value, standard_error(x.influence), x.by_chance)
         for score, x in scores_of(pointwise).items()
     }
     columns = ["score", "se", "by_chance"]
-    table = pd.DataFrame.from_dict(found, orient="index", columns=columns)
+    table = pd.DataFrame.from_dict(values, orient="index", columns=columns)
     return PredictiveScores(table, pointwise, facts)
 
 

@@ -126,14 +126,14 @@ def values_of(functions: Functions, posterior: xr.Dataset) -> tuple[np.ndarray, 
     instance("functions", functions, Callable, "a function of the values of one draw, by name")
     draws = {str(k): x.transpose("chain", "draw", ...).values for k, x in posterior.items()}
     try:
-        found = jax.vmap(jax.vmap(lambda draw: dict(functions(draw))))(draws)
-        wrong = [f"'{name}'" for name, x in found.items() if not np.all(np.isfinite(x))]
+        values = jax.vmap(jax.vmap(lambda draw: dict(functions(draw))))(draws)
+        wrong = [f"'{name}'" for name, x in values.items() if not np.all(np.isfinite(x))]
     except Exception as error:
         raise ValueError(
             "`functions` must give a dict of numbers or arrays for the values of one draw, a dict"
             f" by name, with operations of JAX; it raises {type(error).__name__}: {error}"
         ) from error
-    if wrong or not found:
+    if wrong or not values:
         what = f"values that are not finite, of {', '.join(wrong)}" if wrong else "nothing"
         raise ValueError(f"`functions` gives {what}: there is no mean of it to be known.")
     dataset = xr.Dataset(
@@ -142,7 +142,7 @@ def values_of(functions: Functions, posterior: xr.Dataset) -> tuple[np.ndarray, 
                 ("chain", "draw", *(f"{name}_{k}" for k in range(np.ndim(x) - 2))),
                 np.asarray(x),
             )
-            for name, x in found.items()
+            for name, x in values.items()
         }
     )
     return flat_draws(dataset)

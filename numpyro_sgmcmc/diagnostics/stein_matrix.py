@@ -67,7 +67,7 @@ def stein_matrix(
         (True, True)
     """
     run_model = RunModel(model, model_args, model_kwargs)
-    found = scores_of(run, run_model, draws, scores, rng_key)
-    metric = metric_of(found, covariance)
-    positions, gradients = whitened(found, metric)
+    run_scores = scores_of(run, run_model, draws, scores, rng_key)
+    metric = metric_of(run_scores, covariance)
+    positions, gradients = whitened(run_scores, metric)
     return report_of_draws(positions, -gradients, metric)

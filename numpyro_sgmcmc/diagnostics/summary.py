@@ -160,42 +160,42 @@ def _variance_errors(posterior: xr.Dataset, stein: xr.Dataset | None) -> pd.Data
         if of_site is None or not of_site.sizes["parameter"]:
             rows.append(np.full((entries, 2), np.nan))
             continue
-        found = np.column_stack([of_site["variance_ratio"] - 1, of_site["variance_ratio_error"]])
-        if len(found) != entries:
-            error = np.sqrt(np.mean(found[:, 1] ** 2))
-            found = np.tile([found[:, 0].mean(), error], (entries, 1))
-        rows.append(found)
+        values = np.column_stack([of_site["variance_ratio"] - 1, of_site["variance_ratio_error"]])
+        if len(values) != entries:
+            error = np.sqrt(np.mean(values[:, 1] ** 2))
+            values = np.tile([values[:, 0].mean(), error], (entries, 1))
+        rows.append(values)
     columns = ["variance_error", "mcse_variance_error"]
     return pd.DataFrame(np.concatenate(rows), index=labels, columns=columns)
 
 
 def _facts(data: Any, table: pd.DataFrame, draws: int) -> dict[str, Any]:
-    attrs, found = data.attrs, {}
+    attrs, facts = data.attrs, {}
     stats = group(data, "sample_stats")
     passes, each = attrs.get("passes"), passes_per_draw(data)
     if passes is None and each is not None:
         passes = each * draws
     if passes is not None:
-        found["passes"] = float(passes)
+        facts["passes"] = float(passes)
     if "tuning_passes" in attrs:
-        found["passes of the tuning"] = float(attrs["tuning_passes"])
+        facts["passes of the tuning"] = float(attrs["tuning_passes"])
     if passes is not None and table["ess_bulk"].min() > 0:
-        found["passes per effective sample"] = float(passes) / float(table["ess_bulk"].min())
+        facts["passes per effective sample"] = float(passes) / float(table["ess_bulk"].min())
     step_size, friction = attrs.get("step_size"), attrs.get("friction")
     if step_size is None and stats is not None and "step_size" in stats:
         step_size = float(stats["step_size"].mean())
     if step_size is not None:
-        found["step size"] = float(step_size)
+        facts["step size"] = float(step_size)
     if friction is not None:
-        found["friction"] = float(friction)
+        facts["friction"] = float(friction)
     if step_size is not None and "noise_variance" in attrs:
         ratio = float(step_size) * float(attrs["noise_variance"]) / 2
-        found["noise ratio"] = ratio / float(friction if friction is not None else 1.0)
+        facts["noise ratio"] = ratio / float(friction if friction is not None else 1.0)
     if "nonfinite_steps" in attrs:
-        found["non-finite steps"] = int(attrs["nonfinite_steps"])
+        facts["non-finite steps"] = int(attrs["nonfinite_steps"])
     if stats is not None and "diverging" in stats:
-        found["divergences"] = int(stats["diverging"].sum())
-    return found
+        facts["divergences"] = int(stats["diverging"].sum())
+    return facts
 
 
 def _verdict(

@@ -117,14 +117,14 @@ def configurational_temperature(run: Run) -> Temperature:
 def _collected(run: Run, name: str) -> tuple[np.ndarray, dict]:
     """A sample statistic, shape (chains, draws), and the attributes of the run."""
     data = as_data(run)
-    found = group(data, "sample_stats")
-    if found is None or name not in found:
+    sample_stats = group(data, "sample_stats")
+    if sample_stats is None or name not in sample_stats:
         raise ValueError(
             f"The run has no `{name}` among its sample statistics. Collect it with"
             f" `mcmc.run(..., extra_fields=('{name}',))`; it exists for the kernels of this package"
             + (" with momentum." if name.startswith("kinetic") else ".")
         )
-    return found[name].transpose("chain", "draw").values.astype(np.float64), data.attrs
+    return sample_stats[name].transpose("chain", "draw").values.astype(np.float64), data.attrs
 
 
 def _mean(values: np.ndarray) -> tuple[float, float]:

@@ -94,8 +94,8 @@ def chain_starts(
     strategy = method.init_strategy
     if strategy is init_to_uniform:
         strategy = init_to_uniform(radius=_RADIUS)
-    starts, found = initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
-    if not found:
+    starts, finite = initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
+    if not finite:
         raise no_initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
     held, compiled = _held_out(method, runtime), runtime.compiled
     with_curvature = method.metric is not None

@@ -75,9 +75,9 @@ class Monitor:
         if due or now - self._written > _SECONDS_BETWEEN_TEXTS:
             monitored = state.monitor
             self._text = f"step size {float(np.mean(state.step_size)):.2e}"
-            found = stein_report(monitored.stein)
-            if found is not None:
-                self._text += f", {found.summary()}"
+            report = stein_report(monitored.stein)
+            if report is not None:
+                self._text += f", {report.summary()}"
             potential = float(np.mean(monitored.minibatch_potential))
             self._text += f", minibatch potential {potential:.4g}"
             undone = int(np.sum(monitored.nonfinite_steps))
@@ -92,7 +92,7 @@ class Monitor:
                 self._text += (
                     f", NOISE OF THE GRADIENT {worst:.2g} TIMES WHAT THE FRICTION DISSIPATES"
                 )
-            if self._warns_of(found):
+            if self._warns_of(report):
                 self._text += ", BIASED"
             taken, expected = self._taken, each * self._texts
             if seconds and taken > max(_LONG, _MUCH_LONGER * expected):

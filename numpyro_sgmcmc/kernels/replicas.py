@@ -86,15 +86,20 @@ class Replicas:
     def __post_init__(self) -> None:
         given = array("temperatures", self.temperatures)
         is_vector = given.dtype.kind in "iuf" and given.ndim == 1
-        found = tuple(given.astype(float).tolist()) if is_vector else ()
-        rises = all(b > a for a, b in zip(found, found[1:], strict=False))
-        if len(found) < 2 or found[0] != 1 or not rises or not math.isfinite(found[-1]):
+        temperatures = tuple(given.astype(float).tolist()) if is_vector else ()
+        rises = all(b > a for a, b in zip(temperatures, temperatures[1:], strict=False))
+        if (
+            len(temperatures) < 2
+            or temperatures[0] != 1
+            or not rises
+            or not math.isfinite(temperatures[-1])
+        ):
             raise ValueError(
                 "`temperatures` of replicas must rise from 1, for instance"
                 f" `np.geomspace(1, 50, 6)`; got {shown(self.temperatures)}."
             )
         object.__setattr__(self, "minibatches", whole("minibatches", self.minibatches))
-        object.__setattr__(self, "temperatures", found)
+        object.__setattr__(self, "temperatures", temperatures)
 
 
 class HotReplicas(NamedTuple):

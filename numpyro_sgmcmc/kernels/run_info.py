@@ -93,8 +93,8 @@ def identity_of(method: Method, runtime: Runtime, target: Target, num_steps: int
     latents = sorted(target.model.latents.items())
     identity["latent sites"] = ", ".join(f"{k}: {x.dtype}{list(x.shape)}" for k, x in latents)
 
-    found = densities_of(target, runtime.compiled)
-    identity |= {f"log density of '{k}'": x for k, x in found.items()}
+    densities = densities_of(target, runtime.compiled)
+    identity |= {f"log density of '{k}'": x for k, x in densities.items()}
     versions = f"JAX {jax.__version__}, NumPyro {numpyro.__version__}, {jax.default_backend()}"
     identity["program of the model"] = {versions: program_of(target)}
     data = fingerprint_of(target.args, target.kwargs)

@@ -112,12 +112,12 @@ def load(path: Path) -> dict[str, Any]:
             raise _of_version(path, version)
         try:
             arrays = [x.view(of) for x, of in zip(arrays, words["types"], strict=True)]
-            found = from_words(words["content"], arrays, _KINDS)
+            record = from_words(words["content"], arrays, _KINDS)
         except ValueError as error:
             raise TypeError(error) from error
-        if not isinstance(found, dict):
+        if not isinstance(record, dict):
             raise TypeError("it has no names")
-    return found
+    return record
 
 
 def _members_of(content: bytes) -> tuple[Any, list[np.ndarray]]:
@@ -153,17 +153,17 @@ def load_run(path: Path) -> dict[str, Any]:
 
     :raises ValueError: also if something of a run is not there, or is of another kind.
     """
-    found = load(path)
+    content = load(path)
     with understood(path):
-        if names := sorted(_FIELDS.keys() ^ found.keys()):
+        if names := sorted(_FIELDS.keys() ^ content.keys()):
             raise TypeError(f"of a run it lacks, or has besides, {', '.join(names)}")
         for name, kind in _FIELDS.items():
-            if not is_of_type(found[name], kind):
+            if not is_of_type(content[name], kind):
                 raise TypeError(f"its `{name}` is not what a run has there")
-        least = min(found["draws"], found["done"], found["seconds"])
-        if not 0 <= least <= max(found["done"], found["seconds"]) < math.inf:
+        least = min(content["draws"], content["done"], content["seconds"])
+        if not 0 <= least <= max(content["done"], content["seconds"]) < math.inf:
             raise TypeError("its numbers of draws, samples and seconds are not those of a run")
-    return found
+    return content
 
 
 @contextmanager
@@ -184,11 +184,11 @@ def understood(path: Path | None) -> Iterator[None]:
 
 def held(tree: Any) -> dict[str, Any]:
     """The leaves of a state by their paths, on the host."""
-    found = {}
+    leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        found[jax.tree_util.keystr(path)] = _key_of(leaf) if is_key else np.array(leaf)
-    return found
+        leaves[jax.tree_util.keystr(path)] = _key_of(leaf) if is_key else np.array(leaf)
+    return leaves
 
 
 def restored(path: Path, leaves: Mapping[str, Any], template: Any) -> Any:
@@ -207,9 +207,11 @@ def restored(path: Path, leaves: Mapping[str, Any], template: Any) -> Any:
         )
     values = []
     for name, (_, expected) in zip(names, paths, strict=True):
-        found = leaves[name]
+        leaf_on_host = leaves[name]
         try:
-            value = found.key() if isinstance(found, Key) else np.asarray(found)
+            value = (
+                leaf_on_host.key() if isinstance(leaf_on_host, Key) else np.asarray(leaf_on_host)
+            )
         except (ValueError, TypeError) as error:
             raise ValueError(f"{begin}: `{name}` is no random key: {error}. {REMEDY}") from error
         if value.shape != expected.shape or value.dtype != expected.dtype:

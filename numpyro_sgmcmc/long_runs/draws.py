@@ -82,13 +82,13 @@ class Draws:
 
     def read(self) -> Fields:
         """All draws; of rows that keep coming, in ``rows``, how many each of them knows."""
-        found = self._read()
+        draws = self._read()
         if self._rows is None:
-            return found
+            return draws
         known = np.full(self.count, self._rows.rows)
         if self._path is not None:
             known[: self._stored] = self._from_store([_ROWS])[0]
-        return found | {"rows": jnp.asarray(np.tile(known, (self._num_chains, 1)))}
+        return draws | {"rows": jnp.asarray(np.tile(known, (self._num_chains, 1)))}
 
     def _read(self) -> Fields:
         if self._path is None:

@@ -238,13 +238,13 @@ class LongRun(HostedRun):
         # what a warm-up of its own gives is its last state
         path = None if self.only_warms_up else self._path
         with RunFolder(path, self._resume) as folder:
-            found = folder.checkpoint
+            content = folder.checkpoint
             begun, arguments = self._rows_of(folder, arguments)
             about = self._about(folder, begun, rng_key, init_params, extra_fields)
-            if found is not None and found["tuning"] is not None:
-                self.sampler.tuning = found["tuning"]
-            with understood(folder.file) if found is not None else nullcontext():
-                states = self._started(rng_key, init_params, begun, found)
+            if content is not None and content["tuning"] is not None:
+                self.sampler.tuning = content["tuning"]
+            with understood(folder.file) if content is not None else nullcontext():
+                states = self._started(rng_key, init_params, begun, content)
             program = Program(
                 self.sampler, self.postprocess_fn, names, *arguments,
                 method=self.chain_method, num_chains=self.num_chains, thinning=self.thinning,
@@ -275,19 +275,19 @@ class LongRun(HostedRun):
 
         :raises ValueError: if they are not those of the store, or more of them.
         """
-        found = folder.checkpoint
-        if found is None:
+        content = folder.checkpoint
+        if content is None:
             self._rows = rows_of_run(arguments)
             return arguments, arguments
-        known = found["known"]
+        known = content["known"]
         with understood(folder.file):
-            check_rows(self._path, arguments, known, found["rows"])
+            check_rows(self._path, arguments, known, content["rows"])
             if known is None:
-                for rows, seen in zip(on_disk(arguments), found["rows"], strict=False):
+                for rows, seen in zip(on_disk(arguments), content["rows"], strict=False):
                     rows.remember(seen)  # so that they need not all be read again
                 return arguments, arguments
             begun, arguments = known.as_begun(arguments), known.as_known(arguments)
-            self._rows = known.gone_on(arguments, found["draws"])
+            self._rows = known.gone_on(arguments, content["draws"])
             return begun, arguments
 
     def _about(self, folder: RunFolder, *same: Any) -> dict[str, Any]:
@@ -298,10 +298,10 @@ class LongRun(HostedRun):
         """
         if folder.path is None:
             return {}
-        found, upper = folder.checkpoint, self._bounds()[1]
-        samples = upper if found is None else _compared(folder, found["about"])
+        content, upper = folder.checkpoint, self._bounds()[1]
+        samples = upper if content is None else _compared(folder, content["about"])
         about = self._identity(samples, *same)
-        if found is not None and folder.writes:
+        if content is not None and folder.writes:
             folder.check(about, self._asked // self.thinning)
         # a run that is extended is compared over more samples from now on
         return about if samples == upper else self._identity(upper, *same)
@@ -310,17 +310,17 @@ class LongRun(HostedRun):
         self, folder: RunFolder, states: list, shapes: dict[str, tuple[int, ...]], skipped: int
     ) -> Progress:
         """How far the run has come, to which the draws are cut."""
-        found, draws = folder.checkpoint, self._draws
+        content, draws = folder.checkpoint, self._draws
         none = no_moments(shapes, self.num_chains, self._rank)
         progress = Progress(0, states, none, None, 0.0)
-        if found is None or draws is None:
+        if content is None or draws is None:
             return progress
-        kept = max(0, found["done"] - skipped) // self.thinning
+        kept = max(0, content["done"] - skipped) // self.thinning
         with understood(folder.file):
             numbers = sum(map(len, places(shapes).values()))
-            progress = restored_progress(found, progress, kept, numbers)
-        draws.cut(folder, found["draws"])
-        if self._rows is not None and not self._rows.is_as(found["known"]):
+            progress = restored_progress(content, progress, kept, numbers)
+        draws.cut(folder, content["draws"])
+        if self._rows is not None and not self._rows.is_as(content["known"]):
             # moments are of the posterior of these rows
             progress = progress._replace(moments=none, monitored=None)
         return progress
@@ -342,10 +342,10 @@ class LongRun(HostedRun):
         extra_fields: Any,
     ) -> dict[str, Any]:
         """What makes this run, up to so many samples, the same one in another process."""
-        found = identity.of_run(
+        facts = identity.of_run(
             self.sampler, arguments, samples, rng_key, init_params, self.post_warmup_state
         )
-        return found | {
+        return facts | {
             COMPARED: samples,
             "num_chains": self.num_chains,
             "num_warmup": self.num_warmup,

@@ -38,12 +38,12 @@ def places(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     sizes = {name: int(np.prod(shape)) for name, shape in sorted(shapes.items())}
     if sum(sizes.values()) <= _NUMBERS:
         return {name: np.arange(size) for name, size in sizes.items()}
-    found, left = {}, _NUMBERS
+    entries, left = {}, _NUMBERS
     for k, name in enumerate(sorted(sizes, key=lambda name: sizes[name])):
         count = min(sizes[name], max(1, left // (len(sizes) - k)))
-        found[name] = np.unique(np.linspace(0, sizes[name] - 1, count).astype(int))
+        entries[name] = np.unique(np.linspace(0, sizes[name] - 1, count).astype(int))
         left = max(0, left - count)
-    return found
+    return entries
 
 
 def with_draws(

@@ -71,11 +71,11 @@ class RunFolder:
         file = self.file
         assert file is not None
         if os.path.lexists(file):
-            found = checkpoint.load_run(file)
+            content = checkpoint.load_run(file)
             with checkpoint.understood(file):
-                self.store.go_on(found["metadata"])
-            leaves = found.pop("leaves")
-            self.checkpoint = found | {"restored": partial(checkpoint.restored, file, leaves)}
+                self.store.go_on(content["metadata"])
+            leaves = content.pop("leaves")
+            self.checkpoint = content | {"restored": partial(checkpoint.restored, file, leaves)}
         elif self.store.draws or any(self.path.glob("*/draw/c")):  # the first is after a checkpoint
             raise ValueError(
                 f"The store {self.path} has {self.store.draws:,} draws, but its checkpoint {file}"
@@ -168,9 +168,9 @@ class RunFolder:
             for, or if the store has fewer or is damaged.
         """
         assert self.checkpoint is not None
-        if found := differences(dict(about), self.checkpoint["about"]):
+        if differing := differences(dict(about), self.checkpoint["about"]):
             raise ValueError(
-                f"The store {self.path} holds another run: {'; '.join(found)}. Give this one a"
+                f"The store {self.path} holds another run: {'; '.join(differing)}. Give this one a"
                 " `store` of its own, or begin anew with `resume=False`, which keeps the old store"
                 " under another name."
             )

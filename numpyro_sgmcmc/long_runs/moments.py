@@ -129,7 +129,7 @@ def summary_of(moments: Moments, dims: dict[str, list[str]]) -> xr.Dataset:
         variables[name] = (["statistic", *names], values)
         size = mean.size
         if len(moments.factors):
-            found = moments.factors[:, start : start + size] / np.sqrt(max(1, chains * (n - 1)))
-            variables[f"{name}_factors"] = (["direction", *names], found.reshape(-1, *shape))
+            factors = moments.factors[:, start : start + size] / np.sqrt(max(1, chains * (n - 1)))
+            variables[f"{name}_factors"] = (["direction", *names], factors.reshape(-1, *shape))
         start += size
     return xr.Dataset(variables, {"statistic": list(STATISTICS)}, {"draws": n})

@@ -86,8 +86,8 @@ class Program:
         self._first = states[0]
 
     def _collected(self, state: Any, args: tuple, kwargs: dict) -> Fields:
-        found = nested_attrgetter(*self._fields)(state)
-        sample, *rest = [found] if len(self._fields) == 1 else found
+        values = nested_attrgetter(*self._fields)(state)
+        sample, *rest = [values] if len(self._fields) == 1 else values
         constrain = self._postprocess or self._kernel.postprocess_fn(args, kwargs)
         sample = (jax.vmap(constrain) if self._method == "vectorized" else constrain)(sample)
         collected = jax.tree.map(jnp.asarray, (sample, *rest))
@@ -144,7 +144,7 @@ class Program:
         if self._method == "sequential":
             draws = jax.tree.map(
                 lambda *chains: np.stack([np.asarray(x)[:kept] for x in chains]),
-                *(found for _, found in done),
+                *(part for _, part in done),
             )
         elif self._method == "parallel":
             draws = jax.tree.map(lambda x: np.array(x)[:, :kept].copy(), done[0][1])

@@ -21,12 +21,12 @@ import numpy as np
 
 def kinds_in(*roots: Any) -> dict[str, type]:
     """These kinds of ``NamedTuple``, and those that their annotations name, by name."""
-    found: dict[str, type] = {}
+    kinds: dict[str, type] = {}
     for root in roots:
         if _is_record(root):
-            found |= {root.__name__: root} | kinds_in(*get_type_hints(root).values())
-        found |= kinds_in(*get_args(root))
-    return found
+            kinds |= {root.__name__: root} | kinds_in(*get_type_hints(root).values())
+        kinds |= kinds_in(*get_args(root))
+    return kinds
 
 
 def as_words(value: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) -> Any:
@@ -80,9 +80,9 @@ def from_words(words: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) 
             case {"record": [str(name), dict(fields)]} if name in kinds:
                 kind: Any = kinds[name]
                 if set(fields) == set(_hints(kind)):
-                    found = kind(**{field: value(x) for field, x in fields.items()})
-                    if is_of_type(found, kind):
-                        return found
+                    record = kind(**{field: value(x) for field, x in fields.items()})
+                    if is_of_type(record, kind):
+                        return record
         raise ValueError(f"{str(words)[:80]!r} is nothing that this version writes")
 
     return value(words)

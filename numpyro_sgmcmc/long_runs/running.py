@@ -221,14 +221,14 @@ class Running:
         draws, monitored = self.draws.count, progress.monitored
         if not self.target_size or monitored is None or draws < self.look or now < self.look_after:
             return ""
-        found, ess, mcse = "", limits.target_ess, limits.target_mcse
+        word, ess, mcse = "", limits.target_ess, limits.target_mcse
         if ess is not None and least_size(monitored, "bulk") >= ess:
-            found = "target_ess"
+            word = "target_ess"
         elif mcse is not None and least_size(monitored, "mean") >= mcse**-2:
-            found = "target_mcse"
+            word = "target_mcse"
         took = time.monotonic() - now
         self.look, self.look_after = int(_GROWTH * draws), now + took + took / _SHARE
-        return found
+        return word
 
     def show(self, bar: tqdm) -> None:
         """The progress bar, and what the kernel says of the draws."""
@@ -280,11 +280,11 @@ class Running:
         """The facts of the run go to the store."""
         if self.folder.writes:
             stein = stein_of(self.mcmc)
-            found = attributes(self.mcmc, stein, self.progress.seconds)
+            facts = attributes(self.mcmc, stein, self.progress.seconds)
             self.folder.store.describe(
                 {
                     name: value.item() if isinstance(value, np.generic) else value
-                    for name, value in found.items()
+                    for name, value in facts.items()
                     if not isinstance(value, float | np.floating) or math.isfinite(value)
                 }
             )

@@ -69,8 +69,8 @@ class _Held(WrapperStore[MemoryStore]):
         super().__init__(MemoryStore(self.metadata))
         self._folder, self._is_read = folder, is_read
         if root is not None:
-            found = _separated(root)
-            self.metadata |= {k: cpu.Buffer.from_bytes(x) for k, x in found.items()}
+            files = _separated(root)
+            self.metadata |= {k: cpu.Buffer.from_bytes(x) for k, x in files.items()}
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
@@ -87,9 +87,9 @@ class _Held(WrapperStore[MemoryStore]):
     ) -> Buffer | None:
         if key.endswith(_METADATA):
             return self.metadata.get(key)
-        found = self.on_disk(key)
+        content = self.on_disk(key)
         buffer = (prototype or cpu.buffer_prototype).buffer
-        return None if found is None else buffer.from_bytes(found)
+        return None if content is None else buffer.from_bytes(content)
 
     def on_disk(self, key: str) -> bytes | None:
         """A file of the folder, if it is there."""
@@ -143,7 +143,7 @@ class Store:
         :return: the manifest with these.
         :raises ValueError: if a file of the store is not whole.
         """
-        found = dict(manifest)
+        sums = dict(manifest)
         for name, array in values.items():
             place, axis = self._growing[name]
             array = array.astype(place.dtype)
@@ -152,8 +152,8 @@ class Store:
                 place[(slice(None),) * axis + (slice(start, None),)] = array
             except ValueError as error:
                 raise self._damage([f"`{name}`, to which draws are added: {error}"]) from error
-            found[name] = _checksums(found[name], start, array, place.chunks, axis)
-        return found
+            sums[name] = _checksums(sums[name], start, array, place.chunks, axis)
+        return sums
 
     def publish(self, draws: int) -> None:
         """Shows readers this many draws: those that have been appended, or fewer."""
@@ -222,10 +222,10 @@ class Store:
             axis = _axis_of(array)
             stop = array.shape[axis] if manifest is None or "draw" not in _dims_of(array) else draws
             expected = None if manifest is None else manifest[name]
-            found = np.empty((*array.shape[:axis], stop, *array.shape[axis + 1 :]), array.dtype)
-        if damaged := list(_damaged(name, array, expected, stop, found)):
+            values = np.empty((*array.shape[:axis], stop, *array.shape[axis + 1 :]), array.dtype)
+        if damaged := list(_damaged(name, array, expected, stop, values)):
             raise self._damage(damaged)
-        return found
+        return values
 
     def check(self, manifest: Manifest, draws: int) -> None:
         """
@@ -376,12 +376,12 @@ def _described(root: bytes) -> dict[str, Any]:
     What the metadata of the root say of every node, without what later draws change: their number,
     and the moments.
     """
-    found = json.loads(root)["consolidated_metadata"]["metadata"]
-    for node in found.values():
+    nodes = json.loads(root)["consolidated_metadata"]["metadata"]
+    for node in nodes.values():
         node.pop("consolidated_metadata", None)
         if "draw" in (dims := node.get("dimension_names") or []):
             node["shape"][dims.index("draw")] = 0
-    return {name: node for name, node in found.items() if name.split("/")[0] != "moments"}
+    return {name: node for name, node in nodes.items() if name.split("/")[0] != "moments"}
 
 
 def _separated(root: bytes) -> dict[str, bytes]:
@@ -389,11 +389,11 @@ def _separated(root: bytes) -> dict[str, bytes]:
     The metadata of each node by file, from those of the root, which repeat all the others: a file
     that is lost is written again.
     """
-    found = {_METADATA: root}
+    files = {_METADATA: root}
     for name, node in json.loads(root)["consolidated_metadata"]["metadata"].items():
         own = {key: value for key, value in node.items() if key != "consolidated_metadata"}
-        found[f"{name}/{_METADATA}"] = json.dumps(own).encode()
-    return found
+        files[f"{name}/{_METADATA}"] = json.dumps(own).encode()
+    return files
 
 
 def _resize(array: zarr.Array, axis: int, draws: int) -> None:
@@ -411,14 +411,14 @@ def _checksums(
     shape = list(values.shape)
     shape[axis] += start
     blocks = [range(-(-n // chunk)) for n, chunk in zip(shape, chunks, strict=True)]
-    found = np.zeros(tuple(map(len, blocks)), np.uint32)
-    found[tuple(map(slice, before.shape))] = before
+    sums = np.zeros(tuple(map(len, blocks)), np.uint32)
+    sums[tuple(map(slice, before.shape))] = before
     blocks[axis] = blocks[axis][start // chunks[axis] :]
     for block in product(*blocks):
         place = _place(block, chunks)
         place[axis] = slice(max(0, place[axis].start - start), place[axis].stop - start)
-        found[block] = _checksum(values[tuple(place)], axis, int(found[block]))
-    return found
+        sums[block] = _checksum(values[tuple(place)], axis, int(sums[block]))
+    return sums
 
 
 def _place(block: tuple[int, ...], chunks: tuple[int, ...]) -> list[slice]:
@@ -456,13 +456,13 @@ def _damaged(
         first, last = place[axis].start, min(place[axis].stop, stop)
         place[axis] = slice(first, last)
         try:
-            found = np.asarray(array[tuple(place)])
+            part = np.asarray(array[tuple(place)])
             cause = "is not what the run wrote there"
-            is_right = expected is None or _checksum(found, axis) == expected[block]
+            is_right = expected is None or _checksum(part, axis) == expected[block]
         except Exception as error:  # whatever a file of other content ends in
             is_right, cause = False, f"{type(error).__name__}: {error}"
         if not is_right:
             lost = f"draws {first:,} to {last - 1:,} of each chain" if has_draws else "coordinates"
             yield f"`{name}/{'/'.join(map(str, ('c', *block)))}` ({lost}): {cause}"
         elif values is not None:
-            values[tuple(place)] = found
+            values[tuple(place)] = part

@@ -27,9 +27,9 @@ def attributes(
     """The settings of the kernel and the facts of the run, as words and numbers."""
     settings = getattr(mcmc.sampler, "run_info", {})
     # netCDF has no truth values
-    found = {name: int(x) if isinstance(x, bool) else x for name, x in settings.items()}
-    found.setdefault("algorithm", type(mcmc.sampler).__name__)
-    found |= {
+    facts = {name: int(x) if isinstance(x, bool) else x for name, x in settings.items()}
+    facts.setdefault("algorithm", type(mcmc.sampler).__name__)
+    facts |= {
         "inference_library": "numpyro_sgmcmc",
         "inference_library_version": version("numpyro_sgmcmc"),
         "numpyro_version": version("numpyro"),
@@ -37,25 +37,25 @@ def attributes(
         "tuning_steps": mcmc.num_warmup,
         "thinning": mcmc.thinning,
     }
-    if "passes_per_sample" in found:
+    if "passes_per_sample" in facts:
         samples = mcmc.num_chains * (mcmc.num_warmup + mcmc.num_samples)
-        found["passes"] = samples * float(found["passes_per_sample"])
+        facts["passes"] = samples * float(facts["passes_per_sample"])
     if (tuning := getattr(mcmc.sampler, "tuning", None)) is not None:
-        found["tuning_problem"] = tuning.problem or ""
+        facts["tuning_problem"] = tuning.problem or ""
         if mcmc.sampler.method.step_size is None and tuning.steps_per_sample > 1:
             # where samples are less than a chain's memory apart, as much less
             of_a_draw = mcmc.sampler.steps_per_sample / tuning.steps_per_sample
-            found["promised_per_sample"] = of_a_draw / tuning.slowness
-            found["seconds_per_sample"] = of_a_draw * tuning.seconds_per_sample
+            facts["promised_per_sample"] = of_a_draw / tuning.slowness
+            facts["seconds_per_sample"] = of_a_draw * tuning.seconds_per_sample
     if hasattr(mcmc.last_state, "monitor"):
-        found["dimension"] = sum(map(math.prod, latent_shapes(mcmc).values()))
-        found["nonfinite_steps"] = int(np.sum(mcmc.last_state.monitor.nonfinite_steps))
-        found["undone_steps_problem"] = problem_of_undone_steps(mcmc.last_state) or ""
+        facts["dimension"] = sum(map(math.prod, latent_shapes(mcmc).values()))
+        facts["nonfinite_steps"] = int(np.sum(mcmc.last_state.monitor.nonfinite_steps))
+        facts["undone_steps_problem"] = problem_of_undone_steps(mcmc.last_state) or ""
     known = getattr(getattr(mcmc.last_state, "fixed", None), "known", None)
     if known is not None:
-        found["rows"] = int(np.ravel(known.rows)[0])
+        facts["rows"] = int(np.ravel(known.rows)[0])
     if stein is not None:
-        found |= {
+        facts |= {
             "configurational_temperature": stein.temperature,
             "configurational_temperature_error": stein.error,
             "variance_ratio_smallest": float(stein.ratios.min()),
@@ -66,8 +66,8 @@ def attributes(
             "verdict": stein.problem() or "",
         }
     if sampling_time is not None:
-        found["sampling_time"] = float(sampling_time)
-    return found
+        facts["sampling_time"] = float(sampling_time)
+    return facts
 
 
 def variable_name(site: str) -> str:

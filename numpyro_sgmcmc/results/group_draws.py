@@ -57,8 +57,8 @@ class GroupDraws:
                 return given(key, self.args, self.kwargs)
 
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (kept, keys))
-        found = lax.map(one, flat)
-        return jax.tree.map(lambda x: x.reshape(*keys.shape[:2], *x.shape[1:]), found)
+        draws = lax.map(one, flat)
+        return jax.tree.map(lambda x: x.reshape(*keys.shape[:2], *x.shape[1:]), draws)
 
     def _compiled(self, *arguments: Any) -> dict[str, Any]:
         shapes = tuple(x.shape for x in jax.tree.leaves(arguments))
@@ -75,10 +75,10 @@ class GroupDraws:
     def shapes(self, plate: str, groups: int) -> dict[str, jax.ShapeDtypeStruct]:
         """What there will be of so many groups of a plate, by site."""
         keys = random.split(self.key, self.shape)
-        found = jax.eval_shape(self._some, self.kept, keys, self._rows(plate, np.zeros(1, int)))
+        sites = jax.eval_shape(self._some, self.kept, keys, self._rows(plate, np.zeros(1, int)))
         return {
             name: jax.ShapeDtypeStruct((*x.shape[:2], groups, *x.shape[3:]), x.dtype)
-            for name, x in found[plate].items()
+            for name, x in sites[plate].items()
         }
 
     def draws_of(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:
@@ -114,11 +114,11 @@ class GroupDraws:
     def in_memory(self, plate: str, rows: np.ndarray) -> dict[str, np.ndarray]:
         """All draws of some groups of a plate, by site, shape (chains, draws, groups, ...)."""
         shapes = self.shapes(plate, len(rows))
-        found = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
+        arrays = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
         for here, values in self.of(plate, rows, shapes):
-            for name, array in found.items():
+            for name, array in arrays.items():
                 array[here] = values[name]
-        return found
+        return arrays
 
     def _rows(self, plate: str, rows: np.ndarray) -> dict[str, np.ndarray]:
         """These groups, and a row of each of the other plates."""

@@ -258,7 +258,7 @@ def _constants(
 ) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
     """The array arguments of the model that are no observations, and names of their dimensions."""
     plates = {s["args"][0]: name for name, s in run.sites.items() if s["type"] == "plate"}
-    found, dims = {}, {}
+    constants, dims = {}, {}
     for name, argument in _array_arguments(run.mcmc.sampler.model, run.args, run.kwargs).items():
         # an observation may have rows of several plates
         x = argument
@@ -269,10 +269,12 @@ def _constants(
         if name in run.observed or any(np.array_equal(x, v) for v in observations):
             continue
         plate = plates.get(argument.shape[0])
-        found[name] = np.asarray(argument[run.chosen[plate]] if plate in run.chosen else argument)
+        constants[name] = np.asarray(
+            argument[run.chosen[plate]] if plate in run.chosen else argument
+        )
         if plate is not None:
             dims[name] = [plate, *(f"{name}_dim_{k}" for k in range(1, argument.ndim))]
-    return found, dims
+    return constants, dims
 
 
 def _log_likelihood(run: _Run, max_values: int) -> dict[str, np.ndarray]:
@@ -301,8 +303,8 @@ def _of_draws(function: Callable, draws: Any, description: str) -> dict[str, np.
     """A function of each draw, shape (chains, draws, ...)."""
     shape = jax.tree.leaves(draws)[0].shape[:2]
     flat = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, *x.shape[2:]), draws)
-    found = of_each(function, flat, description)
-    return {name: x.reshape(*shape, *x.shape[1:]) for name, x in found.items()}
+    values = of_each(function, flat, description)
+    return {name: x.reshape(*shape, *x.shape[1:]) for name, x in values.items()}
 
 
 def _replicated(run: _Run, key: Array, max_values: int) -> dict[str, np.ndarray]:
@@ -333,12 +335,12 @@ def _replicated_groups(run: _Run, key: Array) -> dict[str, np.ndarray]:
     plates = subsampled_plates(run.sites)
     parts = GroupDraws(marginal.replicates, plates, run.draws, key, run.args, run.kwargs)
     sizes = {plate.name: plate.size for plate in plates}
-    found = {}
+    replicated = {}
     for plate in marginal.plates:
         rows = run.chosen.get(plate.name, np.arange(sizes[plate.name]))
         for name, values in parts.in_memory(plate.name, rows).items():
-            found[name] = np.moveaxis(values, 2, 2 + group_axis(run.sites[name], plate.name))
-    return found
+            replicated[name] = np.moveaxis(values, 2, 2 + group_axis(run.sites[name], plate.name))
+    return replicated
 
 
 def _variables(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -408,15 +410,15 @@ def _is_factor(site: dict) -> bool:
 
 def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
     """Names of the dimensions of the variable of every site: its plates, then its events."""
-    found = {}
+    dims = {}
     for name, site in sites.items():
         if site["type"] not in ("sample", "deterministic"):
             continue
         frames = sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)
         events = site["infer"].get("event_dims", []) if site["type"] == "sample" else []
         if frames or events:
-            found[variable_name(name)] = [frame.name for frame in frames] + list(events)
-    return found
+            dims[variable_name(name)] = [frame.name for frame in frames] + list(events)
+    return dims
 
 
 def _array_arguments(model: Callable, args: tuple, kwargs: dict) -> dict[str, Array]:

@@ -115,21 +115,21 @@ def local_draws(
     parts = GroupDraws(marginal.draws, plates, kept, key, args, kwargs)
     shapes = {name: parts.shapes(name, len(rows)) for name, rows in chosen.items() if name in local}
     if folder is None:
-        _check_size([x.shape for found in shapes.values() for x in found.values()], max_values)
+        _check_size([x.shape for sites in shapes.values() for x in sites.values()], max_values)
     coords = {"chain": np.arange(chains), "draw": numbers}
     coords |= {variable_name(name): chosen[name] for name in shapes}
     variables: dict[str, Any] = {}
     with in_memory() if folder is None else on_disk(folder) as create:
-        for plate, found in shapes.items():
+        for plate, sites in shapes.items():
             arrays = {}
-            for name, x in found.items():
+            for name, x in sites.items():
                 site = variable_name(name)
                 rest = [f"{site}_dim_{j}" for j in range(x.ndim - 3)]
                 dims = ["chain", "draw", variable_name(plate), *rest]
-                part = (chains, parts.draws_of(found), min(CHUNK, x.shape[2]), *x.shape[3:])
+                part = (chains, parts.draws_of(sites), min(CHUNK, x.shape[2]), *x.shape[3:])
                 arrays[name] = create(site, x.shape, x.dtype, dims, part)
                 variables[site] = dims, arrays[name]
-            for here, values in parts.of(plate, np.asarray(chosen[plate]), found):
+            for here, values in parts.of(plate, np.asarray(chosen[plate]), sites):
                 for name, array in arrays.items():
                     array[here] = values[name]
         if folder is not None:

@@ -258,8 +258,8 @@ def _in_chunks(function: Callable[[Array], Array], size: int) -> np.ndarray:
     length = -(-size // count)
     # the last chunk is filled up with its last row
     rows = np.minimum(np.arange(count * length), size - 1).reshape(count, length)
-    found = of_each(function, jnp.asarray(rows), "log densities")
-    return found.reshape(-1, *found.shape[2:])[:size]
+    chunks = of_each(function, jnp.asarray(rows), "log densities")
+    return chunks.reshape(-1, *chunks.shape[2:])[:size]
 
 
 def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tuple) -> Any:
@@ -282,7 +282,7 @@ def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tupl
             return indexing.explicit_indexing_adapter(key, shape, support, self._read)
 
         def _read(self, key: tuple) -> np.ndarray:
-            found = values
+            selected = values
             # from the last axis, since an integer takes its axis away
             for axis in reversed(range(len(shape))):
                 index = key[axis]
@@ -294,7 +294,7 @@ def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tupl
                             f"Of the log likelihood only {known[axis].size:,} of"
                             f" {shape[axis]:,} rows were computed, and others were asked for."
                         )
-                found = found[(slice(None),) * axis + (index,)]
-            return found
+                selected = selected[(slice(None),) * axis + (index,)]
+            return selected
 
     return indexing.LazilyIndexedArray(OnlyKnown())

@@ -67,7 +67,7 @@ def of_each(function: Callable, entries: Any, description: str) -> Any:
     """
     size = len(jax.tree.leaves(entries)[0])
     length = -(-size // _PARTS)
-    found: Any = None
+    result: Any = None
 
     def of_part(part: Any) -> Any:
         return lax.map(function, part)
@@ -81,12 +81,12 @@ def of_each(function: Callable, entries: Any, description: str) -> Any:
     with waiting_bar(size, description) as seen:
         for first in range(0, size, length):
             part = jax.device_get(program(part_of(first)))
-            if found is None:
-                found = jax.tree.map(lambda x: np.empty((size, *x.shape[1:]), x.dtype), part)
+            if result is None:
+                result = jax.tree.map(lambda x: np.empty((size, *x.shape[1:]), x.dtype), part)
             some = slice(first, min(first + length, size))
-            jax.tree.map(lambda to, x, some=some: _put(to, some, x), found, part)
+            jax.tree.map(lambda to, x, some=some: _put(to, some, x), result, part)
             seen.update(some.stop - first)
-    return found
+    return result
 
 
 def _put(into: np.ndarray, some: slice, values: np.ndarray) -> None:

@@ -41,8 +41,8 @@ def full_sites(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[
     ]
 
     def values(first: dict) -> dict[str, Array]:
-        found = with_observed(_sites(model, first, args, kwargs))
-        return {name: jnp.asarray(found[name]["value"]) for name in observed}
+        sites = with_observed(_sites(model, first, args, kwargs))
+        return {name: jnp.asarray(sites[name]["value"]) for name in observed}
 
     first = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), draws)
     known = compiled(values, first)(first)
@@ -141,7 +141,7 @@ def of_rows(
     values: Mapping[str, Array], sites: Mapping[str, dict], chosen: Mapping[str, np.ndarray | Array]
 ) -> dict[str, Array]:
     """Values of the chosen rows, for sites inside of plates; leading axes are for the draws."""
-    found = dict(values)
+    subset = dict(values)
     for name in values.keys() & sites.keys():
         site, frames = sites[name], sites[name]["cond_indep_stack"]
         shape = jnp.shape(site["value"])
@@ -154,8 +154,8 @@ def of_rows(
             )
             axis = frame.dim - events
             if frame.name in chosen and 1 <= -axis <= len(shape) and shape[axis] == frame.size:
-                found[name] = jnp.take(found[name], chosen[frame.name], axis=axis)
-    return found
+                subset[name] = jnp.take(subset[name], chosen[frame.name], axis=axis)
+    return subset
 
 
 def choose_rows(

@@ -177,8 +177,8 @@ def find_members(
         def one(descent: _Descent, key: Array) -> _Descent:
             def step(i: Array, descent: _Descent) -> _Descent:
                 rows, own = target.rows(key, i), random.fold_in(key, i)
-                found = potential.value_and_gradient(descent.values, rows, own)
-                value, slope = target.mean(found)
+                both = potential.value_and_gradient(descent.values, rows, own)
+                value, slope = target.mean(both)
                 updates, state = optimiser.update(slope, descent.state, descent.values)
                 values = optax.apply_updates(descent.values, updates)
                 counted = jnp.where(i < ensemble.steps - last, 0.0, value / last)

@@ -46,8 +46,8 @@ def non_centred(target: Target) -> Target:
     def factors(target: Target, points: Array) -> dict[str, Array]:
         def at(point: Array) -> dict[str, Array]:
             values = target.unravel(point)
-            found = locations_and_scales(target.hierarchy(values), values)
-            return {name: x.factor for name, x in found.items()}
+            sites = locations_and_scales(target.hierarchy(values), values)
+            return {name: x.factor for name, x in sites.items()}
 
         return jax.vmap(at)(points)
 
@@ -55,9 +55,11 @@ def non_centred(target: Target) -> Target:
     points = normal.astype(target.model.dtype)
     if not jax.eval_shape(partial(factors, target), points):
         return target
-    found = {k: np.asarray(x) for k, x in target.compiled(factors)(points).items()}
+    factor_values = {k: np.asarray(x) for k, x in target.compiled(factors)(points).items()}
     zeros = target.unravel(jnp.zeros(target.model.dimension))
-    kept = [k for k, x in found.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))]
+    kept = [
+        k for k, x in factor_values.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))
+    ]
     return target._replace(centring={name: centred_by(zeros[name]) for name in kept})
 
 
@@ -133,7 +135,7 @@ def _fitting(target: Target, center: Array, precisions: Values, part: float) -> 
     def run(target: Target, center: Array, precisions: Values, part: Array) -> Centring:
         written = target.written(target.unravel(center))
         hierarchy = target.hierarchy(written.values)
-        found = {}
+        coordinates = {}
         for name, around in locations_and_scales(hierarchy, written.values).items():
             if name not in target.centring:
                 continue
@@ -142,8 +144,8 @@ def _fitting(target: Target, center: Array, precisions: Values, part: float) -> 
             degree = known / (1 + known)
             degree = jnp.where(degree < _CENTRED, degree, 1.0)
             estimate = written.effects[name] - (1 - degree) * around.location
-            found[name] = Coordinates(degree, around.scale, estimate)
-        return found
+            coordinates[name] = Coordinates(degree, around.scale, estimate)
+        return coordinates
 
     part_ = jnp.asarray(part, center.dtype)
     return target.compiled(run, "coordinates")(center, precisions, part_)

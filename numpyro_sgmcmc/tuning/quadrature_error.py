@@ -111,11 +111,11 @@ def error_of_integrals(
         points = radius * jnp.concatenate([directions, -directions])
         if controlled:
             points = jnp.concatenate([points, jnp.zeros_like(points[:1])])
-        found = target.mean(lax.map(wrong, points))
-        ends = found[:count], found[count : 2 * count]
+        means = target.mean(lax.map(wrong, points))
+        ends = means[:count], means[count : 2 * count]
         mean = ((ends[0] + ends[1]) / 2).mean(0)
         if controlled:
-            mean = mean - found[-1]
+            mean = mean - means[-1]
         changes = (ends[0] - ends[1]) / (2 * radius)
         if count == dimension:
             matrix = changes.T @ directions

@@ -109,8 +109,8 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
             def slope(point: Array) -> Array:
                 return jax.jvp(terms, (points[0],), (point - points[0],))[1]
 
-            found = lax.map(terms, points)
-            center, above, below = found[0], found[1 : pairs + 1], found[pairs + 1 :]
+            changes = lax.map(terms, points)
+            center, above, below = changes[0], changes[1 : pairs + 1], changes[pairs + 1 :]
             if order == 0:
                 return _mean_square((above - below) / (2 * _WIDTH))
             if order == 1:
@@ -121,8 +121,8 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
         plates = target.model.plates
         return {plate.name: of_all_rows(partial(of_rows, plate), plate) for plate in plates}
 
-    found = target.compiled(run, "importance", order)(rng_key, gaussian.metric)
-    sizes = {name: np.sqrt(np.asarray(squares)) for name, squares in found.items()}
+    mean_squares = target.compiled(run, "importance", order)(rng_key, gaussian.metric)
+    sizes = {name: np.sqrt(np.asarray(squares)) for name, squares in mean_squares.items()}
     # the potential alone costs less than half of a gradient
     return Importance(sizes, (1 + (3 if order == 2 else 2) * pairs) / 2)
 

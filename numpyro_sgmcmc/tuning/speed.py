@@ -41,12 +41,12 @@ def check_speed(
     has_failed = steps > most and not is_for_noise
     if not has_failed and tuning.seconds_per_sample <= _LONG:
         return
-    found, site = tuning.problem, tuning.slowest
+    problem, site = tuning.problem, tuning.slowest
     slowest = f", and the slowest site is '{site}'" if site else ""
     seen = (
         f"with a step size of {tuning.step_size:.2g} a chain forgets where it was after {steps:,}"
         f" steps, {tuning.seconds_per_sample:.2g} s for each independent draw{slowest}"
-        f"{f' ({found})' if found else ''}. "
+        f"{f' ({problem})' if problem else ''}. "
     )
     if steps > most and is_for_noise:
         seen += (

@@ -41,21 +41,21 @@ def checked_subsampling(subsampling: Any) -> Any:
         subsampling if isinstance(subsampling, dict) else {None: subsampling}
     ).items():
         where = "`subsampling`" if plate is None else f"`subsampling[{plate!r}]`"
-        found = array(where.strip("`"), labels)
-        if found.ndim != 1 or found.dtype.kind not in "biu":
+        numbers = array(where.strip("`"), labels)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "biu":
             raise ValueError(
                 f"{where} must be a vector with the number of the stratum of each row, whole"
-                f" numbers; got {found.dtype} of shape {found.shape}. Number categories with"
+                f" numbers; got {numbers.dtype} of shape {numbers.shape}. Number categories with"
                 " `numpy.unique(labels, return_inverse=True)[1]`."
             )
-        wrong = (found < 0) | (found > MOST)
+        wrong = (numbers < 0) | (numbers > MOST)
         if wrong.any():
             row = int(np.argmax(wrong))
             raise ValueError(
-                f"{where} has the stratum {found[row]} at row {row}: numbers of strata are 0 or"
+                f"{where} has the stratum {numbers[row]} at row {row}: numbers of strata are 0 or"
                 f" more, at most {MOST:,}, and every row has one."
             )
-        checked[plate] = found.astype(np.int32)
+        checked[plate] = numbers.astype(np.int32)
     return checked
 
 
@@ -63,8 +63,8 @@ def are_strata_of(target: Target, strata: dict[str, Strata]) -> bool:
     """Whether the plates have as many rows and minibatches as large as these are for."""
     sizes = {plate.name: (plate.size, plate.subsample_size) for plate in target.model.plates}
     return all(
-        sizes.get(name) == (found.allocation.size, found.allocation.batch_size)
-        for name, found in strata.items()
+        sizes.get(name) == (of_plate.allocation.size, of_plate.allocation.batch_size)
+        for name, of_plate in strata.items()
     )
 
 
@@ -91,7 +91,7 @@ def given_strata(
             "`subsampling` cannot be used with rows that are spread over devices, each of which"
             " draws from its own rows: leave `subsampling` out, or sample on one device."
         )
-    found = {}
+    checked = {}
     for key, labels in strata.items():
         if key is not None and key not in plates:
             raise ValueError(
@@ -106,5 +106,5 @@ def given_strata(
             )
         known = None if importance is None else importance[plate.name]
         where = f"Plate '{plate.name}'"
-        found[plate.name] = by_labels(labels, plate.subsample_size, known, where)
-    return found
+        checked[plate.name] = by_labels(labels, plate.subsample_size, known, where)
+    return checked

@@ -107,9 +107,9 @@ def _with(target: Target, numbers: np.ndarray) -> Target:
             leaves[k] = leaf[numbers]
     args, kwargs = replaced(jax.tree.unflatten(tree, leaves), read)
     left = tuple(place for place in view.on_disk if place != plate.name)
-    found = None if shards is None else found_shards(args, kwargs)
+    row_shards = None if shards is None else found_shards(args, kwargs)
     new = view.sampled(len(numbers), left)
-    return target._replace(model=new, args=args, kwargs=kwargs, shards=found)
+    return target._replace(model=new, args=args, kwargs=kwargs, shards=row_shards)
 
 
 def _are_alike(target: Target, sample: Target, numbers: np.ndarray) -> bool:
@@ -121,18 +121,18 @@ def _are_alike(target: Target, sample: Target, numbers: np.ndarray) -> bool:
         data = {plate.name: rows}, random.key(0), target.args, target.kwargs
         return target.mean(target.model.potential_and_row_terms(z, *data))
 
-    z, found = unremarkable_values(target.model), []
+    z, looks = unremarkable_values(target.model), []
     for one, rows in ((target, first), (sample, np.arange(len(first)))):
         size = one.model.plates[0].size
         try:
             energy, terms = one.compiled(run)(z, rows_of(rows, size))
         except (TypeError, ValueError):
             return False  # a model that has written out a number of rows
-        found.append([np.asarray(x, np.float64) for x in (energy, terms[plate.name])])
-    size = np.abs(found[0][0]) + np.nansum(np.abs(found[0][1]))
+        looks.append([np.asarray(x, np.float64) for x in (energy, terms[plate.name])])
+    size = np.abs(looks[0][0]) + np.nansum(np.abs(looks[0][1]))
     return not any(
         np.nanmax(np.abs(x - y)) > _SAME * size / n
-        for (x, y), n in zip(zip(*found, strict=True), (1, len(first)), strict=True)
+        for (x, y), n in zip(zip(*looks, strict=True), (1, len(first)), strict=True)
     )
 
 

@@ -198,16 +198,16 @@ class Tuning(NamedTuple):
     @property
     def problem(self) -> str | None:
         """What was wrong with the pilot or the searches, or None."""
-        found = [f"the posterior does not depend on '{self.flat}'"] if self.flat else []
-        found += ["the posterior has several modes"] if self.multimodal else []
-        found += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
+        problems = [f"the posterior does not depend on '{self.flat}'"] if self.flat else []
+        problems += ["the posterior has several modes"] if self.multimodal else []
+        problems += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
         if self.misses_a_direction:
-            found += [f"the metric misses a direction of '{self.slow}'"]
-        found += ["the gradient is rounded off"] if self.needs_double_precision else []
-        found += ["few minibatches have rows that count much"] if self.has_rare_rows else []
-        found += ["the integrals over groups are not exact"] if self.has_wrong_integrals else []
+            problems += [f"the metric misses a direction of '{self.slow}'"]
+        problems += ["the gradient is rounded off"] if self.needs_double_precision else []
+        problems += ["few minibatches have rows that count much"] if self.has_rare_rows else []
+        problems += ["the integrals over groups are not exact"] if self.has_wrong_integrals else []
         pilot = None if self.report is None else self.report.problem()
-        return "; ".join(found + ([pilot] if pilot else [])) or None
+        return "; ".join(problems + ([pilot] if pilot else [])) or None
 
     def __str__(self) -> str:
         lines = [f"step size {self.step_size:.3g}"]
@@ -222,8 +222,8 @@ class Tuning(NamedTuple):
                 f"noise variance {self.noise.mean:.3g} with {kind}, {self.plain_noise.mean:.3g} of"
                 " plain minibatches (in units of the curvature)"
             )
-        for name, found in self.centring.items():
-            low, middle, high = np.quantile(np.asarray(found.degree), [0, 0.5, 1])
+        for name, coordinates in self.centring.items():
+            low, middle, high = np.quantile(np.asarray(coordinates.degree), [0, 0.5, 1])
             lines.append(
                 f"coordinates of '{name}': centred by {low:.2f} to {high:.2f}, median {middle:.2f}"
                 " (0 is non-centred)"

@@ -28,13 +28,13 @@ def checked_metric(metric: Any) -> Any:
     if isinstance(metric, str):
         one_of("metric", metric, ("identity", "diagonal", "low_rank", "dense"))
         return IdentityMetric() if metric == "identity" else metric
-    found = array("metric", metric)
-    if isinstance(metric, tuple) or found.dtype.kind not in "iuf" or found.ndim not in (1, 2):
+    values = array("metric", metric)
+    if isinstance(metric, tuple) or values.dtype.kind not in "iuf" or values.ndim not in (1, 2):
         raise ValueError(
             "`metric` must be an array of variances or a covariance matrix, a pair (guide, params),"
             f" 'diagonal', 'low_rank', 'dense' or 'identity'; got {shown(metric)}."
         )
-    return found
+    return values
 
 
 def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuning | None:
