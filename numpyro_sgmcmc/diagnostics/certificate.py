@@ -260,9 +260,8 @@ def _smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, float]:
     try:
         from arviz_stats.base import array_stats
 
-        log_weights, k_hat = array_stats.psislw(
-            -log_ratios
-        )  # which takes those of one over the ratios
+        # this function takes the logarithms of one over the ratios
+        log_weights, k_hat = array_stats.psislw(-log_ratios)
     except ImportError:
         from arviz import psislw
 

@@ -17,7 +17,7 @@ from numpyro_sgmcmc.posterior.target import Target
 
 
 def with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGMCMCState:
-    """The anchor moved to the position, if it is time to."""
+    """The state with the anchor moved to the position, if a move is due."""
     centring = state.fixed.centring
 
     def move(z: Values, centring: Any) -> Anchor:
