@@ -35,7 +35,7 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.tempered import tempered
 from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
 
-#: Numbers of steps whose rows are drawn ahead.
+#: Steps kept free at the end of the counter: those whose rows are read ahead, and a reserve.
 _ROOM = 2**16
 
 #: Bound on twice the kinetic energy: ``_HEAT`` for each parameter plus ``_ENERGY``. Tuned steps
@@ -184,7 +184,7 @@ def one_step(
 
     A step that is not finite, or whose step size is not positive, is undone and counted.
 
-    :param is_valid: whether the step size is valid.
+    :param is_valid: whether the data belong to the anchor of the chain.
     :param state: the state without its constants, before and after.
     """
     monitor, i = state.monitor, state.i

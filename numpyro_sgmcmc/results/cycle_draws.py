@@ -1,20 +1,20 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The draws of a run that are to be used: of step sizes in cycles those of the ends of cycles."""
+"""The selection of draws that count: for cyclical step sizes the draws at the ends of cycles."""
 
 import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.posterior.numpyro_private import with_draws
 
-#: Step sizes that differ by rounding are the same.
+#: Relative difference of step sizes by rounding.
 _SAME = 1e-5
 
 
 def kept_draws(mcmc: MCMC) -> MCMC:
     """
-    The run with the draws that are to be used.
+    The run with only the draws that count.
 
     :raises ValueError: if there are none.
     """

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a run says of itself, in a form that is kept with its draws."""
+"""The facts of a run, in a form that is stored with its draws."""
 
 from importlib.metadata import version
 from itertools import product
@@ -16,7 +16,7 @@ from numpyro_sgmcmc.stein import SteinReport, SteinSums, problem_of_undone_steps
 
 
 def stein_of(mcmc: MCMC) -> SteinReport | None:
-    """The Stein matrix that the run has kept, or None for kernels that keep none."""
+    """The Stein matrix of the run, or None for kernels that keep none."""
     sums = getattr(getattr(mcmc.last_state, "monitor", None), "stein", None)
     return stein_report(sums) if isinstance(sums, SteinSums) else None
 
@@ -26,7 +26,7 @@ def attributes(
 ) -> dict[str, str | int | float]:
     """The settings of the kernel and the facts of the run, as words and numbers."""
     settings = getattr(mcmc.sampler, "run_info", {})
-    # netCDF has no truth values
+    # netCDF has no Boolean values
     facts = {name: int(x) if isinstance(x, bool) else x for name, x in settings.items()}
     facts.setdefault("algorithm", type(mcmc.sampler).__name__)
     facts |= {
@@ -43,7 +43,7 @@ def attributes(
     if (tuning := getattr(mcmc.sampler, "tuning", None)) is not None:
         facts["tuning_problem"] = tuning.problem or ""
         if mcmc.sampler.method.step_size is None and tuning.steps_per_sample > 1:
-            # where samples are less than a chain's memory apart, as much less
+            # samples closer than a relaxation time count for less, in proportion
             of_a_draw = mcmc.sampler.steps_per_sample / tuning.steps_per_sample
             facts["promised_per_sample"] = of_a_draw / tuning.slowness
             facts["seconds_per_sample"] = of_a_draw * tuning.seconds_per_sample
@@ -71,14 +71,15 @@ def attributes(
 
 
 def variable_name(site: str) -> str:
-    """The name of a site among the results: in a tree of groups a slash would begin another."""
+    """The name of a site in the results, without slashes, which would begin a group."""
     return site.replace("/", ".")
 
 
 def parameters(shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], list[str]]:
     """
-    Labels of the unconstrained parameters, as ArviZ writes them, and the variable of each, in the
-    order of the flat vector.
+    Labels and variables of the unconstrained parameters, in the order of the flat vector.
+
+    The labels have the form of ArviZ.
 
     :param shapes: shapes of the unconstrained values of the latent sites.
     """
@@ -93,10 +94,12 @@ def parameters(shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], list[str]
 
 def stein_group(stein: SteinReport, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
     """
-    The Stein matrix by parameter, for ArviZ: variables ``variance_ratio`` and
-    ``variance_ratio_error``, and up to 100 parameters ``eigenvalue`` and ``eigenvalue_spread``,
-    of the block of each site, over the dimension ``parameter`` (labels of the unconstrained
-    parameters, or of the sites if there are more than 1,000) with the coordinate ``site``.
+    The Stein matrix by parameter, as a group for ArviZ.
+
+    Its variables are ``variance_ratio`` and ``variance_ratio_error``. Up to 100 parameters there
+    are ``eigenvalue`` and ``eigenvalue_spread`` of the block of each site. The dimension is
+    ``parameter``, with labels of the unconstrained parameters, or of the sites above 1,000
+    parameters. Its coordinate is ``site``.
     """
     labels, sites = parameters(shapes)
     if len(stein.ratios) != len(labels):

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What is latent in the groups of a run, drawn after it."""
+"""Draws of the latent variables of groups, made after the run."""
 
 from collections.abc import Mapping
 import math
@@ -41,34 +41,33 @@ def local_draws(
     """
     Draws of the latent sites inside of subsampled plates, which a run integrates out.
 
-    For draws :math:`\\theta^{(s)}` of the run they are draws of the conditional law of each group,
+    For each draw :math:`\\theta^{(s)}` of the run it draws from the conditional law of each group,
 
     .. math:: z_g^{(s)} \\sim p(z_g \\mid y_g, \\theta^{(s)}) ,
 
-    and both together are draws of the joint posterior. Each is made by independent
-    proposals for its group (:func:`~numpyro_sgmcmc.posterior.quadrature.draws_of`); deterministic
-    sites that depend on them are computed of them.
+    and both together are draws of the joint posterior. Each draw is made by independent proposals
+    for its group (:func:`~numpyro_sgmcmc.posterior.quadrature.draws_of`). Deterministic sites that
+    depend on these draws are computed from them.
 
     :param mcmc: an ``MCMC`` object after its run.
-    :param groups: how many groups, drawn at random, or their numbers, or a dict of either by the
-        name of the plate; all if None.
-    :param int num_draws: for how many draws of each chain, evenly spaced; at most as many as there
-        are.
+    :param groups: the number of groups, drawn at random; or their numbers; or a dict of either by
+        the name of the plate; None for all.
+    :param int num_draws: number of draws of each chain, evenly spaced; at most the number of draws
+        of the run.
     :param store: path of a Zarr store that the draws are written to, some thousand groups at a
-        time, for instance ``"draws.zarr"``; None keeps them in memory. The draws are the same. The
-        folder has another name, with ``unfinished`` in it, until it has all of them.
+        time, for instance ``"draws.zarr"``; None keeps them in memory. The draws do not depend on
+        this choice. The folder has another name, with ``unfinished`` in it, until it is complete.
     :param rng_key: a random key.
-    :param int max_values: largest number of values that the result may have in memory; with a
-        ``store`` there is no limit.
+    :param int max_values: largest number of values of a result in memory. With a ``store`` there is
+        no limit.
     :return: variables of shape ``(chain, draw, plate, ...)``, with the numbers of draws and groups
-        as coordinates; those of a ``store`` are read when they are used, and
+        as coordinates. Variables of a ``store`` are read when they are used, and
         ``xarray.open_zarr("draws.zarr", chunks=None)`` opens them again.
-    :raises ValueError: if the model has no latent sites inside of subsampled plates, if there are
-        no such groups, if the result would be too large, or if there are files in the place of the
-        store.
+    :raises ValueError: if the model has no latent sites inside of subsampled plates, if the groups
+        do not exist, if the result would be too large, or if the folder of the store has files.
     :raises ImportError: if there is a ``store``, and zarr is not installed.
 
-    **Example:** normal effects, known as well as their prior and one row say it.
+    **Example:** normal effects, each known from its prior and one row.
 
     .. doctest::
 
@@ -142,7 +141,7 @@ def local_draws(
 
 
 def _check_size(shapes: list[tuple[int, ...]], max_values: int) -> None:
-    """Raises ``ValueError`` if the result does not fit into memory."""
+    """Raise ``ValueError`` if the result does not fit into memory."""
     values = sum(map(math.prod, shapes))
     if values > max_values:
         chains, draws, groups = max(shapes, key=math.prod)[:3]
