@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What makes a run the same run, in another process too."""
+"""Facts that identify a run in every process."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def of_run(
     start: Any,
 ) -> dict[str, Any]:
     """
-    Words and numbers by what they say of the run.
+    The facts that identify a run, as words and numbers by name.
 
     :param arguments: positional and keyword arguments of the model.
     :param int samples: number of samples, warm-up included, over which schedules are compared.
@@ -29,7 +29,7 @@ def of_run(
     if hasattr(kernel, "identity"):
         facts |= kernel.identity(*arguments, samples)
     else:
-        # of other kernels what they were told, and the data
+        # other kernels are identified by their attributes and the data
         for name, value in sorted(vars(kernel).items()):
             if isinstance(value, str | int | float | bool):
                 facts[f"kernel's {name.strip('_')}"] = description_of(value)
@@ -42,13 +42,15 @@ def of_run(
 
 
 def differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    """What differs, in words."""
+    """The differences between the facts of two runs, in words."""
     words = []
     for name in sorted(here.keys() | there.keys()):
         mine, its = here.get(name), there.get(name)
         if isinstance(mine, float) and isinstance(its, float):
             same = are_same_densities(mine, its)
-        elif isinstance(mine, dict) and isinstance(its, dict):  # by what was known of it
+        elif isinstance(mine, dict) and isinstance(
+            its, dict
+        ):  # compared by the facts that both know
             same = all(mine[key] == its[key] for key in mine.keys() & its.keys())
         else:
             same = mine == its

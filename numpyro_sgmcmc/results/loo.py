@@ -225,7 +225,7 @@ def _tree(data: Any, site: _Site, rows: Mapping[str, np.ndarray], at_point: np.n
 
 
 def _of_rows(mcmc: MCMC, rows: Any, options: Mapping[str, Any]) -> Any:
-    """The log likelihood of some rows, without the warning about missing rows."""
+    """An ArviZ object with the log likelihood of some rows, without the warning about it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", re.escape(SOME_ROWS.partition("{")[0]))
         return to_arviz(mcmc, rows=rows, **options)
