@@ -176,8 +176,8 @@ def with_row_progress(
     The constants of chains, with the progress of growing rows if there are some.
 
     :param name: the name of the kernel.
-    :param target: the model with the rows that exist, as arrays. :param arguments: the arguments of
-    the model, with growing rows.
+    :param target: the model with the rows that exist, as arrays.
+    :param arguments: the arguments of the model, with growing rows.
     :raises ValueError: if the rows of this model cannot grow.
     """
     if (known := row_count_of(arguments)) is None:

@@ -124,8 +124,8 @@ def _states(
     """
     The state of one chain or, for a batch of keys, of several.
 
-    :param fixed: the constants of the chains. :param tuning: gives the initial values, if the user
-    does not.
+    :param fixed: the constants of the chains.
+    :param tuning: gives the initial values, if the user does not.
     :param init_params: unconstrained values of the latent sites from the user, or None.
     :raises ValueError: if there are no valid initial values.
     """

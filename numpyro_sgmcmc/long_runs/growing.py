@@ -72,7 +72,8 @@ def check_rows(
     """
     Check that the present rows begin with the rows of the store.
 
-    :param before: the rows that the store knows. :param seen: the records of rows on disk.
+    :param before: the rows that the store knows.
+    :param seen: the records of rows on disk.
     :raises ValueError: if the present rows do not begin with the known rows.
     """
     known, remedy = row_count_of(arguments), "or begin anew with `resume=False`"

@@ -40,9 +40,9 @@ class Moments(NamedTuple):
     """
     Moments of the draws of each chain.
 
-    - **draws** - number of draws of each chain, :math:`n`. - **mean** - mean of each chain, for
-    each site shape (chains, ...). - **squares** - sums of squared deviations from the mean,
-    likewise.
+    - **draws** - number of draws of each chain, :math:`n`.
+    - **mean** - mean of each chain, for each site shape (chains, ...).
+    - **squares** - sums of squared deviations from the mean, likewise.
     - **factors** - :math:`F`, shape (r, d), over the sites in the order of their names.
     """
 

@@ -33,8 +33,9 @@ def as_words(value: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) ->
     """
     The value in a form for JSON.
 
-    :param arrays: the list to which arrays of the value are appended. :param kinds: the allowed
-    kinds of ``NamedTuple``, by name. :raises TypeError: if the value has a part of another kind.
+    :param arrays: the list to which arrays of the value are appended.
+    :param kinds: the allowed kinds of ``NamedTuple``, by name.
+    :raises TypeError: if the value has a part of another kind.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -60,8 +61,8 @@ def from_words(words: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) 
     """
     The inverse of :func:`as_words`.
 
-    :param kinds: the allowed kinds of ``NamedTuple``, by name. :raises ValueError: if the words
-    have anything else.
+    :param kinds: the allowed kinds of ``NamedTuple``, by name.
+    :raises ValueError: if the words have anything else.
     """
 
     def value(words: Any) -> Any:

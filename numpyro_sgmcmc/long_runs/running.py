@@ -43,8 +43,9 @@ class Limits(NamedTuple):
     """
     The limits at which a run stops early, and the interval of checkpoints; None is never.
 
-    - **max_time** - seconds of this call. - **target_ess** - smallest bulk effective sample size. -
-    **target_mcse** - largest Monte-Carlo standard error, in posterior standard deviations.
+    - **max_time** - seconds of this call.
+    - **target_ess** - smallest bulk effective sample size.
+    - **target_mcse** - largest Monte-Carlo standard error, in posterior standard deviations.
     - **checkpoint_every** - seconds between checkpoints.
     """
 

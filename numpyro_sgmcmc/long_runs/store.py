@@ -215,9 +215,9 @@ class Store:
         """
         Read all values of an array that readers see.
 
-        :param manifest: the manifest of the expected values. :param int draws: the number of
-        expected draws. :raises ValueError: if values differ, or a file of the store is lost or
-        incomplete.
+        :param manifest: the manifest of the expected values.
+        :param int draws: the number of expected draws.
+        :raises ValueError: if values differ, or a file of the store is lost or incomplete.
         """
         with self._metadata_named():
             array: Any = self._seen[name]
@@ -233,9 +233,10 @@ class Store:
         """
         Read and check all draws, a chunk at a time.
 
-        :param manifest: the manifest of the expected values. :param int draws: the number of
-        expected draws. :raises ValueError: if values differ, or a file of the store is lost or
-        incomplete, naming file and draws.
+        :param manifest: the manifest of the expected values.
+        :param int draws: the number of expected draws.
+        :raises ValueError: if values differ, or a file of the store is lost or incomplete, naming
+            file and draws.
         """
         arrays = _arrays_in(self._seen)
         names = {name for name in arrays if name.split("/")[0] != "moments"}
@@ -251,9 +252,9 @@ class Store:
         """
         Go on from the metadata in a checkpoint.
 
-        :param metadata: the metadata of the store at the checkpoint. :raises ValueError: if the
-        present metadata are lost, incomplete or different. :raises TypeError: if the checkpoint has
-        no metadata.
+        :param metadata: the metadata of the store at the checkpoint.
+        :raises ValueError: if the present metadata are lost, incomplete or different.
+        :raises TypeError: if the checkpoint has no metadata.
         """
         try:
             there = _described(metadata.encode())
@@ -333,8 +334,8 @@ def variable(shape: tuple[int, ...], dtype: Any, dims: list[str], num_draws: int
     values, so that reading a few parameters reads few bytes.
 
     :param shape: shape of one draw with all chains; ``()`` for the coordinate ``draw``.
-    :param dims: names of the dimensions, with ``draw``. :param int num_draws: the expected number
-    of draws.
+    :param dims: names of the dimensions, with ``draw``.
+    :param int num_draws: the expected number of draws.
     """
     dtype = np.dtype(dtype)
     # Zarr has only the data types of NumPy

@@ -94,8 +94,8 @@ class GroupDraws:
         Draw the variables of groups, part by part.
 
         :param rows: the numbers of the groups.
-        :param shapes: the shapes of all draws, by site. :return: the index of the chains, draws and
-        groups of a part, and the values of each site.
+        :param shapes: the shapes of all draws, by site.
+        :return: the index of the chains, draws and groups of a part, and the values of each site.
         """
         k = [p.name for p in self.plates].index(plate)
         each = self.draws_of(shapes)

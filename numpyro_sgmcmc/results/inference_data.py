@@ -200,9 +200,9 @@ class _Run(NamedTuple):
     """
     A run on some of its rows.
 
-    - **model**, **draws** - the model and the draws with these rows as all data. - **chosen** - row
-    numbers by plate, for plates that are not whole. - **sites**, **observed** - the sites of this
-    model, and the observed ones.
+    - **model**, **draws** - the model and the draws with these rows as all data.
+    - **chosen** - row numbers by plate, for plates that are not whole.
+    - **sites**, **observed** - the sites of this model, and the observed ones.
     """
 
     mcmc: MCMC

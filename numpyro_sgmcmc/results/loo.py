@@ -157,8 +157,8 @@ class _Site(NamedTuple):
     """
     The observed site, with its run.
 
-    - **axes** - axes of the subsampled plates around the site. - **others** - one row of each other
-    plate, because a plate cannot be empty.
+    - **axes** - axes of the subsampled plates around the site.
+    - **others** - one row of each other plate, because a plate cannot be empty.
     """
 
     name: str
@@ -270,8 +270,8 @@ def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tupl
     ArviZ asks for the shape of the whole log likelihood, and for the values of the chosen
     observations.
 
-    :param known: the indices with values, ascending, by axis. :param shape: the shape that the
-    array reports.
+    :param known: the indices with values, ascending, by axis.
+    :param shape: the shape that the array reports.
     """
     from xarray.backends import BackendArray
     from xarray.core import indexing
