@@ -83,9 +83,7 @@ class Draws:
         self._waiting.append(draws)
 
     def read(self) -> Fields:
-        """
-        All draws; for growing rows with the field ``rows``, the number of rows that each draw knows.
-        """
+        """All draws; for growing rows also ``rows``, the number of rows that each draw knows."""
         draws = self._read()
         if self._rows is None:
             return draws
@@ -213,7 +211,7 @@ class Draws:
 
 
 def _named(draws: Fields, sample: str) -> Iterator[tuple[str, Any]]:
-    """Arrays by name; those of the sample by that of their site."""
+    """Arrays by name; sample arrays have the names of their sites."""
     for path, x in jax.tree_util.tree_flatten_with_path(draws)[0]:
         words = [
             str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path

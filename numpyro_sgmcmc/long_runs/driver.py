@@ -389,9 +389,7 @@ class LongRun(HostedRun):
         if self.post_warmup_state is not None:
             if not is_initialised(self.sampler):
                 started(*((rng_key, init_params) if alone else of_chain(0)))
-            self.sampler.postprocess_fn(
-                args, kwargs
-            )  # this refuses data that do not belong to the state
+            self.sampler.postprocess_fn(args, kwargs)  # refuses other data
             key = rng_key[0] if self.sampler.is_ensemble_kernel else rng_key
             state = self.post_warmup_state._replace(rng_key=key)
         elif alone:

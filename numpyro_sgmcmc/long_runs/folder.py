@@ -76,9 +76,7 @@ class RunFolder:
                 self.store.go_on(content["metadata"])
             leaves = content.pop("leaves")
             self.checkpoint = content | {"restored": partial(checkpoint.restored, file, leaves)}
-        elif self.store.draws or any(
-            self.path.glob("*/draw/c")
-        ):  # draws come only after a checkpoint
+        elif self.store.draws or any(self.path.glob("*/draw/c")):  # after a checkpoint
             raise ValueError(
                 f"The store {self.path} has {self.store.draws:,} draws, but its checkpoint {file}"
                 f" is lost: the run cannot go on. {checkpoint.REMEDY}"

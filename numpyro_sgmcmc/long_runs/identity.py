@@ -48,9 +48,7 @@ def differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
         mine, its = here.get(name), there.get(name)
         if isinstance(mine, float) and isinstance(its, float):
             same = are_same_densities(mine, its)
-        elif isinstance(mine, dict) and isinstance(
-            its, dict
-        ):  # compared by the facts that both know
+        elif isinstance(mine, dict) and isinstance(its, dict):  # by shared facts
             same = all(mine[key] == its[key] for key in mine.keys() & its.keys())
         else:
             same = mine == its

@@ -81,7 +81,7 @@ def _merged(moments: Moments, block: Sites) -> Moments:
         x = block[name]
         new = x.mean(axis=1)
         shift = new - moments.mean[name]
-        # several draws are free for deletion now
+        # the draws are overwritten, because nobody needs them any more
         deviations = np.subtract(x, new[:, None], out=x)
         inside = np.einsum("cm...,cm...->c...", deviations, deviations)
         mean[name] = moments.mean[name] + m / (n + m) * shift

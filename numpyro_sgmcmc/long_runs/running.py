@@ -206,7 +206,7 @@ class Running:
 
     @property
     def target_size(self) -> float:
-        """The requested effective sample size, for means or for tails."""
+        """The requested effective sample size, in the bulk or for means."""
         mcse = self.limits.target_mcse
         return max(self.limits.target_ess or 0.0, 0.0 if mcse is None else mcse**-2)
 

@@ -94,7 +94,7 @@ class _Held(WrapperStore[MemoryStore]):
         return None if content is None else buffer.from_bytes(content)
 
     def on_disk(self, key: str) -> bytes | None:
-        """The content of a file of the folder, or None."""
+        """The content of a file of the folder, or None for a new file."""
         try:
             return read(self._folder / key)
         except FileNotFoundError:
