@@ -115,9 +115,7 @@ class Flow(NamedTuple):
     root: Array
 
     def __call__(self, state: Array, noise: Array) -> Array:
-        """
-        The flow :math:`\\Phi_t` of position and momentum with noise :math:`R_t`, both of shape (2, d).
-        """
+        """The flow :math:`\\Phi_t` of position and momentum with noise, both of shape (2, d)."""
         return jnp.matmul(self.matrix, state, precision="highest") + noise
 
     def noise(self, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -419,7 +417,7 @@ def _step(
 
 def _kick(position: Array, momentum: Array, h: Array, seen: list[Evaluation]) -> Array:
     """
-    The kick :math:`(I - h^2 \\hat V)^{1/2} p - h (\\tilde g - \\theta)`, with the mean of gradients.
+    The kick :math:`(I - h^2 \\hat V)^{1/2} p - h (\\tilde g - \\theta)` by a mean of gradients.
     """
     gradient = sum(one.gradient for one in seen) / len(seen)
     if seen[0].noise is not None:

@@ -46,7 +46,7 @@ class Discrepancy(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The discrepancy itself, 0 where the estimate of its square is negative."""
+        """The discrepancy, 0 if the estimate of its square is negative."""
         return math.sqrt(max(self.squared, 0.0))
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Strata from the user, checked, and for a model."""
+"""Strata from the user, checked and fitted to a model."""
 
 from typing import Any
 
@@ -12,18 +12,20 @@ from numpyro_sgmcmc.data.strata import Strata, by_labels
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.posterior.target import Target
 
-#: The scheme of subsampling that draws rows within strata too.
+#: Name of the subsampling scheme that can draw rows within strata.
 STRATIFIED = "without_replacement"
 
 
 def checked_subsampling(subsampling: Any) -> Any:
     """
-    The word for a scheme as it is, and strata by plate, those of the only one under the name None.
+    The argument ``subsampling``, checked: the name of a scheme, or strata by plate.
+
+    Strata of the only plate have the name None.
 
     :raises ValueError: if there is no such scheme, or strata are not whole numbers.
     """
     if isinstance(subsampling, str):
-        # a word of earlier versions, refused by itself for one release
+        # a name of earlier versions, with its own error for one release
         if subsampling == "importance":
             raise ValueError(
                 "subsampling='importance' was taken out: leave `subsampling` out. Strata do the"
@@ -60,7 +62,7 @@ def checked_subsampling(subsampling: Any) -> Any:
 
 
 def are_strata_of(target: Target, strata: dict[str, Strata]) -> bool:
-    """Whether the plates have as many rows and minibatches as large as these are for."""
+    """True if the strata fit the rows and the minibatch sizes of the plates."""
     sizes = {plate.name: (plate.size, plate.subsample_size) for plate in target.model.plates}
     return all(
         sizes.get(name) == (of_plate.allocation.size, of_plate.allocation.batch_size)
@@ -72,10 +74,10 @@ def given_strata(
     strata: Any, target: Target, importance: dict[str, np.ndarray] | None = None
 ) -> dict[str, Strata]:
     """
-    The strata that were given, for a model; none of ``"auto"`` and None.
+    The given strata for a model; none for ``"auto"`` and None.
 
-    :param importance: of the rows of each plate, where it is known.
-    :raises ValueError: if they do not fit the model.
+    :param importance: importance of the rows of each plate, if it is known.
+    :raises ValueError: if the strata do not fit the model.
     """
     if strata is None or isinstance(strata, str):
         return {}
