@@ -75,8 +75,6 @@ class Mixture(NamedTuple):
         With responsibilities :math:`r_{ik}` and :math:`u_{ik} = (\\nu + d) / (\\nu +
         \\delta_{ik}^2)`,
 
-        :math:`r_{ik}` and :math:`u_{ik} = (\\nu + d) / (\\nu + \\delta_{ik}^2)`,
-
         .. math:: \\mu_k = \\frac{\\sum_i r_{ik} u_{ik} x_i}{\\sum_i r_{ik} u_{ik}}, \\qquad
             \\Sigma_k = \\frac{\\sum_i r_{ik} u_{ik} (x_i - \\mu_k)(x_i - \\mu_k)^\\top + s I}
                 {\\sum_i r_{ik} + s} .

@@ -100,10 +100,6 @@ class Sandwich(NamedTuple):
         prior counts as if it came from rows that follow the model. With few clusters for each
         parameter :math:`I` is shrunk towards a multiple of the identity by the rule of Ledoit and
         Wolf (2004).
-
-        :math:`J_0` the curvature of the prior, which is as if seen in rows that are as the model
-        says. Of few clusters for each parameter :math:`I` is shrunk towards a multiple of the
-        identity by the rule of Ledoit and Wolf (2004).
         """
         z, (count, dimension) = self.scores, self.scores.shape
         covariance = z.T @ z
@@ -138,11 +134,6 @@ class Sandwich(NamedTuple):
         left out. If the model is right, the part explained by the scores is removed, because the
         centre makes up for it.
 
-        :math:`b^\\top \\theta` to the plain one, both of which clusters make: of a parameter from
-        :math:`(v_j^\\top \\nabla \\ell_g)^2 - r_j^2 b_{gj}` with :math:`r_j` the ratio; of other
-        directions, whose curvature is not known by cluster, as if that was no part of it. If the
-        model is right, what scores say of it is made up for by the centre, and taken away.
-
         :param direction: :math:`b`, shape ``(d, k)`` for several.
         """
         along = self.factor.T @ direction
@@ -170,9 +161,6 @@ class Sandwich(NamedTuple):
         If clusters are few, the test takes the sum over the parameters. With :math:`t_{gj} =
         v_j^\\top \\nabla \\ell_g`, :math:`T_j = \\sum_g t_{gj}^2`, :math:`B_j = \\sum_g b_{gj}`,
         and :math:`m_{gj} = t_{gj}^2 / T_j - b_{gj} / B_j` without the part explained by the scores,
-
-        :math:`T_j = \\sum_g t_{gj}^2`, :math:`B_j = \\sum_g b_{gj}`, and
-        :math:`m_{gj} = t_{gj}^2 / T_j - b_{gj} / B_j` less what scores say of it,
 
         .. math:: r^\\top \\Big( \\frac{G}{G - d - 1} \\sum_g m_g m_g^\\top \\Big)^{-1} r, \\qquad
             r_j = \\log \\frac{T_j}{B_j} ,

@@ -131,9 +131,9 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
 
     .. math:: w_i \\propto \\exp(-U(\\theta_i)) / q(\\theta_i),
 
-    The tail of the weights is smoothed by a generalised Pareto law, whose shape :math:`\\hat k`
-    says whether the weights can be trusted. Weighted means have no error of a step size or a
-    minibatch. If :math:`q` is near the posterior, they are right whatever the run has done,
+    where a generalised Pareto law smooths the tail of the weights. Its shape :math:`\\hat k` says
+    whether the weights can be trusted. Weighted means have no error of a step size or a minibatch.
+    If :math:`q` is near the posterior, they are right whatever the run has done,
 
     .. math:: \\hat\\mu = \\sum_i w_i f_i, \\qquad
         \\operatorname{se}^2 = \\sum_i w_i^2 (f_i - \\hat\\mu)^2,

@@ -388,8 +388,6 @@ def _quantiles(
 
     Here :math:`q` is the coarse quantile, :math:`F_0` the debiased probability below it and
     :math:`f` the density there.
-
-    :math:`q` and :math:`f` the density there, :math:`q - (F_0 - p) / f`.
     """
     own, labels = flat_draws(posterior[list(coarse.data_vars)])
     one, other = (flat_draws(x)[0] for x in (coarse, fine))

@@ -42,7 +42,7 @@ _MOST_WARMUP_STEPS = 2**29
 
 class Chains(NamedTuple):
     """
-    The part of the settings of ``MCMC`` that concerns the initial states.
+    The arguments of ``MCMC`` for the chains that begin.
 
     - **rng_key** - the random key of one chain, or a batch of keys.
     - **num_warmup** - number of samples of the warm-up.

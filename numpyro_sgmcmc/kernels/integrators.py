@@ -24,8 +24,6 @@ def langevin(
     """
     Overdamped Langevin dynamics by Euler's method, :math:`\\theta - h g + \\sqrt{2 h T} R`.
 
-    :math:`\\theta - h g + \\sqrt{2 h T} R`.
-
     :param noise: standard normal :math:`R`, shape ``(d,)``.
     """
     return position - step_size * gradient + jnp.sqrt(2 * step_size * temperature) * noise
@@ -46,8 +44,6 @@ def phi(x: Array) -> Array:
     The function :math:`\\phi(x) = (1 - e^{-2 x}) / (2 x)`, positive for every real :math:`x`.
 
     At zero :math:`\\phi(0) = 1`. Near zero it is computed by its series.
-
-    :math:`\\phi(0) = 1`: near zero by its series.
     """
     small = jnp.abs(x) < 1e-2
     safe = jnp.where(small, 1.0, x)
@@ -67,8 +63,6 @@ def ornstein_uhlenbeck(
 
     It is :math:`e^{-\\xi h} p + \\sqrt{2 D h \\, \\phi(\\xi h)} \\, R`. The damping may be
     negative.
-
-    :math:`e^{-\\xi h} p + \\sqrt{2 D h \\, \\phi(\\xi h)} \\, R`. The damping may be negative.
 
     :param damping: :math:`\\xi`, a scalar or one for each coordinate.
     :param diffusion: :math:`D`, the friction times the temperature.
@@ -166,8 +160,6 @@ def free_flight(
     It solves :math:`d\\theta = p \\, dt`, :math:`dp = -A p \\, dt + \\sqrt{2 A T} \\, dW`. With
     :math:`x = A h`,
 
-    :math:`dp = -A p \\, dt + \\sqrt{2 A T} \\, dW`. With :math:`x = A h`,
-
     .. math::
 
         p' &= e^{-x} p + \\sqrt{T (1 - e^{-2 x})} \\, R_1 \\\\
@@ -199,9 +191,6 @@ def microcanonical_kick(momentum: Array, gradient: Array, step_size: Array) -> t
     It solves :math:`dp = -\\tfrac{d}{d-1} (I - p p^\\top / d) \\, g \\, dt` over a time :math:`h`.
     With :math:`u = p / \\sqrt d`, :math:`e = -g / |g|` and :math:`\\delta = h \\sqrt d \\, |g| / (d
     - 1)`,
-
-    :math:`h`, on the sphere :math:`|p|^2 = d`. With :math:`u = p / \\sqrt d`,
-    :math:`e = -g / |g|` and :math:`\\delta = h \\sqrt d \\, |g| / (d - 1)`,
 
     .. math::
 
@@ -237,8 +226,6 @@ def euler_kick(
     Force, damping and noise in one step of Euler's method.
 
     The result is :math:`p - h g - h \\Gamma p + \\sqrt{2 h D} R`.
-
-    :math:`p - h g - h \\Gamma p + \\sqrt{2 h D} R`.
 
     :param damping: the vector :math:`\\Gamma p`, for instance ``friction * momentum``.
     :param diffusion: :math:`D`, a scalar or one for each coordinate.

@@ -109,10 +109,6 @@ class SGMCMCKernel(MCMCKernel):
         It is :class:`~numpyro_sgmcmc.full_data` of the model that the kernel was given. After a run
         with latent variables of groups it leaves these variables out, because the draws do not have
         them (:class:`~numpyro_sgmcmc.posterior.local_latents.Marginal`).
-
-        :class:`~numpyro_sgmcmc.full_data` of the model that the kernel was given. After a run whose
-        groups had latent variables of their own it is without these, which are no part of the draws
-        (:class:`~numpyro_sgmcmc.posterior.local_latents.Marginal`).
         """
         read = self.runtime.model
         if read is not None and isinstance(read.model, Marginal):
@@ -169,10 +165,6 @@ class SGMCMCKernel(MCMCKernel):
         See :mod:`numpyro_sgmcmc.tuning.phases`. ``MCMC`` calls this itself if something is to be
         tuned. It uses ``jax.random.key(0)``, so that the values do not depend on the key of the run
         or the chain method.
-
-        :mod:`numpyro_sgmcmc.tuning.phases`. ``MCMC`` does this by itself when something is to be
-        tuned, with ``jax.random.key(0)``: whatever the key of the run and the chain method,
-        the values are the same.
 
         :param rng_key: a random key.
         :param args: arguments of the model.

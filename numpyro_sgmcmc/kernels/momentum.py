@@ -61,8 +61,6 @@ class MomentumKernel(SGMCMCKernel):
         Algorithm 2 in the supplement of Ding et al. (2014), where :math:`\\alpha` is the initial
         thermostat :math:`a`.
 
-        :math:`a`.
-
         :param model: a model with NumPyro primitives.
         :param float learning_rate: :math:`\\eta = h^2`, for a potential that is a sum over all
             data. Divide a rate for the mean over the data by :math:`N`.

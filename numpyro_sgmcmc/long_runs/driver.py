@@ -202,8 +202,6 @@ class LongRun(HostedRun):
 
         For growing rows they are the moments of the draws after the latest change. See
         :func:`numpyro_sgmcmc.long_runs.moments.summary_of`.
-
-        :func:`numpyro_sgmcmc.long_runs.moments.summary_of`.
         """
         if self._moments is None:
             raise ValueError("There are no draws yet: call `run` first.")

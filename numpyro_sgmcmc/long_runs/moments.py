@@ -114,10 +114,6 @@ def summary_of(moments: Moments, dims: dict[str, list[str]]) -> xr.Dataset:
     them over ``direction``. The covariance within the chains is :math:`\\sum_k F_{ka} F_{kb}`, and
     its diagonal is the variance.
 
-    :math:`B` of the means of the chains and :math:`W` within them; and where directions are kept
-    ``SITE_factors`` over ``direction``: the covariance within the chains is
-    :math:`\\sum_k F_{ka} F_{kb}`, and on its diagonal the variance.
-
     :param dims: names of the dimensions of variables.
     """
     n, variables, start = moments.draws, {}, 0

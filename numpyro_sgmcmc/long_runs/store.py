@@ -138,8 +138,6 @@ class Store:
         """
         Write draws after the first ``start`` ones; readers see them after :meth:`publish`.
 
-        :meth:`publish`.
-
         :param values: new values of each array over draws, by path.
         :return: the manifest with the new draws.
         :raises ValueError: if a file of the store is incomplete.

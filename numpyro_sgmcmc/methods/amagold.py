@@ -54,7 +54,7 @@ class AMAGOLD(MomentumKernel):
 
     .. math:: \\min\\{1, \\exp([U(\\theta_0) - U(\\theta_T) + \\rho] / T_0)\\},
 
-    Otherwise the chain stays at :math:`\\theta_0`, with its momentum reversed. A path and its
+    and otherwise the chain stays at :math:`\\theta_0`, with its momentum reversed. A path and its
     reverse have the same minibatches, so neither the step size nor the noise of the gradient leaves
     an error. Each sample costs two evaluations of the potential on all rows. Long paths with much
     noise are rarely accepted: the probability falls like

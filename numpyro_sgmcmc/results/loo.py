@@ -75,9 +75,9 @@ def loo(
         + \\frac{N}{m} \\sum_{i \\in S}
         \\left( \\log p(y_i \\mid y_{-i}) - \\hat\\ell_i \\right),
 
-    It has no bias for any :math:`\\hat\\theta`. Here :math:`\\hat\\theta` is the transformed mean
-    of the unconstrained draws, so that the differences and ``subsampling_se`` are small. The first
-    sum is computed in chunks of rows, the second one draw at a time.
+    which has no bias for any :math:`\\hat\\theta`. Here :math:`\\hat\\theta` is the transformed
+    mean of the unconstrained draws, so that the differences and ``subsampling_se`` are small. The
+    first sum is computed in chunks of rows, the second one draw at a time.
 
     ArviZ 0.x has no such function. With ArviZ 0.x the result is ``arviz.loo`` of all observations,
     if ``max_values`` allows it.

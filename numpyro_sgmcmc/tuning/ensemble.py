@@ -48,11 +48,11 @@ class Ensemble:
     .. math:: s_i^{-2} = \\frac{b}{N c} \\operatorname{Var} ( \\partial_i \\tilde U(m) )
         + \\max \\left( 0, -\\partial_i^2 \\log p(m) \\right),
 
-    The first term is the empirical Fisher information, the sum of the squared gradients of the
-    rows. It comes from the variance of the gradient over 200 minibatches of :math:`b` of :math:`N`
-    rows, with the finite-population factor :math:`c`. The second term is the curvature of the
-    prior, exact if its values are independent. Step sizes are then in units of :math:`s`, which has
-    the units of the unconstrained parameters.
+    where the first term is the empirical Fisher information, the sum of the squared gradients of
+    the rows. It comes from the variance of the gradient over 200 minibatches of :math:`b` of
+    :math:`N` rows, with the finite-population factor :math:`c`. The second term is the curvature of
+    the prior, exact if its values are independent. Step sizes are then in units of :math:`s`, which
+    has the units of the unconstrained parameters.
 
     :param int steps: number of steps, each on a minibatch.
     :param float learning_rate: learning rate of Adam in the first step.

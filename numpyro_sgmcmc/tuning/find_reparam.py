@@ -74,9 +74,6 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
     :math:`u` in the diagonal of the precision is :math:`1 + J \\sigma_0^2`. With :math:`x_0`,
     :math:`\\mu_0` and :math:`\\sigma_0` at the centre
 
-    :math:`1 + J \\sigma_0^2` is the entry of :math:`u` in the diagonal of the precision, and with
-    :math:`x_0`, :math:`\\mu_0` and :math:`\\sigma_0` at the centre
-
     .. math:: \\lambda = \\frac{J}{J + \\sigma_0^{-2}}, \\qquad
         e = \\lambda \\hat x = x_0 - (1 - \\lambda) \\mu_0,
 
@@ -95,8 +92,8 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
        Papaspiliopoulos, Gareth O. Roberts and Martin Sköld (2007): for a known scale, location and
        effects of a Gaussian model are independent with this :math:`\\lambda`.
 
-    **Example:** three effects, about which the rows say nearly everything, about half, and nearly
-    nothing.
+    **Example:** three effects, about which the rows say nothing, about as much as the prior, and
+    nearly all.
 
     .. doctest::
 

@@ -61,7 +61,7 @@ def with_position(halves: Halves, position: Array, k: Any, counts: Any) -> Halve
 
 def r_hats(halves: Halves) -> np.ndarray:
     """
-    R-hat of each coordinate, from the halves of all chains,
+    R-hat of each coordinate, from the halves of all chains.
 
     .. math:: \\hat R^2 = \\frac{n - 1}{n} + \\frac{B}{W},
 

@@ -78,8 +78,6 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
     It comes from the contributions :math:`\\ell_i` of the rows to the log density at pairs of
     opposite draws. With :math:`\\ell_i^\\pm = \\ell_i(c \\pm L \\zeta)`,
 
-    :math:`\\ell_i^\\pm = \\ell_i(c \\pm L \\zeta)`,
-
     .. math::
 
         |a_i|^2 \\approx \\tfrac14 \\mathrm{E} (\\ell_i^+ - \\ell_i^-)^2, \\qquad
@@ -145,7 +143,7 @@ def _potential(target: Target, center: Array, order: int) -> Potential:
     effects = target.written(target.unravel(center)).effects
     none = jax.tree.map(jnp.zeros_like, effects)
     hessian = jnp.zeros(2 * center.shape, center.dtype) if order == 2 else None
-    # the expansion of the sum over all data is equal for all rows
+    # zeros replace the sums over all data, which are equal for all rows
     anchor = Anchor(effects, jnp.zeros((), center.dtype), none, hessian)
     return target.potential(IdentityMetric(), anchor)
 

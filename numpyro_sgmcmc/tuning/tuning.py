@@ -146,7 +146,7 @@ class Tuning(NamedTuple):
 
     @property
     def slowness(self) -> float:
-        """The relative slowness of a chain in the direction that the metric misses."""
+        """The factor by which a chain is slower in the direction that the metric misses."""
         width = self.width
         return self._time_of(max(width, self.widest)) / self._time_of(width)
 

@@ -27,9 +27,9 @@ _LEARNING_RATE = 0.05  #: learning rate of its optimiser
 
 def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaussian:
     """
-    Find the closest Gaussian with independent coordinates by variational inference,
+    Find the closest Gaussian with independent coordinates by variational inference.
 
-    as the solution of
+    It solves
 
     .. math::
 
