@@ -163,7 +163,7 @@ def calibrated(
     3. *Statistical Inference with Stochastic Gradient Algorithms*, Jeffrey Negrea, Jun Yang,
        Haoyue Feng, Daniel Roy and Jonathan Huggins (2022).
 
-    **Example:** counts that vary three times as much as those of a Poisson law.
+    **Example:** counts with three times the variance of a Poisson law.
 
     .. doctest::
 

@@ -45,7 +45,8 @@ def moments(run: Run, *, var_names: list[str] | None = None) -> Moments:
 
     :param run: an ``MCMC`` object or an ArviZ object.
     :param var_names: names of variables; None for all.
-    :raises ValueError: if there are no draws, if they are not finite, or if nothing moves.
+    :raises ValueError: if there are no draws, if they are not finite, or if all of them are
+        constant.
 
     **Example:**
 
@@ -243,7 +244,7 @@ def sliced_wasserstein(one: np.ndarray, two: np.ndarray) -> float:
     """
     The sliced 2-Wasserstein distance between draws, shapes ``(draws, numbers)``.
 
-    It has 100 random directions, which are always the same ones.
+    It has 100 fixed random directions.
     """
     normal = np.random.default_rng(0).standard_normal((_DIRECTIONS, one.shape[-1]))
     directions = normal / np.linalg.norm(normal, axis=1, keepdims=True)

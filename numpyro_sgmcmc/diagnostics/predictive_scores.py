@@ -53,9 +53,9 @@ class PredictiveScores(NamedTuple):
         Their standard errors are for paired rows. They are smaller than the errors of the two runs
         suggest, because a row that is hard to predict is usually hard for both.
 
-        :param other: scores of the same rows.
+        :param other: scores of these rows by another run.
         :return: a table with the columns ``difference`` and ``se``.
-        :raises ValueError: if the rows are not the same.
+        :raises ValueError: if the rows differ.
         """
         ours, others = self.pointwise["observed"].values, other.pointwise["observed"].values
         where = f"site '{self.facts['site']}' and site '{other.facts['site']}'"

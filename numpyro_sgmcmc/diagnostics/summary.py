@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The summary of a run: its draws, its bias and what it cost."""
+"""The summary of a run: its draws, its bias and its cost."""
 
 from typing import Any, NamedTuple
 

@@ -185,7 +185,7 @@ def with_row_progress(
     check_growth(name, target, method, *arguments)
     dtype = target.model.dtype
     nothing, worth = jnp.zeros(target.model.dimension, dtype), known.rows.astype(dtype)
-    # the tuning gives all rows the same weight: the first sample begins with the true weights
+    # the tuning gives all rows one weight, and the first sample begins with the true weights
     digest = known.digest if known.half_life is None else jnp.zeros_like(known.digest)
     return fixed._replace(known=RowProgress(known.rows, digest, known.rows, nothing, worth))
 

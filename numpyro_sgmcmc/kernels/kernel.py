@@ -169,7 +169,7 @@ class SGMCMCKernel(MCMCKernel):
         :param rng_key: a random key.
         :param args: arguments of the model.
         :param kwargs: keyword arguments of the model.
-        :return: the tuning, for ``tuning=`` of a kernel of the same class, or for printing.
+        :return: the tuning, for ``tuning=`` of a kernel of this class, or for printing.
         :raises ValueError: if the search for a centre or a metric fails, with a remedy.
 
         **Example:**

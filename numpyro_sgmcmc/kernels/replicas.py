@@ -55,7 +55,7 @@ class Replicas:
     3. *Non-convex Learning via Replica Exchange Stochastic Gradient MCMC*,
        Wei Deng, Qi Feng, Liyao Gao, Faming Liang and Guang Lin (2020).
 
-    **Example:** a mean of which only the absolute value is known.
+    **Example:** a mean whose sign is unknown.
 
     .. doctest::
 

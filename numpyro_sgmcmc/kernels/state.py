@@ -82,8 +82,8 @@ class ChainConstants(NamedTuple):
     """
     The constants of the chains, decided before they start.
 
-    They are the same for every step. They are the same for every chain too, unless each chain has
-    its own metric, around a member of an ensemble.
+    All steps share them. All chains share them too, unless each chain has its own metric, around a
+    member of an ensemble.
 
     - **step_size** - step size, unless a schedule gives it.
     - **friction** - friction :math:`A`, or None for methods that have none.

@@ -123,7 +123,7 @@ def _with_counter_in_range(state: SGMCMCState) -> SGMCMCState:
 
     A counter that overflowed would draw old rows and noise again.
     """
-    i = state.i.ravel()[0]  # the same in all chains
+    i = state.i.ravel()[0]  # equal in all chains
     several = jnp.ndim(state.i) > 0
 
     def moved(counter: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -90,6 +90,6 @@ def least_size(monitored: ThinnedDraws, method: str) -> float:
     if monitored.kept.shape[1] < 8:
         return float("nan")
     numbers: Any = xr.Dataset({"number": (("chain", "draw", "index"), monitored.kept)})
-    with np.errstate(invalid="ignore", divide="ignore"):  # of what never moves
+    with np.errstate(invalid="ignore", divide="ignore"):  # for values that never move
         sizes = arviz.ess(numbers, method=method)["number"].values
     return float(np.nanmin(sizes)) if np.isfinite(sizes).any() else float("nan")

@@ -71,7 +71,7 @@ class CovarianceControlled(NamedTuple):
     - **thermostat** - :math:`\\xi`, the current friction of the thermostat, a scalar.
     - **noise_covariance** - :math:`\\hat V`, the covariance of the noise of the minibatch gradient,
       averaged over past steps: its diagonal, shape (d,), the full matrix, (d, d), a
-      :class:`~numpyro_sgmcmc.gradients.covariance.LowRankPlusDiagonal`, or nothing if matrix-free.
+      :class:`~numpyro_sgmcmc.gradients.covariance.LowRankPlusDiagonal`, or empty if matrix-free.
     - **observations** - the number of minibatches in :math:`\\hat V`.
     """
 

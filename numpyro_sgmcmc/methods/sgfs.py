@@ -121,7 +121,8 @@ class SGFS(SGMCMCKernel):
             return replace(noise, factors=factors)
 
         def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-            # one Fisher information is a curvature, as in SGLD with corrected noise
+            # the step of SGLD with corrected noise, because the Fisher information acts as a
+            # curvature
             return 2 * ACCEPTED_BIAS / noise.curvature, None
 
         def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Scored:

@@ -42,7 +42,7 @@ class SMSUBU(MomentumKernel):
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
         schedule; None is tuned.
     :param float friction: friction :math:`A`, per unit of time; None is tuned.
-    :param str subsampling: how rows are drawn; the method has ``"symmetric_sweeps"``.
+    :param str subsampling: the subsampling scheme; the method has only ``"symmetric_sweeps"``.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**

@@ -24,7 +24,7 @@ def kept_draws(mcmc: MCMC) -> MCMC:
     sizes = mcmc.get_extra_fields(group_by_chain=True).get("step_size")
     if sizes is None:
         return mcmc
-    used = np.asarray(sizes)[0] <= smallest * (1 + _SAME)  # the same in all chains
+    used = np.asarray(sizes)[0] <= smallest * (1 + _SAME)  # equal in all chains
     if used.all():
         return mcmc
     if not used.any():

@@ -45,7 +45,7 @@ def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
     :raises ValueError: if the data have been changed in place since the run.
     """
     seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
-    if seen is None:  # of another package, or traced
+    if seen is None:  # other kernels, or traced data
         return
     target = target or target_of(mcmc.sampler.model, *arguments(mcmc))
     data = fingerprint_of(target.args, target.kwargs)
@@ -59,7 +59,7 @@ def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
 def are_edited(mcmc: MCMC) -> bool:
     """True if the arguments of the model were changed in place since the run."""
     seen = getattr(getattr(mcmc.sampler, "context", None), "data", None)
-    if seen is None:  # of another package, or traced
+    if seen is None:  # other kernels, or traced data
         return False
     data = fingerprint_of(*as_arrays(arguments(mcmc)))
     return data is not None and not seen.startswith(data)
