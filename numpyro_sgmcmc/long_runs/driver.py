@@ -166,7 +166,7 @@ class LongRun(HostedRun):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples: those drawn if the run has stopped before its end."""
+        """The number of samples; after an early stop the number of samples drawn."""
         drawn = self._draws
         if drawn is None or drawn.count == self._asked // self.thinning:
             return self._asked
