@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Whether to trust a run: what effective sample sizes and R-hat cannot see."""
+"""Diagnostics of whether to trust a run, beyond effective sample sizes and R-hat."""
 
 from numpyro_sgmcmc.diagnostics.calibrated import Calibrated as Calibrated
 from numpyro_sgmcmc.diagnostics.calibrated import calibrated as calibrated

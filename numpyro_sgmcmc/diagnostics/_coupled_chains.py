@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Chains at two step sizes, :math:`h` and :math:`h / 2`, that stay close to each other: with one
-Brownian path for both, and the minibatches of the two short steps together for the long one.
+Coupled chains at two step sizes, :math:`h` and :math:`h / 2`, that stay close to each other.
 
-The integrator splits the potential, in the coordinates of a metric, into that of a standard normal
-law, whose damped motion with noise it solves exactly, and the rest. With :math:`\\Phi_t` that
-solution over a time :math:`t` a step is
+The chains of a pair have one Brownian path. The long step uses the minibatches of both short steps.
+
+The integrator splits the potential, in the coordinates of a metric, into the potential of a
+standard normal law and a rest. It solves the damped noisy motion in the first part exactly. With
+this solution :math:`\\Phi_t` over a time :math:`t` a step is
 
 .. math::
 
@@ -19,12 +20,12 @@ solution over a time :math:`t` a step is
         M_t = \\exp t \\begin{pmatrix} 0 & 1 \\\\ -1 & -A \\end{pmatrix}, \\qquad
         R_t \\sim N(0, I - M_t M_t^\\top) .
 
-Of a posterior that is Gaussian it has no error at any step size, and of another one the error, and
-the distance of the two chains, is in proportion to how far that is from a Gaussian. The damping by
-the covariance :math:`\\hat V` of the noise, as the same minibatch shows it, takes out what the
-noise of :math:`\\tilde g` puts in, at every place as much as there is, and leaves a standard normal
-momentum as it is. The error is of the second order in :math:`h`, and the variance of the difference
-of the chains of the fourth.
+The integrator has no error at any step size if the posterior is Gaussian. For other posteriors its
+error, and the distance of the two chains, is in proportion to their distance from a Gaussian. The
+damping uses the covariance :math:`\\hat V` of the noise, estimated from the minibatch of the step.
+It removes the noise of :math:`\\tilde g`, at every position as much as there is, so that a standard
+normal momentum stays standard normal. The error is of second order in :math:`h`, and the variance
+of the difference of the chains is of fourth order.
 
 **References:**
 
@@ -52,46 +53,47 @@ from numpyro_sgmcmc.posterior.metric import Metric
 from numpyro_sgmcmc.posterior.potential import full_data_gradient
 from numpyro_sgmcmc.posterior.target import Target
 
-#: Chains, whose means tell the standard error.
+#: Number of chains, whose means give the standard error.
 CHAINS = 64
 
-#: Friction, per unit of time: that with which means are known soonest.
+#: Friction, per unit of time: the one with the smallest errors of means.
 _FRICTION = 0.7
 
-#: Gradients are on all rows of up to so many.
+#: Largest number of rows for gradients on all rows.
 _FEW_ROWS = 2_000
 
-#: Draws made by one call of a program.
+#: Number of draws of one call of a program.
 _AT_ONCE = 16
 
-#: Draws of the pilot that are left out, and those that are looked at.
+#: Numbers of draws of the pilot that are left out, and that are used.
 _FORGOTTEN, _LOOKED_AT = 16, 32
 
-#: The difference of two chains may have so much of the variance of one, and of its standard
-#: deviation in the mean: the rest, of higher order, is then a tenth of that or less.
+#: Largest variance of the difference of two chains, as a share of the variance of one, and its
+#: largest mean in standard deviations. The error of higher order is then at most a tenth of this.
 _SHARE, _DIFFERENCE = 0.05, 0.05
 
-#: The first terms of :math:`1 - (1 - x)^{1/2}`, which are used up to a largest x.
+#: First coefficients of the series of :math:`1 - (1 - x)^{1/2}`, and the largest x for which it is
+#: used.
 _ROOT = (1 / 2, 1 / 8, 1 / 16, 5 / 128, 7 / 256, 21 / 1_024)
 _LARGEST = 1.5
 
-#: The part of the minibatches whose noise in a step is to be no more than a momentum has, up to
-#: what the series leaves of it.
+#: Share of the minibatches whose noise in a step must be less than a momentum can lose, and the
+#: bound on this noise for the series.
 _COVERED, _COVERS = 0.95, 1.2
 
-#: Step sizes from 1 to 1/64 of a posterior standard deviation, as powers of one half.
+#: Powers of one half for step sizes from 1 to 1/64 of a posterior standard deviation.
 _FIRST, _LAST = 0, 6
 
 
 class Levels(NamedTuple):
     """
-    What coupled chains leave, in the coordinates of the metric.
+    The draws of coupled chains at two step sizes, in the coordinates of the metric.
 
-    - **coarse** - at step size :math:`h`, shape (chains, draws, d).
-    - **fine** - at :math:`h / 2`, beside the first of these draws.
+    - **coarse** - draws at step size :math:`h`, shape (chains, draws, d).
+    - **fine** - draws at :math:`h / 2`, coupled to the first coarse draws.
     - **step_size** - :math:`h`, in units of a posterior standard deviation.
-    - **gradients** - how many gradients of minibatches, or of all rows, all of this took.
-    - **on_all_rows** - whether they are of all rows.
+    - **gradients** - the cost in gradients of minibatches, or of all rows.
+    - **on_all_rows** - whether the gradients are on all rows.
     """
 
     coarse: np.ndarray
@@ -103,6 +105,8 @@ class Levels(NamedTuple):
 
 class Flow(NamedTuple):
     """
+    The exact flow :math:`\\Phi_t` of the standard normal part over a time :math:`t`.
+
     - **matrix** - :math:`M_t`, shape (2, 2).
     - **root** - a root of the covariance of :math:`R_t`, shape (2, 2).
     """
@@ -111,21 +115,21 @@ class Flow(NamedTuple):
     root: Array
 
     def __call__(self, state: Array, noise: Array) -> Array:
-        """:math:`\\Phi_t` of position and momentum with :math:`R_t`, both of shape (2, d)."""
+        """The flow :math:`\\Phi_t` of position and momentum with noise, both of shape (2, d)."""
         return jnp.matmul(self.matrix, state, precision="highest") + noise
 
     def noise(self, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        """:math:`R_t`, of a shape that ends in (2, d)."""
+        """Draw the noise :math:`R_t`, of a shape that ends in (2, d)."""
         return jnp.matmul(self.root, random.normal(rng_key, shape, dtype), precision="highest")
 
 
 class Times(NamedTuple):
     """
-    A step size as the programs take it.
+    A step size and its flows, as the programs take them.
 
     - **step** - :math:`h`.
     - **half**, **quarter** - :math:`\\Phi_{h/2}` and :math:`\\Phi_{h/4}`.
-    - **steps** - from one draw to the next.
+    - **steps** - number of steps from one draw to the next.
     """
 
     step: Array
@@ -135,7 +139,9 @@ class Times(NamedTuple):
 
 
 class _Samples(Covariance):
-    """The vectors :math:`z_k` of :math:`V = \\sum_k z_k z_k^\\top` themselves, shape (k, d)."""
+    """
+    A covariance :math:`V = \\sum_k z_k z_k^\\top` held by its vectors :math:`z_k`, shape (k, d).
+    """
 
     def zeros(self, dimension: int, dtype: Any) -> Array:
         return jnp.zeros((1, dimension), dtype)
@@ -162,12 +168,14 @@ def coupled(
     rng_key: Array,
 ) -> Levels:
     """
-    Chains at two step sizes from draws of a run; the longest pair that stays together is found
-    first, and the second level gets the part of the draws with which the error of both is least.
+    Run coupled chains at two step sizes from draws of a run.
+
+    A search first finds the largest step size at which pairs stay together. The pairs then get the
+    number of draws with the least total error.
 
     :param metric: the metric, in whose coordinates the posterior is about standard normal.
     :param starts: positions in the coordinates, shape (chains, d).
-    :param int num_draws: of each chain at :math:`h`, one for each unit of time.
+    :param int num_draws: number of draws of each chain at :math:`h`, one for each unit of time.
     :raises ValueError: if the chains do not stay together at any step size.
     """
     few = sum(plate.size for plate in target.model.plates) <= _FEW_ROWS
@@ -181,7 +189,7 @@ def coupled(
         axis=1,
     )
     both, step_size, share = _near_pairs(run, state, rng_key)
-    # for two levels of costs c and variances v the draws are in proportion to (v / c)^(1/2)
+    # two levels with costs c and variances v get draws in proportion to (v / c)^(1/2)
     coarse_cost, fine_cost = run.costs
     part = math.sqrt(16 / 9 * share * coarse_cost / fine_cost)
     pairs = min(num_draws, max(_AT_ONCE, math.ceil(part * num_draws)))
@@ -200,10 +208,9 @@ def coupled(
 
 def _near_pairs(run: "_Runner", state: Array, rng_key: Array) -> tuple[Array, float, float]:
     """
-    Pairs of chains that do, their step size, and the part of the variance of one that
-    their difference has.
+    Pairs of chains that stay together, their step size, and the variance share of the difference.
 
-    :raises ValueError: if they do not at any step size.
+    :raises ValueError: if no step size keeps the pairs together.
     """
     tried, first = "", max(_FIRST, run.halvings(state))
     if first > _LAST:
@@ -236,8 +243,11 @@ def _near_pairs(run: "_Runner", state: Array, rng_key: Array) -> tuple[Array, fl
 
 def _apart(coarse: np.ndarray, fine: np.ndarray) -> tuple[float, float]:
     """
-    The variance of the difference of two chains' means, and of their squares, as a part of their
-    own, and the mean difference in standard deviations, each of the coordinate where it is most.
+    The largest relative variance and mean of the difference between two chains.
+
+    The variance of the difference of the chains' means, and of their mean squares, is relative to
+    the variance of one chain. The mean difference is in standard deviations. Each is of the worst
+    coordinate.
     """
     if not (np.isfinite(coarse).all() and np.isfinite(fine).all()):
         return math.inf, math.inf
@@ -255,10 +265,10 @@ def _apart(coarse: np.ndarray, fine: np.ndarray) -> tuple[float, float]:
 
 class _Runner:
     """
-    Runs chains or pairs of them, by one program for each whatever the step size.
+    A runner of chains and pairs of chains, with one program each for all step sizes.
 
-    - **gradients** - counted.
-    - **costs** - gradients of a unit of time at step size 1, of a chain and of a pair.
+    - **gradients** - number of gradients so far.
+    - **costs** - number of gradients in a unit of time at step size 1, for a chain and for a pair.
     """
 
     def __init__(
@@ -275,7 +285,7 @@ class _Runner:
         ]
 
     def halvings(self, state: Array) -> int:
-        """How often the step size 1 is to be halved, for noise that a step can take out."""
+        """The number of halvings of step size 1 after which a step can remove the noise."""
         if self._everything:
             return 0
         keys = random.split(random.key(0), len(state))
@@ -288,16 +298,16 @@ class _Runner:
     def __call__(
         self, state: Array, step_size: float, num_draws: int, rng_key: Array, paired: bool
     ) -> tuple[Array, np.ndarray, np.ndarray]:
-        """The state after, and the draws of both levels."""
+        """Run chains, and return the state at the end and the draws of both levels."""
         times = _times(step_size, state.dtype)
-        found = []
+        parts = []
         for k in range(-(-num_draws // _AT_ONCE)):
             key = random.fold_in(rng_key, k)
             state, draws = self._programs[paired](*self._data, times, state, key)
-            found.append(np.asarray(draws, np.float64))
-        self.gradients += len(found) * _AT_ONCE * len(state) * int(times.steps) * self.costs[paired]
+            parts.append(np.asarray(draws, np.float64))
+        self.gradients += len(parts) * _AT_ONCE * len(state) * int(times.steps) * self.costs[paired]
         shape = (len(state), 0, *state.shape[1:-2], state.shape[-1])
-        draws = np.concatenate(found, axis=1)[:, :num_draws] if found else np.zeros(shape)
+        draws = np.concatenate(parts, axis=1)[:, :num_draws] if parts else np.zeros(shape)
         return (state, draws[:, :, 0], draws[:, :, 1]) if paired else (state, draws, draws)
 
 
@@ -322,7 +332,7 @@ def _chains(
     state: Array,
     rng_key: Array,
 ) -> tuple[Array, Array]:
-    """Draws of chains at one step size, of states of shape (chains, 2, d)."""
+    """Draws of chains at one step size, from states of shape (chains, 2, d)."""
     oracles = partial(_oracles, everything, target, metric, anchor)
 
     def step(state: Array, key: Array) -> Array:
@@ -342,7 +352,7 @@ def _pairs(
     state: Array,
     rng_key: Array,
 ) -> tuple[Array, Array]:
-    """Draws of coupled pairs, of states of shape (chains, 2 levels, 2, d)."""
+    """Draws of coupled pairs, from states of shape (chains, 2 levels, 2, d)."""
     oracles = partial(_oracles, everything, target, metric, anchor)
     half, quarter = times.half, times.quarter
 
@@ -353,7 +363,7 @@ def _pairs(
         both = oracles(rows_key)
         for noise, oracle in zip(short, (both[0], both[-1]), strict=True):
             fine = _step(fine, quarter, times.step / 2, [oracle], noise)
-        # the same path: the noise of one short step, moved on by the next
+        # one path for both: the flow of the second short step moves the noise of the first
         long = jax.vmap(lambda noise: quarter(noise[0], noise[1]))(short)
         return jnp.stack([_step(coarse, half, times.step, both, long), fine])
 
@@ -363,7 +373,7 @@ def _pairs(
 def _noise(
     target: Target, metric: Metric, anchor: Anchor | None, state: Array, keys: Array
 ) -> Array:
-    """:math:`Z Z^\\top` of two minibatches together at each of some states."""
+    """The matrix :math:`Z Z^\\top` of two minibatches together, at each state."""
 
     def one(state: Array, key: Array) -> Array:
         seen = [oracle(state[0]) for oracle in _oracles(False, target, metric, anchor, key)]
@@ -374,14 +384,14 @@ def _noise(
 
 
 def _together(seen: list[Evaluation]) -> Array:
-    """The vectors whose outer products are the covariance of the mean of some gradients."""
+    """The vectors whose outer products are the covariance of the mean of several gradients."""
     return jnp.concatenate([one.noise for one in seen]) / len(seen)
 
 
 def _drawn(
     step: Callable[[Array, Array], Array], steps: Array, state: Array, rng_key: Array
 ) -> tuple[Array, Array]:
-    """States after, and positions every so many steps, shape (chains, draws, ..., d)."""
+    """The states at the end, and the positions of all draws, shape (chains, draws, ..., d)."""
 
     def of_chain(state: Array, key: Array) -> tuple[Array, Array]:
         def draw(state: Array, key: Array) -> tuple[Array, Array]:
@@ -399,14 +409,16 @@ def _drawn(
 def _step(
     state: Array, flow: Flow, step_size: Array, oracles: list[Gradient], noise: Array
 ) -> Array:
-    """A step of position and momentum, shape (2, d), with the mean of some gradients."""
+    """A step of position and momentum, shape (2, d), with the mean of several gradients."""
     position, momentum = flow(state, noise[0])
     momentum = _kick(position, momentum, step_size, [oracle(position) for oracle in oracles])
     return flow(jnp.stack([position, momentum]), noise[1])
 
 
 def _kick(position: Array, momentum: Array, h: Array, seen: list[Evaluation]) -> Array:
-    """:math:`(I - h^2 \\hat V)^{1/2} p - h (\\tilde g - \\theta)`, of the mean of gradients."""
+    """
+    The kick :math:`(I - h^2 \\hat V)^{1/2} p - h (\\tilde g - \\theta)` by a mean of gradients.
+    """
     gradient = sum(one.gradient for one in seen) / len(seen)
     if seen[0].noise is not None:
         momentum = damped(momentum, h * _together(seen))
@@ -415,12 +427,13 @@ def _kick(position: Array, momentum: Array, h: Array, seen: list[Evaluation]) ->
 
 def damped(momentum: Array, samples: Array) -> Array:
     """
-    :math:`(I - Z^\\top Z)^{1/2} p`, by a series in :math:`Z Z^\\top`. Of momenta that are standard
-    normal, and :math:`Z^\\top Z` in the mean the covariance of what is added to them next, the
-    covariance stays :math:`I`, however much single minibatches say too much or too little.
+    The damped momentum :math:`(I - Z^\\top Z)^{1/2} p`, by a series in :math:`Z Z^\\top`.
 
-    :param samples: :math:`Z`, shape (k, d), made shorter where it is so long that a momentum would
-        grow.
+    Let the momenta be standard normal, and let the mean of :math:`Z^\\top Z` be the covariance of
+    the noise that is added next. Then the covariance stays :math:`I`, even if estimates from single
+    minibatches are too large or too small.
+
+    :param samples: :math:`Z`, shape (k, d); shortened if it is so long that a momentum would grow.
     """
     products = samples @ samples.T
     longest = jnp.abs(products).sum(axis=1).max()
@@ -445,9 +458,9 @@ def _oracles(
             return Evaluation(value, potential.pullback(slope))
 
         return [gradient]
-    found = []
+    gradients = []
     for key in random.split(rng_key):
         rows_key, model_key = random.split(key)
         facts = target.rows(rows_key), model_key, target.factors, _Samples(), target.groups
-        found.append(sub_batch_gradient(potential, *facts))
-    return found
+        gradients.append(sub_batch_gradient(potential, *facts))
+    return gradients

@@ -24,21 +24,21 @@ from numpyro_sgmcmc.results.facts import parameters, variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.run_data import check_data, target_of
 
-#: Scores on all data are made for up to so many rows times draws, if nothing is said.
+#: Largest product of rows and draws for scores on all data by default.
 _AFFORDABLE = 2e8
 
-#: Draws whose passes over the data, or minibatches, are made together.
+#: Number of draws that share a pass over the data, or a call for minibatches.
 _AT_ONCE, _MINIBATCHES_AT_ONCE = 8, 64
 
-#: Draws at which the noise of minibatches is compared with and without a control variate.
+#: Number of draws at which the minibatch noise is compared with and without a control variate.
 _COMPARED = 32
 
-#: R-hat of chains that do not agree.
+#: R-hat above which chains do not agree.
 _NOT_MIXED = 1.1
 
 
 class RunModel(NamedTuple):
-    """The model of the posterior with its arguments, or None where it is not known."""
+    """The model of the posterior with its arguments, or None if it is not known."""
 
     model: Callable | None
     args: tuple = ()
@@ -46,9 +46,9 @@ class RunModel(NamedTuple):
 
     def or_of(self, *runs: Run) -> "RunModel":
         """
-        This one if it is known, and else that of the first ``MCMC`` object.
+        This model if it is known, otherwise the model of the first ``MCMC`` object.
 
-        :raises ValueError: if it is none.
+        :raises ValueError: if there is none.
         """
         instance("model", self.model, Callable | None, "a function with NumPyro primitives")
         instance("model_args", self.args, tuple | list, "a tuple, such as `(x, y)`")
@@ -63,10 +63,13 @@ class RunModel(NamedTuple):
 
 class Scores(NamedTuple):
     """
+    Positions of draws with the scores of the posterior.
+
     - **positions** - unconstrained values, shape (chains, draws, d).
-    - **scores** - :math:`\\nabla \\log p(\\theta \\mid D) / T` there, or unbiased estimates.
-    - **exact** - whether they are on all data.
-    - **labels** - of the parameters.
+    - **scores** - :math:`\\nabla \\log p(\\theta \\mid D) / T` at the positions, or unbiased
+      estimates.
+    - **exact** - whether the scores are on all data.
+    - **labels** - labels of the parameters.
     - **sites** - the site of each parameter.
     """
 
@@ -81,9 +84,9 @@ def scores_of(
     run: Run, run_model: RunModel, draws: int, scores: str = "auto", rng_key: Array | None = None
 ) -> Scores:
     """
-    The score at some of the draws, evenly spaced.
+    The scores at evenly spaced draws.
 
-    :param int draws: how many, of all chains together.
+    :param int draws: number of draws of all chains together.
     :raises ValueError: if the model is not known, or does not belong to the draws.
     """
     one_of("scores", scores, ("auto", "full", "minibatch"))
@@ -106,13 +109,13 @@ def scores_of(
     affordable = scores == "auto" and rows * len(every) <= _AFFORDABLE
     exact = scores == "full" or affordable or not target.model.plates
     if exact:
-        found = _full_scores(target, every)
+        gradients = _full_scores(target, every)
     else:
-        found = _estimated_scores(target, every, key)
+        gradients = _estimated_scores(target, every, key)
     temperature = float(data.attrs.get("temperature", 1.0))
     return Scores(
         flat.astype(np.float64),
-        found.astype(np.float64).reshape(flat.shape) / temperature,
+        gradients.astype(np.float64).reshape(flat.shape) / temperature,
         exact,
         labels,
         sites,
@@ -121,8 +124,10 @@ def scores_of(
 
 def check_rows_of(mcmc: MCMC) -> None:
     """
-    :raises ValueError: if the draws are not those of the posterior of the rows that there are, each
-        of which counts as one.
+    Check that the draws belong to the posterior of all present rows.
+
+    :raises ValueError: if the draws belong to the posterior of other rows, or of rows with other
+        weights.
     """
     if (half_life := half_life_of(mcmc)) is not None:
         raise ValueError(
@@ -138,10 +143,10 @@ def check_rows_of(mcmc: MCMC) -> None:
 
 def checked_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
     """
-    The model of a run, of whose posterior the draws are.
+    The model of a run, after a check that the draws are from its posterior.
 
-    :param str asked: what is to be done with it, a verb.
-    :raises ValueError: if the draws are those of another law.
+    :param str asked: the action on the run, a verb.
+    :raises ValueError: if the draws have another law.
     """
     settings = getattr(mcmc.sampler, "run_info", {})
     temperature = settings.get("temperature", 1.0)
@@ -158,9 +163,11 @@ def checked_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
 
 def exact_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
     """
-    The same, where the density and its gradients can be computed, on the data of the run.
+    The model of a run if its density and gradients can be computed, with the run's data.
 
-    :raises ValueError: if the density is random, or the data have been changed in place since.
+    It includes the check of :func:`checked_target`.
+
+    :raises ValueError: if the density is random, or the data were changed in place after the run.
     """
     target = checked_target(mcmc, args, kwargs, asked)
     if drawn := target.model.drawn_plates:
@@ -174,10 +181,12 @@ def exact_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
 
 def check_draws(positions: np.ndarray, judge: str, fewest: int, where_not_mixed: str = "") -> None:
     """
+    Check that there are enough draws and that the chains agree.
+
     :param positions: shape (chains, draws, d).
-    :param str judge: what needs the draws.
-    :param int fewest: how many it needs.
-    :param str where_not_mixed: what chains that do not agree mean for it; empty if nothing.
+    :param str judge: the name of the diagnostic that needs the draws.
+    :param int fewest: the fewest draws that it needs.
+    :param str where_not_mixed: the meaning of chains that do not agree; empty for no check.
     :raises ValueError: if there are too few draws, or if the chains do not agree.
     """
     chains, count, dimension = positions.shape
@@ -188,7 +197,7 @@ def check_draws(positions: np.ndarray, judge: str, fewest: int, where_not_mixed:
         )
     if not where_not_mixed or count < 4:
         return
-    with np.errstate(invalid="ignore", divide="ignore"):  # of what never moves
+    with np.errstate(invalid="ignore", divide="ignore"):  # for values that never move
         worst = float(np.nanmax(split_gelman_rubin(positions.astype(np.float64))))
     if worst > _NOT_MIXED:
         raise ValueError(f"The chains do not agree: R-hat is up to {worst:.2f}. {where_not_mixed}")
@@ -224,6 +233,8 @@ def _thinned(data: Any, target: Target, draws: int) -> dict[str, np.ndarray]:
 
 def check_moves(every: np.ndarray, labels: list[str]) -> None:
     """
+    Check that every parameter moves.
+
     :param every: positions, shape (draws, d).
     :raises ValueError: if a parameter never moves.
     """
@@ -272,10 +283,10 @@ def _full_scores(target: Target, every: np.ndarray) -> np.ndarray:
 
 
 def _estimated_scores(target: Target, every: np.ndarray, rng_key: Array) -> np.ndarray:
-    """On a minibatch of its own for each draw, of the kind that has less noise."""
+    """Scores on a separate minibatch for each draw, of the kind with less noise."""
 
     def run(target: Target, points: Array, center: Array, rng_key: Array) -> list[Array]:
-        # any anchor will do: the estimates are unbiased
+        # any anchor gives unbiased estimates
         anchor = target.anchor(target.unravel(center))
         kinds = [target.potential(IdentityMetric(), kind) for kind in (None, anchor)]
 
@@ -288,9 +299,9 @@ def _estimated_scores(target: Target, every: np.ndarray, rng_key: Array) -> np.n
         return lax.map(one, (points, keys), batch_size=_MINIBATCHES_AT_ONCE)
 
     count, some = len(every), every[:: max(1, len(every) // _COMPARED)]
-    # some of them twice more, to see which kind has less noise
+    # some scores are computed twice more, to see which kind has less noise
     points = jnp.asarray(np.concatenate([every, some, some]))
-    found = target.compiled(run)(points, jnp.asarray(every.mean(axis=0)), rng_key)
-    kinds = [np.asarray(x) for x in found]
+    gradients = target.compiled(run)(points, jnp.asarray(every.mean(axis=0)), rng_key)
+    kinds = [np.asarray(x) for x in gradients]
     noise = [np.sum(np.diff(x[count:].reshape(2, *some.shape), axis=0) ** 2) for x in kinds]
     return kinds[int(np.argmin(noise))][:count]

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The mixture of all draws as a predictive law of rows, by sums over draws, some rows at a time."""
+"""The predictive law of rows as the mixture over all draws, summed draw by draw."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ from numpyro_sgmcmc.posterior.handlers import Model, without_wrappers
 from numpyro_sgmcmc.results.parts import of_each
 from numpyro_sgmcmc.results.row_subset import at_rows, seeded, subsampled_plates
 
-#: Rows that are looked at together, and predictive draws of each of them.
+#: Number of rows in a chunk, and number of predictive draws of each row.
 _CHUNK, _PREDICTIVE_DRAWS = 2_000, 1_000
 
-#: Predictive draws that are kept at once, where the rows cannot be divided.
+#: The most predictive draws that are kept at once, if the rows cannot be divided.
 _MOST_VALUES = 50_000_000
 
-#: Sites whose values are classes, each with a probability.
+#: Distributions of classes, each with a probability.
 _OF_CLASSES = (
     dist.BernoulliLogits,
     dist.BernoulliProbs,
@@ -32,7 +32,7 @@ _OF_CLASSES = (
     dist.CategoricalProbs,
 )
 
-#: Laws of more than the value: a censored one says that the number lies beyond it.
+#: Censored distributions, whose values are bounds of numbers.
 _CENSORED = (
     dist.IntervalCensoredDistribution,
     dist.LeftCensoredDistribution,
@@ -43,7 +43,9 @@ _CENSORED = (
 def sites_at(
     model: Model, draw: Mapping[str, Array], args: tuple, kwargs: dict
 ) -> dict[str, dict[str, Any]]:
-    """The sites of the model at one draw of its latent sites, whatever else the draw has."""
+    """
+    The sites of the model at one draw of its latent sites; other values of the draw are ignored.
+    """
 
     def given(site: dict) -> Array | None:
         if site["type"] != "sample" or site["is_observed"] or site["name"] not in draw:
@@ -68,7 +70,7 @@ def sites_at(
 
 
 def chunked_axis(sites: Mapping[str, dict], name: str) -> tuple[str, int] | None:
-    """The subsampled plate by which the rows of a site are divided, and its axis."""
+    """The subsampled plate that divides the rows of a site, with its axis."""
     plates = {plate.name for plate in subsampled_plates(sites)}
     dims = len(sites[name]["fn"].batch_shape)
     for frame in sites[name]["cond_indep_stack"]:
@@ -82,7 +84,7 @@ def of_classes(fn: Any) -> bool:
 
 
 def of_numbers(fn: Any) -> bool:
-    """Whether values have an order: not if they are arrays, classes, angles or censored."""
+    """True if values have an order, unlike arrays, classes, angles and censored values."""
     if fn.event_dim or of_classes(fn) or isinstance(without_wrappers(fn), _CENSORED):
         return False
     return fn.support is not constraints.circular
@@ -99,8 +101,9 @@ def pooled(
     rng_key: Array,
 ) -> tuple[dict[str, np.ndarray], int, int]:
     """
-    What the mixture of all draws says of each row of the site: arrays of its batch shape, the
-    number of classes and the number of predictive draws, either of which may be zero.
+    The predictive law of each row of a site, with the numbers of classes and predictive draws.
+
+    The arrays have the batch shape of the site. Both numbers may be zero.
     """
     plates, chunked = subsampled_plates(sites), chunked_axis(sites, name)
     shape = sites[name]["fn"].batch_shape
@@ -124,20 +127,20 @@ def pooled(
     def of_chunk(given: tuple[Array, Array]) -> dict[str, Array]:
         part, rows = given
         key = random.fold_in(rng_key, part)
-        found = _of_rows(lambda k: evaluate(k, rows), count, kept, each, key, known)
-        return {k: x if chunked is None else jnp.moveaxis(x, axis, 0) for k, x in found.items()}
+        laws = _of_rows(lambda k: evaluate(k, rows), count, kept, each, key, known)
+        return {k: x if chunked is None else jnp.moveaxis(x, axis, 0) for k, x in laws.items()}
 
-    found = of_each(of_chunk, (jnp.arange(parts), jnp.asarray(rows)), "predictive law")
+    laws = of_each(of_chunk, (jnp.arange(parts), jnp.asarray(rows)), "predictive law")
     if chunked is None:
-        arrays = {k: x[0] for k, x in found.items()}
+        arrays = {k: x[0] for k, x in laws.items()}
     else:
-        flat = {k: x.reshape(-1, *x.shape[2:])[:length] for k, x in found.items()}
+        flat = {k: x.reshape(-1, *x.shape[2:])[:length] for k, x in laws.items()}
         arrays = {k: np.moveaxis(x, 0, axis) for k, x in flat.items()}
     return arrays, known["classes"], kept.size * each if "crps" in arrays else 0
 
 
 def _kept(count: int, most: int) -> tuple[np.ndarray, int]:
-    """The draws of which there are predictive draws, evenly spaced, and how many of each."""
+    """The evenly spaced draws that give predictive draws, and the predictive draws of each."""
     kept = np.linspace(0, count - 1, min(count, most)).round().astype(int)
     return kept, max(1, most // count)
 
@@ -151,22 +154,27 @@ def _of_rows(
     known: dict[str, int],
 ) -> dict[str, Array]:
     """
-    :param evaluate: from the number of a draw to the law of some rows, and their values.
-    :param kept: the numbers of the draws from which values are drawn, ``each`` of one.
-    :param known: is told the number of classes.
+    The predictive law of some rows.
+
+    :param evaluate: function from the number of a draw to the distribution of some rows, and their
+        values.
+    :param kept: the numbers of the draws with predictive draws, ``each`` of one.
+    :param known: a dictionary that receives the number of classes.
     """
 
     def terms(fn: Any, y: Array) -> dict[str, Array]:
-        found = _averaged(fn, y)
-        known["classes"] = found["probabilities"].shape[-1] if "probabilities" in found else 0
-        return found
+        values = _averaged(fn, y)
+        known["classes"] = values["probabilities"].shape[-1] if "probabilities" in values else 0
+        return values
 
     def first_terms() -> tuple[Array, dict[str, Array]]:
         fn, y = evaluate(jnp.asarray(0))
         return fn.log_prob(y), terms(fn, y)
 
     def add(sums: tuple, number: Array, with_draws: bool) -> tuple[tuple, Array | None]:
-        """To the sum of densities, over the largest of them, and to those of the terms."""
+        """
+        Add a draw to the sum of densities, relative to the largest one, and to the other sums.
+        """
         largest, density, others = sums
         fn, y = evaluate(number)
         log_density = fn.log_prob(y)
@@ -192,20 +200,20 @@ def _of_rows(
     reference = jnp.where(jnp.isfinite(largest), largest, 0.0)
     means = {name: x.total / count for name, x in others.items()}
     fn, y = evaluate(jnp.asarray(0))
-    found = {
+    values = {
         "observed": y,
         "log_predictive_density": reference + jnp.log(density.total / count),
     }
     if "probabilities" in means:
-        return found | _of_classes(means["probabilities"], y)
+        return values | _of_classes(means["probabilities"], y)
     if of_numbers(fn):
         discrete = without_wrappers(fn).support.is_discrete
-        found |= _of_numbers(means, ensemble, found["log_predictive_density"], discrete)
-    return found
+        values |= _of_numbers(means, ensemble, values["log_predictive_density"], discrete)
+    return values
 
 
 def _averaged(fn: Any, y: Array) -> dict[str, Array]:
-    """What is averaged over the draws, besides the density."""
+    """The quantities that are averaged over the draws, besides the density."""
     base = without_wrappers(fn)
     if of_classes(fn):
         p = base.probs
@@ -214,7 +222,7 @@ def _averaged(fn: Any, y: Array) -> dict[str, Array]:
         return {"probabilities": jnp.broadcast_to(p, (*fn.batch_shape, p.shape[-1]))}
     if not of_numbers(fn):
         return {}
-    # of the distance to the value, which keeps the digits that a large mean would lose
+    # the distance to the value keeps the digits that a large mean would lose
     laws = {"error": lambda: fn.mean - y, "cdf": lambda: base.cdf(y)}
     return {k: jnp.broadcast_to(law(), fn.batch_shape) for k, law in laws.items() if _exists(law)}
 
@@ -229,21 +237,21 @@ def _distances(fn: Any, y: Array, key: Array, each: int) -> Array | None:
 
 
 class _Sum(NamedTuple):
-    """A sum, and what was lost of its last terms by rounding."""
+    """A sum, with the part of its last terms that rounding has lost."""
 
     total: Array
     lost: Array
 
 
 def _plus(before: _Sum, term: Array) -> _Sum:
-    """With one more term, after Kahan: the error does not grow with the number of draws."""
+    """The sum with one more term, by Kahan's method: its error does not grow with the terms."""
     term = term - before.lost
     total = before.total + term
     return _Sum(total, (total - before.total) - term)
 
 
 def _exists(law: Callable[[], Array]) -> bool:
-    """Whether a distribution can compute it."""
+    """True if a distribution can compute the quantity."""
     try:
         jax.eval_shape(law)
     except NotImplementedError:
@@ -266,22 +274,26 @@ def _of_numbers(
     means: Mapping[str, Array], ensemble: Array | None, log_density: Array, discrete: bool
 ) -> dict[str, Array]:
     """
-    :param means: over all draws, of the distance of the mean and of the distribution function.
-    :param ensemble: distances of predictive draws, of each draw in the first two axes.
-    :return: with ``below`` and ``at``, the probabilities of less than the value and of the value.
+    The scores of numbers.
+
+    :param means: means over all draws of the distance of the predictive mean and of the
+        distribution function.
+    :param ensemble: distances of predictive draws, with draws in the first two axes.
+    :return: the scores, with ``below`` and ``at``, the probabilities of less than the value and of
+        the value.
     """
-    found = {"error": means["error"]} if "error" in means else {}
+    scores = {"error": means["error"]} if "error" in means else {}
     if "cdf" in means:
         at = jnp.exp(log_density) if discrete else jnp.zeros_like(log_density)
-        found |= {"below": means["cdf"] - at, "at": at}
+        scores |= {"below": means["cdf"] - at, "at": at}
     if ensemble is None:
-        return found
+        return scores
     flat = jnp.sort(ensemble.reshape(-1, *ensemble.shape[2:]), axis=0)
     size = flat.shape[0]
-    # half of the mean distance of all pairs, by their order
+    # half of the mean distance of all pairs, from the sorted draws
     weights = (2 * np.arange(1, size + 1) - size - 1) / (size - 1)
     spread = jnp.tensordot(jnp.asarray(weights, flat.dtype), flat, axes=1) / size
-    found.setdefault("error", jnp.mean(flat, axis=0))
-    found.setdefault("below", jnp.mean(flat < 0, axis=0))
-    found.setdefault("at", jnp.mean(flat == 0, axis=0))
-    return found | {"crps": jnp.mean(jnp.abs(flat), axis=0) - spread}
+    scores.setdefault("error", jnp.mean(flat, axis=0))
+    scores.setdefault("below", jnp.mean(flat < 0, axis=0))
+    scores.setdefault("at", jnp.mean(flat == 0, axis=0))
+    return scores | {"crps": jnp.mean(jnp.abs(flat), axis=0) - spread}

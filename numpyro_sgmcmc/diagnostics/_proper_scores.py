@@ -1,22 +1,25 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Scores of predictive laws from what they say of each row, with what each row adds to them."""
+"""Scores of predictive laws from quantities of each row, with the influence of each row."""
 
 from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
 
-#: Levels of the central intervals whose coverage is looked at, and bins of the confidence.
+#: Levels of the central intervals whose coverage is checked, and bins of the confidence.
 _LEVELS, _BINS = np.arange(1, 20) / 20, 15
 
 
 class Score(NamedTuple):
     """
+    A score with its influence function and its value by chance.
+
     - **value** - the score.
-    - **influence** - of each row, of which the mean is zero, or the score where it is a mean.
-    - **by_chance** - what the score would be of a perfectly calibrated law.
+    - **influence** - influence of each row, with mean zero; or the scores of the rows if the score
+      is a mean.
+    - **by_chance** - the mean score of a perfectly calibrated law.
     """
 
     value: float
@@ -25,25 +28,25 @@ class Score(NamedTuple):
 
 
 def scores_of(pointwise: xr.Dataset) -> dict[str, Score]:
-    """The scores by name, from the values of the rows."""
+    """The scores by name, from the quantities of the rows."""
     x = {str(name): np.ravel(values.values) for name, values in pointwise.items()}
 
     def mean(name: str) -> Score:
         return Score(float(np.mean(x[name])), x[name])
 
-    found = {"log_predictive_density": mean("log_predictive_density")}
+    scores = {"log_predictive_density": mean("log_predictive_density")}
     if "confidence" in x:
-        found |= {"error_rate": mean("error"), "brier": mean("brier")}
-        found["expected_calibration_error"] = _of_confidence(x["confidence"], 1 - x["error"])
+        scores |= {"error_rate": mean("error"), "brier": mean("brier")}
+        scores["expected_calibration_error"] = _of_confidence(x["confidence"], 1 - x["error"])
     elif "error" in x:
         square = x["error"] ** 2
         rmse = float(np.sqrt(np.mean(square)))
-        found["rmse"] = Score(rmse, (square - np.mean(square)) / (2 * rmse or 1.0))
+        scores["rmse"] = Score(rmse, (square - np.mean(square)) / (2 * rmse or 1.0))
     if "crps" in x:
-        found["crps"] = mean("crps")
+        scores["crps"] = mean("crps")
     if "pit" in x:
-        found["calibration_error"] = _of_intervals(x["pit"])
-    return found
+        scores["calibration_error"] = _of_intervals(x["pit"])
+    return scores
 
 
 def _of_confidence(confidence: np.ndarray, right: np.ndarray) -> Score:
@@ -56,11 +59,11 @@ def _of_confidence(confidence: np.ndarray, right: np.ndarray) -> Score:
 
 
 def _of_intervals(pit: np.ndarray) -> Score:
-    # the first level whose interval has the row; larger ones have it too
+    # the first level whose interval covers the row; intervals of higher levels cover it too
     first = np.searchsorted(_LEVELS, np.abs(2 * pit - 1))
     covered = np.cumsum(np.bincount(first, minlength=_LEVELS.size + 1))[:-1] / pit.size
     signs = np.sign(covered - _LEVELS)
-    # of a row in the intervals from the first one on, sums over these levels
+    # sums over the levels from the first one on, whose intervals cover the row
     sums = np.append(np.cumsum(signs[::-1])[::-1], 0.0)
     by_chance = float(np.mean(np.sqrt(2 * _LEVELS * (1 - _LEVELS) / (np.pi * pit.size))))
     influence = (sums[first] - np.sum(signs * _LEVELS)) / _LEVELS.size
@@ -70,5 +73,5 @@ def _of_intervals(pit: np.ndarray) -> Score:
 def standard_error(influence: np.ndarray) -> float:
     if influence.size < 2:
         return float("nan")
-    with np.errstate(invalid="ignore"):  # of a row that was impossible
+    with np.errstate(invalid="ignore"):  # for rows with probability zero
         return float(np.std(influence, ddof=1) / np.sqrt(influence.size))

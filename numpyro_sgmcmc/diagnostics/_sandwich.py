@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Curvature of the potential, and the gradients of the rows, at the centre of a posterior."""
+"""The curvature of the potential and the gradients of the rows at the centre of a posterior."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,47 +24,48 @@ from numpyro_sgmcmc.posterior.potential import (
 )
 from numpyro_sgmcmc.posterior.target import Target
 
-#: Directions in which rows are looked at together.
+#: Number of directions in one look at the rows.
 _COLUMNS = 32
 
-#: Newton steps to the centre of weighted rows, which is known to a hundredth of a standard
-#: deviation.
+#: The most Newton steps to the centre of weighted rows, and its tolerance in standard deviations.
 _NEWTON_STEPS, _NEAR = 20, 0.01
 
-#: An eigenvalue of a Hessian with ones in its diagonal that single precision does not know.
+#: Eigenvalue of a Hessian with unit diagonal below which single precision cannot resolve it.
 _SINGULAR = 1e-6
 
-#: Below so many clusters for each parameter their covariance is shrunk.
+#: Number of clusters for each parameter below which their covariance is shrunk.
 _FEW = 10
 
-#: A p value of a model that is wrong.
+#: p value below which a model counts as wrong.
 RARE = 0.01
 
-#: A slope of the prior that matters, in posterior standard deviations.
+#: Slope of the prior that matters, in posterior standard deviations.
 _MATTERS = 0.5
 
-#: Cosine of a direction with that of a parameter, which is then the same.
+#: Cosine above which a direction counts as the direction of a parameter.
 _SAME = 0.999
 
-#: Clusters for each parameter that a test of all parameters needs.
+#: Number of clusters for each parameter that a test of all parameters needs.
 _FOR_ALL = 20
 
 
 class Sandwich(NamedTuple):
     """
-    The curvature :math:`J` of the potential at the centre, :math:`J^{-1} = L L^\\top`, and what
-    clusters of rows add to gradient and curvature.
+    The parts of a sandwich covariance at the centre of a posterior.
+
+    They are the curvature :math:`J` of the potential, :math:`J^{-1} = L L^\\top`, and the
+    contributions of clusters of rows to gradient and curvature.
 
     - **center** - :math:`\\hat\\theta`, unconstrained, shape ``(d,)``.
     - **factor** - :math:`L`.
-    - **scores** - of each cluster, less their mean, shape ``(G, d)``,
+    - **scores** - scores of each cluster, minus their mean, shape ``(G, d)``,
       :math:`s_g = L^\\top \\sum_{i \\in g} w_i \\nabla \\ell_i`.
     - **bends** - likewise, :math:`b_{gj} = -\\sum_{i \\in g} w_i v_j^\\top \\nabla^2 \\ell_i v_j`,
-      in the direction :math:`v_j = J^{-1} e_j / (J^{-1})_{jj}^{1/2}` in which parameter :math:`j`
-      alone is seen.
+      in the direction :math:`v_j = J^{-1} e_j / (J^{-1})_{jj}^{1/2}`, which isolates parameter
+      :math:`j`.
     - **prior** - :math:`L^\\top J_0 L`, with :math:`J_0` the curvature of the prior.
     - **pull** - :math:`L^\\top \\nabla \\log p(\\hat\\theta)`, the slope of the prior.
-    - **correction** - for few clusters, :math:`\\frac{G}{G - 1} \\frac{N - 1}{N - d}`.
+    - **correction** - factor for few clusters, :math:`\\frac{G}{G - 1} \\frac{N - 1}{N - d}`.
     - **unseen** - the part of the population that is not in the data.
     """
 
@@ -80,10 +81,11 @@ class Sandwich(NamedTuple):
     @property
     def contradiction(self) -> np.ndarray:
         """
-        By how many of its standard errors the prior keeps each parameter from where the rows would
-        have it: the slope of the prior over the square root of the sum of squared scores. Zero
-        where it moves the draws by less than half a standard deviation: of what the rows hardly
-        know, any slope is many of their errors.
+        The distance of prior and rows for each parameter, in standard errors of the rows.
+
+        It is the slope of the prior over the square root of the sum of squared scores. It is zero
+        if the prior moves the draws by less than half a standard deviation: for a parameter that
+        the rows hardly know, any slope is many of their errors.
         """
         errors = np.linalg.norm(self.scores @ self.marginal, axis=0)
         slope = np.abs(self.pull @ self.marginal)
@@ -92,41 +94,45 @@ class Sandwich(NamedTuple):
     @property
     def meat(self) -> np.ndarray:
         """
-        :math:`L^\\top (I + J_0) L`, with :math:`I` the covariance of the sum of all scores and
-        :math:`J_0` the curvature of the prior, which is as if seen in rows that are as the model
-        says. Of few clusters for each parameter :math:`I` is shrunk towards a multiple of the
-        identity by the rule of Ledoit and Wolf (2004).
+        The middle matrix :math:`L^\\top (I + J_0) L` of the sandwich.
+
+        Here :math:`I` is the covariance of the sum of all scores. The curvature :math:`J_0` of the
+        prior counts as if it came from rows that follow the model. With few clusters for each
+        parameter :math:`I` is shrunk towards a multiple of the identity by the rule of Ledoit and
+        Wolf (2004).
         """
         z, (count, dimension) = self.scores, self.scores.shape
-        found = z.T @ z
+        covariance = z.T @ z
         if count < _FEW * dimension:
-            mean = np.trace(found) / dimension
-            apart = np.sum((found - mean * np.eye(dimension)) ** 2)
+            mean = np.trace(covariance) / dimension
+            apart = np.sum((covariance - mean * np.eye(dimension)) ** 2)
             each = np.sum(z**2, axis=1)
-            noise = np.sum(each**2) - np.sum(found**2) / count
+            noise = np.sum(each**2) - np.sum(covariance**2) / count
             part = 1.0 if apart == 0 else min(1.0, noise / apart)
-            found = part * mean * np.eye(dimension) + (1 - part) * found
-        return self.correction * self.unseen * found + self.prior
+            covariance = part * mean * np.eye(dimension) + (1 - part) * covariance
+        return self.correction * self.unseen * covariance + self.prior
 
     @property
     def stretch(self) -> np.ndarray:
-        """:math:`A = L S^{1/2} L^{-1}` with the matrix :math:`S` of :attr:`meat`."""
+        """The map :math:`A = L S^{1/2} L^{-1}` with the matrix :math:`S` of :attr:`meat`."""
         values, vectors = np.linalg.eigh(self.meat)
         root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
         return self.factor @ root @ np.linalg.inv(self.factor)
 
     @property
     def marginal(self) -> np.ndarray:
-        """:math:`L^{-1} v_j` of each parameter, in columns of length one."""
+        """The vectors :math:`L^{-1} v_j` of the parameters, in columns of length one."""
         return self.factor.T / np.linalg.norm(self.factor, axis=1)
 
     def error_of(self, direction: np.ndarray) -> np.ndarray:
         """
-        The standard error of the ratio of the calibrated standard deviation of
-        :math:`b^\\top \\theta` to the plain one, both of which clusters make: of a parameter from
-        :math:`(v_j^\\top \\nabla \\ell_g)^2 - r_j^2 b_{gj}` with :math:`r_j` the ratio; of other
-        directions, whose curvature is not known by cluster, as if that was no part of it. If the
-        model is right, what scores say of it is made up for by the centre, and taken away.
+        The standard error of the ratio of a calibrated standard deviation to the plain one.
+
+        Both are of :math:`b^\\top \\theta`, and clusters contribute to both. For a parameter the
+        error comes from :math:`(v_j^\\top \\nabla \\ell_g)^2 - r_j^2 b_{gj}` with the ratio
+        :math:`r_j`. For other directions the curvature is not known by cluster, and its error is
+        left out. If the model is right, the part explained by the scores is removed, because the
+        centre makes up for it.
 
         :param direction: :math:`b`, shape ``(d, k)`` for several.
         """
@@ -144,24 +150,25 @@ class Sandwich(NamedTuple):
         return spread / np.maximum(2 * ratio, np.finfo(float).tiny)
 
     def _without_scores(self, values: np.ndarray) -> np.ndarray:
-        """What is left after a regression on the scores, which the centre is estimated by."""
+        """The residual of a regression on the scores, which determine the centre."""
         known, *_ = np.linalg.lstsq(self.scores, values, rcond=None)
         return values - values.mean(axis=0) - self.scores @ known
 
     def test(self) -> tuple[float, int, float]:
         """
-        White's test that :math:`I = J - J_0`, in the direction of each parameter or, where clusters
-        are few, of their sum. With :math:`t_{gj} = v_j^\\top \\nabla \\ell_g`,
-        :math:`T_j = \\sum_g t_{gj}^2`, :math:`B_j = \\sum_g b_{gj}`, and
-        :math:`m_{gj} = t_{gj}^2 / T_j - b_{gj} / B_j` less what scores say of it,
+        White's test that :math:`I = J - J_0`, in the direction of each parameter.
+
+        If clusters are few, the test takes the sum over the parameters. With :math:`t_{gj} =
+        v_j^\\top \\nabla \\ell_g`, :math:`T_j = \\sum_g t_{gj}^2`, :math:`B_j = \\sum_g b_{gj}`,
+        and :math:`m_{gj} = t_{gj}^2 / T_j - b_{gj} / B_j` without the part explained by the scores,
 
         .. math:: r^\\top \\Big( \\frac{G}{G - d - 1} \\sum_g m_g m_g^\\top \\Big)^{-1} r, \\qquad
             r_j = \\log \\frac{T_j}{B_j} ,
 
-        in logarithms, since the error of :math:`T_j` is in proportion to it.
+        in logarithms, because the error of :math:`T_j` is in proportion to :math:`T_j`.
 
-        :return: the statistic, its degrees of freedom, and the p value of Fisher's F, which for
-            many clusters is that of a chi-square.
+        :return: the statistic, its degrees of freedom, and the p value of Fisher's F, which
+            approaches a chi-square for many clusters.
         """
         count, dimension = self.scores.shape
         squares, bends = (self.scores @ self.marginal) ** 2, self.bends
@@ -178,7 +185,7 @@ class Sandwich(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """The potential of all rows at a place: its value, gradient and Hessian, that of the prior."""
+    """The potential of all rows at a point: value, gradient, Hessian and the prior's Hessian."""
 
     center: np.ndarray
     value: np.ndarray
@@ -192,7 +199,7 @@ class _Seen(NamedTuple):
 
     @property
     def factor(self) -> tuple[np.ndarray, float]:
-        """:math:`L`, of absolute eigenvalues, and the smallest of those of the scaled Hessian."""
+        """The factor :math:`L` from absolute eigenvalues, and the smallest scaled eigenvalue."""
         scale = np.sqrt(np.maximum(np.abs(np.diag(self.hessian)), np.finfo(float).tiny))
         values, vectors = np.linalg.eigh(self.hessian / np.outer(scale, scale))
         sizes = np.maximum(np.abs(values), _SINGULAR)
@@ -200,15 +207,15 @@ class _Seen(NamedTuple):
 
     @property
     def far(self) -> float:
-        """How far a Newton step leads, in standard deviations."""
+        """The length of a Newton step, in standard deviations."""
         return float(np.linalg.norm(self.factor[0].T @ self.slope))
 
 
 def _mode_from(start: _Seen, seen: Callable[[np.ndarray], _Seen]) -> _Seen:
     """
-    Newton steps downward, along absolute eigenvalues, and a quarter as long where they lead up.
+    The mode by Newton steps along absolute eigenvalues, shortened by four if they lead up.
 
-    :raises ValueError: if they do not come to an end.
+    :raises ValueError: if the steps do not converge.
     """
     best, part = start, 1.0
     for _ in range(_NEWTON_STEPS):
@@ -217,7 +224,7 @@ def _mode_from(start: _Seen, seen: Callable[[np.ndarray], _Seen]) -> _Seen:
         factor, _ = best.factor
         step = part * factor @ (factor.T @ best.slope)
         there = seen((best.center - step).astype(best.center.dtype))
-        # up to the rounding errors of a sum over all rows
+        # within the rounding error of a sum over all rows
         if there.is_finite and there.value <= best.value + 1e-6 * abs(best.value):
             best, part = there, 1.0
         else:
@@ -237,14 +244,16 @@ def sandwich_of(
     unseen: float,
 ) -> Sandwich:
     """
-    From two passes over all rows: one for the curvature, and one for the rows. With weights the
-    centre is moved to where the weighted posterior has its mode, at a pass for each Newton step.
+    Compute the sandwich by two passes over all rows, for the curvature and for the rows.
 
-    :param center: unconstrained, shape ``(d,)``.
+    With weights the centre first moves to the mode of the weighted posterior, by a pass for each
+    Newton step.
+
+    :param center: the unconstrained centre, shape ``(d,)``.
     :param clusters: the number of the cluster of each row, by plate.
-    :param weights: of the rows of some plates.
+    :param weights: weights of the rows of some plates.
     :param float unseen: the part of the population that is not in the data.
-    :raises ValueError: if the curvature is not positive, or not finite.
+    :raises ValueError: if the curvature is not positive or not finite.
     """
     known = {name: jnp.asarray(w, target.model.dtype) for name, w in weights.items()}
     look = target.compiled(_curvature)
@@ -281,8 +290,8 @@ def sandwich_of(
     labels = {name: jnp.asarray(x, jnp.int32) for name, x in clusters.items()}
     alone = factor @ factor.T / np.linalg.norm(factor, axis=1)
     columns = (jnp.asarray(x, target.model.dtype) for x in (factor, alone))
-    found = look_at_rows(jnp.asarray(center), *columns, labels, known)
-    scores, bends = (np.asarray(x, np.float64) for x in found)
+    sums = look_at_rows(jnp.asarray(center), *columns, labels, known)
+    scores, bends = (np.asarray(x, np.float64) for x in sums)
     rows, size = sum(plate.size for plate in target.model.plates), len(center)
     correction = number / (number - 1) * (rows - 1) / (rows - size)
     prior = factor.T @ prior @ factor
@@ -292,11 +301,11 @@ def sandwich_of(
 
 
 def _weighted(rows: Rows, weights: Mapping[str, Array]) -> Rows:
-    found = dict(rows)
+    weighted = dict(rows)
     for name, w in weights.items():
         numbers = drawn_rows(rows[name]).numbers
-        found[name] = DrawnRows(numbers, weights=w[numbers])
-    return found
+        weighted[name] = DrawnRows(numbers, weights=w[numbers])
+    return weighted
 
 
 def _curvature(target: Target, center: Array, weights: Mapping[str, Array]) -> list[Array]:
@@ -320,7 +329,7 @@ def _curvature(target: Target, center: Array, weights: Mapping[str, Array]) -> l
 
 
 def _of_clusters(number: int) -> Any:
-    """Sums of what rows add along each direction, by cluster."""
+    """Sums of the rows' contributions along each direction, by cluster."""
 
     def run(
         target: Target,
@@ -334,12 +343,12 @@ def _of_clusters(number: int) -> Any:
 
         def of_plate(plate: Plate) -> tuple[Array, Array]:
             def of_rows(rows: Rows) -> tuple[Array, Array]:
-                drawn = rows[plate.name]
+                drawn = drawn_rows(rows[plate.name])
                 here = _weighted({**first, plate.name: drawn}, weights)
 
                 def terms(x: Array) -> Array:
-                    found = potential.with_row_terms(target.unravel(x), here, random.key(0))[1]
-                    return found[plate.name]
+                    row_terms = potential.with_row_terms(target.unravel(x), here, random.key(0))[1]
+                    return row_terms[plate.name]
 
                 def slope(direction: Array, x: Array) -> Array:
                     return jax.jvp(terms, (x,), (direction,))[1]
@@ -348,15 +357,15 @@ def _of_clusters(number: int) -> Any:
                     column, v = directions
                     return slope(column, center), jax.jvp(partial(slope, v), (center,), (v,))[1]
 
-                found = lax.map(along, (factor.T, alone.T), batch_size=_COLUMNS)
-                # a term stands for N / n rows, and a part of the rows for n / N of all
+                sums = lax.map(along, (factor.T, alone.T), batch_size=_COLUMNS)
+                # a term stands for N / n rows, and the n rows are n / N of all
                 none = jnp.zeros((number, len(center)), center.dtype)
-                z, b = (none.at[clusters[plate.name][drawn.numbers]].add(x.T) for x in found)
+                z, b = (none.at[clusters[plate.name][drawn.numbers]].add(x.T) for x in sums)
                 return z, -b
 
             return over_all_data(of_rows, [plate])
 
-        found = [of_plate(plate) for plate in target.model.plates]
-        return jax.tree.map(lambda *x: sum(x), *found)
+        sums = [of_plate(plate) for plate in target.model.plates]
+        return jax.tree.map(lambda *x: sum(x), *sums)
 
     return run

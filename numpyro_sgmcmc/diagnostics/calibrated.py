@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Intervals that cover where the model is wrong."""
+"""Calibrated intervals, which cover even if the model is wrong."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -28,37 +28,38 @@ from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.row_subset import site_shapes
 
-#: Rows that are not in clusters are taken together beyond so many: sums of independent rows say
-#: as much.
+#: The most clusters for rows without clusters. More rows are summed, because sums of independent
+#: rows are as informative.
 _MOST_CLUSTERS = 50_000
 
-#: Intervals of fewer draws than these say little.
+#: Fewest draws for an interval.
 _FEWEST = 100
 
-#: A p value of rows that contradict the prior.
+#: p value below which rows contradict the prior.
 _CONTRADICTION = 1e-6
 
-#: A ratio of standard deviations that differs from 1 by so much is worth a word.
+#: Difference of a ratio of standard deviations from 1 that the verdict mentions.
 _WORTH = 0.05
 
-#: Values of each row, or each cluster, or each plate.
+#: A value for each row, as an array or by plate.
 _OfRows = Array | np.ndarray | Mapping[str, Any]
 
 
 @printed
 class Calibrated(NamedTuple):
     """
-    A run whose draws are stretched to intervals that cover.
+    A run with its draws stretched to intervals that cover.
 
     - **mcmc** - a copy of the run with these draws, for
       :func:`~numpyro_sgmcmc.to_arviz`, ``Predictive``,
       :func:`~numpyro_sgmcmc.local_draws`, ``print_summary()``; it cannot be run.
-    - **run** - the run as it was.
-    - **table** - for each entry of each variable ``sd``, ``calibrated_sd``, their ``ratio`` and
-      ``ratio_error``, its standard error.
-    - **statistic**, **degrees**, **p_value** - of the test that rows vary as the model says.
-    - **clusters** - their number, of which each counts as one independent observation.
-    - **of_rows** - whether rows are not in clusters.
+    - **run** - the original run.
+    - **table** - for each entry of each variable ``sd``, ``calibrated_sd``, their ``ratio``, and
+      its standard error ``ratio_error``.
+    - **statistic**, **degrees**, **p_value** - results of the test that rows vary as the model
+      says.
+    - **clusters** - number of clusters, each of which counts as one independent observation.
+    - **of_rows** - whether each row is its own cluster.
     """
 
     mcmc: MCMC
@@ -72,7 +73,7 @@ class Calibrated(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What the test and the table say, in words."""
+        """The verdict of the test and the table, in words."""
         what = "rows" if self.of_rows else "clusters"
         ratio, error = self.table["ratio"], self.table["ratio_error"]
         p = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.2g}"
@@ -109,45 +110,46 @@ def calibrated(
     population: int | None = None,
 ) -> Calibrated:
     """
-    The draws of a run, stretched to intervals that cover where the model is wrong.
+    Stretch the draws of a run to intervals that cover even if the model is wrong.
 
-    The posterior of a model that is wrong has the wrong width: it counts each row as one
-    independent observation that varies as the likelihood says. What an estimate really varies by,
-    from one data set to another, is the sandwich
+    The posterior of a wrong model has the wrong width. It counts each row as one independent
+    observation that varies as the likelihood says. The true variance of an estimate, from one data
+    set to another, is the sandwich
 
     .. math:: J^{-1} (I + J_0) J^{-1}, \\qquad J = \\nabla^2 U(\\hat\\theta), \\qquad
         I = \\sum_g \\Big( \\sum_{i \\in g} w_i \\nabla \\ell_i(\\hat\\theta) \\Big)
             \\Big( \\sum_{i \\in g} w_i \\nabla \\ell_i(\\hat\\theta) \\Big)^\\top ,
 
-    with clusters :math:`g` of rows that are independent of each other (of single rows if there are
-    none), :math:`G / (G - 1) \\cdot (N - 1) / (N - d)` for few of them, and :math:`J_0`
-    the curvature of the prior, which counts as if it had been seen: of what only the prior
-    knows the width stays. The draws are mapped, in unconstrained space, by
+    with independent clusters :math:`g` of rows (single rows by default), and the factor :math:`G /
+    (G - 1) \\cdot (N - 1) / (N - d)` for few clusters. The curvature :math:`J_0` of the prior
+    counts as if it came from data, so that parameters that only the prior knows keep their width.
+    The draws are mapped, in unconstrained space, by
 
     .. math:: \\theta' = \\hat\\theta + A (\\theta - \\hat\\theta), \\qquad
         A J^{-1} A^\\top = J^{-1} (I + J_0) J^{-1} .
 
-    The result is not a posterior, and is not called one: it has the frequentist's width, around
-    the posterior's centre. If the model is right, :math:`I = J - J_0`, and nothing changes. It
-    does not help where the model is wrong in what it estimates. Effects of clusters that are
-    parameters of the model are known from their own cluster only, and the model has already taken
-    account of what the rows of a cluster share: calibrate such a model by rows, or without the
-    effects by clusters.
+    The result is not a posterior. It has the frequentist width around the centre of the posterior.
+    If the model is right, :math:`I = J - J_0`, and nothing changes. Calibration does not help if
+    the model estimates the wrong quantity. If effects of clusters are parameters of the model, each
+    effect is known from its own cluster only, and the model already accounts for the common part of
+    the rows in a cluster. Calibrate such a model by rows, or a model without the effects by
+    clusters.
 
-    It takes two passes over the data, of which that for :math:`J` has as many gradients as
-    there are parameters; with ``weights`` one more for each Newton step.
+    The cost is two passes over the data. The pass for :math:`J` has a gradient for each parameter.
+    With ``weights`` there is one more pass for each Newton step.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel, whose model has a plate with a
         ``subsample_size``.
-    :param clusters: the cluster of each row, numbers or names, shape :math:`(N,)`; of several
-        plates a dict by plate. Latent sites of groups that are integrated out make each group one
-        row. None are clusters of one row.
-    :param weights: survey weights of the rows, in proportion to one over the probability that a
-        row is in the data, for a run without them; likewise by plate. They are scaled to a mean of
-        1, and the centre of the draws moves to the mode of the weighted posterior. Of a model that
-        has its weights (``numpyro.handlers.scale``) none are needed here.
-    :param int population: of how many rows, or clusters if there are some, the data are a sample
-        without replacement: :math:`I` then has the factor one less their part of it.
+    :param clusters: the cluster of each row, numbers or names, shape :math:`(N,)`; for several
+        plates a dict by plate. If latent sites of groups are integrated out, each group is one row.
+        None makes each row a cluster.
+    :param weights: survey weights of the rows, for a run without weights; for several plates a dict
+        by plate. They are in proportion to one over the probability that a row is in the data. They
+        are scaled to a mean of 1, and the centre of the draws moves to the mode of the weighted
+        posterior. A model with its own weights (``numpyro.handlers.scale``) needs none here.
+    :param int population: number of rows, or clusters if they are given, in the population from
+        which the data were drawn without replacement. The factor of :math:`I` is then one minus the
+        sampled part.
     :return: a :class:`Calibrated`.
     :raises ValueError: if there are fewer than 100 draws, or fewer clusters than parameters, if the
         posterior has no single mode with a curvature, if prior and rows contradict each other, or
@@ -161,7 +163,7 @@ def calibrated(
     3. *Statistical Inference with Stochastic Gradient Algorithms*, Jeffrey Negrea, Jun Yang,
        Haoyue Feng, Daniel Roy and Jonathan Huggins (2022).
 
-    **Example:** counts that vary three times as much as those of a Poisson law.
+    **Example:** counts with three times the variance of a Poisson law.
 
     .. doctest::
 
@@ -230,9 +232,9 @@ def _rows(target: Target) -> int:
 
 def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: dict) -> Target:
     """
-    The model with its data, of which rows have gradients of their own.
+    The model with its data, checked for gradients of single rows.
 
-    :raises ValueError: if they have none.
+    :raises ValueError: if rows have no gradients of their own.
     """
     target = checked_target(mcmc, args, kwargs, "Calibrate")
     names = {plate.name for plate in target.model.plates}
@@ -259,8 +261,10 @@ def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: d
 
 def _check_prior(sandwich: Sandwich, target: Target) -> None:
     """
-    :raises ValueError: if the rows would have a parameter where the prior does not let it be, as
-        beyond a bound of it: no interval of these draws covers that.
+    Check that prior and rows do not contradict each other.
+
+    :raises ValueError: if the rows would have a parameter where the prior rules it out, for
+        instance beyond a bound. No interval of these draws covers such a value.
     """
     away = sandwich.contradiction
     k, (count, dimension) = int(np.argmax(away)), sandwich.scores.shape
@@ -276,11 +280,11 @@ def _check_prior(sandwich: Sandwich, target: Target) -> None:
 
 def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], int, bool]:
     """
-    The number of the cluster of each row by plate, how many there are, and whether they are rows.
+    Cluster numbers of all rows by plate, the number of clusters, and whether they are rows.
 
-    :raises ValueError: if they do not fit the rows.
+    :raises ValueError: if the clusters do not fit the rows.
     """
-    plates, found, number = target.model.plates, {}, 0
+    plates, labels_of_rows, number = target.model.plates, {}, 0
     given = {} if clusters is None else _by_plate("clusters", clusters, target)
     if given:
         labels = [given[plate.name] for plate in plates if plate.name in given]
@@ -293,25 +297,25 @@ def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], 
                 )
         flat, names = pd.factorize(np.concatenate(labels))
         ends = np.cumsum([len(x) for x in labels])[:-1]
-        found = dict(zip(given, np.split(flat, ends), strict=True))
+        labels_of_rows = dict(zip(given, np.split(flat, ends), strict=True))
         number = len(names)
         if number < 2:
             raise ValueError(
                 f"`clusters` has a single one, {names[0]}: nothing is known of how clusters vary."
             )
     for plate in plates:
-        if plate.name not in found:
+        if plate.name not in labels_of_rows:
             many = min(plate.size, _MOST_CLUSTERS)
-            found[plate.name] = number + np.arange(plate.size) % many
+            labels_of_rows[plate.name] = number + np.arange(plate.size) % many
             number += many
-    return found, number, not given
+    return labels_of_rows, number, not given
 
 
 def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
-    """Raises ``ValueError`` if they are not positive."""
+    """The weights by plate, with mean 1; raise ``ValueError`` if they are not positive."""
     if weights is None:
         return {}
-    found = {}
+    relative = {}
     for name, x in _by_plate("weights", weights, target).items():
         if x.dtype.kind not in "biuf":
             raise ValueError(f"`weights` must be positive numbers; got {x.dtype}.")
@@ -323,12 +327,12 @@ def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
                 f"`weights` must be positive numbers: {int(bad.sum()):,} are not, the first that of"
                 f" row {k}, {x[k]}. Leave rows of weight zero out of the data."
             )
-        found[name] = x / x.mean()
-    return found
+        relative[name] = x / x.mean()
+    return relative
 
 
 def _by_plate(what: str, given: Any, target: Target) -> dict[str, Any]:
-    """Raises ``ValueError`` if it does not belong to the plates, or has another length."""
+    """An argument as a dict by plate; raise ``ValueError`` if it does not fit the plates."""
     plates = {plate.name: plate.size for plate in target.model.plates}
     if not isinstance(given, Mapping):
         if len(plates) > 1:
@@ -352,7 +356,7 @@ def _by_plate(what: str, given: Any, target: Target) -> dict[str, Any]:
 
 
 def _unseen(population: int | None, number: int) -> float:
-    """Raises ``ValueError`` if there are more data than population."""
+    """The unseen part of the population; raise ``ValueError`` if the data are larger."""
     if population is None:
         return 1.0
     population = whole("population", population, most=MOST_OF_64_BITS)

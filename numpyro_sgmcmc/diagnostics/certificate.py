@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""A certificate for a run: its means and widths against weighted draws that are independent."""
+"""Certificates of runs: means and widths compared with independent weighted draws."""
 
 from typing import Any, NamedTuple
 
@@ -27,36 +27,37 @@ from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
 
-#: Above these weights, smoothed or not, have a mean but hardly a variance, or say little.
+#: Tail shapes of the weights: above the first they hardly have a variance, and above the second
+#: they are of no use.
 GOOD, USABLE = 0.5, 0.7
 
-#: Draws of the run that a mixture is fitted to at most, and the fewest.
+#: The most and the fewest draws of the run for fitting a mixture.
 _FITTED, _FEWEST = 4_000, 100
 
-#: Points at which a chunk of rows is evaluated at once.
+#: Number of points at which a chunk of rows is evaluated at once.
 _AT_ONCE = 16
 
-#: The run is off by so many standard errors.
+#: Standard errors beyond which the run is off.
 _ERRORS = 4.0
 
 
 @printed
 class Certificate(NamedTuple):
     """
-    What independent weighted draws say of a run.
+    The result of :func:`certify`: the errors of a run, from independent weighted draws.
 
-    - **k_hat** - the shape of the tail of the weights: below 0.5 their means and the standard
-      errors can be trusted, below 0.7 the means, above neither.
+    - **k_hat** - the shape of the tail of the weights. Below 0.5 their means and standard errors
+      can be trusted, below 0.7 only the means, and above neither.
     - **table** - for each entry of each variable the mean and the standard deviation of the
       weighted draws, ``mean`` and ``sd``, with their standard errors ``mean_error`` and
-      ``sd_error``; and how far the run is off, ``shift`` of its mean in standard deviations and
-      ``ratio`` of its standard deviation, with ``shift_error`` and ``ratio_error``, to which both
-      contribute.
-    - **effective** - as how many independent draws the weighted ones count.
+      ``sd_error``. The error of the run is ``shift``, of its mean in standard deviations, and
+      ``ratio``, of its standard deviation. Their standard errors ``shift_error`` and
+      ``ratio_error`` include the errors of both.
+    - **effective** - effective number of independent draws.
     - **log_evidence**, **log_evidence_error** - the logarithm of the marginal likelihood
       :math:`\\log \\int p(\\theta) p(y \\mid \\theta) d\\theta`, for comparing models.
     - **draws** - the weighted draws by variable, shape (draws, ...).
-    - **weights** - shape (draws,), of sum 1.
+    - **weights** - weights of the draws, shape (draws,), with sum 1.
     """
 
     k_hat: float
@@ -69,7 +70,7 @@ class Certificate(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What the table says of the run, in words, and whether it can be trusted."""
+        """The verdict on the run in words, and whether it can be trusted."""
         if self.k_hat < USABLE and self.effective < _FEWEST:
             return (
                 f"Nothing is certified: {len(self.weights):,} weighted draws count as"
@@ -84,7 +85,7 @@ class Certificate(NamedTuple):
                 " correction; look at `debiased` and `stein_matrix`."
             )
         trust = f"k-hat {self.k_hat:.2f}, {self.effective:,.0f} effective draws"
-        # weights that hardly differ do no harm, whatever the shape of their tail
+        # nearly equal weights do no harm, whatever the shape of their tail
         if self.k_hat > GOOD and self.effective < len(self.weights) / 2:
             trust += ", standard errors somewhat too small"
         table = self.table
@@ -123,40 +124,40 @@ class Certificate(NamedTuple):
 
 def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None) -> Certificate:
     """
-    A certificate for a run: how far its means and standard deviations are off, with a number.
+    Certify a run: compute the errors of its means and standard deviations.
 
-    To the draws, standardised, a mixture :math:`q` of Student's t is fitted; from it independent
-    draws :math:`\\theta_i` are taken, and weighted by the posterior on all rows,
+    A mixture :math:`q` of Student's t distributions is fitted to the standardised draws.
+    Independent draws :math:`\\theta_i` from the mixture are weighted by the posterior on all rows,
 
     .. math:: w_i \\propto \\exp(-U(\\theta_i)) / q(\\theta_i),
 
-    with a tail that is smoothed by a generalised Pareto law, whose shape :math:`\\hat k` says
-    whether the weights can be trusted. Weighted means have no error of a step size, nor of a
-    minibatch; where :math:`q` is near the posterior they are right whatever the run has done,
+    where a generalised Pareto law smooths the tail of the weights. Its shape :math:`\\hat k` says
+    whether the weights can be trusted. Weighted means have no error of a step size or a minibatch.
+    If :math:`q` is near the posterior, they are right whatever the run has done,
 
     .. math:: \\hat\\mu = \\sum_i w_i f_i, \\qquad
         \\operatorname{se}^2 = \\sum_i w_i^2 (f_i - \\hat\\mu)^2,
 
-    and the mean of the weights is the evidence. It takes as many evaluations of the log density on
-    all rows as there are draws, without gradients, and is for up to about a hundred parameters. It
-    does not know of modes that no draw of the run has found.
+    and the mean of the weights is the evidence. The cost is an evaluation of the log density on all
+    rows for each draw, without gradients. It is for up to about a hundred parameters. Modes that
+    the run has missed stay unknown.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel, with 100 draws or more and more
         than two for each parameter.
     :param int num_draws: number of weighted draws.
-    :param rng_key: random key of these; None is ``jax.random.key(0)``.
+    :param rng_key: random key of the weighted draws; None is ``jax.random.key(0)``.
     :return: a :class:`Certificate`.
-    :raises ValueError: if there are too few draws, or if the draws are not those of a posterior on
+    :raises ValueError: if there are too few draws, or if the draws are not from a posterior on
         these data.
 
     **References:**
 
     1. *Pareto Smoothed Importance Sampling*, Aki Vehtari, Daniel Simpson, Andrew Gelman,
        Yuling Yao and Jonah Gabry (2024).
-    2. *Safe and Effective Importance Sampling*, Art Owen and Yi Zhou (2000), for the part of the
-       mixture that is wider.
+    2. *Safe and Effective Importance Sampling*, Art Owen and Yi Zhou (2000), for the wide part of
+       the mixture.
 
-    **Example:** the evidence of a model for which it is known.
+    **Example:** a model with known evidence.
 
     .. doctest::
 
@@ -223,7 +224,7 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
 
 
 def _factor_of(flat: np.ndarray) -> np.ndarray:
-    """Raises ``ValueError`` if a parameter never moves."""
+    """A square root of the covariance; raise ``ValueError`` if a parameter never moves."""
     try:
         return np.linalg.cholesky(np.atleast_2d(np.cov(flat.T)))
     except np.linalg.LinAlgError as error:
@@ -233,7 +234,7 @@ def _factor_of(flat: np.ndarray) -> np.ndarray:
 
 
 def _potentials(target: Target, center: np.ndarray, points: np.ndarray) -> tuple[float, np.ndarray]:
-    """The potential of all rows at the centre, and what it is more at points, shape (n,)."""
+    """The potential of all rows at the centre, and its rise at points, shape (n,)."""
 
     def run(target: Target, center: Array, points: Array) -> tuple[Array, Array]:
         potential: Any = target.potential(IdentityMetric())
@@ -243,7 +244,7 @@ def _potentials(target: Target, center: np.ndarray, points: np.ndarray) -> tuple
             def at(x: Array) -> Array:
                 return potential(target.unravel(x), rows, key)
 
-            # differences chunk by chunk: those of large sums would lose their digits
+            # differences are taken chunk by chunk, because large sums would lose their digits
             there = at(center)
             return there, lax.map(at, points, batch_size=_AT_ONCE) - there
 
@@ -251,22 +252,23 @@ def _potentials(target: Target, center: np.ndarray, points: np.ndarray) -> tuple
 
     dtype = target.model.dtype
     arrays = jnp.asarray(center, dtype), jnp.asarray(points, dtype)
-    at_center, found = target.compiled(run)(*arrays)
-    return float(at_center), np.asarray(found, np.float64)
+    at_center, rises = target.compiled(run)(*arrays)
+    return float(at_center), np.asarray(rises, np.float64)
 
 
 def _smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, float]:
-    """Logarithms of weights of sum 1, and the shape of their tail."""
+    """Logarithms of weights with sum 1, and the shape of their tail."""
     try:
         from arviz_stats.base import array_stats
 
-        found, k_hat = array_stats.psislw(-log_ratios)  # which takes those of one over the ratios
+        # this function takes the logarithms of one over the ratios
+        log_weights, k_hat = array_stats.psislw(-log_ratios)
     except ImportError:
         from arviz import psislw
 
-        found, k_hat = psislw(log_ratios)
-    found = np.asarray(found, np.float64)
-    return found - np.logaddexp.reduce(found), float(k_hat)
+        log_weights, k_hat = psislw(log_ratios)
+    log_weights = np.asarray(log_weights, np.float64)
+    return log_weights - np.logaddexp.reduce(log_weights), float(k_hat)
 
 
 def _evidence(log_ratios: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
@@ -278,7 +280,7 @@ def _evidence(log_ratios: np.ndarray, weights: np.ndarray) -> tuple[float, float
 
 def _table(mcmc: MCMC, values: dict[str, np.ndarray], weights: np.ndarray) -> pd.DataFrame:
     posterior = draws_of(as_data(mcmc))
-    # in the order of the variables of the run
+    # variables in the order of the run
     named = {variable_name(name): x for name, x in values.items()}
     names = [name for name in posterior.data_vars if name in named]
     run, labels = flat_draws(posterior[names])

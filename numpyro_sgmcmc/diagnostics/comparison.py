@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs against a reference, side by side."""
+"""Comparison of runs with a reference, side by side."""
 
 from collections.abc import Callable
 import math
@@ -15,7 +15,7 @@ from numpyro_sgmcmc.diagnostics._posterior_score import RunModel, scores_of
 from numpyro_sgmcmc.diagnostics.discrepancy import discrepancy_of
 from numpyro_sgmcmc.diagnostics.runs import Run, as_data, draws_of, effective_sizes, flat_draws
 
-#: Random directions, and quantiles, of the sliced Wasserstein distance.
+#: Numbers of random directions and of quantiles of the sliced Wasserstein distance.
 _DIRECTIONS, _QUANTILES = 100, 512
 
 
@@ -26,8 +26,8 @@ class Moments(NamedTuple):
     - **mean** - mean.
     - **sd** - standard deviation.
     - **mean_size** - effective sample size for the mean.
-    - **sd_error** - standard error of the standard deviation, relative to it.
-    - **labels** - as in ``arviz.summary``.
+    - **sd_error** - relative standard error of the standard deviation.
+    - **labels** - labels as in ``arviz.summary``.
     """
 
     mean: np.ndarray
@@ -41,11 +41,12 @@ def moments(run: Run, *, var_names: list[str] | None = None) -> Moments:
     """
     The marginal moments of a run, with their errors.
 
-    They are what :func:`compare` needs of a reference that took long, to keep it.
+    :func:`compare` needs only these of a reference, so keep them if the reference took long.
 
     :param run: an ``MCMC`` object or an ArviZ object.
     :param var_names: names of variables; None for all.
-    :raises ValueError: if there are no draws, if they are not finite, or if nothing moves.
+    :raises ValueError: if there are no draws, if they are not finite, or if all of them are
+        constant.
 
     **Example:**
 
@@ -65,10 +66,12 @@ def moments(run: Run, *, var_names: list[str] | None = None) -> Moments:
 
 def moments_of(draws: np.ndarray, labels: list[str]) -> Moments:
     """
+    The moments of draws with labels.
+
     :param draws: shape ``(chains, draws, numbers)``.
-    :param labels: of the numbers; those that are constant are left out.
+    :param labels: labels of the numbers. Constant numbers are left out.
     """
-    # a Cholesky factor, say, has entries that are constant, but for rounding
+    # a Cholesky factor, for instance, has entries that are constant up to rounding
     varies = np.ptp(draws, axis=(0, 1)) > 1e-6 * np.max(np.abs(draws), axis=(0, 1))
     draws = draws[..., varies]
     labels = [label for label, kept in zip(labels, varies, strict=True) if kept]
@@ -81,7 +84,7 @@ def moments_of(draws: np.ndarray, labels: list[str]) -> Moments:
 
 def variance_of(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
-    The variance of each number, and its relative standard error; NaN where nothing moves.
+    The variance of each number, and its relative standard error; NaN for constants.
 
     :param draws: shape ``(chains, draws, numbers)``.
     """
@@ -103,27 +106,28 @@ def compare(
     model_kwargs: dict | None = None,
 ) -> pd.DataFrame:
     """
-    The errors of runs against a reference whose law is right, such as a long run of NUTS.
+    Compare runs with a reference whose law is right, such as a long run of NUTS.
 
-    They are in units of its standard deviations, beside the Monte-Carlo errors of both: with means
-    :math:`m`, standard deviations :math:`s` and effective sample sizes :math:`n`, those of the
-    reference with a zero, of every number
+    The errors are in units of the standard deviations of the reference, beside the Monte-Carlo
+    errors of both. With means :math:`m`, standard deviations :math:`s` and effective sample sizes
+    :math:`n`, with an index zero for the reference, each number has
 
     .. math::
 
         \\frac{m - m_0}{s_0} \\pm \\left( \\frac1{n_0} + \\frac{s^2}{s_0^2 n} \\right)^{1/2},
         \\qquad \\frac{s}{s_0} \\left( 1 \\pm ( \\epsilon_0^2 + \\epsilon^2 )^{1/2} \\right),
 
-    :math:`\\epsilon` the relative standard error of :math:`s`, from the effective sample size
-    of :math:`(x - m)^2`.
+    where :math:`\\epsilon` is the relative standard error of :math:`s`, from the effective sample
+    size of :math:`(x - m)^2`.
 
-    :param runs: ``MCMC`` or ArviZ objects, by name; or one of them, named by its algorithm.
+    :param runs: ``MCMC`` or ArviZ objects, by name; or one object, which gets the name of its
+        algorithm.
     :param reference: a run, or the :func:`moments` of one.
     :param var_names: names of variables; None for all.
     :param bool discrepancy: whether to compute the :func:`kernel_stein_discrepancy` of each
         run, all with the covariance of the reference; needs the model: give ``MCMC`` objects, or
         ``model`` and its arguments.
-    :param int draws: number of draws for it.
+    :param int draws: number of draws for the discrepancy.
     :param model: the model, for ArviZ objects.
     :param tuple model_args: its arguments.
     :param dict model_kwargs: its keyword arguments.
@@ -134,11 +138,11 @@ def compare(
         - ``sd_ratio``, ``sd_ratio_se``: the ratio of standard deviations that is farthest from
           1;
         - ``mean_z``, ``sd_z``: root mean squares of all errors in units of their standard errors,
-          about 1 where nothing but chance is seen;
+          about 1 if all errors are chance;
         - ``wasserstein``: the sliced 2-Wasserstein distance of the standardised draws, the root
-          mean square over 100 directions of that of the projections, and ``wasserstein_floor``,
-          what the two halves of the reference have between them;
-        - ``ksd_squared``, ``ksd_error``: the discrepancy, if it was asked for;
+          mean square distance of the projections on 100 directions, and ``wasserstein_floor``, the
+          distance between the two halves of the reference;
+        - ``ksd_squared``, ``ksd_error``: the discrepancy, if it was requested;
         - ``ess``: the smallest effective sample size, for means.
     :raises ValueError: if the variables of two runs differ.
 
@@ -166,7 +170,7 @@ def compare(
         True
     """
     discrepancy, draws = truth("discrepancy", discrepancy), whole("draws", draws, least=2)
-    if not isinstance(runs, dict):  # ArviZ objects are mappings, too
+    if not isinstance(runs, dict):  # ArviZ objects are mappings too
         runs = {str(as_data(runs).attrs.get("algorithm", "run")): runs}
     run_model = RunModel(model, model_args, model_kwargs).or_of(reference, *runs.values())
     data = {name: as_data(run) for name, run in runs.items()}
@@ -183,14 +187,14 @@ def compare(
             covariance = np.atleast_2d(np.cov(every.reshape(-1, every.shape[-1]), rowvar=False))
     rows = {}
     for name, run in data.items():
-        values, found = _standardised(run, var_names, right)
-        row = errors_of(found, right, name)
+        values, run_moments = _standardised(run, var_names, right)
+        row = errors_of(run_moments, right, name)
         if kept is not None:
             row |= {"wasserstein": sliced_wasserstein(values, kept), "wasserstein_floor": floor}
         if discrepancy:
             ksd = discrepancy_of(scores_of(run, run_model, draws), covariance)
             row |= {"ksd_squared": ksd.squared, "ksd_error": ksd.error}
-        rows[name] = row | {"ess": float(found.mean_size.min())}
+        rows[name] = row | {"ess": float(run_moments.mean_size.min())}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
@@ -198,17 +202,18 @@ def _standardised(
     data: Any, var_names: list[str] | None, right: Moments | None = None
 ) -> tuple[np.ndarray, Moments]:
     """
-    Draws in units of the reference, shape ``(draws, numbers)``, each draw of every chain before
-    the next one, and the moments of the draws; the reference is in its own units.
+    Draws in units of the reference, shape ``(draws, numbers)``, and their moments.
+
+    The rows go draw by draw through all chains. The reference is in its own units.
     """
     values, labels = flat_draws(draws_of(data, var_names))
-    found = moments_of(values, labels)
-    unit = right or found
-    if found.labels != unit.labels:
-        return values, found  # :func:`errors_of` says what is wrong
+    run_moments = moments_of(values, labels)
+    unit = right or run_moments
+    if run_moments.labels != unit.labels:
+        return values, run_moments  # :func:`errors_of` raises the error
     moving = values[..., np.isin(labels, unit.labels)]
     scaled = (moving - unit.mean) / unit.sd
-    return scaled.swapaxes(0, 1).reshape(-1, len(unit.labels)), found
+    return scaled.swapaxes(0, 1).reshape(-1, len(unit.labels)), run_moments
 
 
 def errors_of(found: Moments, right: Moments, name: str = "the run") -> dict[str, float]:
@@ -237,8 +242,9 @@ def errors_of(found: Moments, right: Moments, name: str = "the run") -> dict[str
 
 def sliced_wasserstein(one: np.ndarray, two: np.ndarray) -> float:
     """
-    The sliced 2-Wasserstein distance between draws, shapes ``(draws, numbers)``, over 100
-    random directions that are always the same.
+    The sliced 2-Wasserstein distance between draws, shapes ``(draws, numbers)``.
+
+    It has 100 fixed random directions.
     """
     normal = np.random.default_rng(0).standard_normal((_DIRECTIONS, one.shape[-1]))
     directions = normal / np.linalg.norm(normal, axis=1, keepdims=True)

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Expectations without the error of a step size, and the bias of a run as a number."""
+"""Expectations without step size error, and the bias of a run as a number."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -46,39 +46,38 @@ from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import arguments_of
 
-#: The fewest draws of a run, the fewest of each coupled chain, and the most of all if nothing is
-#: said.
+#: The fewest draws of a run, the fewest draws of each coupled chain, and the most draws by default.
 _FEWEST, _FEWEST_OF_CHAIN, _MOST = 100, 32, 100_000
 
-#: What chains that do not agree mean.
+#: Explanation of an error about chains that do not agree.
 _NOT_DRAWS = (
     "Coupled chains start at draws of the run, and these are not yet draws of its posterior, which"
     " may have several modes, or none. Run longer."
 )
 
-#: Up to so many parameters the covariance of the draws is a metric.
+#: Largest number of parameters for which the covariance of the draws is the metric.
 _DENSE = 300
 
-#: The run is off by so many standard errors.
+#: Standard errors beyond which the run is off.
 _ERRORS = 4.0
 
-#: Half the distance, in probability, of the quantiles that tell the density at one between them.
+#: Half the distance, in probability, of two quantiles that give the density between them.
 _BESIDE = 0.05
 
 
 @printed
 class Debiased(NamedTuple):
     """
-    Expectations without the error of a step size.
+    The result of :func:`debiased`: expectations without step size error.
 
-    - **table** - a row for each expectation: ``debiased``, its value without that error, and
-      ``error``, the standard error; ``run``, the value of the run; ``bias``, that of the run, and
-      ``bias_error``, its standard error, to which both contribute.
+    - **table** - a row for each expectation: ``debiased``, its value without step size error, and
+      its standard error ``error``; ``run``, the value of the run; ``bias``, the bias of the run,
+      and ``bias_error``, its standard error, which includes the errors of both.
     - **step_size** - the longer of the two step sizes, in units of a posterior standard deviation.
-    - **effective** - as how many independent draws the coupled chains count, in the expectation
-      that is known worst.
-    - **passes** - passes over the data that all of this took.
-    - **scale** - the standard deviation of what each row of the table is the mean of.
+    - **effective** - effective number of independent draws of the coupled chains, for the least
+      known expectation.
+    - **passes** - cost in passes over the data.
+    - **scale** - the standard deviation of the quantity whose mean is in each row of the table.
     """
 
     table: pd.DataFrame
@@ -90,24 +89,24 @@ class Debiased(NamedTuple):
     @property
     def moments(self) -> pd.DataFrame:
         """
-        Means and standard deviations by entry of each variable, as :func:`summary` shows them.
+        Means and standard deviations by entry of each variable, in the form of :func:`summary`.
 
-        :raises ValueError: if only functions of the draws have been asked for.
+        :raises ValueError: if only functions of the draws were requested.
         """
-        values, found = self.table["debiased"], {}
+        values, columns = self.table["debiased"], {}
         for column, words in (("debiased_mean", "mean of "), ("debiased_sd", "variance of ")):
             some = values[values.index.str.startswith(words)]
-            found[column] = some.set_axis(some.index.str.removeprefix(words))
-        if found["debiased_mean"].empty:
+            columns[column] = some.set_axis(some.index.str.removeprefix(words))
+        if columns["debiased_mean"].empty:
             raise ValueError(
                 "No row of `debiased` is the mean of a variable, but of functions: call it without"
                 " `functions` for the summary."
             )
-        return pd.DataFrame(found | {"debiased_sd": np.sqrt(found["debiased_sd"])})
+        return pd.DataFrame(columns | {"debiased_sd": np.sqrt(columns["debiased_sd"])})
 
     @property
     def verdict(self) -> str:
-        """What the table says of the run, in words."""
+        """The verdict of the table on the run, in words."""
         if self.effective < 2 * CHAINS:
             return (
                 f"Nothing is known: {CHAINS} coupled chains count as {self.effective:.0f}"
@@ -132,7 +131,7 @@ class Debiased(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What it took, in one line."""
+        """The cost in one line."""
         return (
             f"coupled chains with steps of {self.step_size:g} and {self.step_size / 2:g} standard"
             f" deviations, {self.passes:,.0f} passes, {self.effective:,.0f} effective draws"
@@ -153,48 +152,47 @@ def debiased(
     rng_key: Array | None = None,
 ) -> Debiased:
     """
-    Expectations without the error of a step size, and the bias of a run as a number.
+    Estimate expectations without step size error, and the bias of a run.
 
-    From draws of the run chains are started in pairs, one at a step size :math:`h` and one at
-    :math:`h / 2`, with the same Brownian path and the same minibatches, so that the difference of
-    two of them has a small part of the variance of one. Their error is of the second order, and
+    Pairs of chains start at draws of the run, one at a step size :math:`h` and one at :math:`h /
+    2`. A pair has one Brownian path and equal minibatches, so that its difference has a small part
+    of the variance of one chain. The error of the chains is of second order, and
 
     .. math::
 
         E f = E f_h + \\tfrac43 \\, E [f_{h/2} - f_h] + O(h^3) ,
 
-    of which the first term comes from long chains, and the second from short pairs. With
-    minibatches a part of the second order is left, of the third moments of their noise, which is
-    the same at both step sizes. The step size
-    is found from 1 downwards, in units of a posterior standard deviation: the first at which the
-    variance of the difference is at most a twentieth of that of a chain, the difference itself at
-    most a twentieth of a standard deviation, and the noise of a minibatch no more than a step can
-    take out. The method of the run makes no difference, nor its
-    step size, so that this serves runs of any kernel, also of those whose error is of the first
-    order. Gradients are on minibatches like those of the run, and on all rows of up to 2,000.
+    where the first term comes from long chains, and the second from short pairs. With minibatches a
+    part of the second order remains, from the third moments of their noise, which are equal at both
+    step sizes. The step size is searched from 1 downwards, in units of a posterior standard
+    deviation. It is the first at which three conditions hold: the variance of the difference is at
+    most a twentieth of the variance of a chain; the difference itself is at most a twentieth of a
+    standard deviation; and a step can remove the noise of a minibatch. The method and the step size
+    of the run play no role, so that this serves runs of any kernel, even with an error of first
+    order. Gradients are on minibatches of the size in the run, or on all rows up to 2,000 rows.
 
-    The bias of the run is what its mean is more than that, with the standard error of both. Chains
-    that start at draws of the run cannot know of modes that it has not found.
+    The bias of the run is its mean minus the debiased mean, with the standard error of both. Chains
+    that start at draws of the run cannot know of modes that the run has missed.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel, with 100 draws or more.
-    :param functions: from the values of one draw, by name, to scalars or arrays, by name, whose
-        means are asked for; None is the mean and the variance of every entry.
-    :param var_names: names of variables, for those; None for all.
-    :param quantiles: probabilities of the quantiles that are asked for besides, such as
-        ``(0.05, 0.95)``.
-    :param int num_draws: draws at the longer step size, of all chains together, each of which is
-        worth about one effective draw; None is as many as the run has, at most 100,000.
+    :param functions: function from the values of one draw, by name, to scalars or arrays, by name,
+        whose means are estimated; None is the mean and the variance of every entry.
+    :param var_names: names of variables for these means and variances; None for all.
+    :param quantiles: probabilities of additional quantiles, such as ``(0.05, 0.95)``.
+    :param int num_draws: number of draws at the longer step size, of all chains together, each of
+        which is worth about one effective draw; None is the number of draws of the run, at most
+        100,000.
     :param rng_key: random key; None is ``jax.random.key(0)``.
     :return: a :class:`Debiased`.
-    :raises ValueError: if there are too few draws, if the draws are not those of a posterior on
-        these data, or if chains of different step sizes do not stay together.
+    :raises ValueError: if there are too few draws, if the draws are not from a posterior on these
+        data, or if chains of different step sizes do not stay together.
 
     **References:**
 
-    1. *Unbiased Kinetic Langevin Monte Carlo with Inexact Gradients*, Neil K. Chada,
-       Benedict Leimkuhler, Daniel Paulin and Peter A. Whalley (2023), whose coupling this is. The
-       variance of their differences falls fast enough for a series of levels without end only
-       where the noise of minibatches does not dominate; here there are two levels.
+    1. *Unbiased Kinetic Langevin Monte Carlo with Inexact Gradients*, Neil K. Chada, Benedict
+       Leimkuhler, Daniel Paulin and Peter A. Whalley (2023), for the coupling. The variance of
+       their differences falls fast enough for an infinite series of levels only if minibatch noise
+       does not dominate. Here there are two levels.
     2. *Multilevel Monte Carlo Path Simulation*, Michael B. Giles (2008).
 
     **Example:** the variance of SGLD at a tenth of the largest stable step size is a ninth too
@@ -230,14 +228,14 @@ def debiased(
     key = random_key(rng_key)
     posterior = draws_of(as_data(mcmc), var_names)
     if functions is not None:
-        values_of(functions, posterior)  # before anything that takes long
+        values_of(functions, posterior)  # an early check, before the slow part
     draws = kept_draws(mcmc).get_samples(group_by_chain=True)
     target = exact_target(mcmc, args, kwargs, "Debias")
     positions = positions_of(target, draws).astype(np.float64)
     check_draws(positions, "`debiased`", _FEWEST, _NOT_DRAWS)
     check_moves(positions.reshape(-1, positions.shape[-1]), labels_and_sites(target)[0])
-    target, metric, anchor, found = _coordinates(mcmc, target, positions)
-    flat = found.reshape(-1, found.shape[-1])
+    target, metric, anchor, coordinates = _coordinates(mcmc, target, positions)
+    flat = coordinates.reshape(-1, coordinates.shape[-1])
     starts = flat[np.linspace(0, len(flat) - 1, CHAINS).round().astype(int)]
     asked = min(len(flat), _MOST) if num_draws is None else num_draws
     each = max(_FEWEST_OF_CHAIN, -(-asked // CHAINS))
@@ -257,8 +255,10 @@ def _coordinates(
     mcmc: MCMC, target: Target, positions: np.ndarray
 ) -> tuple[Target, Metric, Any, np.ndarray]:
     """
-    The target in the coordinates of the run's tuning, its metric, the anchor of a control variate
-    and the positions of the draws, shape (chains, draws, d); without a tuning by the draws.
+    The target in the coordinates of the tuning, its metric, the anchor and the positions.
+
+    The positions of the draws have the shape (chains, draws, d). Without a tuning the draws give
+    the metric.
     """
     fixed: Any = getattr(mcmc.last_state, "fixed", None)
     metric = getattr(fixed, "metric", None)
@@ -266,7 +266,7 @@ def _coordinates(
     if isinstance(metric, DiagonalMetric | DenseMetric | LowRankMetric):
         target, anchor = target.tuned(fixed), fixed.anchor
         if anchor is not None and jnp.ndim(anchor.potential) > 0:
-            anchor = jax.tree.map(lambda x: x[0], anchor)  # that of the first chain will do
+            anchor = jax.tree.map(lambda x: x[0], anchor)  # the anchor of the first chain
     else:
         d = flat.shape[-1]
         dense = d <= _DENSE and len(flat) > 10 * d
@@ -282,8 +282,8 @@ def _coordinates(
 
         return jax.vmap(one)(flat)
 
-    found = target.compiled(run)(metric, jnp.asarray(flat, target.model.dtype))
-    return target, metric, anchor, np.asarray(found, np.float64).reshape(positions.shape)
+    coordinates = target.compiled(run)(metric, jnp.asarray(flat, target.model.dtype))
+    return target, metric, anchor, np.asarray(coordinates, np.float64).reshape(positions.shape)
 
 
 def _values(
@@ -300,7 +300,7 @@ def _values(
     dtype = target.model.dtype
     positions = target.compiled(run)(metric, jnp.asarray(coordinates, dtype))
     values = {variable_name(k): x for k, x in constrained(target, np.asarray(positions)).items()}
-    # with the names and coordinates of the run
+    # names and coordinates of the run
     like = {str(name): x.transpose("chain", "draw", ...) for name, x in posterior.items()}
     return xr.Dataset(
         {
@@ -326,7 +326,7 @@ class _Expectation(NamedTuple):
 
 
 def _extrapolated(coarse: np.ndarray, fine: np.ndarray) -> _Expectation:
-    """Means of both levels, of values of shape (chains, draws, numbers), chain by chain."""
+    """Extrapolated means of both levels, for values of shape (chains, draws, numbers)."""
     pairs = fine.shape[1]
     difference = (fine - coarse[:, :pairs]).mean(axis=1)
     each = coarse.mean(axis=1) + 4 / 3 * difference
@@ -361,7 +361,7 @@ def _moments(
     own, labels = flat_draws(posterior[list(coarse.data_vars)])
     one, other = (flat_draws(x)[0] for x in (coarse, fine))
     center = _extrapolated(one, other).value
-    # about the mean of each, whose own error is of the second order
+    # squares about the mean of each, whose error has only an effect of second order
     values = [np.concatenate([x, (x - c) ** 2], axis=-1) for x, c in (
         (own, own.mean(axis=(0, 1))), (one, center), (other, center),
     )]  # fmt: skip
@@ -384,8 +384,10 @@ def _quantiles(
     probability: float, posterior: xr.Dataset, coarse: xr.Dataset, fine: xr.Dataset
 ) -> tuple[pd.DataFrame, pd.Series]:
     """
-    Quantiles of every entry: with :math:`F_0` the debiased probability below the coarse quantile
-    :math:`q` and :math:`f` the density there, :math:`q - (F_0 - p) / f`.
+    Quantiles of every entry, :math:`q - (F_0 - p) / f`.
+
+    Here :math:`q` is the coarse quantile, :math:`F_0` the debiased probability below it and
+    :math:`f` the density there.
     """
     own, labels = flat_draws(posterior[list(coarse.data_vars)])
     one, other = (flat_draws(x)[0] for x in (coarse, fine))

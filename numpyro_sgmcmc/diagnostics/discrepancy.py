@@ -18,10 +18,10 @@ from numpyro_sgmcmc.diagnostics._posterior_score import RunModel, Scores, scores
 from numpyro_sgmcmc.diagnostics.runs import Run
 from numpyro_sgmcmc.posterior.metric import DenseMetric, DiagonalMetric, from_covariance
 
-#: Rows of the matrix of pairs that exist at once.
+#: Number of rows of the matrix of pairs that exist at once.
 _ROWS = 256
 
-#: Draws are whitened by a full covariance matrix up to this many parameters.
+#: Largest number of parameters for whitening by a full covariance matrix.
 _FULL_COVARIANCE = 500
 
 
@@ -29,13 +29,13 @@ class Discrepancy(NamedTuple):
     """
     A kernel Stein discrepancy between draws and the posterior.
 
-    - **squared** - the estimate of its square. The U-statistic can be negative: there is then
-      no evidence of a difference.
-    - **error** - standard deviation of the U-statistic for as many independent draws of the
+    - **squared** - the estimate of the squared discrepancy. The U-statistic can be negative, which
+      is no evidence of a difference.
+    - **error** - standard deviation of the U-statistic for this number of independent draws of the
       posterior.
-    - **blocks** - both for the parameters of each latent site alone.
+    - **blocks** - square and error for the parameters of each latent site alone.
     - **draws** - number of draws.
-    - **exact** - whether the scores were those on all data.
+    - **exact** - whether the scores were on all data.
     """
 
     squared: float
@@ -46,7 +46,7 @@ class Discrepancy(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The discrepancy itself, 0 where the estimate of its square is negative."""
+        """The discrepancy, 0 if the estimate of its square is negative."""
         return math.sqrt(max(self.squared, 0.0))
 
     def __str__(self) -> str:
@@ -71,11 +71,11 @@ def kernel_stein_discrepancy(
     rng_key: Array | None = None,
 ) -> Discrepancy:
     """
-    How far the draws are from the posterior: their kernel Stein discrepancy.
+    The kernel Stein discrepancy: a distance of the draws from the posterior.
 
     It is the largest mean that a Stein operator of the posterior has under the draws, over the unit
-    ball of a reproducing kernel Hilbert space. It is 0 for the posterior and sees a wrong location,
-    a wrong spread and a wrong shape; R-hat and effective sample sizes see none of them.
+    ball of a reproducing kernel Hilbert space. It is 0 for the posterior. It detects a wrong
+    location, a wrong spread and a wrong shape, which R-hat and effective sample sizes do not.
 
     With :math:`\\phi` the whitened unconstrained parameters, :math:`s = \\nabla_\\phi \\log p`,
     :math:`r = \\phi - \\phi'` and the inverse multiquadric kernel
@@ -88,30 +88,30 @@ def kernel_stein_discrepancy(
             - 3 \\| r \\|^2 b^{-5/2} .
 
     Compare runs with the same ``covariance`` and the same number of draws. Alone, compare
-    ``squared`` with ``error``: ten times as much is a difference, twice is none. (The draws of
-    a run are not independent; choose no more than the effective sample size.) In many dimensions
-    the kernel of all parameters sees little; each of the ``blocks`` uses the parameters and the
-    scores of one site, which is 0 for the posterior too.
+    ``squared`` with ``error``: ten times as much is a difference, twice is none. (The draws of a
+    run are not independent; choose no more than the effective sample size.) In many dimensions the
+    kernel of all parameters detects little. Each of the ``blocks`` uses the parameters and the
+    scores of one site, and is 0 for the posterior too.
 
-    Scores on minibatches (Gorham et al. 2020) are unbiased and independent, so that the
-    U-statistic remains unbiased, and noisier. They are taken with a control variate, anchored at
-    the mean of the draws, where that has less noise.
+    Scores on minibatches (Gorham et al. 2020) are unbiased and independent, so that the U-statistic
+    is unbiased, but noisier. They use a control variate, anchored at the mean of the draws, if that
+    has less noise.
 
     :param run: an ``MCMC`` object, or an ArviZ object and the model.
-    :param int draws: number of draws, evenly spaced over the chains. Costs grow with its square
-        times the number of parameters; the memory with ``draws`` times 256.
+    :param int draws: number of draws, evenly spaced over the chains. The cost grows with the square
+        of this number times the number of parameters. Memory grows with ``draws`` times 256.
     :param str scores: ``"full"`` for a pass over the data for each draw, ``"minibatch"``, or
         ``"auto"``: full if draws times rows are at most 2e8.
-    :param covariance: covariance of the unconstrained parameters (in the order of the names
-        of their sites) or their variances, for the whitening; None is that of the draws.
+    :param covariance: covariance of the unconstrained parameters (in the order of the names of
+        their sites) or their variances, for the whitening; None is the covariance of the draws.
     :param str statistic: ``"U"``, or ``"V"`` with the pairs :math:`i = j` and
-        :math:`1 / K^2`, biased upwards and never negative, for comparing with other software.
+        :math:`1 / K^2`, biased upwards and never negative, for comparison with other software.
     :param model: the model, for an ArviZ object.
     :param tuple model_args: its arguments.
     :param dict model_kwargs: its keyword arguments.
     :param rng_key: random key of the minibatches.
-    :raises ValueError: if there are no draws, if they are not finite or never move, or if the
-        model is missing or is another one.
+    :raises ValueError: if there are no draws, if they are not finite or never move, or if the model
+        is missing or wrong.
 
     **References:**
 
@@ -148,14 +148,14 @@ def kernel_stein_discrepancy(
     """
     one_of("statistic", statistic, ("U", "V"))
     run_model = RunModel(model, model_args, model_kwargs)
-    found = scores_of(run, run_model, draws, scores, rng_key)
-    return discrepancy_of(found, covariance, statistic)
+    run_scores = scores_of(run, run_model, draws, scores, rng_key)
+    return discrepancy_of(run_scores, covariance, statistic)
 
 
 def discrepancy_of(
     found: Scores, covariance: np.ndarray | None = None, statistic: str = "U"
 ) -> Discrepancy:
-    """The discrepancy, from scores that are known."""
+    """The discrepancy from known scores."""
     both = whitened(found, metric_of(found, covariance))
     position, score = (x.reshape(-1, x.shape[-1]) for x in both)
     sites = np.asarray(found.sites)
@@ -183,7 +183,7 @@ def _over_draws(function: Callable[[Array], Array], values: np.ndarray) -> Array
 
 def metric_of(found: Scores, covariance: np.ndarray | None) -> DiagonalMetric | DenseMetric:
     """
-    The metric of a covariance, or of that of the draws.
+    The metric of a given covariance, or of the covariance of the draws.
 
     :raises ValueError: if the covariance does not fit, or is not positive definite.
     """

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Whether a run has settled on the posterior of the rows that have come, and whether they agree."""
+"""Tests of a run with growing rows: has it settled, and do old and new rows agree?"""
 
 import math
 from typing import NamedTuple
@@ -16,26 +16,27 @@ from numpyro_sgmcmc.data.converters import shown
 from numpyro_sgmcmc.data.growing import FEWEST_COUNTED
 from numpyro_sgmcmc.stein import SteinReport, SteinSums, stein_report
 
-#: Rows disagree if chance explains what is seen with less than this probability.
+#: p value below which old and new rows disagree.
 _LEVEL = 1e-3
 
-#: Draws that have not settled differ from each other by more than so many standard errors.
+#: Standard errors between halves of the draws beyond which they have not settled.
 _ERRORS = 4.0
 
 
 class Growth(NamedTuple):
     """
-    What a run says after rows have come.
+    The result of :func:`growth`: the state of a run after rows have come.
 
-    - **rows** - how many there are.
-    - **new** - how many of them have come with the latest change; negative if rows were removed.
-    - **surprise** - the mean square of the shift of the mode over what chance explains: about 1 if
-      the new rows have the law of the old ones, and that is the model's; NaN if not known.
-    - **p_value** - how probable as large a surprise would be then.
-    - **drift** - the largest difference between the means of the first and the second half of the
-      draws since, over the parameters, in its standard errors.
-    - **stein** - the Stein matrix of the draws since, or None.
-    - **counted** - as how many rows a minibatch counts, where old rows are forgotten; else NaN.
+    - **rows** - number of rows.
+    - **new** - number of rows that came with the latest change; negative if rows were removed.
+    - **surprise** - the mean square shift of the mode in units of its standard deviation. It is
+      about 1 if old and new rows have the law of the model; NaN if not known.
+    - **p_value** - probability of at least this surprise in that case.
+    - **drift** - the largest difference between the means of the two halves of the new draws, over
+      the parameters, in standard errors.
+    - **stein** - the Stein matrix of the new draws, or None.
+    - **counted** - effective number of rows in a minibatch if old rows are forgotten; otherwise
+      NaN.
     """
 
     rows: int
@@ -48,10 +49,10 @@ class Growth(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """What speaks against the draws, or None."""
-        found = []
+        """The problems of the draws in words, or None."""
+        problems = []
         if self.p_value < _LEVEL:
-            found.append(
+            problems.append(
                 f"old and new rows disagree: {self.new:,} rows have moved the mode by"
                 f" {math.sqrt(self.surprise):.1f} times what chance explains (p ="
                 f" {self.p_value:.1g}). The posterior is that of all of them, as if they had one"
@@ -59,18 +60,18 @@ class Growth(NamedTuple):
                 " say more"
             )
         if self.drift > _ERRORS:
-            found.append(
+            problems.append(
                 "the draws have not settled: the means of their halves differ by"
                 f" {self.drift:.1f} standard errors; run again, from `mcmc.last_state`"
             )
         if self.counted < FEWEST_COUNTED:
-            found.append(
+            problems.append(
                 f"a minibatch counts as {self.counted:.1f} rows, of which {FEWEST_COUNTED} are"
                 " needed: take rows older than ten half-lives away, `rows.remove(...)`"
             )
         if self.stein is not None and (seen := self.stein.problem()) is not None:
-            found.append(seen)
-        return "; ".join(found) or None
+            problems.append(seen)
+        return "; ".join(problems) or None
 
     def __str__(self) -> str:
         change = f"{self.new:,} of them new" if self.new >= 0 else f"{-self.new:,} removed"
@@ -85,7 +86,7 @@ class Growth(NamedTuple):
 
 def growth(mcmc: MCMC) -> Growth:
     """
-    Whether a run has settled on rows that have come, and whether these agree with the old ones.
+    Test whether a run has settled on new rows, and whether these agree with the old ones.
 
     The rows are those of a :class:`~numpyro_sgmcmc.GrowingRows`. For a model that is right the
     :math:`N' - N` new rows move the mode :math:`m` of the posterior of :math:`N` by a draw of
@@ -94,11 +95,10 @@ def growth(mcmc: MCMC) -> Growth:
 
     .. math:: \\frac{1}{d} \\Bigl(\\frac{N'}{N} - 1\\Bigr)^{-1} \\| L'^{-1} (m' - m) \\|^2
 
-    is :math:`\\chi^2_d / d`. Where the law of the rows drifts, or the model is not theirs, it is
-    larger.
+    is :math:`\\chi^2_d / d`. It is larger if the law of the rows drifts, or if the model is wrong.
 
-    :param mcmc: after ``run`` with a kernel of this package.
-    :raises ValueError: if the rows of the run do not keep coming.
+    :param mcmc: an ``MCMC`` object after ``run`` with a kernel of this package.
+    :raises ValueError: if the run has no growing rows.
 
     **Example:**
 
@@ -138,7 +138,7 @@ def growth(mcmc: MCMC) -> Growth:
             "The rows of this run do not keep coming: `growth` is for a run of a kernel of this"
             " package on a `GrowingRows`, `mcmc.run(rng_key, *rows)`."
         )
-    # chains may each have their own copy
+    # each chain may have its own copy
     rows, before = (int(np.ravel(x)[0]) for x in (known.rows, known.before))
     shift = np.asarray(known.shift, np.float64).reshape(-1, np.shape(known.shift)[-1])[0]
     surprise = float(np.mean(shift**2)) if rows > before else math.nan
@@ -147,7 +147,7 @@ def growth(mcmc: MCMC) -> Growth:
     sums = mcmc.last_state.monitor.stein
     report = stein_report(sums) if isinstance(sums, SteinSums) else None
     values = mcmc.get_samples(group_by_chain=True)
-    first = getattr(mcmc, "first_draw", 0)  # a `LongRun` has those before, too
+    first = getattr(mcmc, "first_draw", 0)  # a `LongRun` also has older draws
     drift = max(
         (_drift(np.asarray(x)[:, first:]) for x in jax.tree.leaves(values)), default=math.nan
     )
@@ -156,7 +156,7 @@ def growth(mcmc: MCMC) -> Growth:
 
 
 def _counted(mcmc: MCMC, rows: int, worth: float) -> float:
-    """As how many rows a minibatch counts; NaN if all of them count as one each."""
+    """The effective number of rows in a minibatch; NaN if all rows have weight one."""
     model = mcmc.sampler.runtime.model
     if model is None or abs(worth / rows - 1) < 1e-6:
         return math.nan
@@ -164,7 +164,7 @@ def _counted(mcmc: MCMC, rows: int, worth: float) -> float:
 
 
 def _drift(draws: np.ndarray) -> float:
-    """Between the halves of the draws, in standard errors, of the worst entry."""
+    """The largest difference between the halves of the draws, in standard errors."""
     if draws.dtype.kind != "f" or draws.shape[1] < 8:
         return 0.0
     flat = draws.reshape(*draws.shape[:2], -1).astype(np.float64)

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""How well the draws of a run, taken together, predict rows that were held out."""
+"""Scores of the pooled predictions of a run on held-out rows."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -30,14 +30,14 @@ from numpyro_sgmcmc.results.row_subset import chosen_site, site_shapes, subsampl
 @printed
 class PredictiveScores(NamedTuple):
     """
-    How well a run predicts; printing it shows the table and the facts.
+    Scores of the predictions of a run; printing shows the table and the facts.
 
-    - **table** - a row for each score, with the columns ``score``, ``se``, its standard error for
-      rows that are independent, and ``by_chance``, of the two calibration errors: what they would
-      be, in the mean, of so many rows if the predictive law was perfectly calibrated.
+    - **table** - a row for each score, with the columns ``score``; ``se``, its standard error for
+      independent rows; and ``by_chance``, for the two calibration errors: their mean for this
+      number of rows if the predictive law were perfectly calibrated.
     - **pointwise** - an ``xarray.Dataset`` over the plates of the site, in double precision:
-      ``observed``, ``log_predictive_density`` and, of numbers, ``mean``, ``error`` (the mean less
-      the value), ``crps`` and ``pit``, of classes ``most_probable``, ``confidence`` (its
+      ``observed``, ``log_predictive_density`` and, for numbers, ``mean``, ``error`` (the mean minus
+      the value), ``crps`` and ``pit``; for classes ``most_probable``, ``confidence`` (its
       probability), ``error`` (1 where it is wrong) and ``brier``.
     - **facts** - the site, the numbers of rows, of draws and of predictive draws, by name.
     """
@@ -48,14 +48,14 @@ class PredictiveScores(NamedTuple):
 
     def minus(self, other: "PredictiveScores") -> pd.DataFrame:
         """
-        The differences of the scores from those of another run on the same rows.
+        The differences of the scores from the scores of another run on these rows.
 
-        Their standard errors are those of paired rows, which are smaller than what the errors of
-        the two runs say, since most of what makes a row hard to predict is the same for both.
+        Their standard errors are for paired rows. They are smaller than the errors of the two runs
+        suggest, because a row that is hard to predict is usually hard for both.
 
-        :param other: scores of the same rows.
+        :param other: scores of these rows by another run.
         :return: a table with the columns ``difference`` and ``se``.
-        :raises ValueError: if the rows are not the same.
+        :raises ValueError: if the rows differ.
         """
         ours, others = self.pointwise["observed"].values, other.pointwise["observed"].values
         where = f"site '{self.facts['site']}' and site '{other.facts['site']}'"
@@ -103,7 +103,7 @@ def predictive_scores(
     **kwargs: Any,
 ) -> PredictiveScores:
     """
-    How well the draws of a run, pooled, predict observations that were held out.
+    Score the pooled predictions of a run on held-out observations.
 
     The predictive law of a row is the mixture of its laws at all :math:`S` draws of all chains.
     Its log density
@@ -111,10 +111,11 @@ def predictive_scores(
     .. math:: \\log p(y_i) = \\log \\frac{1}{S} \\sum_{s=1}^{S} p(y_i \\mid \\theta_s)
 
     is summed draw by draw on some rows at a time, so that memory grows neither with draws times
-    rows nor with the classes of all rows. Every row counts, whatever the ``subsample_size``. Where
-    the plate has none, all rows are looked at together, with fewer predictive draws of very many.
+    rows nor with the classes of all rows. Every row counts, whatever the ``subsample_size``. If the
+    plate has no ``subsample_size``, all rows are evaluated together, with fewer predictive draws if
+    there are very many rows.
 
-    Of **classes** (Bernoulli and categorical laws) with pooled probabilities :math:`\\bar p_{ik}`
+    For **classes** (Bernoulli and categorical laws) with pooled probabilities :math:`\\bar p_{ik}`
     there are also the error rate of the most probable class; the Brier score
     :math:`\\sum_k (\\bar p_{ik} - 1[y_i = k])^2`; and the expected calibration error [2], from the
     confidences :math:`c_i = \\max_k \\bar p_{ik}` in 15 bins :math:`b` of equal width,
@@ -122,42 +123,42 @@ def predictive_scores(
     .. math:: \\mathrm{ECE} = \\frac{1}{N} \\sum_b \\Big| \\sum_{i \\in b}
         \\left( 1[\\text{class } i \\text{ is right}] - c_i \\right) \\Big| .
 
-    Of **numbers** there are the root mean square error of the predictive mean; the continuous
+    For **numbers** there are the root mean square error of the predictive mean; the continuous
     ranked probability score [1] by its fair estimator from :math:`M` predictive draws
     :math:`Y_m`,
 
     .. math:: \\mathrm{CRPS}_i = \\frac{1}{M} \\sum_m |Y_m - y_i|
         - \\frac{1}{2 M (M - 1)} \\sum_{m, m'} |Y_m - Y_{m'}| ;
 
-    the probability integral transform :math:`u_i = P(Y_i \\le y_i)`; and the calibration error,
-    the mean over the levels 0.05, 0.10, ..., 0.95 of the absolute difference between a level and
-    the part of the rows inside of their central interval of it, those with
-    :math:`|2 u_i - 1|` up to the level. Predictive draws are one of each draw of the run, of
-    1,000 evenly spaced ones if there are more, and several of each, up to 1,000 in all, if there
-    are fewer, as of the members of an ensemble. The mean and :math:`u_i` are those of the
-    distribution where it has a ``mean`` and a ``cdf``, and else those of the predictive draws. Of
-    **counts**, and whatever else gives a single value a probability, :math:`u_i` is randomised,
-    :math:`P(Y_i < y_i) + V_i P(Y_i = y_i)` with uniform :math:`V_i`: it is uniform if the counts
-    are calibrated. Where a law has no mean, the root mean square error is NaN. Of angles, of
-    censored values, and of sites whose values are vectors, there is the log density only.
+    the probability integral transform :math:`u_i = P(Y_i \\le y_i)`; and the calibration error, the
+    mean over the levels 0.05, 0.10, ..., 0.95 of the absolute difference between a level and the
+    share of the rows inside of their central interval of this level, where :math:`|2 u_i - 1|` is
+    at most the level. Each draw of the run gives one predictive draw. With more than 1,000 draws
+    only 1,000 evenly spaced ones do, and with fewer draws, as for an ensemble, each gives several,
+    up to 1,000 in all. The mean and :math:`u_i` come from the ``mean`` and the ``cdf`` of the
+    distribution if it has them, and otherwise from the predictive draws. For **counts**, and for
+    other laws in which a single value has a probability, :math:`u_i` is randomised,
+    :math:`P(Y_i < y_i) + V_i P(Y_i = y_i)` with uniform :math:`V_i`. It is uniform if the counts
+    are calibrated. If a law has no mean, the root mean square error is NaN. Angles, censored values
+    and vectors have the log density only.
 
-    Large log densities are good, and small values of everything else. Standard errors are of
-    independent rows, of what is not a mean by the delta method; the randomness of the draws is not
-    in them. That the density is high, and not only calibrated, is what tells good predictions: the
-    same law for all rows is calibrated too.
+    Large log densities are good, and small values of all other scores are good. Standard errors are
+    for independent rows, by the delta method for scores that are not means. They do not include the
+    randomness of the draws. Calibration alone does not show good predictions, because one law for
+    all rows is calibrated too. Good predictions also have a high density.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel; or a model and its values, as
-        ``(model, samples)``, with a leading axis for the draws, such as the members of an ensemble
-        or a single optimum.
-    :param args: arguments of the model with the rows that were held out, the observations
-        among them, as in ``mcmc.run(key, *args)``. They may be fewer than the ``subsample_size``.
+        ``(model, samples)``, with a leading axis for the draws. The draws may be members of an
+        ensemble or a single optimum.
+    :param args: arguments of the model with the held-out rows and their observations, as in
+        ``mcmc.run(key, *args)``. There may be fewer rows than the ``subsample_size``.
     :param str var_name: the observed site, if the model has several.
     :param rng_key: random key of the predictive draws and the randomised transform.
     :param kwargs: keyword arguments of the model.
     :return: a :class:`~numpyro_sgmcmc.diagnostics.PredictiveScores`.
     :raises ValueError: if there are no draws or they are not finite, if the site is not observed,
-        or if latent sites belong to rows, so that nothing is known of them for other rows.
-    :raises TypeError: if ``mcmc`` is neither.
+        or if rows have latent sites, which are not known for new rows.
+    :raises TypeError: if ``mcmc`` is neither of these.
 
     **References:**
 
@@ -209,18 +210,20 @@ def predictive_scores(
     facts = {"site": name, "rows": rows, "draws": count}
     if predictive:
         facts["predictive draws"] = predictive
-    found = {
+    values = {
         score: (x.value, standard_error(x.influence), x.by_chance)
         for score, x in scores_of(pointwise).items()
     }
     columns = ["score", "se", "by_chance"]
-    table = pd.DataFrame.from_dict(found, orient="index", columns=columns)
+    table = pd.DataFrame.from_dict(values, orient="index", columns=columns)
     return PredictiveScores(table, pointwise, facts)
 
 
 def _model_and_samples(mcmc: Any) -> tuple[Model, dict[str, Any]]:
     """
-    :raises TypeError: if these are not to be had.
+    The model and the draws of a run, or of a pair of both.
+
+    :raises TypeError: if the argument has no model and draws.
     :raises ValueError: if there was no run.
     """
     if isinstance(mcmc, MCMC):
@@ -238,15 +241,15 @@ def _model_and_samples(mcmc: Any) -> tuple[Model, dict[str, Any]]:
 
 
 def _samples(mcmc: MCMC) -> dict[str, Any]:
-    """The draws of all chains, one after the other."""
+    """The draws of all chains, one chain after the other."""
     return dict(kept_draws(mcmc).get_samples())
 
 
 def _check_samples(samples: Mapping[str, Any]) -> int:
     """
-    The number of draws.
+    The number of draws, after a check of the samples.
 
-    :raises ValueError: if it is zero or unclear, or if there are draws that are not finite.
+    :raises ValueError: if the number is zero or unclear, or if draws are not finite.
     """
     sizes = {name: np.shape(x)[:1] for name, x in samples.items()}
     counts = set(sizes.values())
@@ -268,9 +271,9 @@ def _check_samples(samples: Mapping[str, Any]) -> int:
 def _observed_site(
     sites: Mapping[str, dict], samples: Mapping[str, Any], var_name: str | None
 ) -> str:
-    """Raises ``ValueError`` if it is not one."""
+    """The observed site; raise ``ValueError`` if the name is not an observed site."""
     of_model = {k: s for k, s in sites.items() if s["type"] == "sample"}
-    # the site of `numpyro.factor` predicts nothing
+    # the site of `numpyro.factor` has no predictions
     observed = [
         k for k, s in of_model.items() if s["is_observed"] and type(s["fn"]).__name__ != "Unit"
     ]
@@ -296,7 +299,9 @@ def _observed_site(
 
 def _check_latents(sites: Mapping[str, dict], samples: Mapping[str, Any], name: str) -> None:
     """
-    :raises ValueError: if the draws are not all that is needed to predict, or rows are masked.
+    Check that the draws suffice for predictions.
+
+    :raises ValueError: if draws of a latent site are missing, or rows are masked.
     """
     divided = {plate.name for plate in subsampled_plates(sites)}
     plates = {frame.name for frame in sites[name]["cond_indep_stack"]}
@@ -304,7 +309,7 @@ def _check_latents(sites: Mapping[str, dict], samples: Mapping[str, Any], name: 
         if site["type"] != "sample" or site["is_observed"]:
             continue
         inside = {frame.name for frame in site["cond_indep_stack"]}
-        # one number for each row, and not for each of some groups that rows have in common
+        # a value for each row, and not for a group of rows
         local = bool(inside & plates & divided) or bool(plates) and plates <= inside
         if local or (inside and latent not in samples):
             where = f"plate '{sorted(inside & plates or inside)[0]}'"
@@ -331,7 +336,9 @@ def _check_latents(sites: Mapping[str, dict], samples: Mapping[str, Any], name: 
 
 def _check_found(arrays: Mapping[str, np.ndarray], classes: int, name: str, numbers: bool) -> None:
     """
-    :raises ValueError: if observations are no numbers, or classes that are not there, or if the
+    Check the observations and their densities.
+
+    :raises ValueError: if observations are not numbers, or classes that do not exist, or if the
         model gives no density.
     """
     y, log_density = arrays["observed"], arrays["log_predictive_density"]

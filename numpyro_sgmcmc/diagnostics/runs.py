@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""A run as every diagnostic takes it: an ``MCMC`` object or an ArviZ object, checked once."""
+"""A run as the diagnostics take it: an ``MCMC`` object or an ArviZ object, checked once."""
 
 from collections.abc import Callable, Mapping, Sequence
 import math
@@ -22,11 +22,11 @@ from numpyro_sgmcmc.results.inference_data import to_arviz
 #: An ``MCMC`` object after its run, of any kernel, or an ArviZ object.
 Run = Any
 
-#: From the values of one draw, by name, to scalars or arrays, by name.
+#: A function from the values of one draw, by name, to scalars or arrays, by name.
 Functions = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 
-#: How numbers in the columns of a table are shown.
+#: Formats of numbers by column of a table.
 _FORMATS = {
     "r_hat": "{:.3f}",
     "ess_bulk": "{:.0f}",
@@ -41,11 +41,11 @@ def as_data(run: Run) -> Any:
     The ArviZ object of a run: an ``arviz.InferenceData`` or an ``xarray.DataTree``.
 
     :raises ValueError: if there are no draws.
-    :raises TypeError: if it is neither.
+    :raises TypeError: if the run is neither.
     """
     if isinstance(run, MCMC):
         with warnings.catch_warnings():
-            # whoever asks for a diagnostic is told by the diagnostic
+            # the diagnostic itself gives this warning
             warnings.simplefilter("ignore")
             run = to_arviz(run, constant_data=False)
     try:
@@ -76,7 +76,8 @@ def draws_of(data: Any, var_names: str | Sequence[str] | None = None) -> xr.Data
     """
     The draws of the chosen variables.
 
-    :raises ValueError: if a name is unknown, or if draws are not finite, with their number.
+    :raises ValueError: if a name is unknown, or if draws are not finite, with the number of such
+        draws.
     """
     posterior = group(data, "posterior")
     assert posterior is not None
@@ -110,8 +111,9 @@ def _described(run: Any) -> str:
 
 def flat_draws(posterior: xr.Dataset) -> tuple[np.ndarray, list[str]]:
     """
-    All numbers of each draw, shape ``(chains, draws, numbers)`` in double precision, and their
-    labels, as in ``arviz.summary``.
+    All numbers of each draw, shape ``(chains, draws, numbers)``, and their labels.
+
+    The numbers have double precision. The labels are the labels of ``arviz.summary``.
     """
     columns, labels = [], []
     for name, x in posterior.data_vars.items():
@@ -122,18 +124,20 @@ def flat_draws(posterior: xr.Dataset) -> tuple[np.ndarray, list[str]]:
 
 
 def values_of(functions: Functions, posterior: xr.Dataset) -> tuple[np.ndarray, list[str]]:
-    """The same of functions of each draw."""
+    """
+    The values of functions of each draw, shape ``(chains, draws, numbers)``, and their labels.
+    """
     instance("functions", functions, Callable, "a function of the values of one draw, by name")
     draws = {str(k): x.transpose("chain", "draw", ...).values for k, x in posterior.items()}
     try:
-        found = jax.vmap(jax.vmap(lambda draw: dict(functions(draw))))(draws)
-        wrong = [f"'{name}'" for name, x in found.items() if not np.all(np.isfinite(x))]
+        values = jax.vmap(jax.vmap(lambda draw: dict(functions(draw))))(draws)
+        wrong = [f"'{name}'" for name, x in values.items() if not np.all(np.isfinite(x))]
     except Exception as error:
         raise ValueError(
             "`functions` must give a dict of numbers or arrays for the values of one draw, a dict"
             f" by name, with operations of JAX; it raises {type(error).__name__}: {error}"
         ) from error
-    if wrong or not found:
+    if wrong or not values:
         what = f"values that are not finite, of {', '.join(wrong)}" if wrong else "nothing"
         raise ValueError(f"`functions` gives {what}: there is no mean of it to be known.")
     dataset = xr.Dataset(
@@ -142,7 +146,7 @@ def values_of(functions: Functions, posterior: xr.Dataset) -> tuple[np.ndarray, 
                 ("chain", "draw", *(f"{name}_{k}" for k in range(np.ndim(x) - 2))),
                 np.asarray(x),
             )
-            for name, x in found.items()
+            for name, x in values.items()
         }
     )
     return flat_draws(dataset)
@@ -153,7 +157,7 @@ def labels_of(name: str, x: xr.DataArray) -> list[str]:
     dims = [dim for dim in x.dims if dim not in ("chain", "draw")]
     if not dims:
         return [name]
-    # a dimension without coordinates is counted
+    # a dimension without coordinates has numbers as labels
     known = [list(x.coords[d].values) if d in x.coords else list(range(x.sizes[d])) for d in dims]
     shape = [len(values) for values in known]
     return [
@@ -167,17 +171,17 @@ def effective_sizes(draws: np.ndarray, method: str = "mean") -> np.ndarray:
     The effective sample size of each number.
 
     :param draws: shape ``(chains, draws, numbers)``.
-    :param str method: of ``arviz.ess``.
+    :param str method: the method of ``arviz.ess``.
     """
     import arviz
 
     numbers = xr.Dataset({"number": (("chain", "draw", "index"), draws)})
-    with np.errstate(invalid="ignore", divide="ignore"):  # of what never moves
+    with np.errstate(invalid="ignore", divide="ignore"):  # for values that never move
         return arviz.ess(numbers, method=method)["number"].values
 
 
 def printed(kind: type) -> type:
-    """A class of results is shown as its table and the ``_lines`` below, here and in notebooks."""
+    """Make a class of results show its table and its ``_lines``, in consoles and notebooks."""
 
     def as_text(self: Any) -> str:
         return "\n".join([_shown(self.table).to_string(), "", *self._lines])
@@ -192,7 +196,7 @@ def printed(kind: type) -> type:
 
 
 def _shown(table: pd.DataFrame) -> pd.DataFrame:
-    """Numbers with so many digits as say something."""
+    """A table with its numbers rounded for display."""
     shown = table.astype(object)
     for column in table:
         form = _FORMATS.get(str(column), "{:#.4g}")
@@ -204,7 +208,7 @@ def _shown(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def passes_per_draw(data: Any) -> float | None:
-    """Passes over all data from one draw to the next, or None where a run does not say so."""
+    """Passes over all data from one draw to the next, or None if not known."""
     thinning = float(data.attrs.get("thinning", 1))
     if "passes_per_sample" in data.attrs:
         return thinning * float(data.attrs["passes_per_sample"])

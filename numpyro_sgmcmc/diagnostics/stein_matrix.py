@@ -26,24 +26,24 @@ def stein_matrix(
     rng_key: Array | None = None,
 ) -> SteinReport:
     """
-    The Stein matrix of draws, for runs of other kernels and for draws that were stored.
+    Compute the Stein matrix of draws, for other kernels and for stored draws.
 
-    With the configurational temperature and the variance ratios of :mod:`numpyro_sgmcmc.stein`, for
-    which the gradients are computed anew. The kernels of this package keep the Stein matrix of
-    their own steps, which costs nothing; ``to_arviz`` has it in the group ``stein``.
+    The report has the configurational temperature and the variance ratios of
+    :mod:`numpyro_sgmcmc.stein`. The gradients are computed anew. The kernels of this package keep
+    the Stein matrix of their own steps at no cost, and ``to_arviz`` has it in the group ``stein``.
 
     :param run: an ``MCMC`` object, or an ArviZ object and the model.
     :param int draws: number of draws, evenly spaced over the chains.
     :param str scores: ``"full"`` for a pass over the data for each draw, ``"minibatch"``, or
         ``"auto"``: full if draws times rows are at most 2e8.
     :param covariance: :math:`M`, as a matrix or as variances, of the unconstrained parameters in
-        the order of the names of their sites. With that of the draws, the default, a variance
-        ratio is to first order the relative variance of the parameter.
+        the order of the names of their sites. With the covariance of the draws, the default, a
+        variance ratio is to first order the relative variance of the parameter.
     :param model: the model, for an ArviZ object.
     :param tuple model_args: its arguments.
     :param dict model_kwargs: its keyword arguments.
     :param rng_key: random key of the minibatches.
-    :return: a report, whose ``problem()`` says in words what is wrong.
+    :return: a report, whose ``problem()`` describes problems in words.
     :raises ValueError: as :func:`kernel_stein_discrepancy`.
 
     **Example:**
@@ -67,7 +67,7 @@ def stein_matrix(
         (True, True)
     """
     run_model = RunModel(model, model_args, model_kwargs)
-    found = scores_of(run, run_model, draws, scores, rng_key)
-    metric = metric_of(found, covariance)
-    positions, gradients = whitened(found, metric)
+    run_scores = scores_of(run, run_model, draws, scores, rng_key)
+    metric = metric_of(run_scores, covariance)
+    positions, gradients = whitened(run_scores, metric)
     return report_of_draws(positions, -gradients, metric)

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The summary of a run: its draws, its bias and what it cost."""
+"""The summary of a run: its draws, its bias and its cost."""
 
 from typing import Any, NamedTuple
 
@@ -23,28 +23,28 @@ from numpyro_sgmcmc.diagnostics.runs import (
 )
 from numpyro_sgmcmc.stein import TOLERANCE
 
-#: What ArviZ and Stan recommend: the largest R-hat, and effective samples of each chain.
+#: Largest R-hat, and fewest effective samples of each chain, as ArviZ and Stan recommend.
 _LARGEST_RHAT, _FEWEST_EFFECTIVE = 1.01, 100
 
-#: The part of the effective samples that the tuning has promised below which it was wrong: of
-#: posteriors whose metric is right at least 0.3 come, whatever the key.
+#: Share of the effective samples that the tuning promised, below which the tuning was wrong. With a
+#: right metric the share is at least 0.3 for any key.
 _KEPT = 0.2
 
 
-#: Beginnings of what a verdict may say, each a heading of ``docs/verdicts.md``.
+#: First words of verdicts, each a heading of ``docs/verdicts.md``.
 _HEADINGS = ("Do not trust this run", "Doubtful", "Slower than promised", "Too short", "Not known")
 
 
 @printed
 class Summary(NamedTuple):
     """
-    The summary of a run; printing it shows all of it.
+    The summary of a run; printing shows all of it.
 
     - **table** - a row for each entry of each variable: the columns of ``arviz.summary``, and
       ``variance_error``, the relative error of the variance by the Stein matrix, with
       ``mcse_variance_error``, its standard error.
-    - **facts** - what the run was and what it cost, by name.
-    - **verdict** - in words.
+    - **facts** - settings and costs of the run, by name.
+    - **verdict** - the verdict in words.
     """
 
     table: pd.DataFrame
@@ -70,32 +70,32 @@ def summary(
     **options: Any,
 ) -> Summary:
     """
-    ``arviz.summary`` with what it cannot know.
+    Summarise a run: ``arviz.summary`` with biases, costs and a verdict.
 
-    That is whether the draws have the right spread, what they cost, and a verdict.
+    ArviZ cannot know whether the draws have the right spread, or their cost. The summary has both,
+    and a verdict.
 
     The relative error of the variance of a parameter is :math:`r_i - 1` of
-    :mod:`numpyro_sgmcmc.stein`; it is for the unconstrained parameter, so that a site with a
-    constraint that takes away a dimension has the mean of its parameters in each row. Of
-    deterministic sites, and of runs of other kernels, it is NaN; ``stein_matrix(mcmc)`` computes
-    it anew for these.
+    :mod:`numpyro_sgmcmc.stein`; it is for the unconstrained parameter. A site whose constraint
+    removes a dimension has the mean of its parameters in each row. Deterministic sites and runs of
+    other kernels have NaN. For such runs ``stein_matrix(mcmc)`` computes it anew.
 
-    The facts are the passes over the data, of the tuning and of the run, and those for each
-    effective sample of the slowest variable; the step size; the friction :math:`A`; the noise
-    ratio, :math:`h v / (2 A)` with :math:`v` the variance of the gradient's noise, or
-    :math:`h v / 2` without momentum: by so much the noise would widen the posterior if
-    nothing was done about it; and the number of steps that were undone.
+    The facts are the passes over the data, of the tuning, of the run and for each effective sample
+    of the slowest variable; the step size; the friction :math:`A`; the noise ratio; and the number
+    of steps that were undone. The noise ratio is :math:`h v / (2 A)` with the variance :math:`v` of
+    the gradient noise, or :math:`h v / 2` without momentum. It is the relative widening of the
+    posterior by uncorrected noise.
 
     :param run: an ``MCMC`` object or an ArviZ object.
     :param var_names: names of variables; None for all.
-    :param calibrated: what :func:`calibrated` has found of the run: its standard deviations are
+    :param calibrated: the result of :func:`calibrated` for the run. Its standard deviations are
         then a column, ``calibrated_sd``.
-    :param debiased: what :func:`debiased` has found of the run: the means and standard deviations
-        without the error of its step size are then columns, ``debiased_mean`` and ``debiased_sd``.
+    :param debiased: the result of :func:`debiased` for the run. The means and standard deviations
+        without step size error are then columns, ``debiased_mean`` and ``debiased_sd``.
     :param options: other arguments of ``arviz.summary``, such as ``hdi_prob`` or ``ci_prob``.
     :return: a :class:`Summary`.
-    :raises ValueError: if there are no draws, if they are not finite, with their numbers, or if
-        an option leaves out what the verdict needs.
+    :raises ValueError: if there are no draws, if draws are not finite, with their number, or if an
+        option leaves out a column that the verdict needs.
 
     **Example:**
 
@@ -130,7 +130,7 @@ def summary(
     instance("debiased", debiased, Debiased | None, "what `debiased(mcmc)` gives")
     names = None if var_names is None else list(posterior.data_vars)
     options = {"round_to": "none"} | options
-    with np.errstate(invalid="ignore", divide="ignore"):  # R-hat of what never moves
+    with np.errstate(invalid="ignore", divide="ignore"):  # R-hat of values that never move
         table = arviz.summary(data, var_names=names, **options)
     missing = [name for name in ("sd", "ess_bulk", "r_hat") if name not in table]
     if missing:
@@ -151,7 +151,7 @@ def summary(
 
 
 def _variance_errors(posterior: xr.Dataset, stein: xr.Dataset | None) -> pd.DataFrame:
-    """The error and its standard error for each row of the table."""
+    """The variance error and its standard error for each row of the table."""
     rows, labels = [], []
     for name, x in posterior.data_vars.items():
         entries = len(found_labels := labels_of(str(name), x))
@@ -160,42 +160,42 @@ def _variance_errors(posterior: xr.Dataset, stein: xr.Dataset | None) -> pd.Data
         if of_site is None or not of_site.sizes["parameter"]:
             rows.append(np.full((entries, 2), np.nan))
             continue
-        found = np.column_stack([of_site["variance_ratio"] - 1, of_site["variance_ratio_error"]])
-        if len(found) != entries:
-            error = np.sqrt(np.mean(found[:, 1] ** 2))
-            found = np.tile([found[:, 0].mean(), error], (entries, 1))
-        rows.append(found)
+        values = np.column_stack([of_site["variance_ratio"] - 1, of_site["variance_ratio_error"]])
+        if len(values) != entries:
+            error = np.sqrt(np.mean(values[:, 1] ** 2))
+            values = np.tile([values[:, 0].mean(), error], (entries, 1))
+        rows.append(values)
     columns = ["variance_error", "mcse_variance_error"]
     return pd.DataFrame(np.concatenate(rows), index=labels, columns=columns)
 
 
 def _facts(data: Any, table: pd.DataFrame, draws: int) -> dict[str, Any]:
-    attrs, found = data.attrs, {}
+    attrs, facts = data.attrs, {}
     stats = group(data, "sample_stats")
     passes, each = attrs.get("passes"), passes_per_draw(data)
     if passes is None and each is not None:
         passes = each * draws
     if passes is not None:
-        found["passes"] = float(passes)
+        facts["passes"] = float(passes)
     if "tuning_passes" in attrs:
-        found["passes of the tuning"] = float(attrs["tuning_passes"])
+        facts["passes of the tuning"] = float(attrs["tuning_passes"])
     if passes is not None and table["ess_bulk"].min() > 0:
-        found["passes per effective sample"] = float(passes) / float(table["ess_bulk"].min())
+        facts["passes per effective sample"] = float(passes) / float(table["ess_bulk"].min())
     step_size, friction = attrs.get("step_size"), attrs.get("friction")
     if step_size is None and stats is not None and "step_size" in stats:
         step_size = float(stats["step_size"].mean())
     if step_size is not None:
-        found["step size"] = float(step_size)
+        facts["step size"] = float(step_size)
     if friction is not None:
-        found["friction"] = float(friction)
+        facts["friction"] = float(friction)
     if step_size is not None and "noise_variance" in attrs:
         ratio = float(step_size) * float(attrs["noise_variance"]) / 2
-        found["noise ratio"] = ratio / float(friction if friction is not None else 1.0)
+        facts["noise ratio"] = ratio / float(friction if friction is not None else 1.0)
     if "nonfinite_steps" in attrs:
-        found["non-finite steps"] = int(attrs["nonfinite_steps"])
+        facts["non-finite steps"] = int(attrs["nonfinite_steps"])
     if stats is not None and "diverging" in stats:
-        found["divergences"] = int(stats["diverging"].sum())
-    return found
+        facts["divergences"] = int(stats["diverging"].sum())
+    return facts
 
 
 def _verdict(
@@ -244,7 +244,7 @@ def _verdict(
     if not said:
         said.append("No problem found in what is known." if unknown else "No problem found.")
         if stein is not None and np.isfinite(stein.attrs["temperature_error"]):
-            # beyond the threshold of the verdict by as much as chance may hide
+            # chance may hide an error beyond the threshold of the verdict
             error = float(stein.attrs["temperature_error"])
             seen = max(TOLERANCE, 3 * error) + 2 * error
             said.append(f"An error of {seen:.0%} of all variances would have been seen.")
@@ -258,7 +258,7 @@ def _verdict(
 
 
 def _slower_than_promised(attrs: Any, size: pd.Series, draws: int) -> list[str]:
-    """What the slowest variable says of the effective samples that the tuning has promised."""
+    """The verdict on effective samples below the promise of the tuning."""
     thinning = float(attrs.get("thinning", 1))
     each = thinning * float(attrs.get("promised_per_sample", 0))
     promised, came = draws * min(1.0, each), float(size.min())

@@ -15,10 +15,10 @@ class Temperature(NamedTuple):
     """
     A temperature of a run, in units of the temperature of its target.
 
-    - **mean** - its mean over all draws.
+    - **mean** - the mean over all draws.
     - **error** - the standard error of the mean, by effective sample size.
-    - **band** - where 99 % of the single draws should be, or NaN where that is not known.
-    - **inside** - the share of the draws that are there, or NaN.
+    - **band** - the interval that should have 99 % of the draws, or NaN if it is not known.
+    - **inside** - the share of the draws in the band, or NaN.
     """
 
     mean: float
@@ -29,19 +29,18 @@ class Temperature(NamedTuple):
 
 def kinetic_temperature(run: Run) -> Temperature:
     """
-    The kinetic temperature.
+    The kinetic temperature of a run, from its momenta.
 
-    Of each draw it is :math:`p^\\top p / d`, with momenta :math:`p \\sim N(0, T I)`:
+    For each draw it is :math:`p^\\top p / d`, with momenta :math:`p \\sim N(0, T I)`:
 
     .. math:: \\frac{d}{T} \\, \\frac{p^\\top p}{d} \\sim \\chi^2_d .
 
-    It says whether the momenta are right, not the draws: a thermostat makes its mean right
-    whatever the noise, and at the end of a step a symmetric integrator has
-    :math:`1 / (1 - h^2 \\lambda / 4)` in a direction of curvature :math:`\\lambda` while the
-    positions are exact.
+    It tests the momenta and not the draws. A thermostat makes its mean right whatever the noise. At
+    the end of a step a symmetric integrator has the temperature :math:`1 / (1 - h^2 \\lambda / 4)`
+    in a direction of curvature :math:`\\lambda`, although the positions are exact.
 
     :param run: a run with ``extra_fields=("kinetic_temperature",)``, of a method with momentum.
-    :raises ValueError: if it was not collected.
+    :raises ValueError: if the run has not collected it.
 
     **References:**
 
@@ -77,12 +76,14 @@ def kinetic_temperature(run: Run) -> Temperature:
 
 def configurational_temperature(run: Run) -> Temperature:
     """
-    The configurational temperature (:mod:`numpyro_sgmcmc.stein`), from the share of each draw.
+    The configurational temperature (:mod:`numpyro_sgmcmc.stein`) of a run.
 
-    Its mean is 1 for correct draws. A single draw's share has no known law.
+    It comes from the share of each draw.
+
+    The mean is 1 for correct draws. The share of a single draw has no known law.
 
     :param run: a run of a kernel of this package.
-    :raises ValueError: if it was not collected, or where minibatches are not independent.
+    :raises ValueError: if the run has not collected it, or if minibatches are not independent.
 
     **Example:**
 
@@ -117,14 +118,14 @@ def configurational_temperature(run: Run) -> Temperature:
 def _collected(run: Run, name: str) -> tuple[np.ndarray, dict]:
     """A sample statistic, shape (chains, draws), and the attributes of the run."""
     data = as_data(run)
-    found = group(data, "sample_stats")
-    if found is None or name not in found:
+    sample_stats = group(data, "sample_stats")
+    if sample_stats is None or name not in sample_stats:
         raise ValueError(
             f"The run has no `{name}` among its sample statistics. Collect it with"
             f" `mcmc.run(..., extra_fields=('{name}',))`; it exists for the kernels of this package"
             + (" with momentum." if name.startswith("kinetic") else ".")
         )
-    return found[name].transpose("chain", "draw").values.astype(np.float64), data.attrs
+    return sample_stats[name].transpose("chain", "draw").values.astype(np.float64), data.attrs
 
 
 def _mean(values: np.ndarray) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What all kernels share: NumPyro's contract, states and steps."""
+"""The common part of all kernels: NumPyro's contract, states and steps."""
 
 from numpyro_sgmcmc.kernels.cyclical import cyclical as cyclical
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel as SGMCMCKernel

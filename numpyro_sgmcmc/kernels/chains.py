@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Several chains: what they share, and how their states lie on devices."""
+"""Several chains: their shared fields, and the layout of their states on devices."""
 
 from typing import Any
 
@@ -11,25 +11,25 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
 from numpyro_sgmcmc.kernels.state import ChainConstants, Monitored, SGMCMCState
 
-#: What `MCMC` collects, or is asked for, and is small.
+#: Small fields that `MCMC` collects or may be asked for.
 _COLLECTED = ("i", "z", "step_size")
 
 
 def axes_of(state: SGMCMCState) -> SGMCMCState:
-    """The axes of a state of several chains for :func:`jax.vmap`; chains share what is fixed."""
+    """The :func:`jax.vmap` axes of a state of several chains, which share their constants."""
     shared = jnp.ndim(state.fixed.step_size) == 0
-    # an anchor that moves is one for each chain
+    # each chain has its own anchor if anchors move
     anchor_is_shared = shared and not _has_chains(state.fixed.anchor)
     return with_chains(0, None if shared else 0, None if anchor_is_shared else 0)
 
 
 def axes_for(refresh_every: float | None) -> SGMCMCState:
-    """The axes of several new chains, each with an anchor of its own if anchors move."""
+    """The :func:`jax.vmap` axes of several new chains, each with its own anchor if anchors move."""
     return with_chains(0, None, None if refresh_every is None else 0)
 
 
 def with_chains(chains: Any, fixed: Any, anchor: Any) -> SGMCMCState:
-    """What is to be said of each field of a state: of chains, of what is fixed, of the anchor."""
+    """A state with one value in all fields, another in its constants, and a third in the anchor."""
     fields: dict[str, Any] = dict.fromkeys(SGMCMCState._fields, chains)
     constants = dict.fromkeys(ChainConstants._fields, fixed) | {"anchor": anchor}
     return SGMCMCState(**(fields | {"fixed": ChainConstants(**constants)}))
@@ -40,7 +40,7 @@ def _has_chains(anchor: Any) -> bool:
 
 
 def layout_on(shards: Shards, state: SGMCMCState) -> Any:
-    """How a state lies on the devices."""
+    """The layout of a state on the devices."""
     if jnp.ndim(state.i) == 0:
         return EVERYWHERE
     chains = shards.of_chains
@@ -55,7 +55,7 @@ def placed(shards: Shards, state: SGMCMCState) -> SGMCMCState:
     """The state as it lies on the devices between samples."""
     specs = layout_on(shards, state)
     if shards.processes > 1 and isinstance(specs, SGMCMCState):
-        # what NumPyro collects is to be seen by every process, whichever has the chain
+        # every process needs the fields that NumPyro collects, whichever process has the chain
         collected: dict[str, Any] = dict.fromkeys(_COLLECTED, EVERYWHERE)
         watched: dict[str, Any] = dict.fromkeys(Monitored._fields, EVERYWHERE)
         watched["stein"] = shards.of_chains
@@ -67,7 +67,10 @@ def placed(shards: Shards, state: SGMCMCState) -> SGMCMCState:
 
 def check_chains(shards: Shards, chains: int, traced: bool) -> None:
     """
-    :raises ValueError: if as many chains cannot be laid over the devices, or go elsewhere.
+    Check that this number of chains can be laid over the devices.
+
+    :raises ValueError: if the number of chains does not fit the devices, or the chains use the
+        devices in another way.
     """
     if traced:
         raise ValueError(
@@ -85,7 +88,9 @@ def check_chains(shards: Shards, chains: int, traced: bool) -> None:
 
 def check_traced(shards: Shards, state: SGMCMCState, args: tuple, kwargs: dict) -> None:
     """
-    :raises ValueError: if the data would become constants of a program: all of them, everywhere.
+    Check that data on several devices do not become constants of a compiled program.
+
+    :raises ValueError: if each device would get all data as constants of its program.
     """
     spread = zip(jax.tree.leaves((args, kwargs)), shards.spread, strict=True)
     if isinstance(state.i, jax.core.Tracer) and any(

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Step sizes in cycles: long ones that lead away, and short ones that samples are taken with."""
+"""Cyclical step sizes: long steps that lead to other modes, and short ones that give samples."""
 
 from dataclasses import dataclass
 import math
@@ -18,9 +18,9 @@ class Cyclical:
     """
     The schedule that :func:`cyclical` gives.
 
-    - **largest**, **smallest** - step sizes at the begin of a cycle and where it samples.
-    - **steps** - steps of a cycle.
-    - **sampling_steps** - how many of them, the last ones, are for samples.
+    - **largest**, **smallest** - step sizes at the begin of a cycle and in its sampling part.
+    - **steps** - number of steps in a cycle.
+    - **sampling_steps** - number of steps at the end of a cycle that give samples.
     """
 
     largest: float
@@ -35,12 +35,15 @@ class Cyclical:
         return jnp.where(self.is_sampling(i), self.smallest, falling)
 
     def is_sampling(self, i: Array) -> Array:
-        """Whether step :math:`i` is among those for samples."""
+        """True if step :math:`i` is one of the sampling steps."""
         return i % self.steps >= self.steps - self.sampling_steps
 
     def check(self, steps_per_sample: int) -> None:
         """
-        :raises ValueError: if some samples would be taken partly outside of the end of a cycle.
+        Check that samples and cycles have lengths that fit.
+
+        :raises ValueError: if a sample would have steps both inside and outside of the sampling
+            part of a cycle.
         """
         whole = steps_per_sample % self.steps == 0
         parts = self.steps % steps_per_sample == 0 and self.sampling_steps % steps_per_sample == 0
@@ -57,29 +60,31 @@ def cyclical(largest: float, smallest: float, steps: int, sampling: float = 0.25
     """
     A cyclical step size, for posteriors with several modes: ``step_size=cyclical(...)``.
 
-    Each cycle of :math:`P` steps begins with the largest step size, with which a chain gets away
-    from where it was, falls along half a cosine, and ends with :math:`S` steps of the smallest,
+    Each cycle has :math:`P` steps. It begins with the largest step size, with which a chain leaves
+    its mode. The step size falls along half a cosine. The last :math:`S` steps have the smallest
+    step size,
 
     .. math:: h_i = h_{\\min} + \\tfrac12 (h_{\\max} - h_{\\min})
         \\left( 1 + \\cos \\frac{\\pi \\, \\min(i \\bmod P, \\; P - S)}{P - S} \\right) .
 
-    Draws are taken from these steps only, all of the same size, so that within a mode they have the
-    law that the smallest step size gives. A sample is a whole cycle, unless ``steps_per_sample``
-    says otherwise. With several samples in a cycle ``to_arviz`` and the diagnostics leave those of
-    the falling step size out, but ``mcmc.get_samples()`` and ``arviz.from_numpyro``, which know
-    nothing of cycles, have them all.
+    Draws come from the last steps only. These have one size, so that within a mode the draws have
+    the law of the smallest step size. A sample is a whole cycle, unless ``steps_per_sample`` says
+    otherwise. If a cycle has several samples, ``to_arviz`` and the diagnostics leave out the
+    samples with a falling step size. ``mcmc.get_samples()`` and ``arviz.from_numpyro`` know nothing
+    of cycles and have all samples.
 
-    What it does not do: how often a mode is visited depends on how wide its basin is for the
-    largest step size, and not on its probability. Draws are in more modes than those of a constant
-    step size, with weights that need not be right; for right ones use ``replicas``
-    (:class:`~numpyro_sgmcmc.Replicas`). The cycles are counted from the first step of the warm-up.
+    The weights of the modes need not be right. A chain visits a mode as often as the width of its
+    basin at the largest step size says, and not as often as its probability says. For right weights
+    use ``replicas`` (:class:`~numpyro_sgmcmc.Replicas`). The cycles are counted from the first step
+    of the warm-up.
 
-    The published schedule falls until its end, and draws are from steps of several sizes.
+    The published schedule falls until the end of the cycle, so that its draws come from steps of
+    several sizes.
 
     :param float largest: :math:`h_{\\max}`, in units of the metric.
     :param float smallest: :math:`h_{\\min}`, a step size that is right within a mode.
     :param int steps: :math:`P`, the steps of a cycle.
-    :param float sampling: :math:`S / P`, the part of a cycle that samples are taken from.
+    :param float sampling: :math:`S / P`, the part of a cycle that gives samples.
     :return: a function of the number of steps, for the argument ``step_size`` of a kernel.
     :raises ValueError: if an argument has no meaning, naming it.
 
@@ -108,12 +113,12 @@ def cyclical(largest: float, smallest: float, steps: int, sampling: float = 0.25
 
 
 def is_for_samples(step_size: Any, i: Array) -> Array | bool:
-    """Whether a step is one that samples are taken from: all, of other schedules."""
+    """True if a step gives samples; always true for schedules without cycles."""
     return step_size.is_sampling(i) if isinstance(step_size, Cyclical) else True
 
 
 def steps_for_samples(step_size: Any, steps_per_sample: int) -> int:
-    """How many steps of a sample that counts are."""
+    """The number of sampling steps in a sample."""
     if not isinstance(step_size, Cyclical) or steps_per_sample < step_size.steps:
         return steps_per_sample
     return steps_per_sample // step_size.steps * step_size.sampling_steps

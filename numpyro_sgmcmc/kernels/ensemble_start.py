@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Chains that start at members of an ensemble, and the step size that they can take there."""
+"""Chains that start at members of an ensemble, and their step size."""
 
 from typing import Any, NamedTuple
 
@@ -28,13 +28,13 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.ensemble import find_members
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
-#: Unconstrained values start within so much of zero, where nothing else is said: within NumPyro's 2
-#: the units of a network saturate.
+#: Radius around zero of the default initial values. With NumPyro's radius of 2 the units of a
+#: network saturate.
 _RADIUS = 0.3
 
-_TRIED = 4  #: members at which steps are tried
-_LEFT_OUT = 100  #: steps before the energy is looked at
-_LOOKED_AT = 50  #: steps at which it is
+_TRIED = 4  #: number of members at which step sizes are tried
+_LEFT_OUT = 100  #: number of steps before the energy is measured
+_LOOKED_AT = 50  #: number of steps at which the energy is measured
 
 #: Step sizes from 1/4 downwards, each 2^(-1/2) of the one before.
 _SIZES = 2.0 ** -np.arange(2, 16, 0.5)
@@ -49,9 +49,11 @@ _STEPS_PER_SAMPLE = 100  #: steps of a sample of members, if no number is given
 
 class ChainStarts(NamedTuple):
     """
-    - **values** - unconstrained values at which the chains start, or None where the tuning says.
-    - **metric** - of each chain, with a leading axis where the values have one; the identity where
-      chains have none of their own.
+    Initial values of chains, with their metrics.
+
+    - **values** - unconstrained initial values, or None if the tuning gives them.
+    - **metric** - the metric of each chain, with a leading axis if the values have one. It is the
+      identity if chains have no metrics of their own.
     """
 
     values: Values | None
@@ -67,8 +69,7 @@ def chain_starts(
     bar: bool,
 ) -> ChainStarts:
     """
-    The values at which chains start, for a key or a batch of keys: those given, or the members of
-    an ensemble.
+    Initial values for one key or a batch of keys: the given ones or members of an ensemble.
 
     :param bool bar: whether a progress bar is shown.
     :raises ValueError: if chains are traced, or no member ends at finite values.
@@ -94,8 +95,8 @@ def chain_starts(
     strategy = method.init_strategy
     if strategy is init_to_uniform:
         strategy = init_to_uniform(radius=_RADIUS)
-    starts, found = initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
-    if not found:
+    starts, finite = initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
+    if not finite:
         raise no_initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
     held, compiled = _held_out(method, runtime), runtime.compiled
     with_curvature = method.metric is not None
@@ -117,7 +118,7 @@ def chain_starts(
 
 
 def with_metrics(fixed: ChainConstants, metric: IdentityMetric | DiagonalMetric) -> ChainConstants:
-    """What is fixed, for each chain by itself where each has a metric of its own."""
+    """The constants of the chains, one set for each chain if each has its own metric."""
     if isinstance(metric, IdentityMetric):
         return fixed
     if metric.scale.ndim > 1:
@@ -128,9 +129,9 @@ def with_metrics(fixed: ChainConstants, metric: IdentityMetric | DiagonalMetric)
 
 def _held_out(method: Method, runtime: Runtime) -> Target | None:
     """
-    The model with the rows that were held out.
+    The model with the held-out rows.
 
-    :raises ValueError: if it has no rows, or other parameters than with those of the run.
+    :raises ValueError: if the model has no rows here, or other parameters than in the run.
     """
     ensemble, known = method.start, runtime.model
     assert ensemble is not None and known is not None
@@ -162,9 +163,10 @@ def members_tuning(
     method: Method, runtime: Runtime, target: Target, starts: ChainStarts, single: bool
 ) -> Tuning:
     """
-    Step size and friction for chains that start at members, in the coordinates of each: the
-    largest step size at which the variance of the energy in a step, for each parameter, is no more
-    than the ensemble says.
+    Step size and friction for chains that start at members, in the coordinates of each.
+
+    The step size is the largest one at which the variance of the energy in a step, for each
+    parameter, is no more than that of the ensemble.
 
     :raises ValueError: if the method does not know its energy, or no step size is small enough.
     """
@@ -216,7 +218,7 @@ def members_tuning(
 def _energy_variance(
     method: Method, target: Target, fixed: ChainConstants, z: Values, h: Array, key: Array
 ) -> Array:
-    """The mean square of the change of the energy in a step, on its minibatch, for a parameter."""
+    """The mean square change of the energy in a step on its minibatch, for each parameter."""
     keys = random.split(key, 3)
     state = start(method, target, fixed, z, keys[0], keys[1])
     _, position, potential = flattened(target, state)

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""A chain with replicas at higher temperatures: their steps, and exchanges between them."""
+"""Steps of a chain and its replicas at higher temperatures, and exchanges between them."""
 
 from collections.abc import Callable
 import math
@@ -21,14 +21,16 @@ from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
 from numpyro_sgmcmc.posterior.target import Target
 
-#: Numbers that are folded into the key of a chain; its own steps split it in three.
+#: Numbers that are folded into the key of a chain. The steps of the chain split the key in three.
 _EXCHANGE_KEY = 3
 _FIRST_KEY = 4
 
 
 def check_replicas(method: Method, name: str, target: Target) -> None:
     """
-    :raises ValueError: if this method cannot have replicas, or not with these data.
+    Check that the method and the data can have replicas.
+
+    :raises ValueError: if the method or the data rule out replicas.
     """
     if method.replicas is None:
         return
@@ -59,9 +61,9 @@ def with_replicas(
     method: Method, state: SGMCMCState, begin: Callable[[Array, Array], SGMCMCState]
 ) -> SGMCMCState:
     """
-    The state of one chain before its first step, and of its replicas, where it has some.
+    The state of one chain before its first step, with its replicas if it has some.
 
-    :param begin: from two keys to the state of another chain at the same place.
+    :param begin: a function from two keys to the state of another chain at the same position.
     """
     if (replicas := method.replicas) is None:
         return state
@@ -83,7 +85,7 @@ def advance_with_replicas(
     """
     One sample of one chain and of its replicas.
 
-    :param advance: one sample of a chain without, at a temperature.
+    :param advance: a function that takes one sample of a chain without replicas, at a temperature.
     """
     target, hot = target.tuned(state.fixed), state.replicas
     assert hot is not None
@@ -102,12 +104,12 @@ def advance_with_replicas(
 
 
 def hot_temperatures(replicas: Replicas, dtype: Any) -> Array:
-    """:math:`T_2, \\dots, T_K`."""
+    """The temperatures of the replicas, :math:`T_2, \\dots, T_K`."""
     return jnp.asarray(replicas.temperatures[1:], dtype)
 
 
 def keys_of(rng_key: Array, count: int) -> Array:
-    """The random keys of the replicas, from that of the chain."""
+    """The random keys of the replicas, made from the key of the chain."""
     return jax.vmap(lambda k: random.fold_in(rng_key, k))(_FIRST_KEY + jnp.arange(count))
 
 
@@ -116,7 +118,7 @@ def with_positions_exchanged(method: Method, target: Target, state: Any, hot: Ho
     The state of a chain after an exchange with its replicas.
 
     :param state: the state of the chain, without replicas.
-    :param hot: those of its replicas.
+    :param hot: the states of its replicas.
     """
     replicas: Replicas = method.replicas
     key = random.fold_in(random.fold_in(state.rng_key, _EXCHANGE_KEY), state.i)
@@ -128,7 +130,7 @@ def with_positions_exchanged(method: Method, target: Target, state: Any, hot: Ho
     probability = exchange_probability(slope * difference, slope**2 * variance, count)
     pairs = len(replicas.temperatures) - 1
     accepted = random.uniform(accept_key, (pairs,), probability.dtype) < probability
-    # neighbours in turn: no position is in two pairs
+    # even and odd pairs take turns, so that no position is in two pairs
     turn = state.i // state.fixed.layout.steps_per_sample % 2
     accepted = accepted & (jnp.arange(pairs) % 2 == turn)
     order = jnp.arange(pairs + 1)
@@ -146,7 +148,7 @@ def exchange_probability(difference: Array, variance: Array, count: Any) -> Arra
 
     :param difference: :math:`\\tilde\\Delta`.
     :param variance: :math:`s^2`, the estimate of its variance.
-    :param count: :math:`n`, from how many rows that is; infinite for its true value.
+    :param count: :math:`n`, the number of rows behind the estimate; infinite for the true variance.
     """
     penalty = (
         variance / 2
@@ -161,13 +163,15 @@ def _potential_differences(
     target: Target, z: Values, minibatches: int, rng_key: Array
 ) -> tuple[Array, Array, float]:
     """
-    By how much the potential at each of K positions is above that at the next, the variance of the
-    error of that, and from how many rows it is known.
+    Potential differences between neighbours of K positions, with variances and row count.
+
+    Each difference is the potential at a position minus the potential at the next one. The variance
+    is that of its error. The number of rows says how well the variance is known.
 
     :param z: unconstrained values, with a leading axis for the positions.
     """
     potential = target.potential(IdentityMetric())
-    # independent minibatches, whose rows say how they vary
+    # rows of independent minibatches, whose spread gives the variance
     potential = target.potential(IdentityMetric())
     target = target._replace(scheme=SCHEMES["without_replacement"])
     factors = target.factors
@@ -187,7 +191,7 @@ def _potential_differences(
         difference, variance = -jnp.diff(energies), jnp.zeros(len(energies) - 1, energies.dtype)
         for name, term in terms.items():
             count, each = rows[name].size, -jnp.diff(term, axis=0)
-            # as of the sum of as many draws, with the factor of a finite population
+            # variance of a sum of independent draws, with the factor of a finite population
             variance += factors[name] * count * jnp.var(each, axis=1, ddof=1)
         return jax.tree.map(jnp.add, total, (difference, variance)), None
 

@@ -2,27 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-A run that goes on when rows have been added, or removed: what is fixed of it, and its chains.
+Runs that go on after rows were added or removed: their constants and their chains.
 
-With :math:`N` rows known and :math:`N'` there, before the first step of a sample
+Before the first step of a sample the chains know :math:`N` rows, and :math:`N'` rows exist. Then
 
-- the **anchor** gets what the new rows add to its sums; where other rows are no longer those that
-  were known, or count otherwise, by a pass over all rows;
+- the **anchor** gets the contributions of the new rows to its sums; if known rows have changed, or
+  count differently, it is computed by a pass over all rows;
 - the **mode** of the posterior is about :math:`m' = \\hat\\theta - L' L'^\\top \\nabla
-  U_{N'}(\\hat\\theta)`; if that is far from the anchor, in the mean over the coordinates by more
-  than half a standard deviation, the anchor moves there, by a pass;
+  U_{N'}(\\hat\\theta)`; if its root mean square distance to the anchor, over the coordinates, is
+  more than half a standard deviation, the anchor moves to the mode, by a pass;
 - the **metric** becomes narrower, :math:`L' = \\sqrt{N / N'} L`, and its centre moves along with
   the mode, :math:`c' = c + m' - m`;
-- the **chains** stay where they are in its coordinates, :math:`\\theta' = c' + L' L^{-1}
-  (\\theta - c)`: a draw of the posterior as it was becomes one of the posterior as it is, as far as
-  both are Gaussian;
-- the **Stein matrix** is that of the draws since.
+- the **chains** stay where they are in its coordinates, :math:`\\theta' = c' + L' L^{-1} (\\theta -
+  c)`: a draw of the old posterior becomes a draw of the new one, as far as both are Gaussian;
+- the **Stein matrix** has only the draws after the change.
 
-Where rows are forgotten :math:`N` and :math:`N'` are what all of them count together.
+Where rows are forgotten, :math:`N` and :math:`N'` are the sums of the weights of the rows.
 
-Step size, friction and, with a control variate, noise are those of the coordinates, and stay;
-without one the noise grows like :math:`N' / N`, which its running estimate follows. While rows come
-evenly the anchor moves about four times until there are twice as many.
+Step size, friction and, with a control variate, noise stay, because they belong to the coordinates.
+Without a control variate the noise grows like :math:`N' / N`, and its running estimate follows. If
+rows come evenly, the anchor moves about four times until their number has doubled.
 """
 
 from collections.abc import Mapping
@@ -56,16 +55,16 @@ from numpyro_sgmcmc.stein import SteinSums
 _FAR = 0.25  #: mean square of the distance to the mode at which an anchor moves, in variances
 _MOVES = 3  #: the most moves of an anchor at once
 
-#: Log densities that differ by more than rounding are of a model that looks at other rows.
+#: Relative difference of log densities beyond rounding: it shows a model that looks at other rows.
 _SAME = 1e-3
 
 
 def with_rows_so_far(target: Target, state: SGMCMCState) -> SGMCMCState:
     """
-    The state, of one chain or of several, with all rows that there are.
+    The state of one or several chains, updated to all rows that exist.
 
-    :raises ValueError: if the run was begun with arrays, or with rows that keep coming, and the
-        target has the other.
+    :raises ValueError: if the run was begun with arrays and the target has growing rows, or the
+        reverse.
     """
     known, now = state.fixed.known, target.known
     if (known is None) != (now is None):
@@ -94,11 +93,11 @@ def with_rows_so_far(target: Target, state: SGMCMCState) -> SGMCMCState:
         return new, moved, _reset(stein)
 
     layout, nothing = state.fixed.layout, None
-    # of what a condition gives, all must be arrays
+    # the branches of a condition may return arrays only
     parts = state.fixed._replace(layout=nothing), state.z, state.monitor.stein  # type: ignore
     fixed, z, stein = lax.cond(has_changed, change, lambda parts: parts, parts)
     prefetched = state.prefetched
-    if prefetched is not None:  # rows of steps to come, drawn when there were others
+    if prefetched is not None:  # these rows were drawn before the change
         start = jnp.where(has_changed, -1, prefetched.start)
         prefetched = prefetched._replace(start=start)
     return state._replace(
@@ -110,7 +109,7 @@ def with_rows_so_far(target: Target, state: SGMCMCState) -> SGMCMCState:
 
 
 def _changed(target: Target, fixed: ChainConstants) -> ChainConstants:
-    """What is fixed, with all rows that there are."""
+    """The constants of the chains, updated to all rows that exist."""
     known, now, anchor = fixed.known, target.known, fixed.anchor
     assert known is not None and now is not None
     dtype = target.model.dtype
@@ -123,7 +122,7 @@ def _changed(target: Target, fixed: ChainConstants) -> ChainConstants:
         moved = _mode(metric, anchor) - mode
         metric = metric.narrowed(jnp.ones((), dtype), moved)
         if not isinstance(metric, IdentityMetric) and now.half_life is None:
-            # more rows, and none removed or forgotten: else there is no such part
+            # the shift is defined only if rows were added and none removed or forgotten
             shift = metric.coordinates(metric.center + moved) / jnp.sqrt(growth - 1)
             has_more = now.begins_with(known.rows, known.digest)
             shift = jnp.where(has_more, shift, jnp.nan)
@@ -136,11 +135,11 @@ def _changed(target: Target, fixed: ChainConstants) -> ChainConstants:
 
 
 def _anchor_of_all(target: Target, metric: Metric, fixed: ChainConstants) -> Anchor:
-    """The anchor with all rows that there are, near their mode."""
+    """The anchor with all rows that exist, near their mode."""
     known, now, anchor = fixed.known, target.known, fixed.anchor
     assert known is not None and now is not None and anchor is not None
     has_other_rows = ~now.begins_with(known.rows, known.digest)
-    # of other rows there are no sums to which any could be added
+    # the old sums are of no use if known rows have changed
     anchor = with_new_rows(target, anchor, jnp.where(has_other_rows, now.rows, known.rows))
     can_move = not isinstance(metric, IdentityMetric)
 
@@ -159,13 +158,13 @@ def _anchor_of_all(target: Target, metric: Metric, fixed: ChainConstants) -> Anc
 
 
 def _mode(metric: Metric, anchor: Anchor) -> Array:
-    """The mode, by a Newton step from the anchor."""
+    """The estimated mode, by a Newton step from the anchor."""
     step = metric.direction(metric.pullback(ravel(anchor.gradient)))
     return ravel(anchor.values) - step
 
 
 def _reset(sums: SteinSums) -> SteinSums:
-    """Sums of nothing yet, around the centre that there was."""
+    """Empty sums around the old centre."""
     none = jax.tree.map(jnp.zeros_like, sums)
     return none._replace(center=sums.center, length=jnp.ones_like(sums.length))
 
@@ -174,19 +173,19 @@ def with_row_progress(
     method: Method, name: str, target: Target, fixed: ChainConstants, arguments: tuple[tuple, dict]
 ) -> ChainConstants:
     """
-    The constants of chains whose rows keep coming, and of others as they are.
+    The constants of chains, with the progress of growing rows if there are some.
 
     :param name: the name of the kernel.
-    :param target: the model with the rows that there are, as arrays.
-    :param arguments: those of the model, with rows that keep coming.
-    :raises ValueError: if the rows of this model cannot keep coming.
+    :param target: the model with the rows that exist, as arrays.
+    :param arguments: the arguments of the model, with growing rows.
+    :raises ValueError: if the rows of this model cannot grow.
     """
     if (known := row_count_of(arguments)) is None:
         return fixed
     check_growth(name, target, method, *arguments)
     dtype = target.model.dtype
     nothing, worth = jnp.zeros(target.model.dimension, dtype), known.rows.astype(dtype)
-    # the tuning forgets nothing: the first sample then begins with what each row counts
+    # the tuning gives all rows one weight, and the first sample begins with the true weights
     digest = known.digest if known.half_life is None else jnp.zeros_like(known.digest)
     return fixed._replace(known=RowProgress(known.rows, digest, known.rows, nothing, worth))
 
@@ -195,12 +194,14 @@ def check_growth(
     kernel: str, whole: Target, method: Method, args: tuple, kwargs: Mapping[str, Any]
 ) -> None:
     """
-    :param kernel: its name.
+    Check that a run of this model can go on when rows are added.
+
+    :param kernel: the name of the kernel.
     :param whole: the model with the rows that there are, as arrays.
-    :param args: arguments of the model, with rows that keep coming.
+    :param args: arguments of the model, with growing rows.
     :param kwargs: keyword arguments of the model.
-    :raises ValueError: if the rows of this model cannot keep coming, or if this run cannot go on
-        when they do.
+    :raises ValueError: if the rows of this model cannot grow, or if this run cannot go on with more
+        rows.
     """
     begin = f"{kernel} cannot go on when rows are added"
     if whole.scheme.draw_so_far is None:
@@ -254,11 +255,11 @@ def _has_rows(x: Any) -> bool:
 
 
 def _with_other_room(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict]:
-    """The arguments with one row in all of the room, unlike the rows that there are."""
+    """The arguments with the spare room filled with copies of one row."""
 
     def filled(x: PaddedArray) -> Any:
         if isinstance(x.values, RowsOnDisk):
-            return x.values  # of which a model sees no more than it asks for
+            return x.values  # a model reads only the rows that it asks for
         return x.values[np.minimum(np.arange(len(x.values)), int(x.known.rows) - 1)]
 
     return replaced(filled, (args, dict(kwargs)))
@@ -266,7 +267,9 @@ def _with_other_room(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dic
 
 def _check_rest(whole: Target, capacity: int, args: tuple, kwargs: dict) -> None:
     """
-    :raises ValueError: if what a row adds depends on the other rows, or on how many there are.
+    Check that the contribution of a row does not depend on the other rows.
+
+    :raises ValueError: if the contribution of a row depends on other rows, or on their number.
     """
     z = unremarkable_values(whole.model)
     plate = whole.model.plates[0]

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which model, and which data, a tuning or a state belongs to."""
+"""Tests of whether a tuning or a state belongs to this model and these data."""
 
 import math
 
@@ -11,7 +11,7 @@ from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.kernels.state import SGMCMCState
 from numpyro_sgmcmc.posterior.target import Target
 
-#: Log densities that differ by more than rounding are of another model.
+#: Relative difference of log densities beyond rounding: it shows another model.
 _SAME = 1e-4
 
 DATA_CHANGED = (
@@ -22,29 +22,28 @@ DATA_CHANGED = (
 
 
 def data_fingerprint(target: Target) -> str | None:
-    """
-    Tells the data from others, those that the model has from elsewhere than its arguments too; None
-    of data that are traced.
-    """
+    """A fingerprint of the data, captured arrays of the model included; None for traced data."""
     data = fingerprint_of(target.args, target.kwargs)
     return None if data is None else data + target.model.captured
 
 
 def digest(data: str | None) -> np.ndarray:
-    """What tells data from others as numbers, shape (4,); zeros of data that are not known."""
+    """The digest of a data fingerprint as numbers, shape (4,); zeros for unknown data."""
     return np.array([int((data or "")[k : k + 8] or "0", 16) for k in (0, 8, 128, 136)], np.uint32)
 
 
 def data_digest(target: Target) -> np.ndarray | None:
-    """The same of the data of a target, or None if they are traced."""
+    """The digest of the data of a target, or None if they are traced."""
     data = data_fingerprint(target)
     return None if data is None else digest(data)
 
 
 def check_state(state: SGMCMCState, data: str | None) -> None:
     """
-    :param data: tells the data of the run from others, or None if they are not known.
-    :raises ValueError: if a state has the anchor of other data.
+    Check that the anchor of a state belongs to the data of the run.
+
+    :param data: the fingerprint of the data of the run, or None if they are not known.
+    :raises ValueError: if the anchor of the state belongs to other data.
     """
     if data is not None and state.fixed.anchor is not None:
         known = np.reshape(state.fixed.data, (-1, 4))[0]
@@ -53,9 +52,7 @@ def check_state(state: SGMCMCState, data: str | None) -> None:
 
 
 def other_sites(here: dict[str, float], there: dict[str, float]) -> list[str]:
-    """
-    Sites whose log densities are not those of another model; none if one of the two is not known.
-    """
+    """Names of sites with differing log densities; none if one of the models is not known."""
     if not here or not there:
         return []
     return [name for name in sorted(here.keys() | there) if not _same(here, there, name)]

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The states of the chains before their first step, of one chain or of several at once."""
+"""The states of chains before their first step, for one chain or several at once."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -36,13 +36,13 @@ from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
-#: The counter of the steps, when it is full, goes on from beyond this.
+#: Bound on the warm-up: a full counter of steps goes on from a number above it.
 _MOST_WARMUP_STEPS = 2**29
 
 
 class Chains(NamedTuple):
     """
-    What ``MCMC`` says of the chains that begin.
+    The arguments of ``MCMC`` for the chains that begin.
 
     - **rng_key** - the random key of one chain, or a batch of keys.
     - **num_warmup** - number of samples of the warm-up.
@@ -60,14 +60,14 @@ def init_state(
     method: Method, runtime: Runtime, args: tuple, kwargs: dict, chains: Chains
 ) -> SGMCMCState:
     """
-    Reads the model, tunes the kernel if it is to be tuned, and gives the states of the chains.
+    Read the model, tune the kernel if needed, and return the states of the chains.
 
-    :raises ValueError: if the method, the model, the data and the chains do not go together.
+    :raises ValueError: if method, model, data and chains do not fit each other.
     """
     rng_key, num_warmup = given_key(chains.rng_key, chains=None), chains.num_warmup
     growing = args, kwargs
     args, kwargs = runtime.trimmed(method.model, args, kwargs)
-    # chains that are traced all at once are not to trace the tuning too
+    # the tuning must run now, even if the chains are being traced
     traced = isinstance(rng_key, jax.core.Tracer)
     at_once = jax.ensure_compile_time_eval if traced else nullcontext
     if (shards := found_shards(args, kwargs)) is not None:
@@ -99,6 +99,8 @@ def init_state(
 
 def _check_schedule(step_size: Any, warmup_steps: int) -> None:
     """
+    Check the length of the warm-up and the step size schedule.
+
     :raises ValueError: if there are too many steps, or a schedule fails before the first sample.
     """
     if warmup_steps >= _MOST_WARMUP_STEPS:
@@ -122,10 +124,10 @@ def _states(
     """
     The state of one chain or, for a batch of keys, of several.
 
-    :param fixed: what was decided before the chains start.
-    :param tuning: says where they start, if the user does not.
+    :param fixed: the constants of the chains.
+    :param tuning: gives the initial values, if the user does not.
     :param init_params: unconstrained values of the latent sites from the user, or None.
-    :raises ValueError: if there is no place where a chain can start.
+    :raises ValueError: if there are no valid initial values.
     """
     several = not is_prng_key(rng_key)
     whole = runtime.whole(method, target.args, target.kwargs)
@@ -146,7 +148,7 @@ def _states(
         keys = of_chains(lambda key: random.split(key, 3)[0])(rng_key)
         z = _found_values(method, runtime, whole, keys)
     else:
-        z = None  # a draw of the Gaussian, in the program that follows
+        z = None  # the program below draws it from the Gaussian
 
     def begin(
         target: Target, keys: Array, z: Values | None, fixed: ChainConstants, gaussian: Any
@@ -154,7 +156,7 @@ def _states(
         start_key, *others = of_chains(lambda key: tuple(random.split(key, 3)))(keys)
         if z is None:
             z = draw_from(gaussian, target.tuned(fixed), method.temperature, start_key)
-        # Values of a prior, say, may have a weak dtype; in a loop it must not change.
+        # Values, of a prior for instance, may have a weak dtype, which must not change in a loop.
         z = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), z)
         axes = axes_for(method.anchor_moves_every)
         own = several and jnp.ndim(fixed.step_size) > 0
@@ -170,7 +172,7 @@ def _states(
         within = 0, 0 if own else None, *(0 for _ in others)
         return jax.vmap(one, within, axes)(z, fixed, *others)
 
-    # what is fixed is an argument of the program, and the layout is a part of it
+    # the constants are arguments of the program, and the layout is a part of it
     program = runtime.compiled("begin", begin, target, several, method.anchor_moves_every is None)
     state = program(rng_key, z, fixed, tuning.start)
     return state if runtime.shards is None else placed(runtime.shards, state)
@@ -178,9 +180,9 @@ def _states(
 
 def _found_values(method: Method, runtime: Runtime, target: Target, keys: Array) -> Values:
     """
-    Initial values from the strategy of the kernel, for a key or for each of a batch of keys.
+    Initial values from the strategy of the kernel, for one key or a batch of keys.
 
-    :raises ValueError: if the density is finite at none that were tried.
+    :raises ValueError: if the density was finite at none of the values tried.
     """
     strategy = method.init_strategy
 

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-The maps from which the methods are composed, on flat vectors.
+Maps on flat vectors from which the methods are composed.
 
-They know no model: position :math:`\\theta` and momentum :math:`p` have shape ``(d,)``, the
-step size :math:`h` is a scalar, the thermostat :math:`\\xi` a scalar or one for each
-coordinate, :math:`T` is the temperature, the mass is the identity. A symmetric integrator is
-named by its maps in order, with half of the step size for those that appear twice: BAOAB is
-B(h/2) A(h/2) O(h) A(h/2) B(h/2).
+The maps know no model. Position :math:`\\theta` and momentum :math:`p` have shape ``(d,)``. The
+step size :math:`h` is a scalar, and the thermostat :math:`\\xi` is a scalar or has one value for
+each coordinate. :math:`T` is the temperature, and the mass is the identity. A symmetric integrator
+is named by its maps in order. Maps that appear twice have half of the step size: BAOAB is B(h/2)
+A(h/2) O(h) A(h/2) B(h/2).
 """
 
 from collections.abc import Callable
@@ -22,8 +22,7 @@ def langevin(
     position: Array, gradient: Array, step_size: Array, temperature: float, noise: Array
 ) -> Array:
     """
-    Overdamped Langevin dynamics by Euler's method:
-    :math:`\\theta - h g + \\sqrt{2 h T} R`.
+    Overdamped Langevin dynamics by Euler's method, :math:`\\theta - h g + \\sqrt{2 h T} R`.
 
     :param noise: standard normal :math:`R`, shape ``(d,)``.
     """
@@ -42,8 +41,9 @@ def kick(momentum: Array, gradient: Array, step_size: Array) -> Array:
 
 def phi(x: Array) -> Array:
     """
-    :math:`\\phi(x) = (1 - e^{-2 x}) / (2 x)`, positive for every real :math:`x`, with
-    :math:`\\phi(0) = 1`: near zero by its series.
+    The function :math:`\\phi(x) = (1 - e^{-2 x}) / (2 x)`, positive for every real :math:`x`.
+
+    At zero :math:`\\phi(0) = 1`. Near zero it is computed by its series.
     """
     small = jnp.abs(x) < 1e-2
     safe = jnp.where(small, 1.0, x)
@@ -59,8 +59,10 @@ def ornstein_uhlenbeck(
     noise: Array,
 ) -> Array:
     """
-    The map O, the exact solution of :math:`dp = -\\xi p \\, dt + \\sqrt{2 D} \\, dW`:
-    :math:`e^{-\\xi h} p + \\sqrt{2 D h \\, \\phi(\\xi h)} \\, R`. The damping may be negative.
+    The map O, the exact solution of :math:`dp = -\\xi p \\, dt + \\sqrt{2 D} \\, dW`.
+
+    It is :math:`e^{-\\xi h} p + \\sqrt{2 D h \\, \\phi(\\xi h)} \\, R`. The damping may be
+    negative.
 
     :param damping: :math:`\\xi`, a scalar or one for each coordinate.
     :param diffusion: :math:`D`, the friction times the temperature.
@@ -74,7 +76,7 @@ def covariance_controlled(
     momentum: Array, inverse: Callable[[Array], Array], added: Array
 ) -> Array:
     """
-    The map O of NOGIN, which contains the noise of the gradient in its neighbouring kicks:
+    The map O of NOGIN, which absorbs the gradient noise of its neighbouring kicks:
 
     .. math::
 
@@ -88,9 +90,9 @@ def covariance_controlled(
         D = \\tanh(\\xi h / 2) I + \\frac{h^2}{4 T} V, \\qquad
         R \\sim N(0, T \\tanh(A h / 2) I).
 
-    With the two halves :math:`-\\tfrac h2 \\zeta`, :math:`\\zeta \\sim N(0, V)`, of the noise
-    of one gradient, in the kicks before and after, it leaves :math:`N(0, T I)` unchanged at
-    :math:`\\xi = A`, whatever :math:`V`.
+    The kicks before and after have the two halves :math:`-\\tfrac h2 \\zeta`, :math:`\\zeta \\sim
+    N(0, V)`, of the noise of one gradient. Together with them the map leaves :math:`N(0, T I)`
+    unchanged at :math:`\\xi = A`, for any :math:`V`.
 
     :param inverse: :math:`x \\mapsto (I + D)^{-1} x`.
     :param added: :math:`R`, shape ``(d,)``.
@@ -100,8 +102,9 @@ def covariance_controlled(
 
 def noise_controls(noise: Array, step_size: Array, damping: Array | float) -> tuple[Array, Array]:
     """
-    What the momentum is to be multiplied by before and after the map O of BAOAB, along a direction
-    in which a kick has noise:
+    The factors of the momentum before and after the map O of BAOAB that remove noise.
+
+    They act along a direction in which a kick has noise:
 
     .. math::
 
@@ -110,12 +113,12 @@ def noise_controls(noise: Array, step_size: Array, damping: Array | float) -> tu
         \\delta = \\frac{u}{4 - h^2} \\, \\frac{1 + 3 \\kappa}{1 + \\kappa}, \\qquad
         \\kappa = e^{-A h} a b ,
 
-    with :math:`u = h^2 v / T`. Then the position at which the gradient is taken has the variance
-    :math:`T`, and the momentum in the middle too, if the curvature is 1: the stationary covariance
-    of the linear map is solved for both. For another curvature :math:`\\lambda` the variance is off
-    by a part of at most about :math:`u h (\\lambda - 1) / 3` with the friction of a tuning. More
-    noise than a momentum can lose, :math:`\\delta > 0.9`, is not taken out, and :math:`h^2` counts
-    for no more than 2.
+    with :math:`u = h^2 v / T`. If the curvature is 1, both the position at which the gradient is
+    taken and the momentum in the middle have the variance :math:`T`. The factors solve the
+    stationary covariance of the linear map for this. For another curvature :math:`\\lambda` the
+    relative error of the variance is at most about :math:`u h (\\lambda - 1) / 3` with a tuned
+    friction. A momentum cannot lose noise beyond :math:`\\delta = 0.9`, so this noise is not
+    removed. Values of :math:`h^2` above 2 count as 2.
 
     :param noise: :math:`v / T`, of any shape.
     :param step_size: :math:`h`, in units of a posterior standard deviation.
@@ -152,8 +155,10 @@ def free_flight(
     noise: Array,
 ) -> tuple[Array, Array]:
     """
-    The map U, the exact solution of :math:`d\\theta = p \\, dt`,
-    :math:`dp = -A p \\, dt + \\sqrt{2 A T} \\, dW`. With :math:`x = A h`,
+    The map U, the exact solution of Langevin dynamics without force.
+
+    It solves :math:`d\\theta = p \\, dt`, :math:`dp = -A p \\, dt + \\sqrt{2 A T} \\, dW`. With
+    :math:`x = A h`,
 
     .. math::
 
@@ -167,7 +172,7 @@ def free_flight(
     x = friction * step_size
     y = x / 2
     kicked = jnp.sqrt(-temperature * jnp.expm1(-2 * x)) * noise[0]
-    # y - tanh(y), which cancels in floating point where it is small
+    # a series for y - tanh(y), whose terms cancel in floating point for small y
     series = y**3 * (1 / 3 - y**2 * (2 / 15 - y**2 * 17 / 315))
     rest = jnp.where(y < 0.2, series, y - jnp.tanh(y))
     position = (
@@ -181,9 +186,11 @@ def free_flight(
 
 def microcanonical_kick(momentum: Array, gradient: Array, step_size: Array) -> tuple[Array, Array]:
     """
-    The exact solution of :math:`dp = -\\tfrac{d}{d-1} (I - p p^\\top / d) \\, g \\, dt` over a time
-    :math:`h`, on the sphere :math:`|p|^2 = d`. With :math:`u = p / \\sqrt d`,
-    :math:`e = -g / |g|` and :math:`\\delta = h \\sqrt d \\, |g| / (d - 1)`,
+    The exact kick of microcanonical dynamics on the sphere :math:`|p|^2 = d`.
+
+    It solves :math:`dp = -\\tfrac{d}{d-1} (I - p p^\\top / d) \\, g \\, dt` over a time :math:`h`.
+    With :math:`u = p / \\sqrt d`, :math:`e = -g / |g|` and :math:`\\delta = h \\sqrt d \\, |g| / (d
+    - 1)`,
 
     .. math::
 
@@ -199,7 +206,7 @@ def microcanonical_kick(momentum: Array, gradient: Array, step_size: Array) -> t
     away = -gradient / jnp.where(size > 0, size, 1.0)
     delta = step_size * root * size / (dimension - 1)
     along = away @ momentum / root
-    # of both sides times 2 exp(-delta), which does not overflow
+    # both sides are multiplied by 2 exp(-delta) against overflow
     decay = jnp.exp(-delta)
     rest = -jnp.expm1(-delta)
     turned = 2 * decay * momentum + root * away * rest * (1 + decay + along * rest)
@@ -216,8 +223,9 @@ def euler_kick(
     noise: Array,
 ) -> Array:
     """
-    Force, damping and noise in one step of Euler's method:
-    :math:`p - h g - h \\Gamma p + \\sqrt{2 h D} R`.
+    Force, damping and noise in one step of Euler's method.
+
+    The result is :math:`p - h g - h \\Gamma p + \\sqrt{2 h D} R`.
 
     :param damping: the vector :math:`\\Gamma p`, for instance ``friction * momentum``.
     :param diffusion: :math:`D`, a scalar or one for each coordinate.

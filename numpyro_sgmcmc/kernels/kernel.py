@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What every kernel shares: NumPyro's contract, met once."""
+"""The base class of all kernels, which meets NumPyro's contract."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,11 +37,11 @@ class SGMCMCKernel(MCMCKernel):
     """
     Base class of the kernels of this package.
 
-    A kernel is what NumPyro calls: it owns a method, which is a value
-    (:class:`~numpyro_sgmcmc.kernels.method.Method`), a runtime, which has the model as read and the
-    compiled programs, and the monitor of the run. A new kernel is a class with a ``Method``, whose
-    fields are the arguments of the kernel. Arguments that are left out are tuned before the chains
-    start, the same for all of them; see :mod:`numpyro_sgmcmc.tuning.phases`.
+    NumPyro calls the kernel. The kernel owns a method, which is a value
+    (:class:`~numpyro_sgmcmc.kernels.method.Method`). It also owns a runtime, with the model as read
+    and the compiled programs, and the monitor of the run. A new kernel is a class with a
+    ``Method``, whose fields are the arguments of the kernel. Arguments that are left out are tuned
+    before the chains start, to one value for all chains; see :mod:`numpyro_sgmcmc.tuning.phases`.
 
     :raises ValueError: if an argument has no meaning, here or when ``MCMC`` initialises the
         chain with a model or with data that minibatches cannot serve.
@@ -95,7 +95,7 @@ class SGMCMCKernel(MCMCKernel):
         self.runtime, self.monitor = Runtime(name), Monitor()
 
     def __reduce__(self) -> tuple:
-        # devices and programs are those of this process; a tuning is not to be found again
+        # devices and programs are remade in another process, and the tuning is kept
         return _restored, (type(self), self.method, self.runtime)
 
     def __repr__(self) -> str:
@@ -104,10 +104,11 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def model(self) -> Model:
         """
-        The model on its full data, for ArviZ and whatever else reads the model of a kernel:
-        :class:`~numpyro_sgmcmc.full_data` of the model that the kernel was given. After a run whose
-        groups had latent variables of their own it is without these, which are no part of the draws
-        (:class:`~numpyro_sgmcmc.posterior.local_latents.Marginal`).
+        The model on its full data, for ArviZ and other readers of a kernel's model.
+
+        It is :class:`~numpyro_sgmcmc.full_data` of the model that the kernel was given. After a run
+        with latent variables of groups it leaves these variables out, because the draws do not have
+        them (:class:`~numpyro_sgmcmc.posterior.local_latents.Marginal`).
         """
         read = self.runtime.model
         if read is not None and isinstance(read.model, Marginal):
@@ -146,8 +147,7 @@ class SGMCMCKernel(MCMCKernel):
 
     def identity(self, args: tuple, kwargs: dict, samples: int = 1) -> dict[str, Any]:
         """
-        The facts on which the law of a run depends, for telling it from another run, in another
-        process too.
+        The facts that determine the law of a run, for comparing runs in different processes.
 
         :param args: arguments of the model.
         :param kwargs: keyword arguments of the model.
@@ -160,16 +160,17 @@ class SGMCMCKernel(MCMCKernel):
 
     def tune(self, rng_key: Array, *args: Any, **kwargs: Any) -> Tuning:
         """
-        Finds centre, metric, control variate, step size and friction; see
-        :mod:`numpyro_sgmcmc.tuning.phases`. ``MCMC`` does this by itself when something is to be
-        tuned, with ``jax.random.key(0)``: whatever the key of the run and the chain method,
-        the values are the same.
+        Find centre, metric, control variate, step size and friction.
+
+        See :mod:`numpyro_sgmcmc.tuning.phases`. ``MCMC`` calls this itself if something is to be
+        tuned. It uses ``jax.random.key(0)``, so that the values do not depend on the key of the run
+        or the chain method.
 
         :param rng_key: a random key.
         :param args: arguments of the model.
         :param kwargs: keyword arguments of the model.
-        :return: the tuning, for ``tuning=`` of a kernel of the same class, and to look at.
-        :raises ValueError: if no centre or no metric is found, with what to do.
+        :return: the tuning, for ``tuning=`` of a kernel of this class, or for printing.
+        :raises ValueError: if the search for a centre or a metric fails, with a remedy.
 
         **Example:**
 
@@ -198,11 +199,13 @@ class SGMCMCKernel(MCMCKernel):
 
     def with_step_size(self, step_size: float, steps_per_sample: int | None = None) -> Self:
         """
-        The same kernel, metric, friction and control variate, with another step size.
+        A copy of the kernel with another step size, and the old metric and friction.
+
+        The control variate stays too.
 
         :param float step_size: step size :math:`h`.
-        :param int steps_per_sample: number of steps between two samples, if that is to be
-            another one too.
+        :param int steps_per_sample: new number of steps between two samples; None keeps the old
+            one.
         """
         step_size = positive("step_size", step_size)
         each = self.steps_per_sample if steps_per_sample is None else steps_per_sample
@@ -226,7 +229,7 @@ class SGMCMCKernel(MCMCKernel):
     ) -> SGMCMCState:
         self.monitor.begin(num_warmup)
         runtime, shown = self.runtime, numpyro_private.shows_bars(self)
-        # a kernel in two threads has one runtime
+        # a kernel has one runtime, even in two threads
         with runtime.lock, runtime.said_once((model_args, model_kwargs)):
             with runtime.tuning_kept_on_failure():
                 chains = Chains(rng_key, num_warmup, init_params, shown)
@@ -252,7 +255,7 @@ class SGMCMCKernel(MCMCKernel):
 
 
 def _document(kernel: type[SGMCMCKernel]) -> None:
-    """All arguments in the signature of a kernel, and all described in its docstring."""
+    """Put all arguments of a kernel into its signature and its docstring."""
     kernel.__signature__ = signature = arguments.signature_of(kernel.Method)
     if kernel.__doc__:
         known = [base.__doc__ or "" for base in (*kernel.__mro__[1:], *kernel.Method.__mro__)]
@@ -260,7 +263,7 @@ def _document(kernel: type[SGMCMCKernel]) -> None:
 
 
 def _restored(kernel: type[SGMCMCKernel], method: Method, runtime: Runtime) -> SGMCMCKernel:
-    """A kernel with arguments that were checked before."""
+    """Remake a kernel from arguments that were checked before."""
     new = object.__new__(kernel)
     new.method, new.runtime, new.monitor = method, runtime, Monitor()
     return new

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""A method: a value, made of its arguments, with its equations as pure functions."""
+"""Sampling methods as values: their arguments, and their equations as pure functions."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ class Traits(NamedTuple):
     """
     Properties of a method with its arguments, whatever the model.
 
-    - **gradient_at_end** - whether the position that goes with the gradient in the Stein matrix
-      is that of the end of the step. It is that of the start for methods that take the gradient
-      there, and for those that take it between two half drifts.
-    - **corrects_noise** - whether it corrects for the noise of independent minibatches.
+    - **gradient_at_end** - whether the Stein matrix pairs the gradient with the position at the end
+      of the step. It pairs it with the position at the start for methods that take the gradient
+      there, or between two half drifts.
+    - **corrects_noise** - whether the method corrects for the noise of independent minibatches.
     - **metropolis_corrected** - whether a sample is tested on all rows (:meth:`Method.accept`).
-    - **has_energy_error** - whether its dynamics has the field ``kinetic_energy``, which with the
-      potential is conserved by exact steps.
+    - **has_energy_error** - whether the dynamics has the field ``kinetic_energy``. Exact steps
+      conserve its sum with the potential.
     """
 
     gradient_at_end: bool = False
@@ -41,21 +41,21 @@ class Traits(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Method(Settings, ABC):
     """
-    Base class of the methods: their arguments, and what is to be computed from them.
+    Base class of the methods: their arguments, and the quantities computed from them.
 
-    A method adds arguments of its own as fields, and its dynamics, :meth:`init_dynamics` and
-    :meth:`step`. With :meth:`suggest` its step size is tuned. It knows no device, no program, no
-    data and no tuning: what a function needs of these is among the function's arguments.
+    A method adds its own arguments as fields, and its dynamics, :meth:`init_dynamics` and
+    :meth:`step`. The tuning sets the step size by :meth:`suggest`. A method knows no device, no
+    program, no data and no tuning. Functions get these as arguments.
     """
 
     @abstractmethod
     def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Any:
         """
-        The initial value of what the method keeps besides the position.
+        The initial value of the method's variables besides the position.
 
         :param rng_key: a single random key.
         :param position: initial position, shape ``(d,)``.
-        :param fixed: what was decided before the chains start, the friction among it.
+        :param fixed: the constants of the chains, the friction among them.
         :return: a ``NamedTuple`` of arrays.
         """
 
@@ -64,9 +64,9 @@ class Method(Settings, ABC):
         """
         One step, a pure function of its arguments.
 
-        :param state: the state; its ``z`` is the position, a vector of shape ``(d,)``, and
-            its ``step_size`` the step size of this step.
-        :param gradient: oracle of the gradient, on a new minibatch at each step.
+        :param state: the state. Its ``z`` is the position, a vector of shape ``(d,)``, and its
+            ``step_size`` is the step size of this step.
+        :param gradient: the gradient oracle, on a new minibatch at each step.
         :param rng_key: a single random key.
         :return: the state with new ``z`` and ``dynamics``, and the evaluation of the gradient.
         """
@@ -75,11 +75,11 @@ class Method(Settings, ABC):
         self, before: SGMCMCState, after: SGMCMCState, change: Array, rng_key: Array
     ) -> SGMCMCState:
         """
-        The state after a sample that is tested on all rows, of methods whose traits say so.
+        The state after a Metropolis test on all rows, for methods with this trait.
 
-        :param before: the state before its steps, with the position as ``z``.
+        :param before: the state before the steps of the sample, with the position as ``z``.
         :param after: the state after them, likewise.
-        :param change: of the potential of all rows, from one position to the other; infinite if a
+        :param change: change of the potential of all rows between the two positions; infinite if a
             step was undone.
         :param rng_key: a single random key.
         """
@@ -108,7 +108,7 @@ class Method(Settings, ABC):
         )
 
     def relaxation_time(self, tuning: Tuning) -> float:
-        """The time in which a chain forgets where it was."""
+        """The relaxation time, after which a chain has forgotten its position."""
         return tuning.relaxation_time
 
     def samples_every(self, tuning: Tuning | None, dimension: int | None) -> int:
@@ -124,20 +124,20 @@ class Method(Settings, ABC):
         return 1 if self.step_size is not None or tuning is None else tuning.steps_per_sample
 
     def integrator_for(self, tuning: Tuning) -> str:
-        """The word for the integrator, which may depend on what was found."""
+        """The name of the integrator, which may depend on the tuning."""
         return str(getattr(self, "integrator", ""))
 
     def gradient_at_end(self, integrator: str) -> bool:
-        """Whether the gradient is that of the end of the step (:class:`Traits`)."""
+        """True if the gradient is taken at the end of the step (:class:`Traits`)."""
         return self.traits.gradient_at_end
 
     def noise_estimator(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
-        """The estimate of the covariance of the gradient's noise, for methods that need it."""
+        """The estimator of the covariance of the gradient noise, for methods that need it."""
         estimate = getattr(self, "noise", None)
         return None if estimate is None else estimate.resolved(target, largest_of(tuning.noise))
 
     def constants(self, target: Target) -> Any:
-        """Arrays that a step needs and that depend on the model alone, for ``state.fixed``."""
+        """Arrays for ``state.fixed`` that a step needs and that depend on the model alone."""
         return ()
 
     def check(
@@ -148,15 +148,16 @@ class Method(Settings, ABC):
         state: SGMCMCState | None = None,
     ) -> None:
         """
-        Looks at the model alone, then at what is fixed too, and at the states of the chains where
-        their values are known: each as soon as it is there.
+        Check the model, then the constants, then the states of the chains.
+
+        Each is checked as soon as its values are known.
 
         :raises ValueError: if the method cannot run on this model, or needs another warm-up.
         """
 
     @property
     def default_fields(self) -> tuple[str, ...]:
-        """Fields of the state that are collected of each sample without being asked for."""
+        """The state fields that are collected of each sample by default."""
         asked = ["step_size"] if isinstance(self.step_size, Cyclical) else []
         asked += [] if self.replicas is None else ["exchange_prob"]
         return ("z", "diverging", "configurational_temperature", *asked)

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""A test of a sample on all rows, for methods that are exact by it."""
+"""The Metropolis test of a sample on all rows, for methods that are exact by it."""
 
 from jax import random
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ def tested(
     before: SGMCMCState,
     after: SGMCMCState,
 ) -> SGMCMCState:
-    """The state after the steps of a sample, or before, by the potential of all rows."""
+    """The state after the Metropolis test of a sample: the new one or the old one."""
     change = target.change(fixed.metric, before.z, after.z)
     is_whole = after.monitor.nonfinite_steps == before.monitor.nonfinite_steps
     noise_key = random.split(after.rng_key, 3)[1]
-    # no step has this key
+    # no step uses this key
     key = random.fold_in(random.fold_in(noise_key, after.i), 1)
     return method.accept(before, after, jnp.where(is_whole, change, jnp.inf), key)

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the kernels with momentum and friction share."""
+"""The common part of the kernels with momentum and friction."""
 
 from dataclasses import dataclass
 import math
@@ -17,6 +17,8 @@ from numpyro_sgmcmc.posterior.handlers import Model
 
 class Momentum(NamedTuple):
     """
+    The dynamics of a method whose only extra variable is the momentum.
+
     - **momentum** - momentum of every coordinate, shape (d,).
     """
 
@@ -52,15 +54,16 @@ class MomentumKernel(SGMCMCKernel):
         cls, model: Model, learning_rate: float, momentum_decay: float, **options: Any
     ) -> Self:
         """
-        The kernel in the parameters of stochastic gradient descent with momentum: with the
-        velocity :math:`v = h p` a step adds :math:`-\\eta \\nabla \\tilde U - \\alpha v` to it.
-        These are the parameters of eq. (15) of Chen et al. (2014), and of Algorithm 2 in the
-        supplement of Ding et al. (2014), where :math:`\\alpha` is the initial thermostat
-        :math:`a`.
+        Make the kernel from the parameters of stochastic gradient descent with momentum.
+
+        With the velocity :math:`v = h p` a step adds :math:`-\\eta \\nabla \\tilde U - \\alpha v`
+        to the velocity. These are the parameters of eq. (15) of Chen et al. (2014), and of
+        Algorithm 2 in the supplement of Ding et al. (2014), where :math:`\\alpha` is the initial
+        thermostat :math:`a`.
 
         :param model: a model with NumPyro primitives.
         :param float learning_rate: :math:`\\eta = h^2`, for a potential that is a sum over all
-            data: a rate meant for the mean over the data must be divided by :math:`N`.
+            data. Divide a rate for the mean over the data by :math:`N`.
         :param float momentum_decay: :math:`\\alpha = h A`, one minus the momentum term.
         :param options: the other arguments of the kernel.
         :raises ValueError: if one of the two is not a positive number.

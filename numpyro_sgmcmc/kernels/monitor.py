@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a run says of itself while it goes on: text for a progress bar, and a warning."""
+"""Text for the progress bar during a run, and warnings about the run so far."""
 
 import math
 import time
@@ -13,55 +13,55 @@ from numpyro_sgmcmc.kernels.identity import check_state
 from numpyro_sgmcmc.kernels.state import SGMCMCState
 from numpyro_sgmcmc.stein import SteinReport, advice, problem_of_undone_steps, stein_report
 
-#: Looking at values that live on the device waits for them: not more often than this.
+#: Seconds between two looks, because each one waits for the values on the device.
 _SECONDS_BETWEEN_TEXTS = 0.5
-#: After such a pause the run may be another one, on other data.
+#: Seconds of a pause after which the run may be another one, on other data.
 _SECONDS_BETWEEN_RUNS = 0.02
 
-#: Under a progress bar a run is first judged at this sample, and then whenever it has doubled.
+#: Sample at which a run under a progress bar is first judged; then at each doubling.
 _FEWEST_CALLS = 64
 
-_LONG = 30.0  #: seconds of a run before it says that it takes longer than the tuning measured
-_MUCH_LONGER = 4.0  #: how many times longer, for that
-#: A wait between two samples counts for so many samples at most, or for a second: it may be that of
-#: a user between two runs.
+_LONG = 30.0  #: seconds of a run before the warning that it is slower than the tuning measured
+_MUCH_LONGER = 4.0  #: ratio of the times for this warning
+#: Longest wait between two samples that counts, in samples or one second: a longer one may be a
+#: user's pause between two runs.
 _LONGEST_WAIT = 20
 
-_ERRORS_BEFORE_THE_END = 4.0  #: standard errors of a bias, of a run that is judged several times
-_FEWEST_SAMPLES = 500  #: samples before a run is judged
+_ERRORS_BEFORE_THE_END = 4.0  #: threshold of a bias, in standard errors
+_FEWEST_SAMPLES = 500  #: fewest samples of a run that is judged
 
 
 class Monitor:
     """
-    The online checks of a run: it looks at states, between the programs that make them.
+    The online checks of a run, which look at states between compiled programs.
 
-    Nothing of it is in a compiled loop. A loop in Python, that of ``MCMC`` under a progress bar,
-    of :class:`~numpyro_sgmcmc.LongRun` or of the tuning, calls it; where there is none, the sums
-    in the state are judged at the end, by ``summary`` and ``to_arviz``.
+    No part of the monitor is in a compiled loop. A Python loop calls it: the loop of ``MCMC`` under
+    a progress bar, of :class:`~numpyro_sgmcmc.LongRun` or of the tuning. Without such a loop
+    ``summary`` and ``to_arviz`` judge the sums in the state at the end.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self, num_warmup: int = 0) -> None:
-        """A run begins."""
+        """Start the checks of a new run."""
         self._written, self._text = -math.inf, ""
-        self._calls = -num_warmup  # of the progress bar; the warm-up ends at 0
+        self._calls = -num_warmup  # calls of the progress bar; the warm-up ends at 0
         self._has_warned = False
         self._before, self._taken, self._texts = math.inf, 0.0, 0
 
     def judge(self, state: SGMCMCState) -> None:
-        """Warns, once a run, if the draws so far have another law than the posterior."""
+        """Warn, once a run, if the law of the draws so far differs from the posterior."""
         if not self._has_warned:
             self._warns_of(stein_report(state.monitor.stein))
 
     def text(self, state: SGMCMCState, seconds: float = 0.0, data: str | None = None) -> str:
         """
-        What a progress bar is to say, of one chain or as the mean of several.
+        The text of the progress bar, for one chain or as the mean of several.
 
-        :param float seconds: those that the tuning expects of a sample of one chain, if known.
-        :param data: tells the data of the run from others, or None if they are not known.
-        :raises ValueError: if the state has the anchor of other data.
+        :param float seconds: the time for a sample of one chain that the tuning expects, if known.
+        :param data: the fingerprint of the data of the run, or None if they are not known.
+        :raises ValueError: if the anchor of the state belongs to other data.
         """
         self._calls += 1
         self._texts += 1
@@ -75,9 +75,9 @@ class Monitor:
         if due or now - self._written > _SECONDS_BETWEEN_TEXTS:
             monitored = state.monitor
             self._text = f"step size {float(np.mean(state.step_size)):.2e}"
-            found = stein_report(monitored.stein)
-            if found is not None:
-                self._text += f", {found.summary()}"
+            report = stein_report(monitored.stein)
+            if report is not None:
+                self._text += f", {report.summary()}"
             potential = float(np.mean(monitored.minibatch_potential))
             self._text += f", minibatch potential {potential:.4g}"
             undone = int(np.sum(monitored.nonfinite_steps))
@@ -92,7 +92,7 @@ class Monitor:
                 self._text += (
                     f", NOISE OF THE GRADIENT {worst:.2g} TIMES WHAT THE FRICTION DISSIPATES"
                 )
-            if self._warns_of(found):
+            if self._warns_of(report):
                 self._text += ", BIASED"
             taken, expected = self._taken, each * self._texts
             if seconds and taken > max(_LONG, _MUCH_LONGER * expected):

@@ -17,7 +17,7 @@ from numpyro_sgmcmc.posterior.target import Target
 
 
 def with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGMCMCState:
-    """The anchor moved to the position, if it is time to."""
+    """The state with the anchor moved to the position, if a move is due."""
     centring = state.fixed.centring
 
     def move(z: Values, centring: Any) -> Anchor:
@@ -28,7 +28,7 @@ def with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGMC
         move = jax.vmap(move, (0, axes_of(state).fixed.centring))
     steps = state.fixed.layout.steps_per_sample
     every = max(1, round(passes / (target.minibatch_share * steps)))
-    i = state.i.ravel()[0]  # the same in all chains
+    i = state.i.ravel()[0]  # equal in all chains
     anchor = lax.cond(
         ((i // steps) % every == 0) & (i > 0),
         lambda z, _: move(z, centring),

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What ``MCMC`` collects of a sample: values on their supports, and deterministic sites."""
+"""The values that ``MCMC`` collects of a sample: constrained values and deterministic sites."""
 
 from collections.abc import Callable
 import warnings
@@ -18,9 +18,9 @@ def constrained(
     method: Method, runtime: Runtime, args: tuple, kwargs: dict
 ) -> Callable[[Values], Values]:
     """
-    The function of the unconstrained values of one chain that gives what is collected of them.
+    The function from a chain's unconstrained values to the collected values.
 
-    :raises ValueError: if a run goes on with other data than those of its anchor.
+    :raises ValueError: if a run goes on with data that do not belong to its anchor.
     """
     whole = runtime.whole(method, args, kwargs)
     _check_data(runtime, whole)
@@ -45,11 +45,11 @@ def _warn_of_dropped_sites(view: MinibatchModel) -> None:
 def _check_data(runtime: Runtime, target: Target) -> None:
     tuning = runtime.tuning
     if target.known is not None:
-        runtime.data = None  # other ones each time
+        runtime.data = None  # traced data are new at each call
         return
     has_anchor = tuning is not None and tuning.anchor is not None
     if not has_anchor and on_disk((target.args, target.kwargs)):
-        return  # all of which would be read for it
+        return  # this would read all rows
     if (data := data_fingerprint(target)) is None:
         return
     runtime.data = data

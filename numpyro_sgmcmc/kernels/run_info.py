@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The record of a run in words and numbers, and the facts that tell it from another."""
+"""The record of a run in words and numbers, and the facts that identify it."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 
 
 def run_info(method: Method, runtime: Runtime) -> dict[str, str | int | float]:
-    """The settings of a kernel as words and numbers: those given, tuned, and of the model."""
+    """The settings of a kernel as words and numbers: given, tuned, and taken from the model."""
     info: dict[str, str | int | float]
     info = {"algorithm": runtime.name, "steps_per_sample": runtime.samples_every(method)}
     info |= method.record
@@ -58,11 +58,11 @@ def _of_tuning(method: Method, tuning: Tuning) -> dict[str, str | int | float]:
 def _of_model(method: Method, runtime: Runtime) -> dict[str, str | int | float]:
     assert runtime.model is not None
     target, tuning = runtime.target(method), runtime.tuning
-    # the anchor of a control variate costs a pass where it moves
+    # a moving anchor costs a pass at each move
     gradients = 1 if tuning is None else GRADIENTS_OF_A_STEP[order_of(tuning.anchor)]
     moves = 0 if method.anchor_moves_every is None else 1 / method.anchor_moves_every
     rows = runtime.samples_every(method) * target.minibatch_share
-    # two potentials of all rows are about as dear as one gradient
+    # two potentials of all rows cost about as much as one gradient
     tests = 1 if method.traits.metropolis_corrected else 0
     passes = rows * (gradients + moves) + tests
     if (replicas := method.replicas) is not None:
@@ -78,12 +78,14 @@ def _of_model(method: Method, runtime: Runtime) -> dict[str, str | int | float]:
 
 def identity_of(method: Method, runtime: Runtime, target: Target, num_steps: int) -> dict[str, Any]:
     """
-    What the law of a run depends on: the class of the kernel, its settings, the shapes of the
-    latent sites, the density of every site at some values of them and rows all over the data, what
-    the model computes (by the versions that tell it), a fingerprint of the data, and the devices.
+    The facts that determine the law of a run.
+
+    They are the class of the kernel, its settings, the shapes of the latent sites, the density of
+    every site at some values and rows, the fingerprint of the computation and of the data, and the
+    devices.
 
     :param target: the model with its data.
-    :param int num_steps: number of steps of the run, over which schedules are compared.
+    :param int num_steps: number of steps over which schedules are compared.
     """
     if callable(method.step_size):
         check_schedule(method.step_size, num_steps)
@@ -93,14 +95,14 @@ def identity_of(method: Method, runtime: Runtime, target: Target, num_steps: int
     latents = sorted(target.model.latents.items())
     identity["latent sites"] = ", ".join(f"{k}: {x.dtype}{list(x.shape)}" for k, x in latents)
 
-    found = densities_of(target, runtime.compiled)
-    identity |= {f"log density of '{k}'": x for k, x in found.items()}
+    densities = densities_of(target, runtime.compiled)
+    identity |= {f"log density of '{k}'": x for k, x in densities.items()}
     versions = f"JAX {jax.__version__}, NumPyro {numpyro.__version__}, {jax.default_backend()}"
     identity["program of the model"] = {versions: program_of(target)}
     data = fingerprint_of(target.args, target.kwargs)
     identity["data"] = "" if data is None else data
     identity["data that are no arguments"] = target.model.captured
-    # other devices draw other rows
+    # each device draws its own rows
     shards = runtime.shards
     identity["mesh"] = str(dict(shards.mesh.shape)) if shards else "none"
     return identity

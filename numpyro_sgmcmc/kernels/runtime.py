@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The model as read, devices, programs and tuning of a kernel: remade in another process."""
+"""The read model, devices, programs and tuning of a kernel, remade in each process."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,19 +26,19 @@ from numpyro_sgmcmc.tuning.tuning import Tuning, TuningFailed
 
 class Runtime:
     """
-    Static facts of the model and the data, the same for every chain.
+    Static facts of the model and the data, shared by all chains.
 
     - **name** - the name of the kernel, for errors.
     - **model** - the model as read for the latest data, or None before.
-    - **is_here** - whether it was read in this process, and not in that of a pickled kernel.
-    - **shards** - how the data lie on devices, if they are spread.
+    - **is_here** - whether the model was read in this process, and not before pickling.
+    - **shards** - the layout of the data on devices, if they are spread.
     - **programs** - compiled programs for any data with these facts.
     - **tuning** - the latest tuning.
-    - **data**, **known** - tell the data of the latest run, and those that chains were started on,
-      from others.
-    - **grows** - whether the rows of the latest data keep coming.
+    - **data**, **known** - fingerprints of the data of the latest run, and of all data that chains
+      were started on.
+    - **grows** - whether the latest data have growing rows.
     - **lock** - held while chains are started.
-    - **densities** - log densities by site at fixed values, which tell the model from others.
+    - **densities** - log densities by site at fixed values, which identify the model.
     """
 
     def __init__(self, name: str, tuning: Tuning | None = None) -> None:
@@ -57,7 +57,7 @@ class Runtime:
         self._said: set[Any] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy of a run needs for its results; devices and programs are of this process."""
+        """The part of a runtime that a copied or pickled run needs; devices and programs stay."""
         kept = "name", "model", "tuning", "densities", "data", "known", "grows"
         return {name: getattr(self, name) for name in kept}
 
@@ -66,7 +66,7 @@ class Runtime:
         vars(self).update(kept)
 
     def with_tuning(self, tuning: Tuning | None) -> "Runtime":
-        """The same model on the same devices, with another tuning."""
+        """A copy with another tuning of the model, on the same devices."""
         new = Runtime(self.name, tuning)
         new.model, new.shards = self.model, self.shards
         return new
@@ -78,7 +78,7 @@ class Runtime:
         )
 
     def seconds_of_a_sample(self, method: Method) -> float:
-        """The time that the tuning expects a sample of one chain to take; 0 if it is not known."""
+        """The expected seconds for a sample of one chain, from the tuning; 0 if not known."""
         tuning = self.tuning
         if tuning is None or method.step_size is not None:
             return 0.0
@@ -86,7 +86,7 @@ class Runtime:
 
     @contextmanager
     def tuning_kept_on_failure(self) -> Iterator[None]:
-        """Keeps the tuning of a :class:`TuningFailed` for the user to look at."""
+        """Keep the tuning of a :class:`TuningFailed` for the user."""
         try:
             yield
         except TuningFailed as failed:
@@ -95,7 +95,7 @@ class Runtime:
 
     @contextmanager
     def said_once(self, data: Any) -> Iterator[None]:
-        """Warns of the same once for the same data: ``MCMC`` begins each chain anew."""
+        """Warn only once for each data set, although ``MCMC`` begins each chain anew."""
         try:
             with warnings.catch_warnings(record=True) as heard:
                 warnings.simplefilter("always")
@@ -108,18 +108,15 @@ class Runtime:
                     warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
     def trimmed(self, model: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """
-        The arguments as checked arrays, of rows that keep coming those that there are: what is read
-        of a model, and found before the chains start.
-        """
+        """The arguments as checked arrays, with the existing rows of growing data."""
         self.grows = bool(growing_in((args, kwargs)))
         return checked_arrays(model, *trimmed((args, kwargs)))
 
     def read(self, method: Method, args: tuple, kwargs: dict) -> Target:
         """
-        Reads the model, and keeps what it has read.
+        Read the model and keep the result.
 
-        :raises ValueError: if the method cannot serve the model, or minibatches cannot.
+        :raises ValueError: if the method or minibatches cannot serve the model.
         """
         name = self.name
         self.shards = found_shards(args, kwargs)
@@ -136,13 +133,13 @@ class Runtime:
 
     def whole(self, method: Method, args: tuple, kwargs: dict) -> Target:
         """
-        The model with all data, of which no more than a few rows should be looked at.
+        The model with all data; callers should look at a few rows only.
 
         :raises RuntimeError: if no model has been read.
         """
         if self.model is None:
             raise RuntimeError(f"Call `{self.name}.init` first.")
-        # another `MCMC` may have given this kernel other data since
+        # another `MCMC` may have given other data to this kernel in the meantime
         model = self._models.get(_shapes((args, kwargs)), self.model)
         known = row_count_of((args, kwargs))
         if known is not None:
@@ -152,7 +149,7 @@ class Runtime:
         return Target(model, args, kwargs, scheme, known=known, programs=self.programs)
 
     def target(self, method: Method, args: tuple = (), kwargs: dict | None = None) -> Target:
-        """The model with these data, on each of the devices that they are spread over."""
+        """The model with these data, on all devices of the data."""
         whole = self.whole(method, args, kwargs or {})
         if self.shards is None:
             return whole
@@ -160,7 +157,7 @@ class Runtime:
 
     def check_rows(self, target: Target) -> None:
         """
-        Looks at all rows of the data, unless their values are not known.
+        Check all rows of the data, unless their values are not known.
 
         :raises ValueError: naming site and row, if minibatches cannot serve them.
         """
@@ -176,16 +173,16 @@ class Runtime:
         self, name: str, function: Callable, target: Target, *facts: Any, outputs: Any = EVERYWHERE
     ) -> Program:
         """
-        ``function(target, *arguments)`` under ``jit``, compiled once for all data of one shape.
+        A ``function(target, *arguments)`` under ``jit``, compiled once for all data of one shape.
 
-        :param facts: what else the function depends on, besides the model and its arguments.
-        :param outputs: how the result lies on the devices that the data are spread over.
+        :param facts: other facts on which the function depends.
+        :param outputs: the layout of the result on the devices of the data.
         """
         kept = target._replace(programs=self.programs)
         return kept.compiled(function, name, *facts, outputs=outputs)
 
 
 def _shapes(tree: Any) -> Any:
-    """What is static about the arguments of a model."""
+    """The static part of the arguments of a model."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((x.shape, x.dtype) for x in leaves if isinstance(x, jax.Array))

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The tuning of a method: the one that was given, the latest, or a new one."""
+"""The tuning of a method: a given one, the latest, or a new one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ _STEPS_TIMED = 100
 def constants_for(
     method: Method, target: Target, tuning: Tuning, steps_per_sample: int, num_warmup: Any
 ) -> ChainConstants:
-    """What a tuning decides for all steps of all chains."""
+    """The constants of all chains, as a tuning decides them."""
     target, latents = target.tuned(tuning), target.model.latents
     dtype = jnp.result_type(*(x.dtype for x in latents.values()))
     sites = tuple(math.prod(latents[name].shape) for name in sorted(latents))
@@ -70,7 +70,7 @@ def constants_for(
 
 def tuning_for(method: Method, runtime: Runtime, target: Target, bar: bool) -> Tuning:
     """
-    The tuning that was given, the latest if it is for the same data, or a new one.
+    The given tuning, the latest one if it is for these data, or a new one.
 
     :param bool bar: whether a progress bar is shown.
     """
@@ -95,6 +95,8 @@ def tuning_for(method: Method, runtime: Runtime, target: Target, bar: bool) -> T
 
 def _known_data(runtime: Runtime, target: Target) -> str:
     """
+    The fingerprint of the data of a tuning.
+
     :raises ValueError: if the values of the data are not known.
     """
     data = data_fingerprint(target)
@@ -108,6 +110,8 @@ def _known_data(runtime: Runtime, target: Target) -> str:
 
 def _adopted(method: Method, runtime: Runtime, target: Target, tuning: Tuning) -> Tuning:
     """
+    Check a given tuning against the model and the method, and adopt it.
+
     :raises ValueError: if the tuning is of another model or method.
     """
     size, metric = target.model.dimension, tuning.metric
@@ -117,7 +121,7 @@ def _adopted(method: Method, runtime: Runtime, target: Target, tuning: Tuning) -
             f" model has {size}."
         )
     data, here, there = data_fingerprint(target), runtime.densities, tuning.densities
-    # of other data the densities are others too
+    # densities can be compared on equal data only
     others = other_sites(here, there) if data == tuning.data else sorted(here.keys() ^ there)
     if here and there and others:
         raise ValueError(
@@ -140,7 +144,7 @@ def _adopted(method: Method, runtime: Runtime, target: Target, tuning: Tuning) -
     if tuning.strata and (data != tuning.data or not are_strata_of(target, tuning.strata)):
         tuning = tuning._replace(strata=_strata_anew(runtime.name, target, tuning, data))
     if tuning.anchor is not None and (data is None or data != tuning.data):
-        # any centre serves, with what these data say there
+        # any centre serves, with the gradients of these data at it
         of_order = partial(Target.anchor, order=order_of(tuning.anchor))
         anchor_at = runtime.compiled("anchor", of_order, target, order_of(tuning.anchor))
         tuning = tuning._replace(anchor=anchor_at(tuning.anchor.values), data=data)
@@ -149,16 +153,16 @@ def _adopted(method: Method, runtime: Runtime, target: Target, tuning: Tuning) -
 
 def _strata_anew(name: str, target: Target, tuning: Tuning, data: str | None) -> dict[str, Strata]:
     """
-    Strata of other data, or for minibatches of another size.
+    New strata for other data or another minibatch size.
 
-    :param data: tells the data from others, or None if their values are not known.
-    :raises ValueError: if there cannot be any.
+    :param data: the fingerprint of the data, or None if their values are not known.
+    :raises ValueError: if strata are not possible.
     """
     if data is not None and tuning.start is not None:
         gaussian = Gaussian(tuning.start, 0.0)
         return strata_by_importance(target, random.key(0), gaussian, order_of(tuning.anchor))
     if are_strata_of(target, tuning.strata):
-        return tuning.strata  # unbiased for any rows
+        return tuning.strata  # the strata are unbiased for any rows
     raise ValueError(
         "`tuning` has strata of other rows, or for minibatches of another size:"
         f" {name} cannot make them anew inside `jit` or `vmap` of its data. Call"
@@ -170,7 +174,7 @@ def new_tuning(
     method: Method, runtime: Runtime, target: Target, rng_key: Array, bar: bool
 ) -> Tuning:
     """
-    Runs the phases of the tuning behind a progress bar.
+    Run the phases of the tuning behind a progress bar.
 
     :param bool bar: whether the bar is shown.
     :raises TuningFailed: if samples would take too many steps.
@@ -187,7 +191,7 @@ def new_tuning(
     with tuning_bar(method.progress_bar and bar) as report, _explained(runtime.name):
         tuning = run_phases(target, rng_key, request, suggest, pilot, report)
     if method.replicas is not None:
-        tuning = tuning._replace(multimodal=False)  # they visit all modes
+        tuning = tuning._replace(multimodal=False)  # replicas visit all modes
     tuning = tuning._replace(data=data, densities=runtime.densities)
     if method.step_size is not None:
         warn_of(tuning)
@@ -196,7 +200,7 @@ def new_tuning(
     passes = steps * target.minibatch_share * GRADIENTS_OF_A_STEP[order_of(tuning.anchor)]
     tuning = tuning._replace(
         steps_per_sample=min(steps, MOST_STEPS_PER_SAMPLE),
-        # minibatches without a control variate, if asked for, are not to be better than others
+        # no comparison with other gradients if the user asked for plain minibatches
         passes_per_sample=0.0 if method.oracle == "minibatch" else passes,
     )
     warn_of(tuning)
@@ -210,13 +214,13 @@ def new_tuning(
 
 
 def _request(method: Method, target: Target, grows: bool) -> TuningRequest:
-    """What is to be found for a method, and what it was given."""
+    """The request for a tuning: the missing arguments of a method and the given ones."""
     metric = metric_for(method.metric, target)
     if metric is None and method.rates_are_given:
         metric = IdentityMetric()
-    # strata and coordinates of a hierarchy are those of the rows that there are
+    # strata and coordinates of a hierarchy would fit the first rows only
     has_none = grows or not method.can_stratify
-    # a given metric is one of the coordinates as written
+    # a given metric applies to the coordinates as written
     is_found = metric is None or isinstance(metric, str)
     return TuningRequest(
         method.first_step_size,
@@ -232,6 +236,8 @@ def _request(method: Method, target: Target, grows: bool) -> TuningRequest:
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     """
+    Explain a missing second derivative of the density.
+
     :raises ValueError: if the density has no second derivatives.
     """
     try:
@@ -248,14 +254,14 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _seconds_of_a_step(run: Callable[..., PilotRun], tuning: Tuning) -> float:
-    """Measured, on one chain after the other, with a program that has been compiled."""
+    """The measured seconds of a step, chain by chain, with a compiled program."""
     start = time.monotonic()
     jax.block_until_ready(run(tuning.step_size, _STEPS_TIMED, random.key(0)))
     return (time.monotonic() - start) / (_STEPS_TIMED * PILOT_CHAINS)
 
 
 def _steps_without_noise(method: Method, tuning: Tuning) -> float:
-    """Of a sample, if minibatches had no noise and the pilot had halved the step as often."""
+    """Steps of a sample if minibatches had no noise and the pilot the same halvings."""
     if method.rates_are_given or tuning.noise is None:
         return math.inf
     quiet = tuning.noise._replace(mean=0.0, largest=0.0)
@@ -284,7 +290,7 @@ class _Pilot:
     def _arguments(self, step_size: float, steps: int, rng_key: Array) -> tuple:
         samples = -(-steps // self.each)
         fixed = constants_for(self.method, self.target, self.tuning, self.each, samples // 2)
-        # with the layout of the longest step: one program for all of them
+        # the layout of the longest step gives one program for all steps
         fixed = fixed._replace(
             step_size=jnp.asarray(step_size, fixed.step_size.dtype), layout=self.layout
         )

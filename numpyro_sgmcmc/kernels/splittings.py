@@ -2,17 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Symmetric splittings of Langevin dynamics, each with one gradient a step, for any map of the
-momentum in their middle.
+Symmetric splittings of Langevin dynamics with one gradient a step.
 
-With the drift A, the kick B and a map O of the momentum a symmetric splitting is named by its maps
-in order, half a step for those that appear twice. Splittings that begin with a kick are written
-from one drift to the next, so that the gradient of a step serves both of its kicks.
+A splitting has the drift A, the kick B and any map O of the momentum in its middle. It is named by
+its maps in order, where maps that appear twice take half a step each. Splittings that begin with a
+kick are written from one drift to the next, so that one gradient serves both kicks.
 
-A splitting knows neither model nor method: what the middle is, an Ornstein-Uhlenbeck map, the
-same between two thermostats, or that of NOGIN, is an argument. A new one is a function here and a
-line in :data:`SPLITTINGS`; :class:`~numpyro_sgmcmc.SGHMC`, :class:`~numpyro_sgmcmc.SGNHT` and
-:class:`~numpyro_sgmcmc.CCAdL` then have it.
+A splitting knows neither model nor method. The map in its middle is an argument: an
+Ornstein-Uhlenbeck map, with or without thermostats around it, or the map of NOGIN. A new splitting
+is a function here and a line in :data:`SPLITTINGS`. :class:`~numpyro_sgmcmc.SGHMC`,
+:class:`~numpyro_sgmcmc.SGNHT` and :class:`~numpyro_sgmcmc.CCAdL` then have it.
 
 **References:**
 
@@ -29,11 +28,11 @@ from jax import Array
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
 from numpyro_sgmcmc.kernels.integrators import drift, kick
 
-#: The map O: the momentum, and the evaluation of the gradient or None where there is none yet, to
-#: the momentum, and what else the method keeps.
+#: The map O: from the momentum and the evaluation of the gradient (None if there is none yet) to
+#: the new momentum and the method's other variables.
 Middle = Callable[[Array, Evaluation | None], tuple[Array, Any]]
 
-#: The position, the momentum, what else the method keeps, and the evaluation of the gradient.
+#: The position, the momentum, the method's other variables, and the evaluation of the gradient.
 Moved = tuple[Array, Array, Any, Evaluation]
 
 
@@ -41,7 +40,7 @@ def kicks_around(
     position: Array, momentum: Array, gradient: Gradient, h: Array, middle: Middle, before: float
 ) -> Moved:
     """
-    A(b h) B(h/2) O B(h/2) A((1 - b) h), the gradient between the drifts:
+    The splitting A(b h) B(h/2) O B(h/2) A((1 - b) h), with the gradient between the drifts:
 
     .. math::
 
@@ -68,7 +67,7 @@ def drifts_around(
     position: Array, momentum: Array, gradient: Gradient, h: Array, middle: Middle
 ) -> Moved:
     """
-    A(h/2) O A(h/2) B(h), which is BAOAB from one drift to the next:
+    The splitting A(h/2) O A(h/2) B(h), which is BAOAB from one drift to the next:
 
     .. math::
 
@@ -86,9 +85,10 @@ def drifts_around(
 
 class Splitting(NamedTuple):
     """
-    A splitting by its name.
+    A splitting with its properties.
 
-    - **step** - position, momentum, gradient oracle, step size and middle to :data:`Moved`.
+    - **step** - function from position, momentum, gradient oracle, step size and middle to
+      :data:`Moved`.
     - **gradient_at_end** - whether the gradient is taken at the position where the step ends.
     - **gradient_before_middle** - whether the middle map gets the evaluation of the gradient.
     """

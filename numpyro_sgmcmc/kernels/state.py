@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The state of a chain: what a step changes, what it does not, and what is watched."""
+"""The state of a chain: variables that a step changes, constants, and monitored values."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from numpyro_sgmcmc.posterior.prefetch import Prefetched
 from numpyro_sgmcmc.posterior.reparam import Coordinates
 from numpyro_sgmcmc.stein import SteinSums
 
-#: Fields by the names that they, or their like, have in other kernels.
+#: Fields by the names of similar fields in other kernels.
 _MEANT = {
     "potential_energy": "minibatch_potential",
     "energy": "minibatch_potential",
@@ -39,15 +39,15 @@ _MEANT = {
 @dataclass(frozen=True)
 class StaticConfig:
     """
-    Facts that are part of the compiled program: with others JAX traces anew.
+    Static facts of the compiled program, for which JAX traces anew when they change.
 
     - **steps_per_sample** - number of steps between two samples.
     - **sites** - number of parameters of each latent site, in the order of their names.
-    - **noise** - how the covariance of the gradient's noise is estimated, a
+    - **noise** - estimator of the covariance of the gradient noise, a
       :class:`~numpyro_sgmcmc.gradients.noise_estimate.RunningCovariance`, or None.
-    - **integrator** - the word for the integrator, of methods that have several.
-    - **model** - facts of the model, what it has from elsewhere than its arguments among them.
-    - **rule** - of integrals over latent variables of groups
+    - **integrator** - the name of the integrator, for methods with several.
+    - **model** - facts of the model, captured arrays included.
+    - **rule** - quadrature rule of integrals over latent variables of groups
       (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`).
     """
 
@@ -61,14 +61,14 @@ class StaticConfig:
 
 class RowProgress(NamedTuple):
     """
-    Which rows the chains know, where they keep coming.
+    The rows that the chains know, for data with growing rows.
 
-    - **rows**, **digest** - as of :class:`~numpyro_sgmcmc.data.growing.RowCount`.
-    - **before** - how many there were before the latest change.
-    - **shift** - how far it has moved the mode, in the coordinates and as a part of what chance
-      explains, :math:`(N' / N - 1)^{-1/2} L'^{-1} (m' - m)`, shape (d,): standard normal numbers if
-      new rows have the law of the old ones and that is the model's. NaN where it is not known.
-    - **worth** - as how many rows those count together that the metric is of.
+    - **rows**, **digest** - fields of :class:`~numpyro_sgmcmc.data.growing.RowCount`.
+    - **before** - number of rows before the latest change.
+    - **shift** - shift of the mode by this change, in the coordinates and in units of its standard
+      deviation, :math:`(N' / N - 1)^{-1/2} L'^{-1} (m' - m)`, shape (d,). These are standard normal
+      numbers if old and new rows have the law of the model. NaN where it is not known.
+    - **worth** - total weight, in rows, of the rows behind the metric.
     """
 
     rows: Array
@@ -80,21 +80,23 @@ class RowProgress(NamedTuple):
 
 class ChainConstants(NamedTuple):
     """
-    What was decided before the chains started: the same for every step, and for every chain unless
-    each has a metric of its own, around members of an ensemble.
+    The constants of the chains, decided before they start.
+
+    All steps share them. All chains share them too, unless each chain has its own metric, around a
+    member of an ensemble.
 
     - **step_size** - step size, unless a schedule gives it.
     - **friction** - friction :math:`A`, or None for methods that have none.
     - **metric** - the metric in whose coordinates the chain moves.
     - **variances** - the diagonal of :math:`L L^\\top` of the metric, shape (d,).
     - **warmup_steps** - number of steps of the warm-up, after which nothing adapts.
-    - **anchor** - of the control variate, or None; one for each chain if it moves.
-    - **data** - tells the data of the anchor from others, shape (4,).
-    - **strata** - of the rows by plate, where rows are not drawn alike.
-    - **centring** - the coordinates of hierarchies, those of the metric and the anchor.
-    - **constants** - what the method has decided for this model.
-    - **layout** - facts that are part of the program.
-    - **known** - which rows the chains know, where they keep coming; or None.
+    - **anchor** - the anchor of the control variate, or None; one for each chain if it moves.
+    - **data** - digest of the data of the anchor, shape (4,).
+    - **strata** - strata of the rows by plate, or none.
+    - **centring** - the coordinates of hierarchies, used by the metric and the anchor.
+    - **constants** - constants of the method for this model.
+    - **layout** - static facts of the compiled program.
+    - **known** - the rows that the chains know, for growing rows; or None.
     """
 
     step_size: Array
@@ -117,19 +119,18 @@ class ChainConstants(NamedTuple):
 
 class Monitored(NamedTuple):
     """
-    What a chain tells of itself.
+    The monitored values of a chain.
 
-    - **minibatch_potential** - the minibatch potential at the latest gradient, a noisy
-      estimate of the potential that is not of use for comparing draws; 0 before the first.
-    - **nonfinite_steps** - number of steps undone because they were not finite or, of a tuned
-      kernel, led to a momentum that does not occur.
-    - **stay** - number of steps undone since the latest that was not.
-    - **longest_stay** - the largest such number so far.
-    - **diverging** - whether a step of the latest sample was.
-    - **configurational_temperature** - the latest sample's share of the mean of the diagonal
-      of the Stein matrix (:mod:`numpyro_sgmcmc.stein`): its mean over the draws is 1
-      if they are as wide as the posterior; 0 in the warm-up, and NaN where minibatches are
-      not independent, which this cannot judge.
+    - **minibatch_potential** - the minibatch potential at the latest gradient; 0 before the first.
+      It is too noisy for comparing draws.
+    - **nonfinite_steps** - number of steps undone because they were not finite or, for a tuned
+      kernel, led to an implausible momentum.
+    - **stay** - number of undone steps since the latest valid one.
+    - **longest_stay** - the largest value of ``stay`` so far.
+    - **diverging** - whether a step of the latest sample was undone.
+    - **configurational_temperature** - the latest sample's share of the mean of the diagonal of the
+      Stein matrix (:mod:`numpyro_sgmcmc.stein`). Its mean over the draws is 1 if they are as wide
+      as the posterior. It is 0 in the warm-up, and NaN if minibatches are not independent.
     - **stein** - running sums for the Stein matrix.
     """
 
@@ -144,20 +145,22 @@ class Monitored(NamedTuple):
 
 class SGMCMCState(NamedTuple):
     """
-    State of a chain. Each field, and each field of ``dynamics`` and ``monitor`` by its own name,
-    can be collected with ``mcmc.run(..., extra_fields=("step_size", "thermostat"))``, and so can
-    ``kinetic_temperature`` for methods with momentum.
+    The state of a chain.
 
-    - **i** - number of steps taken, warm-up included; after :math:`2^{31}` of them it goes on from
+    Each field can be collected with ``mcmc.run(..., extra_fields=("step_size", "thermostat"))``.
+    Fields of ``dynamics`` and ``monitor`` can be collected by their own names. Methods with
+    momentum also have ``kinetic_temperature``.
+
+    - **i** - number of steps taken, warm-up included. After :math:`2^{31}` steps it goes on from
       :math:`2^{30}`, with another key.
-    - **z** - unconstrained values of the latent sites; within a step the position, a vector of
-      shape (d,) in the coordinates of the metric.
-    - **dynamics** - what the method keeps besides the position, for instance the momentum.
+    - **z** - unconstrained values of the latent sites. Within a step it is the position, a vector
+      of shape (d,) in the coordinates of the metric.
+    - **dynamics** - the method's variables besides the position, for instance the momentum.
     - **step_size** - step size of the latest step.
-    - **monitor** - what the chain tells of itself, a :class:`Monitored`.
-    - **fixed** - what was decided before the chains started, a :class:`ChainConstants`.
-    - **rng_key** - random key of the chain; step ``i`` uses ``fold_in`` of ``i`` and keys split
-      from it.
+    - **monitor** - the monitored values, a :class:`Monitored`.
+    - **fixed** - the constants of the chains, a :class:`ChainConstants`.
+    - **rng_key** - random key of the chain. Step ``i`` uses ``fold_in`` of ``i`` and splits of the
+      result.
     - **prefetched** - minibatches of the next steps that have been read from disk, or None.
     - **replicas** - the chain's replicas at higher temperatures, or None.
     """
@@ -173,7 +176,7 @@ class SGMCMCState(NamedTuple):
     replicas: HotReplicas | None = None
 
     def __getitem__(self, key: Any) -> Any:
-        """A part of the state by its name, as NumPyro looks up what it is to collect."""
+        """A field of the state by its name, as NumPyro looks up collected fields."""
         if not isinstance(key, str):
             return tuple.__getitem__(self, key)
         named = zip(getattr(self.dynamics, "_fields", ()), self.dynamics, strict=True)
@@ -193,7 +196,7 @@ class SGMCMCState(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """What can be collected and is a number, or an array of numbers, in each sample."""
+        """The names of all fields that can be collected as numbers or arrays in each sample."""
         names = ["z", "step_size", *getattr(self.dynamics, "_fields", ())]
         names += [name for name in self.monitor._fields if name != "stein"]
         names += [] if self.replicas is None else ["exchange_prob"]

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-From one sample of a chain to the next: functions of a method, a target and a state.
+Functions from one sample of a chain to the next.
 
-The method is a kernel, of which nothing is used but its step and what it was given; all that is
-known of the model and the data is in the target, all else in the state.
+Their arguments are a method, a target and a state. The target has all facts of the model and the
+data, and the state has everything else.
 """
 
 from collections.abc import Callable
@@ -35,12 +35,12 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.tempered import tempered
 from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
 
-#: Steps that are looked at ahead, and some more.
+#: Steps kept free at the end of the counter: those whose rows are read ahead, and a reserve.
 _ROOM = 2**16
 
-#: The largest plausible value of twice the kinetic energy is ``_HEAT`` for each parameter plus
-#: ``_ENERGY``. Tuned steps have 1 for each parameter in the mean, and exceed this bound in one of
-#: 1e8 steps at most. The sooner a step that is too long is undone the shorter a chain stays.
+#: Bound on twice the kinetic energy: ``_HEAT`` for each parameter plus ``_ENERGY``. Tuned steps
+#: have a mean of 1 for each parameter, and at most one of 1e8 steps exceeds the bound. A chain
+#: stays in place for less time if a step that is too long is undone soon.
 _HEAT = 2.0
 _ENERGY = 40.0
 
@@ -56,7 +56,7 @@ def start(
     """
     The state of one chain before its first step.
 
-    :param fixed: what was decided before the chains start.
+    :param fixed: the constants of the chains.
     :param z: unconstrained values of the latent sites.
     :param chain_key: random key of the chain.
     :param dynamics_key: random key of the first momentum.
@@ -96,7 +96,7 @@ def sample(method: Method, target: Target, state: SGMCMCState) -> SGMCMCState:
         one = partial(advance_with_replicas, _steps_of_a_sample)
     advance = partial(one, method, target)
     state = (jax.vmap(advance, (axes,), axes) if several else advance)(state)
-    # what goes through a condition is copied: no more than it needs
+    # a condition copies its operands, so they are kept small
     stein = lax.cond(
         batch_is_full(state.monitor.stein),
         jax.vmap(close_batch) if several else close_batch,
@@ -107,22 +107,23 @@ def sample(method: Method, target: Target, state: SGMCMCState) -> SGMCMCState:
 
 
 def sample_on_devices(method: Method, target: Target, state: SGMCMCState) -> SGMCMCState:
-    """One sample, on each of the devices that the data are spread over."""
+    """One sample, on each of the devices of the data."""
     shards = target.shards
     assert shards is not None
     check_traced(shards, state, target.args, target.kwargs)
     specs = layout_on(shards, state)
-    # not kept: what a step is depends on the layout
+    # not cached, because a step depends on the layout
     program, data, _ = target.program(partial(sample, method), [specs], specs)
     return placed(shards, program(data, state))
 
 
 def _with_counter_in_range(state: SGMCMCState) -> SGMCMCState:
     """
-    The state with room for the steps of a sample in 32 bits: a counter that came to its end would
-    draw the same rows and noise again.
+    The state with a counter that has room for the steps of a sample in 32 bits.
+
+    A counter that overflowed would draw old rows and noise again.
     """
-    i = state.i.ravel()[0]  # the same in all chains
+    i = state.i.ravel()[0]  # equal in all chains
     several = jnp.ndim(state.i) > 0
 
     def moved(counter: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -145,7 +146,7 @@ def _steps_of_a_sample(
     potential, scale = tempered(plain, temperature)
     position = position / scale
     none = jnp.zeros_like(monitor.configurational_temperature)
-    # what is the same for every step stays out of the loop
+    # loop invariants stay out of the loop
     nothing: Any = None
     state = state._replace(
         z=position, monitor=monitor._replace(configurational_temperature=none), fixed=nothing
@@ -179,14 +180,15 @@ def one_step(
     state: SGMCMCState,
 ) -> SGMCMCState:
     """
-    One step, on the position as one flat vector; undone and counted if it is not finite, or its
-    step size not positive.
+    One step, on the position as one flat vector.
 
-    :param is_valid: whether there is a right step at all.
-    :param state: without what is fixed, before and after.
+    A step that is not finite, or whose step size is not positive, is undone and counted.
+
+    :param is_valid: whether the data belong to the anchor of the chain.
+    :param state: the state without its constants, before and after.
     """
     monitor, i = state.monitor, state.i
-    # the split is the same at each step, and compiled loops do it once
+    # the split does not depend on the step, and compiled loops do it once
     rows_key, *keys = random.split(state.rng_key, 3)
     noise_key, model_key = (random.fold_in(key, i) for key in keys)
     rows, prefetched = minibatch(target, rows_key, i, state.prefetched)
@@ -214,8 +216,8 @@ def one_step(
 def _is_right(
     method: Method, fixed: ChainConstants, before: SGMCMCState, after: SGMCMCState
 ) -> Array | bool:
-    """Whether a step is finite, its momentum one that occurs and its size positive."""
-    # The sum is not finite if any entry is not; squares could overflow before.
+    """True if a step is finite, with a plausible momentum and a positive step size."""
+    # The sum is finite only if all entries are. Squares could overflow earlier.
     finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((after.z, after.dynamics))))
     if method.step_size is None or method.tuning is not None:
         is_warmup = before.i < fixed.warmup_steps
@@ -237,8 +239,8 @@ def _watched(
     monitor, fixed, i = before.monitor, before.fixed, before.i
     warmup = fixed.warmup_steps
     settled = (i >= warmup // 2) & (i < warmup)
-    # the noise of minibatches that are not independent is correlated with the position, and
-    # positions that are tested later have another law
+    # the noise of dependent minibatches is correlated with the position, and positions that are
+    # tested later have another law
     judged = target.scheme.independent and not method.traits.metropolis_corrected
     stein, share = add_to_sums(
         center_sums(monitor.stein, before.z, jnp.where(settled, i - warmup // 2 + 1, 0)),
@@ -264,9 +266,11 @@ def _watched(
 
 def _energy_is_plausible(state: SGMCMCState, temperature: float) -> Array | bool:
     """
-    Whether a momentum is one that occurs. A step that is too long for a place far out, where the
-    curvature is greater than anywhere that the tuning has looked, leads further and further away;
-    undone, with the momentum reversed, it leads back.
+    True if the kinetic energy has a plausible value.
+
+    Far out the curvature may be greater than anywhere that the tuning has looked, and a step may be
+    too long there. Such steps lead further and further away. An undone step with a reversed
+    momentum leads back.
     """
     momentum = getattr(state.dynamics, "momentum", None)
     if momentum is None:
@@ -276,16 +280,16 @@ def _energy_is_plausible(state: SGMCMCState, temperature: float) -> Array | bool
 
 
 def _has_its_data(target: Target, fixed: ChainConstants) -> Array | bool:
-    """Whether the data are those of the anchor, if that can be known."""
+    """True if the data belong to the anchor, or if this cannot be known."""
     if fixed.known is not None:
-        return True  # to which it has moved before the first step
+        return True  # the anchor has moved to these data before the first step
     if fixed.anchor is None or (here := data_digest(target)) is None:
         return True
     return jnp.array_equal(fixed.data, here) | ~jnp.any(fixed.data)
 
 
 def flattened(target: Target, state: SGMCMCState) -> tuple[Array, Array, Potential]:
-    """The values of one chain as one vector, the position, and the potential there."""
+    """The values of one chain as one vector, its position, and the potential function."""
     metric, flat = state.fixed.metric, ravel(target.to_internal(state.z))
     potential = target.potential(metric, state.fixed.anchor)
     return flat, metric.coordinates(flat), potential
@@ -297,7 +301,7 @@ def _step_size(method: Method, i: Array, fixed: ChainConstants) -> Array:
 
 
 def _momentum_flipped(dynamics: Any) -> Any:
-    """With the momentum reversed: else a step that is undone would lead to the same place."""
+    """The dynamics with the momentum reversed, so that an undone step does not repeat itself."""
     if "momentum" not in getattr(dynamics, "_fields", ()):
         return dynamics
     return dynamics._replace(momentum=-dynamics.momentum)

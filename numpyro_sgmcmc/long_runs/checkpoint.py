@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-The file from which a run goes on: written whole or not at all, and never believed unchecked.
+Checkpoint files, from which a run goes on; written atomically and checked when read.
 
-It is an ``.npz`` archive of NumPy, not compressed and read with ``allow_pickle=False``: the arrays,
-of which each has a CRC-32, and a member ``words`` of JSON with what is no array
-(:mod:`numpyro_sgmcmc.long_runs.records`). Reading it runs nothing.
+A checkpoint is an ``.npz`` archive of NumPy, not compressed and read with ``allow_pickle=False``.
+It has arrays, each with a CRC-32, and a member ``words`` of JSON for everything else
+(:mod:`numpyro_sgmcmc.long_runs.records`). Reading it runs no code.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 
 VERSION = 5
 
-#: How a checkpoint begins, and how one began up to version 4, with the version after it.
+#: First bytes of a checkpoint, first bytes up to version 4, and the version after them.
 _MAGIC, _OLD_MAGIC = b"PK", b"SGMCMCRN"
 
 REMEDY = (
@@ -45,7 +45,7 @@ class Key(NamedTuple):
     """
     A random key of JAX.
 
-    - **implementation** - its name.
+    - **implementation** - the name of the implementation.
     - **data** - the numbers of the key.
     """
 
@@ -56,12 +56,13 @@ class Key(NamedTuple):
         return random.wrap_key_data(jnp.asarray(self.data), impl=self.implementation)
 
 
-#: What a checkpoint has, besides numbers, words and arrays.
+#: Types in a checkpoint, besides numbers, words and arrays.
 _KINDS = kinds_in(Key, Moments, ThinnedDraws, RowsOfRun, ContentHash, Tuning)
 
-#: What the checkpoint of a run has: what makes it this run, the draws of each chain, the state, the
-#: tuning, what it has seen of rows on disk and knows of those that keep coming; samples taken,
-#: moments, draws that are monitored, and seconds; and of the store its metadata and its checksums.
+#: Fields of the checkpoint of a run and their types: the identity of the run, the number of draws
+#: of each chain, the state, the tuning, the records of rows on disk and of growing rows, the number
+#: of samples, the moments, the monitored draws, the seconds, and the metadata and checksums of the
+#: store.
 _FIELDS: dict[str, Any] = {
     "about": dict[str, str | float | bool | dict[str, str]], "draws": int,
     "leaves": dict[str, np.ndarray | Key], "tuning": Any, "rows": list[ContentHash | None],
@@ -72,9 +73,9 @@ _FIELDS: dict[str, Any] = {
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """
-    Puts a checkpoint in the place of the one before.
+    Write a checkpoint in the place of the previous one.
 
-    :raises TypeError: if there is something in it that is not data.
+    :raises TypeError: if the content has anything that is not data.
     """
     arrays: list[np.ndarray] = []
     words = {"version": VERSION, "content": as_words(content, arrays, _KINDS)}
@@ -87,9 +88,9 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """
-    The content of a checkpoint.
+    Read the content of a checkpoint.
 
-    :raises ValueError: if it is not whole, or not of this version.
+    :raises ValueError: if the file is incomplete, or of another version.
     """
     try:
         content = read(path)
@@ -102,7 +103,7 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a checkpoint, or its start is lost. {REMEDY}")
     try:
         words, arrays = _members_of(content)
-    except Exception as error:  # whatever an archive of other content ends in
+    except Exception as error:  # archives with other content raise many kinds of errors
         raise ValueError(
             f"The checkpoint {path} is truncated or corrupted"
             f" ({type(error).__name__}: {error}). {REMEDY}"
@@ -112,22 +113,22 @@ def load(path: Path) -> dict[str, Any]:
             raise _of_version(path, version)
         try:
             arrays = [x.view(of) for x, of in zip(arrays, words["types"], strict=True)]
-            found = from_words(words["content"], arrays, _KINDS)
+            record = from_words(words["content"], arrays, _KINDS)
         except ValueError as error:
             raise TypeError(error) from error
-        if not isinstance(found, dict):
+        if not isinstance(record, dict):
             raise TypeError("it has no names")
-    return found
+    return record
 
 
 def _members_of(content: bytes) -> tuple[Any, list[np.ndarray]]:
     """
     The words and the arrays of an archive.
 
-    :raises Exception: of many kinds, if it is not whole.
+    :raises Exception: of many kinds, if the archive is incomplete.
     """
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
-        # an array with another shape in its header would be read in part, and not compared
+        # with another shape in its header an array would be read in part, without its checksum
         if (name := file.zip.testzip()) is not None:
             raise ValueError(f"the checksum of its member {name} differs")
         arrays = [file[f"arr_{k}"] for k in range(len(file.files) - 1)]
@@ -149,29 +150,31 @@ def _of_version(path: Path, version: Any) -> ValueError:
 
 def load_run(path: Path) -> dict[str, Any]:
     """
-    The same of a run.
+    Read the content of the checkpoint of a run.
 
-    :raises ValueError: also if something of a run is not there, or is of another kind.
+    :raises ValueError: if the file is invalid, or a field of a run is missing or has another type.
     """
-    found = load(path)
+    content = load(path)
     with understood(path):
-        if names := sorted(_FIELDS.keys() ^ found.keys()):
+        if names := sorted(_FIELDS.keys() ^ content.keys()):
             raise TypeError(f"of a run it lacks, or has besides, {', '.join(names)}")
         for name, kind in _FIELDS.items():
-            if not is_of_type(found[name], kind):
+            if not is_of_type(content[name], kind):
                 raise TypeError(f"its `{name}` is not what a run has there")
-        least = min(found["draws"], found["done"], found["seconds"])
-        if not 0 <= least <= max(found["done"], found["seconds"]) < math.inf:
+        least = min(content["draws"], content["done"], content["seconds"])
+        if not 0 <= least <= max(content["done"], content["seconds"]) < math.inf:
             raise TypeError("its numbers of draws, samples and seconds are not those of a run")
-    return found
+    return content
 
 
 @contextmanager
 def understood(path: Path | None) -> Iterator[None]:
     """
-    Within it a checkpoint is used whose checksum is right, and whose content may not be.
+    Context that turns any error from invalid content of a checkpoint into a ``ValueError``.
 
-    :raises ValueError: instead of whatever content of another kind ends in.
+    The checksum of the checkpoint is right here, but its content need not be.
+
+    :raises ValueError: in the place of errors from other content.
     """
     try:
         yield
@@ -184,19 +187,19 @@ def understood(path: Path | None) -> Iterator[None]:
 
 def held(tree: Any) -> dict[str, Any]:
     """The leaves of a state by their paths, on the host."""
-    found = {}
+    leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        found[jax.tree_util.keystr(path)] = _key_of(leaf) if is_key else np.array(leaf)
-    return found
+        leaves[jax.tree_util.keystr(path)] = _key_of(leaf) if is_key else np.array(leaf)
+    return leaves
 
 
 def restored(path: Path, leaves: Mapping[str, Any], template: Any) -> Any:
     """
-    The state with these leaves.
+    Rebuild a state from the leaves of a checkpoint.
 
-    :param template: a state of the same structure, or shapes of one.
-    :raises ValueError: if it has another structure, naming where.
+    :param template: a state with the expected structure, or its shapes.
+    :raises ValueError: if the structures differ, with the place.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path(template)
     names = [jax.tree_util.keystr(path) for path, _ in paths]
@@ -207,9 +210,11 @@ def restored(path: Path, leaves: Mapping[str, Any], template: Any) -> Any:
         )
     values = []
     for name, (_, expected) in zip(names, paths, strict=True):
-        found = leaves[name]
+        leaf_on_host = leaves[name]
         try:
-            value = found.key() if isinstance(found, Key) else np.asarray(found)
+            value = (
+                leaf_on_host.key() if isinstance(leaf_on_host, Key) else np.asarray(leaf_on_host)
+            )
         except (ValueError, TypeError) as error:
             raise ValueError(f"{begin}: `{name}` is no random key: {error}. {REMEDY}") from error
         if value.shape != expected.shape or value.dtype != expected.dtype:
@@ -218,7 +223,7 @@ def restored(path: Path, leaves: Mapping[str, Any], template: Any) -> Any:
                 f" {expected.dtype}{list(expected.shape)}. {REMEDY}"
             )
         several = isinstance(expected, jax.Array) and len(expected.sharding.device_set) > 1
-        # the devices may be those of several processes, all of which have read the same
+        # the devices may belong to several processes, which have all read equal values
         places = {"out_shardings": expected.sharding} if several else {}
         values.append(jax.jit(lambda x: x, **places)(value))
     return jax.tree.unflatten(tree, values)

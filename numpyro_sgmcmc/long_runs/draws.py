@@ -21,23 +21,25 @@ from numpyro_sgmcmc.results.facts import variable_name
 if TYPE_CHECKING:
     from numpyro_sgmcmc.long_runs.store import Manifest
 
-#: Names of ArviZ for fields of NumPyro's states.
+#: Names in ArviZ for fields of NumPyro's states.
 _NAMES = {
     "adapt_state.step_size": "step_size",
     "num_steps": "n_steps",
     "accept_prob": "acceptance_rate",
 }
 
-#: How many rows each draw knows.
+#: Name of the field with the number of rows that each draw knows.
 _ROWS = "sample_stats/rows"
 
 
 class Draws:
     """
-    :param shapes: shapes of what is collected of one draw of one chain.
+    The draws of a run, in memory or in a store.
+
+    :param shapes: shapes of the collected fields of one draw of one chain.
     :param str sample: the field of the sample.
     :param removed: sites whose draws are not kept.
-    :param rows: those that new draws know, where rows keep coming.
+    :param rows: number of rows that new draws know, for growing rows.
     """
 
     def __init__(
@@ -57,23 +59,23 @@ class Draws:
             )
         self._shapes = self._kept(shapes)
         self._num_chains = num_chains
-        #: draws that are not in the store yet
+        #: draws that are not yet in the store
         self._waiting: list[Fields] = []
         self._path: Path | None = None
         self._rows = rows
         self._stored = 0
-        #: of the draws in the store, if this process writes them
+        #: manifest of the draws in the store, if this process writes them
         self.manifest: Manifest | None = None
-        #: draws of each chain
+        #: number of draws of each chain
         self.count = 0
         self.waiting_bytes = 0
 
     def sites_of(self, draws: Fields) -> dict[str, Any]:
-        """The sample by the names of its sites, those included that are not kept."""
+        """The sample by the names of its sites, with the sites that are not kept."""
         return {name: x for name, x in _named({self._sample: draws[self._sample]}, self._sample)}
 
     def add(self, draws: Fields) -> None:
-        """Adds draws, arrays of shape (chains, draws, ...), with all sites."""
+        """Add draws, arrays of shape (chains, draws, ...), with all sites."""
         draws = self._kept(draws)
         leaves = jax.tree.leaves(draws)
         self.count += leaves[0].shape[1]
@@ -81,14 +83,14 @@ class Draws:
         self._waiting.append(draws)
 
     def read(self) -> Fields:
-        """All draws; of rows that keep coming, in ``rows``, how many each of them knows."""
-        found = self._read()
+        """All draws; for growing rows also ``rows``, the number of rows that each draw knows."""
+        draws = self._read()
         if self._rows is None:
-            return found
+            return draws
         known = np.full(self.count, self._rows.rows)
         if self._path is not None:
             known[: self._stored] = self._from_store([_ROWS])[0]
-        return found | {"rows": jnp.asarray(np.tile(known, (self._num_chains, 1)))}
+        return draws | {"rows": jnp.asarray(np.tile(known, (self._num_chains, 1)))}
 
     def _read(self) -> Fields:
         if self._path is None:
@@ -98,9 +100,9 @@ class Draws:
                 draws = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *self._waiting)
                 self._waiting = [draws]
             return jax.tree.map(jnp.asarray, draws)
-        # the names are in the order of the leaves
+        # names and leaves have one order
         values = self._from_store([path for path, _ in self._paths(self._shapes)])
-        if self._waiting:  # it could not write all of them
+        if self._waiting:  # an earlier write has failed
             waiting = [jax.tree.leaves(draws) for draws in self._waiting]
             values = [np.concatenate(x, axis=1) for x in zip(values, *waiting, strict=True)]
         dtypes = [x.dtype for x in jax.tree.leaves(self._shapes)]
@@ -108,21 +110,21 @@ class Draws:
         return jax.tree.unflatten(jax.tree.structure(self._shapes), leaves)
 
     def _from_store(self, names: list[str]) -> list[np.ndarray]:
-        """Raises ``ValueError`` if it has other values than those that were written."""
+        """The draws from the store; raise ``ValueError`` if its values have changed."""
         from numpyro_sgmcmc.long_runs.store import Store
 
         assert self._path is not None
         manifest = self.manifest
-        if manifest is None:  # another process has written them
+        if manifest is None:  # another process has written the draws
             manifest = load_run(self._path / FOLDER / "checkpoint")["manifest"]
         store = Store(self._path)
         return [store.read(name, manifest, self._stored) for name in names]
 
     def begin_store(self, folder: RunFolder, dims: dict[str, list[str]], num_draws: int) -> None:
         """
-        From here on draws go to the store.
+        Make the store, which takes the draws from now on.
 
-        :param dims: names of the dimensions of sites; others are numbered.
+        :param dims: names of the dimensions of sites; other dimensions get numbers.
         """
         from numpyro_sgmcmc.long_runs.store import variable
 
@@ -162,7 +164,7 @@ class Draws:
             self.manifest = folder.store.manifest
 
     def write(self, folder: RunFolder, moments: xr.Dataset | None) -> None:
-        """Appends what waits to the store, and shows it to readers."""
+        """Append the waiting draws to the store, and show them to readers."""
         manifest = self.manifest
         assert manifest is not None
         if self._waiting:
@@ -181,14 +183,14 @@ class Draws:
         self.forget()
 
     def cut(self, folder: RunFolder, count: int) -> None:
-        """The draws up to a checkpoint are those that there are."""
+        """Drop the draws after a checkpoint."""
         self.count = self._stored = count
         if folder.writes:
             with folder.writing():
                 folder.store.publish(count)
 
     def forget(self) -> None:
-        """What waits is in the store, or another process writes it."""
+        """Drop the waiting draws, which the store or another process has."""
         self._waiting, self._stored, self.waiting_bytes = [], self.count, 0
 
     def _kept(self, draws: Fields) -> Fields:
@@ -209,7 +211,7 @@ class Draws:
 
 
 def _named(draws: Fields, sample: str) -> Iterator[tuple[str, Any]]:
-    """Arrays by name; those of the sample by that of their site."""
+    """Arrays by name; sample arrays have the names of their sites."""
     for path, x in jax.tree_util.tree_flatten_with_path(draws)[0]:
         words = [
             str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path

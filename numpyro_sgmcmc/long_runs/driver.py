@@ -38,11 +38,11 @@ from numpyro_sgmcmc.posterior.numpyro_private import HostedRun, is_initialised
 from numpyro_sgmcmc.results.inference_data import plate_dims
 from numpyro_sgmcmc.results.row_subset import site_shapes
 
-#: How many samples of a run have been compared with those of another.
+#: Name of the number of samples over which two runs were compared.
 COMPARED = "samples compared"
 
 
-#: What arguments of ``MCMC`` are to be.
+#: Checks of the arguments of ``MCMC``.
 _CHECKS: dict[str, Callable] = {
     "num_chains": whole,
     "thinning": whole,
@@ -55,46 +55,45 @@ class LongRun(HostedRun):
     """
     NumPyro's ``MCMC`` for runs that do not fit into memory, or into the life of a process.
 
-    Constructor, :meth:`run` and results are those of ``numpyro.infer.MCMC``, and the draws are the
-    same. They are taken in chunks of about half a second by one compiled program whose data are
-    arguments. With ``store`` draws go to a Zarr store on disk, which ArviZ can open at any moment,
-    and every so often the state of all chains goes to a checkpoint in it: the same script, run
-    again after a kill, goes on from there, and gives the draws that a run without interruption
-    gives. A run that was finished gives its draws at once, and with a larger ``num_samples`` it is
-    extended.
+    Constructor, :meth:`run`, results and draws are equal to ``numpyro.infer.MCMC``. One compiled
+    program takes the draws in chunks of about half a second, with the data as arguments. With
+    ``store`` the draws go to a Zarr store on disk, which ArviZ can open at any moment. At intervals
+    the state of all chains goes to a checkpoint in the store. If the script is killed and runs
+    again, it goes on from the checkpoint, and gives the draws of a run without interruption. A
+    finished run gives its draws at once, and a larger ``num_samples`` extends it.
 
-    - *What is kept.* Draws are read from the store when they are asked for. Sites left out by
+    - *Stored draws.* Draws are read from the store when they are needed. Sites left out by
       ``extra_fields=("~z.w",)`` are not stored; :attr:`moments` has the mean, standard deviation
       and R-hat of all sites.
-    - *When it stops.* After ``num_samples``, or before for a reason that :attr:`stopped` names:
-      ``max_time``, ``target_ess``, ``target_mcse``, or Ctrl-C, after the current chunk (pressed
-      again, at once). Everything that was drawn is then there.
-    - *Whether it is the same run.* A checkpoint of another key, kernel, model, data or number of
-      chains is refused, and so is one that is damaged; the error says what differs.
-    - *Rows that keep coming.* Of a :class:`~numpyro_sgmcmc.GrowingRows` a store goes on, with a
-      larger ``num_samples``, when more rows are there. ``rows`` among its ``sample_stats``, also in
-      ``get_extra_fields()``, says how many each draw knows, and :attr:`first_draw` which draws
-      are of all of them.
+    - *End.* The run ends after ``num_samples``, or earlier for a reason that :attr:`stopped` names:
+      ``max_time``, ``target_ess``, ``target_mcse``, or Ctrl-C. Ctrl-C acts after the current chunk,
+      and a second one acts at once. All draws so far are then available.
+    - *Identity.* A checkpoint of another key, kernel, model, data or number of chains is refused,
+      and the error says what differs. A damaged checkpoint is refused too.
+    - *Growing rows.* With a :class:`~numpyro_sgmcmc.GrowingRows` and a larger ``num_samples`` a
+      store goes on when more rows exist. The field ``rows``, in ``sample_stats`` and in
+      ``get_extra_fields()``, has the number of rows that each draw knows. :attr:`first_draw` is the
+      first draw that knows all rows.
 
     :param MCMCKernel sampler: a kernel of this package, or any other.
     :param int num_warmup: number of samples of the warm-up, which are not stored.
     :param int num_samples: number of samples after it.
     :param store: path of the folder of the store, for instance ``"run.zarr"``; None keeps draws
         in memory, without checkpoints.
-    :param bool resume: whether to go on with what is in the store. ``False`` begins anew, and
-        renames a store that is there to ``run.zarr.1``, or the next that is free; of what is no
-        store nothing is renamed.
-    :param float max_time: stop after so many seconds of this call, everything included.
-    :param float target_ess: stop when the smallest bulk effective sample size is so large.
-    :param float target_mcse: stop when the largest Monte-Carlo standard error of a mean is so
-        small, in units of the posterior standard deviation. Targets look at 100 values at most,
-        spread over the sites.
+    :param bool resume: whether to go on with the run in the store. ``False`` begins anew, and
+        renames an existing store to ``run.zarr.1``, or the next free name. Other files are not
+        renamed.
+    :param float max_time: seconds of this call, everything included, after which the run stops.
+    :param float target_ess: smallest bulk effective sample size at which the run stops.
+    :param float target_mcse: largest Monte-Carlo standard error of a mean at which the run stops,
+        in units of the posterior standard deviation. Targets look at 100 values at most, spread
+        over the sites.
     :param float checkpoint_every: seconds between checkpoints.
     :param int rank: number of leading directions of the covariance that :attr:`moments` keeps.
     :param mcmc: the other arguments of ``MCMC``: ``num_chains``, ``thinning``, ``chain_method`` (by
-        its name), ``postprocess_fn``, ``progress_bar``; the data are always arguments of the
-        program, as with ``jit_model_args=True``. Chains on several devices advance together,
-        sequential ones in turn.
+        its name), ``postprocess_fn``, ``progress_bar``. The data are always arguments of the
+        program, as with ``jit_model_args=True``. Chains on several devices advance together, and
+        sequential chains advance in turn.
     :raises ValueError: if an argument has no meaning.
     :raises ImportError: if there is a ``store``, and zarr is not installed.
 
@@ -156,7 +155,7 @@ class LongRun(HostedRun):
         every = positive("checkpoint_every", checkpoint_every, zero=True)
         if store is not None:
             store = path("store", store).expanduser()
-            import_module("numpyro_sgmcmc.long_runs.store")  # without zarr, say so at once
+            import_module("numpyro_sgmcmc.long_runs.store")  # an error at once if zarr is missing
         self._path = None if store is None else Path(store).absolute()
         self._resume = truth("resume", resume)
         self._limits = Limits(**limits, checkpoint_every=every)
@@ -167,7 +166,7 @@ class LongRun(HostedRun):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples: those drawn if the run has stopped before its end."""
+        """The number of samples; after an early stop the number of samples drawn."""
         drawn = self._draws
         if drawn is None or drawn.count == self._asked // self.thinning:
             return self._asked
@@ -180,24 +179,28 @@ class LongRun(HostedRun):
     @property
     def stopped(self) -> str | None:
         """
-        Why the latest run ended before ``num_samples``: ``"max_time"``, ``"target_ess"``,
-        ``"target_mcse"``, ``"interrupt"``, or None.
+        The reason why the latest run ended before ``num_samples``, or None.
+
+        It is ``"max_time"``, ``"target_ess"``, ``"target_mcse"`` or ``"interrupt"``.
         """
         return self._stopped
 
     @property
     def first_draw(self) -> int:
         """
-        The first draw of each chain that is of the posterior of all rows: 0, unless rows have come
-        to a :class:`~numpyro_sgmcmc.GrowingRows` since the run was begun.
+        The first draw of each chain from the posterior of all rows.
+
+        It is 0, unless rows have come to a :class:`~numpyro_sgmcmc.GrowingRows` since the run was
+        begun.
         """
         return 0 if self._rows is None else self._rows.first
 
     @property
     def moments(self) -> xr.Dataset:
         """
-        Moments of all draws (of those since rows have come) of all sites, also of those whose draws
-        are not kept, in double precision; see
+        Moments of all draws of all sites in double precision, for sites without draws too.
+
+        For growing rows they are the moments of the draws after the latest change. See
         :func:`numpyro_sgmcmc.long_runs.moments.summary_of`.
         """
         if self._moments is None:
@@ -217,8 +220,9 @@ class LongRun(HostedRun):
         **kwargs: Any,
     ) -> None:
         """
-        Draws until there are ``num_samples``, or until a reason to stop; arguments are those of
-        ``MCMC.run``.
+        Draw until there are ``num_samples``, or until a reason to stop.
+
+        The arguments are the arguments of ``MCMC.run``.
 
         :raises ValueError: if the store holds another run, or is damaged.
         """
@@ -235,16 +239,16 @@ class LongRun(HostedRun):
         num_draws = (upper - lower) // self.thinning
         model = getattr(getattr(self.sampler, "method", self.sampler), "model", None)
         arguments = checked_arrays(model, args, kwargs)
-        # what a warm-up of its own gives is its last state
+        # a separate warm-up returns its last state
         path = None if self.only_warms_up else self._path
         with RunFolder(path, self._resume) as folder:
-            found = folder.checkpoint
+            content = folder.checkpoint
             begun, arguments = self._rows_of(folder, arguments)
             about = self._about(folder, begun, rng_key, init_params, extra_fields)
-            if found is not None and found["tuning"] is not None:
-                self.sampler.tuning = found["tuning"]
-            with understood(folder.file) if found is not None else nullcontext():
-                states = self._started(rng_key, init_params, begun, found)
+            if content is not None and content["tuning"] is not None:
+                self.sampler.tuning = content["tuning"]
+            with understood(folder.file) if content is not None else nullcontext():
+                states = self._started(rng_key, init_params, begun, content)
             program = Program(
                 self.sampler, self.postprocess_fn, names, *arguments,
                 method=self.chain_method, num_chains=self.num_chains, thinning=self.thinning,
@@ -270,63 +274,62 @@ class LongRun(HostedRun):
 
     def _rows_of(self, folder: RunFolder, arguments: tuple) -> tuple[tuple, tuple]:
         """
-        The arguments with the rows that there were when the run was begun, and with those that
-        there are.
+        The arguments with the rows at the begin of the run, and with the present rows.
 
-        :raises ValueError: if they are not those of the store, or more of them.
+        :raises ValueError: if the rows do not begin with the rows of the store.
         """
-        found = folder.checkpoint
-        if found is None:
+        content = folder.checkpoint
+        if content is None:
             self._rows = rows_of_run(arguments)
             return arguments, arguments
-        known = found["known"]
+        known = content["known"]
         with understood(folder.file):
-            check_rows(self._path, arguments, known, found["rows"])
+            check_rows(self._path, arguments, known, content["rows"])
             if known is None:
-                for rows, seen in zip(on_disk(arguments), found["rows"], strict=False):
-                    rows.remember(seen)  # so that they need not all be read again
+                for rows, seen in zip(on_disk(arguments), content["rows"], strict=False):
+                    rows.remember(seen)  # rows that were read need not be read again
                 return arguments, arguments
             begun, arguments = known.as_begun(arguments), known.as_known(arguments)
-            self._rows = known.gone_on(arguments, found["draws"])
+            self._rows = known.gone_on(arguments, content["draws"])
             return begun, arguments
 
     def _about(self, folder: RunFolder, *same: Any) -> dict[str, Any]:
         """
-        What makes this run the same one in another process; none of a run in memory.
+        The facts that identify this run in another process; empty for a run in memory.
 
-        :raises ValueError: if the store has another one.
+        :raises ValueError: if the store has another run.
         """
         if folder.path is None:
             return {}
-        found, upper = folder.checkpoint, self._bounds()[1]
-        samples = upper if found is None else _compared(folder, found["about"])
+        content, upper = folder.checkpoint, self._bounds()[1]
+        samples = upper if content is None else _compared(folder, content["about"])
         about = self._identity(samples, *same)
-        if found is not None and folder.writes:
+        if content is not None and folder.writes:
             folder.check(about, self._asked // self.thinning)
-        # a run that is extended is compared over more samples from now on
+        # an extended run is compared over more samples from now on
         return about if samples == upper else self._identity(upper, *same)
 
     def _progress(
         self, folder: RunFolder, states: list, shapes: dict[str, tuple[int, ...]], skipped: int
     ) -> Progress:
-        """How far the run has come, to which the draws are cut."""
-        found, draws = folder.checkpoint, self._draws
+        """The progress of the run, to which the draws are cut."""
+        content, draws = folder.checkpoint, self._draws
         none = no_moments(shapes, self.num_chains, self._rank)
         progress = Progress(0, states, none, None, 0.0)
-        if found is None or draws is None:
+        if content is None or draws is None:
             return progress
-        kept = max(0, found["done"] - skipped) // self.thinning
+        kept = max(0, content["done"] - skipped) // self.thinning
         with understood(folder.file):
             numbers = sum(map(len, places(shapes).values()))
-            progress = restored_progress(found, progress, kept, numbers)
-        draws.cut(folder, found["draws"])
-        if self._rows is not None and not self._rows.is_as(found["known"]):
-            # moments are of the posterior of these rows
+            progress = restored_progress(content, progress, kept, numbers)
+        draws.cut(folder, content["draws"])
+        if self._rows is not None and not self._rows.is_as(content["known"]):
+            # moments belong to the posterior of these rows
             progress = progress._replace(moments=none, monitored=None)
         return progress
 
     def _bounds(self) -> tuple[int, int]:
-        """After how many samples they are kept, and after how many the run ends."""
+        """The number of samples before draws are kept, and the number at which the run ends."""
         if self.only_warms_up:
             return self.warmup_bounds
         if self.post_warmup_state is not None:
@@ -341,11 +344,11 @@ class LongRun(HostedRun):
         init_params: Any,
         extra_fields: Any,
     ) -> dict[str, Any]:
-        """What makes this run, up to so many samples, the same one in another process."""
-        found = identity.of_run(
+        """The facts that identify this run, up to a number of samples, in another process."""
+        facts = identity.of_run(
             self.sampler, arguments, samples, rng_key, init_params, self.post_warmup_state
         )
-        return found | {
+        return facts | {
             COMPARED: samples,
             "num_chains": self.num_chains,
             "num_warmup": self.num_warmup,
@@ -359,7 +362,7 @@ class LongRun(HostedRun):
     def _started(
         self, rng_key: Array, init_params: Any, arguments: tuple[tuple, dict], found: dict | None
     ) -> list:
-        """The states of the chains before their first sample, or those of the checkpoint."""
+        """The states of the chains before their first sample, or from the checkpoint."""
         args, kwargs = arguments
         if self.num_chains > 1 and is_prng_key(rng_key):
             rng_key = random.split(rng_key, self.num_chains)
@@ -375,7 +378,7 @@ class LongRun(HostedRun):
             state = self.sampler.init(
                 key, self.num_warmup, params, model_args=args, model_kwargs=kwargs
             )
-            # in a loop no type may be weak, to become another one
+            # a loop needs types that are not weak, because a weak type may change
             return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), state)
 
         def of_chain(k: int) -> tuple[Array, Any]:
@@ -384,7 +387,7 @@ class LongRun(HostedRun):
         if self.post_warmup_state is not None:
             if not is_initialised(self.sampler):
                 started(*((rng_key, init_params) if alone else of_chain(0)))
-            self.sampler.postprocess_fn(args, kwargs)  # refuses other data than those of the state
+            self.sampler.postprocess_fn(args, kwargs)  # refuses other data
             key = rng_key[0] if self.sampler.is_ensemble_kernel else rng_key
             state = self.post_warmup_state._replace(rng_key=key)
         elif alone:
@@ -404,7 +407,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _compared(folder: RunFolder, about: dict[str, Any]) -> int:
-    """Over how many samples the run of a checkpoint was compared with others."""
+    """The number of samples over which the run of a checkpoint was compared."""
     with understood(folder.file):
         samples = about[COMPARED]
         if not _is_number(samples) or not 0 < samples < 2**63 or samples % 1:
@@ -424,11 +427,11 @@ def _fields_of(mcmc: LongRun, extra_fields: Any) -> tuple[tuple[str, ...], tuple
 
 
 def _dims_of(kernel: Any, sample: Any, arguments: tuple[tuple, dict]) -> dict[str, list[str]]:
-    """Names of the dimensions of sites, from the model where there is one."""
+    """Names of the dimensions of sites, from the model if there is one."""
     model = getattr(kernel, "model", None)
     if model is None or not isinstance(sample, dict):
         return {}
-    # minibatches have the same dimensions, and reading all rows could take hours
+    # the dimensions of minibatches suffice, and reading all rows could take hours
     model = first_rows_of(model.fn) if isinstance(model, full_data) else model
     draws = {k: jax.ShapeDtypeStruct((1, 1, *x.shape), x.dtype) for k, x in sample.items()}
     return plate_dims(site_shapes(model, draws, *arguments))

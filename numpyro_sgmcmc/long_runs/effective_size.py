@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Draws of a few parameters, evenly spread over the run, by which a run sees when it is long enough.
+Draws of a few parameters, spread over the run, from which the effective size is monitored.
 
-Where they would be too many, every other one is left out. What is left has about the effective
-sample size of all draws while it is several times smaller than the number of draws that are left,
-and never a much larger one.
+If the draws become too many, every other one is dropped. The kept draws have about the effective
+sample size of all draws, as long as that is several times smaller than the number of kept draws.
+Their effective sample size is never much larger.
 """
 
 from typing import Any, NamedTuple
@@ -14,18 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import xarray as xr
 
-#: The most numbers that are looked at, and values that are kept.
+#: The most monitored numbers, and the most kept values.
 _NUMBERS, _VALUES = 100, 2_000_000
 
-#: Draws are kept for effective sample sizes so many times smaller.
+#: Ratio of the number of kept draws to the largest effective sample size that they can show.
 _SPARE = 4
 
 
 class ThinnedDraws(NamedTuple):
     """
+    Thinned draws of the monitored numbers.
+
     - **kept** - shape (chains, kept draws, numbers).
-    - **stride** - one of how many draws is kept.
-    - **seen** - draws of each chain so far.
+    - **stride** - number of draws from one kept draw to the next.
+    - **seen** - number of draws of each chain so far.
     """
 
     kept: np.ndarray
@@ -34,16 +36,18 @@ class ThinnedDraws(NamedTuple):
 
 
 def places(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Which entries of every site are looked at: all of up to 100, and else as many of each."""
+    """
+    The monitored entries of every site: all entries of up to 100, or equally many of each site.
+    """
     sizes = {name: int(np.prod(shape)) for name, shape in sorted(shapes.items())}
     if sum(sizes.values()) <= _NUMBERS:
         return {name: np.arange(size) for name, size in sizes.items()}
-    found, left = {}, _NUMBERS
+    entries, left = {}, _NUMBERS
     for k, name in enumerate(sorted(sizes, key=lambda name: sizes[name])):
         count = min(sizes[name], max(1, left // (len(sizes) - k)))
-        found[name] = np.unique(np.linspace(0, sizes[name] - 1, count).astype(int))
+        entries[name] = np.unique(np.linspace(0, sizes[name] - 1, count).astype(int))
         left = max(0, left - count)
-    return found
+    return entries
 
 
 def with_draws(
@@ -53,9 +57,11 @@ def with_draws(
     target: float = 0.0,
 ) -> ThinnedDraws:
     """
+    Add new draws to the monitored ones.
+
     :param draws: shape (chains, draws, ...) by site.
     :param where: :func:`places`.
-    :param float target: effective sample size that is to be recognised.
+    :param float target: effective sample size that the kept draws must be able to show.
     """
     columns = []
     for name in sorted(where):
@@ -75,7 +81,7 @@ def with_draws(
 
 def least_size(monitored: ThinnedDraws, method: str) -> float:
     """
-    The smallest effective sample size of the numbers that are looked at, NaN if it is not known.
+    The smallest effective sample size of the monitored numbers; NaN if it is not known.
 
     :param str method: of ``arviz.ess``.
     """
@@ -84,6 +90,6 @@ def least_size(monitored: ThinnedDraws, method: str) -> float:
     if monitored.kept.shape[1] < 8:
         return float("nan")
     numbers: Any = xr.Dataset({"number": (("chain", "draw", "index"), monitored.kept)})
-    with np.errstate(invalid="ignore", divide="ignore"):  # of what never moves
+    with np.errstate(invalid="ignore", divide="ignore"):  # for values that never move
         sizes = arviz.ess(numbers, method=method)["number"].values
     return float(np.nanmin(sizes)) if np.isfinite(sizes).any() else float("nan")

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Files of a store: never reached through a link, written whole or not at all; and locks of folders.
+Safe files of a store: no links, atomic writes, and locks of folders.
 
-Whoever made the folder, by an archive or beside this process, no other file is read or written.
+Even if someone else made the folder, for instance by an archive, no file outside of it is read or
+written.
 """
 
 from contextlib import suppress
@@ -18,19 +19,19 @@ import warnings
 
 try:
     import fcntl
-except ImportError:  # of Windows: there two runs in one store are not noticed
+except ImportError:  # Windows has no such locks, so two runs in one store are not noticed there
     fcntl = None  # type: ignore[assignment]
 
-#: Without following a link, and without waiting for the other end of a pipe.
+#: Flags for opening a file without following links or waiting for a pipe.
 _FLAGS = reduce(int.__or__, (getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK")))
 
 
 def plain(path: Path) -> Path:
     """
-    The path, of which every folder is a folder, and what is there, if anything, a file.
+    The path, after a check that its folders are folders and that it is a file or free.
 
-    :raises OSError: if one of them is a link, or if what is there is no file: a pipe would keep
-        whoever opens it waiting.
+    :raises OSError: if a part of the path is a link, or if the path is not a file. Opening a pipe
+        would wait forever.
     """
     if os.path.realpath(path.parent) != str(path.parent):
         raise OSError(errno.ELOOP, "its folder is behind a link, which is not followed", str(path))
@@ -46,24 +47,24 @@ def plain(path: Path) -> Path:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file of a store."""
+    """Read the content of a file of a store."""
     with _opened(path, "rb") as file:
         return file.read()
 
 
 def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
-    """The file with this content, in parts; whatever happens, it is the old one or the new one."""
+    """Write a file from parts; a failure leaves the old file."""
     new = plain(path.with_name(f"{path.name}.new"))
     try:
         with suppress(FileNotFoundError):
-            new.unlink()  # of a process that was killed
+            new.unlink()  # left by a process that was killed
         with _opened(new, "xb") as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, plain(path))
     except OSError:
-        with suppress(OSError):  # a full disk has need of the room
+        with suppress(OSError):  # a full disk needs the room
             new.unlink()
         raise
 
@@ -73,7 +74,7 @@ def _opened(path: Path, mode: str) -> IO:
 
 
 def flush_folder(path: Path) -> None:
-    """Makes sure that the names in a folder outlast a failure of the machine."""
+    """Flush a folder, so that its file names outlast a failure of the machine."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -83,9 +84,9 @@ def flush_folder(path: Path) -> None:
 
 class Lock:
     """
-    A file that one process at a time holds, until :meth:`release` or its end.
+    A lock file that one process at a time holds, until :meth:`release` or its end.
 
-    :raises BlockingIOError: if another process holds it, or puts its folder aside just now.
+    :raises BlockingIOError: if another process holds the lock, or is renaming its folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,7 +97,7 @@ class Lock:
 
     @staticmethod
     def _opened(path: Path) -> IO:
-        file = _opened(path, "ab")  # whatever is in it stays
+        file = _opened(path, "ab")  # append mode keeps the content
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +114,7 @@ class Lock:
 
     @property
     def is_in_its_place(self) -> bool:
-        """Whether the file that is held still has its name."""
+        """True if the lock file still has its name."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.lstat(self._path))
         except OSError:

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The folder of a run: the store, the checkpoint in it, and who may write there."""
+"""The folder of a run: its store, its checkpoint and its lock."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,32 +22,32 @@ from numpyro_sgmcmc.long_runs.identity import differences
 if TYPE_CHECKING:
     from numpyro_sgmcmc.long_runs.store import Store
 
-#: Where in the store the checkpoint is; readers of Zarr do not see it.
+#: Path of the checkpoint in the store; readers of Zarr do not see it.
 FOLDER = ".long_run"
 
 
 class RunFolder:
     """
-    What is on disk of a run; of a run in memory nothing.
+    The files of a run on disk; a run in memory has none.
 
-    :param bool resume: whether to go on with what is there.
+    :param bool resume: whether to go on with an existing run.
     """
 
     def __init__(self, path: Path | None, resume: bool) -> None:
-        # a link stays one, wherever the store behind it goes
+        # a link stays a link, even if its store is renamed
         self.path = None if path is None else Path(os.path.realpath(path))
-        #: whether it is this process that writes
+        #: whether this process writes
         self.writes = path is not None and jax.process_index() == 0
         self._resume = resume
         self._lock: Lock | None = None
         self.store: Store
-        #: what the latest checkpoint says
+        #: content of the latest checkpoint
         self.checkpoint: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
         try:
             if self.path is not None:
-                # a process that fails alone would leave the others waiting
+                # if one process failed alone, the others would wait forever
                 together(_failure_of(self._open))
                 together(_failure_of(self._load))
         except BaseException:
@@ -63,7 +63,7 @@ class RunFolder:
                 self._begin_to_write()
 
     def _load(self) -> None:
-        # zarr is needed for nothing else
+        # zarr is needed only here
         from numpyro_sgmcmc.long_runs.store import Store
 
         assert self.path is not None
@@ -71,12 +71,12 @@ class RunFolder:
         file = self.file
         assert file is not None
         if os.path.lexists(file):
-            found = checkpoint.load_run(file)
+            content = checkpoint.load_run(file)
             with checkpoint.understood(file):
-                self.store.go_on(found["metadata"])
-            leaves = found.pop("leaves")
-            self.checkpoint = found | {"restored": partial(checkpoint.restored, file, leaves)}
-        elif self.store.draws or any(self.path.glob("*/draw/c")):  # the first is after a checkpoint
+                self.store.go_on(content["metadata"])
+            leaves = content.pop("leaves")
+            self.checkpoint = content | {"restored": partial(checkpoint.restored, file, leaves)}
+        elif self.store.draws or any(self.path.glob("*/draw/c")):  # after a checkpoint
             raise ValueError(
                 f"The store {self.path} has {self.store.draws:,} draws, but its checkpoint {file}"
                 f" is lost: the run cannot go on. {checkpoint.REMEDY}"
@@ -89,9 +89,9 @@ class RunFolder:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """
-        Within it files of the store are written.
+        Context in which files of the store are written.
 
-        :raises OSError: if they cannot be, with cause and remedy.
+        :raises OSError: if writing fails, with cause and remedy.
         """
         self._check_place()
         try:
@@ -107,7 +107,7 @@ class RunFolder:
             ) from error
 
     def _check_place(self) -> None:
-        """Raises ``FileNotFoundError`` if the folder is no longer that in which the run began."""
+        """Raise ``FileNotFoundError`` if the folder of the run was replaced."""
         if self._lock is not None and not self._lock.is_in_its_place:
             raise FileNotFoundError(
                 errno.ENOENT,
@@ -118,14 +118,14 @@ class RunFolder:
 
     @property
     def file(self) -> Path | None:
-        """The checkpoint."""
+        """The path of the checkpoint."""
         return None if self.path is None else self.path / FOLDER / "checkpoint"
 
     def _put_aside(self) -> None:
-        """Renames a store that is there, unless another process is at work in it."""
+        """Rename an existing store, unless another process is using it."""
         assert self.path is not None
         if self._is_store:
-            # until it has its new name, nobody else can begin
+            # until the store has its new name, no other run can begin
             held = self._locked()
             try:
                 put_aside(self.path)
@@ -134,7 +134,7 @@ class RunFolder:
 
     @property
     def _is_store(self) -> bool:
-        """Whether there is something that a run has begun, whatever has become of it since."""
+        """True if the folder has files of a run, even if they are damaged."""
         assert self.path is not None
         hidden = self.path / FOLDER
         is_folder = hidden.is_dir() and not hidden.is_symlink()
@@ -152,7 +152,7 @@ class RunFolder:
         self._lock = self._locked()
 
     def _locked(self) -> Lock:
-        """Raises ``ValueError`` if another process has the store."""
+        """Lock the store; raise ``ValueError`` if another process has it."""
         assert self.path is not None
         try:
             return Lock(self.path / FOLDER / "lock")
@@ -164,13 +164,15 @@ class RunFolder:
 
     def check(self, about: Mapping[str, Any], num_draws: int) -> None:
         """
-        :raises ValueError: if the checkpoint is that of another run, or has more draws than asked
-            for, or if the store has fewer or is damaged.
+        Check that the checkpoint and the store belong to this run.
+
+        :raises ValueError: if the checkpoint belongs to another run or has more draws than
+            requested, or if the store has fewer draws or is damaged.
         """
         assert self.checkpoint is not None
-        if found := differences(dict(about), self.checkpoint["about"]):
+        if differing := differences(dict(about), self.checkpoint["about"]):
             raise ValueError(
-                f"The store {self.path} holds another run: {'; '.join(found)}. Give this one a"
+                f"The store {self.path} holds another run: {'; '.join(differing)}. Give this one a"
                 " `store` of its own, or begin anew with `resume=False`, which keeps the old store"
                 " under another name."
             )
@@ -190,9 +192,9 @@ class RunFolder:
 
     def save(self, about: Mapping[str, Any], *, state: Any, **content: Any) -> None:
         """
-        Writes a checkpoint, after the draws that belong to it.
+        Write a checkpoint, after the draws that belong to it.
 
-        :raises ValueError: if something of a kernel cannot be in one.
+        :raises ValueError: if a checkpoint cannot hold a value of the kernel.
         """
         assert self.file is not None
         content["tuning"] = jax.device_get(content["tuning"])
@@ -208,7 +210,7 @@ class RunFolder:
 
 
 def put_aside(path: Path) -> Path:
-    """Renames a store to the first free of ``NAME.1``, ``NAME.2``, ..."""
+    """Rename a store to the first free of ``NAME.1``, ``NAME.2``, ..."""
     k = 1
     while os.path.lexists(new := path.with_name(f"{path.name}.{k}")):
         k += 1
@@ -218,10 +220,10 @@ def put_aside(path: Path) -> Path:
 
 def together(error: BaseException | None = None) -> None:
     """
-    Waits for all processes of ``jax.distributed``.
+    Wait for all processes of ``jax.distributed``.
 
-    :param error: what went wrong in this one.
-    :raises RuntimeError: if something went wrong in another one, naming it.
+    :param error: the error of this process.
+    :raises RuntimeError: if another process has failed, with its number.
     """
     if jax.process_count() > 1:
         failed = np.flatnonzero(of_all_processes([error is not None])[:, 0])
@@ -234,7 +236,7 @@ def together(error: BaseException | None = None) -> None:
 
 
 def of_all_processes(numbers: list) -> np.ndarray:
-    """The whole numbers that each process gives, one row each."""
+    """Gather whole numbers from all processes, one row each."""
     from jax.experimental.multihost_utils import process_allgather
 
     return np.asarray(process_allgather(np.array(numbers, np.int32))).reshape(-1, len(numbers))
@@ -249,7 +251,7 @@ def _failure_of(action: Callable[[], None]) -> BaseException | None:
 
 
 def _free_bytes(path: Path | None) -> int:
-    """What is free on the disk of a path, or of the nearest folder above it that there is."""
+    """The free bytes on the disk of a path, or of its nearest existing folder."""
     assert path is not None
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     return shutil.disk_usage(there).free

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a store knows of rows that keep coming, and whether they are still there."""
+"""The growing rows of a store, and tests of whether they are unchanged."""
 
 from typing import Any, NamedTuple
 
@@ -18,11 +18,11 @@ Arguments = tuple[tuple, dict]
 
 class RowsOfRun(NamedTuple):
     """
-    Rows that keep coming, as a run knows them.
+    The growing rows that a run knows.
 
-    - **begun** - how many there were when it was begun, of which its tuning is.
-    - **identity** - tells these rows, and what each of them counts, from others.
-    - **first** - the first draw of each chain that is of the posterior of all of them.
+    - **begun** - number of rows at the begin of the run, which its tuning has seen.
+    - **identity** - fingerprint of the rows and their weights.
+    - **first** - the first draw of each chain from the posterior of all rows.
     """
 
     begun: int
@@ -31,27 +31,27 @@ class RowsOfRun(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Their number."""
+        """The number of rows."""
         return self.identity.rows
 
     def is_as(self, other: "RowsOfRun | None") -> bool:
-        """Whether these are the rows of another run, which count alike."""
+        """True if another run has these rows, with equal weights."""
         return other is not None and np.array_equal(self.identity.digest, other.identity.digest)
 
     def as_begun(self, arguments: Arguments) -> Arguments:
-        """The arguments of a run with the rows that there were when it was begun."""
+        """The arguments of a run with the rows at its begin."""
         return _of_first_rows(arguments, self.begun)
 
     def as_known(self, arguments: Arguments) -> Arguments:
-        """The arguments of a run, which know that the first rows are these."""
+        """The arguments of a run, with a record that their first rows are these."""
         now = _identity_of(arguments)
         return replaced(lambda x: x._replace(known=known_by([self.identity, now])), arguments)
 
     def gone_on(self, arguments: Arguments, draws: int) -> "RowsOfRun":
         """
-        What is known of the rows that there are now.
+        The record of the present rows.
 
-        :param draws: how many there are of each chain.
+        :param draws: the number of draws of each chain.
         """
         now = _identity_of(arguments)
         first = draws if now.rows > self.rows else self.first
@@ -59,7 +59,7 @@ class RowsOfRun(NamedTuple):
 
 
 def rows_of_run(arguments: Arguments) -> RowsOfRun | None:
-    """The rows of a run that is begun with these arguments; None if they do not keep coming."""
+    """The rows of a run that begins with these arguments; None without growing rows."""
     known = row_count_of(arguments)
     if known is None:
         return None
@@ -70,9 +70,11 @@ def check_rows(
     path: Any, arguments: Arguments, before: RowsOfRun | None, seen: list[ContentHash]
 ) -> None:
     """
-    :param before: the rows that it knows.
-    :param seen: what it has seen of those on disk.
-    :raises ValueError: if these are not the first ones of those that there are.
+    Check that the present rows begin with the rows of the store.
+
+    :param before: the rows that the store knows.
+    :param seen: the records of rows on disk.
+    :raises ValueError: if the present rows do not begin with the known rows.
     """
     known, remedy = row_count_of(arguments), "or begin anew with `resume=False`"
     if (known is None) != (before is None):
@@ -92,7 +94,7 @@ def check_rows(
         )
     first = _of_first_rows(arguments, before.rows)
     for rows, one in zip(on_disk(trimmed(first)), seen, strict=False):
-        rows.remember(one)  # so that they need not all be read again
+        rows.remember(one)  # rows that were read need not be read again
     here, there = _identity_of(first), before.identity
     if here.half_life != there.half_life:
         raise ValueError(
@@ -109,7 +111,7 @@ def check_rows(
 
 
 def _identity_of(arguments: Arguments) -> RowIdentity:
-    """What tells the rows that there are, and what they count, from others."""
+    """The fingerprint of the present rows and their weights."""
     known = row_count_of(arguments)
     assert known is not None
     half_life = None if known.half_life is None else float(known.half_life)

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What makes a run the same run, in another process too."""
+"""Facts that identify a run in every process."""
 
 from typing import Any
 
@@ -19,43 +19,43 @@ def of_run(
     start: Any,
 ) -> dict[str, Any]:
     """
-    Words and numbers by what they say of the run.
+    The facts that identify a run, as words and numbers by name.
 
     :param arguments: positional and keyword arguments of the model.
     :param int samples: number of samples, warm-up included, over which schedules are compared.
     :param start: the state from which a run without warm-up starts, or None.
     """
-    found: dict[str, Any] = {"kernel": type(kernel).__name__}
+    facts: dict[str, Any] = {"kernel": type(kernel).__name__}
     if hasattr(kernel, "identity"):
-        found |= kernel.identity(*arguments, samples)
+        facts |= kernel.identity(*arguments, samples)
     else:
-        # of other kernels what they were told, and the data
+        # other kernels are identified by their attributes and the data
         for name, value in sorted(vars(kernel).items()):
             if isinstance(value, str | int | float | bool):
-                found[f"kernel's {name.strip('_')}"] = description_of(value)
-        found["data"] = fingerprint_of(*arguments) or ""
-    found["random key"] = fingerprint_of((rng_key,), {})
-    found["init_params"] = fingerprint_of((init_params,), {}) if init_params is not None else ""
-    found["post_warmup_state"] = fingerprint_of((jax.tree.leaves(start),), {}) if start else ""
-    found["jax_enable_x64"] = bool(jax.config.read("jax_enable_x64"))
-    return found
+                facts[f"kernel's {name.strip('_')}"] = description_of(value)
+        facts["data"] = fingerprint_of(*arguments) or ""
+    facts["random key"] = fingerprint_of((rng_key,), {})
+    facts["init_params"] = fingerprint_of((init_params,), {}) if init_params is not None else ""
+    facts["post_warmup_state"] = fingerprint_of((jax.tree.leaves(start),), {}) if start else ""
+    facts["jax_enable_x64"] = bool(jax.config.read("jax_enable_x64"))
+    return facts
 
 
 def differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
-    """What differs, in words."""
-    found = []
+    """The differences between the facts of two runs, in words."""
+    words = []
     for name in sorted(here.keys() | there.keys()):
         mine, its = here.get(name), there.get(name)
         if isinstance(mine, float) and isinstance(its, float):
             same = are_same_densities(mine, its)
-        elif isinstance(mine, dict) and isinstance(its, dict):  # by what was known of it
+        elif isinstance(mine, dict) and isinstance(its, dict):  # by shared facts
             same = all(mine[key] == its[key] for key in mine.keys() & its.keys())
         else:
             same = mine == its
         if not same:
             shown = len(f"{mine}{its}") < 200 and not _is_hash(mine) and not _is_hash(its)
-            found.append(f"{name} is {mine} and was {its}" if shown else f"another {name}")
-    return found
+            words.append(f"{name} is {mine} and was {its}" if shown else f"another {name}")
+    return words
 
 
 def _is_hash(value: Any) -> bool:

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ctrl-C that lets a run end in good order."""
+"""A handler of Ctrl-C that lets a run end in good order."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +13,13 @@ from typing import Any
 @contextmanager
 def first_interrupt_waits() -> Iterator[Callable[[], bool]]:
     """
-    Within it the first Ctrl-C only makes the function that it gives say so; the second one is
-    again what it was before.
+    Context in which the first Ctrl-C only sets a flag.
+
+    The context gives a function that returns the flag. The second Ctrl-C acts as before.
     """
     seen = False
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # signals are for the main thread
+        yield lambda: False  # signals reach the main thread only
         return
     before = signal.getsignal(signal.SIGINT)
 

@@ -4,16 +4,16 @@
 """
 Running moments of all draws, in double precision.
 
-With :math:`n` draws of each of :math:`C` chains, a block of new ones is merged by the update of
-Chan, Golub and LeVeque (1983),
+With :math:`n` draws of each of :math:`C` chains, a block of :math:`m` new draws is merged by the
+update of Chan, Golub and LeVeque (1983),
 
 .. math:: \\mu \\leftarrow \\mu + \\frac{m}{n + m} \\delta, \\qquad
     S \\leftarrow S + S_m + \\frac{n m}{n + m} \\delta^2, \\qquad \\delta = \\mu_m - \\mu,
 
-for each chain and each value. Leading directions of the covariance over all chains are kept as
-the rows of :math:`F`: the sum of squared deviations is :math:`F^\\top F` and a diagonal, whose sum
-has the right diagonal; new deviations are added as rows, and the largest :math:`r` principal
-directions of all rows are kept.
+for each chain and each value. The rows of :math:`F` are leading directions of the covariance over
+all chains. The matrix of squared deviations is :math:`F^\\top F` plus a diagonal matrix that makes
+the diagonal right. New deviations are added as rows, and the largest :math:`r` principal directions
+of all rows are kept.
 
 **References:**
 
@@ -28,7 +28,7 @@ import xarray as xr
 
 from numpyro_sgmcmc.results.facts import variable_name
 
-#: Values that are turned into double precision at a time.
+#: Number of values that are turned into double precision at a time.
 _BLOCK = 4_000_000
 
 STATISTICS = ("mean", "sd", "r_hat")
@@ -38,9 +38,11 @@ Sites = dict[str, np.ndarray]
 
 class Moments(NamedTuple):
     """
-    - **draws** - draws of each chain :math:`n`.
-    - **mean** - of each chain, for each site shape (chains, ...).
-    - **squares** - sums of squared deviations from it, likewise.
+    Moments of the draws of each chain.
+
+    - **draws** - number of draws of each chain, :math:`n`.
+    - **mean** - mean of each chain, for each site shape (chains, ...).
+    - **squares** - sums of squared deviations from the mean, likewise.
     - **factors** - :math:`F`, shape (r, d), over the sites in the order of their names.
     """
 
@@ -51,14 +53,14 @@ class Moments(NamedTuple):
 
 
 def no_moments(shapes: dict[str, tuple[int, ...]], chains: int, rank: int) -> Moments:
-    """Of no draws of sites of these shapes."""
+    """The moments before the first draw, for sites of these shapes."""
     zeros = {name: np.zeros((chains, *shape)) for name, shape in shapes.items()}
     size = sum(x[0].size for x in zeros.values())
     return Moments(0, zeros, {name: x.copy() for name, x in zeros.items()}, np.zeros((rank, size)))
 
 
 def with_draws(moments: Moments, draws: Sites) -> Moments:
-    """The moments with draws of every site, shape (chains, draws, ...)."""
+    """The moments updated by draws of every site, shape (chains, draws, ...)."""
     chains, count = next(iter(draws.values())).shape[:2]
     each = sum(x[0, 0].size for x in draws.values()) * chains
     rows = max(1, _BLOCK // max(1, each))
@@ -79,7 +81,7 @@ def _merged(moments: Moments, block: Sites) -> Moments:
         x = block[name]
         new = x.mean(axis=1)
         shift = new - moments.mean[name]
-        # of several draws: they are not needed any more
+        # the draws are overwritten, because nobody needs them any more
         deviations = np.subtract(x, new[:, None], out=x)
         inside = np.einsum("cm...,cm...->c...", deviations, deviations)
         mean[name] = moments.mean[name] + m / (n + m) * shift
@@ -87,7 +89,7 @@ def _merged(moments: Moments, block: Sites) -> Moments:
         if len(moments.factors):
             chains = len(new)
             flat = deviations.reshape(chains * m, -1)
-            # the scatter of the means of the chains changes from that before to that after
+            # the scatter of the means of the chains changes with the new draws
             between = (np.sqrt(n * m / (n + m)) * shift).reshape(chains, -1)
             rows.append(np.concatenate([flat, between]))
     factors = moments.factors
@@ -104,11 +106,13 @@ def _leading(rows: np.ndarray, rank: int) -> np.ndarray:
 
 def summary_of(moments: Moments, dims: dict[str, list[str]]) -> xr.Dataset:
     """
-    The moments of all chains: for each site a variable over ``statistic``, the ``mean``, the
-    ``sd`` and, of several chains, ``r_hat``, :math:`\\sqrt{(n - 1) / n + B / W}` with the variances
-    :math:`B` of the means of the chains and :math:`W` within them; and where directions are kept
-    ``SITE_factors`` over ``direction``: the covariance within the chains is
-    :math:`\\sum_k F_{ka} F_{kb}`, and on its diagonal the variance.
+    Moments over all chains: mean, standard deviation and R-hat of each site.
+
+    Each site has a variable over ``statistic``: ``mean``, ``sd`` and, for several chains,
+    ``r_hat``, :math:`\\sqrt{(n - 1) / n + B / W}`. Here :math:`B` is the variance of the means of
+    the chains, and :math:`W` the variance within them. If directions are kept, ``SITE_factors`` has
+    them over ``direction``. The covariance within the chains is :math:`\\sum_k F_{ka} F_{kb}`, and
+    its diagonal is the variance.
 
     :param dims: names of the dimensions of variables.
     """
@@ -129,7 +133,7 @@ def summary_of(moments: Moments, dims: dict[str, list[str]]) -> xr.Dataset:
         variables[name] = (["statistic", *names], values)
         size = mean.size
         if len(moments.factors):
-            found = moments.factors[:, start : start + size] / np.sqrt(max(1, chains * (n - 1)))
-            variables[f"{name}_factors"] = (["direction", *names], found.reshape(-1, *shape))
+            factors = moments.factors[:, start : start + size] / np.sqrt(max(1, chains * (n - 1)))
+            variables[f"{name}_factors"] = (["direction", *names], factors.reshape(-1, *shape))
         start += size
     return xr.Dataset(variables, {"statistic": list(STATISTICS)}, {"draws": n})

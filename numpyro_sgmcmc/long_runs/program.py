@@ -5,8 +5,7 @@
 The compiled loop of a long run: any number of samples by one program.
 
 A call takes :math:`k` times :math:`m` samples and keeps the last of each :math:`m`; both numbers
-are arguments of the program, and so are the data. Draws do not depend on how they are divided
-into calls.
+and the data are arguments of the program. Draws do not depend on their division into calls.
 """
 
 from collections.abc import Callable
@@ -21,10 +20,10 @@ from numpyro.util import nested_attrgetter
 
 from numpyro_sgmcmc.data.data_leaves import separated_data
 
-#: What a call may return of draws, in bytes for all chains.
+#: Largest size of the draws of a call, in bytes for all chains.
 MOST_BYTES = 16_000_000
 
-#: Collected fields of the state by name; the first is the sample.
+#: Collected fields of the state by name; the first one is the sample.
 Fields = dict[str, Any]
 
 
@@ -33,13 +32,13 @@ class Program:
     The program of a run.
 
     :param kernel: an initialised kernel.
-    :param postprocess: of the values of one chain, or None for that of the kernel.
+    :param postprocess: function of the values of one chain, or None for the function of the kernel.
     :param fields: names of the fields to collect, the sample first.
     :param args: arguments of the model, whose arrays become arguments of the program.
     :param str method: ``"sequential"``, ``"vectorized"`` or ``"parallel"``.
-    :param int thinning: samples from one draw to the next.
-    :param list states: the states of the chains, as :func:`separated` gives them.
-    :param int num_draws: the most draws that a call can be asked for.
+    :param int thinning: number of samples from one draw to the next.
+    :param list states: the states of the chains from :func:`separated`.
+    :param int num_draws: the most draws of a call.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class Program:
         shapes = jax.eval_shape(lambda state: self._collected(state, args, kwargs), one)
         if self._method == "vectorized":
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
-        #: Shapes of what is collected of one draw of one chain.
+        #: Shapes of the collected fields of one draw of one chain.
         self.shapes: Fields = shapes
         each = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-        #: The most draws that a call returns.
+        #: Largest number of draws that a call returns.
         self.capacity = int(min(max(1, MOST_BYTES // max(1, each * num_chains)), max(1, num_draws)))
         run: Callable = self._drawn
         if self._method == "parallel":
@@ -86,8 +85,8 @@ class Program:
         self._first = states[0]
 
     def _collected(self, state: Any, args: tuple, kwargs: dict) -> Fields:
-        found = nested_attrgetter(*self._fields)(state)
-        sample, *rest = [found] if len(self._fields) == 1 else found
+        values = nested_attrgetter(*self._fields)(state)
+        sample, *rest = [values] if len(self._fields) == 1 else values
         constrain = self._postprocess or self._kernel.postprocess_fn(args, kwargs)
         sample = (jax.vmap(constrain) if self._method == "vectorized" else constrain)(sample)
         collected = jax.tree.map(jnp.asarray, (sample, *rest))
@@ -103,7 +102,7 @@ class Program:
 
         def segment(k: Array, carry: tuple[Any, Fields]) -> tuple[Any, Fields]:
             state, draws = carry
-            # a loop for a single sample would cost some microseconds
+            # a loop would cost a single sample some microseconds
             alone = self._thinning == 1
             state = sample(0, state) if alone else lax.fori_loop(0, steps, sample, state)
             draws = jax.tree.map(
@@ -118,33 +117,36 @@ class Program:
         return lax.fori_loop(0, segments, segment, (state, empty))
 
     def _drawn_by_one(self, data: list[Array], state: Any, segments: Array, steps: Array) -> Any:
-        """The same on the device of one chain, whose leading axis has length one."""
+        """Draws of one chain on its device, with a leading axis of length one."""
         state = jax.tree.map(lambda x: x[0], state)
         return jax.tree.map(lambda x: x[None], self._drawn(data, state, segments, steps))
 
     def compile(self) -> None:
-        """Compiles the program, by a call that takes no samples."""
+        """Compile the program, by a call without samples."""
         jax.block_until_ready(self._run(self._data, self._first, _number(0), _number(1)))
         self._first = None
 
     def __call__(self, states: list, segments: int, steps: int) -> tuple[list, Fields]:
         """
-        :param int segments: how often samples are taken, and the last of them kept.
-        :param int steps: how many samples each time; with ``thinning=1`` always 1.
-        :return: the states after them, and what was kept, arrays of NumPy of shape
-            ``(chains, min(segments, capacity), ...)``.
+        Take samples and return the kept draws.
+
+        :param int segments: number of groups of samples, each of which gives one draw, its last
+            sample.
+        :param int steps: number of samples in a group; with ``thinning=1`` always 1.
+        :return: the states after the samples, and the draws, arrays of NumPy of shape ``(chains,
+            min(segments, capacity), ...)``.
         """
         if self._thinning == 1:
             assert steps == 1
         counts = _number(segments), _number(steps)
         done = [self._run(self._data, state, *counts) for state in states]
         kept = min(segments, self.capacity)
-        # an error of a program appears where its results are waited for
+        # errors of a program appear when its results are awaited
         states = jax.block_until_ready([state for state, _ in done])
         if self._method == "sequential":
             draws = jax.tree.map(
                 lambda *chains: np.stack([np.asarray(x)[:kept] for x in chains]),
-                *(found for _, found in done),
+                *(part for _, part in done),
             )
         elif self._method == "parallel":
             draws = jax.tree.map(lambda x: np.array(x)[:, :kept].copy(), done[0][1])
@@ -158,22 +160,24 @@ class Program:
 
 
 def _number(count: int) -> Any:
-    # not yet on a device, so that it goes with data that are spread over processes
+    # not yet on a device, as data that are spread over processes need it
     return np.int32(count)
 
 
 def chain_mesh(num_chains: int) -> Mesh:
-    """A device for every chain."""
+    """A mesh with a device for every chain."""
     return Mesh(np.array(jax.local_devices()[:num_chains]), ("chain",))
 
 
 def separated(state: Any, method: str, num_chains: int, data: Any = ()) -> list:
     """
-    The state of all chains, as ``MCMC.last_state`` has it, as a program takes it: a list of the
-    states of sequential chains, or of one state of all.
+    The states of all chains as a list, in the form that a program takes.
 
-    :param data: a tree of what the program is called with; where it is spread over devices, the
-        state goes to all of them, as it comes back from the program.
+    The list has a state for each sequential chain, or one state of all chains. The argument has the
+    form of ``MCMC.last_state``.
+
+    :param data: a tree of the arguments of the program. If they are spread over devices, the state
+        goes to all devices, where the program returns it.
     """
     shardings = [x.sharding for x in jax.tree.leaves(data) if isinstance(x, jax.Array)]
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and s.num_devices > 1]

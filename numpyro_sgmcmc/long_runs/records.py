@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Values as JSON and arrays: what is read of them is data, whoever wrote them, and never a program.
+Conversion of values to JSON and arrays, safe to read whoever wrote them.
 
-A value is None, a truth value, number, word or array, or a list, tuple, mapping by words,
-``NamedTuple`` or dataclass of values. In JSON the latter are mappings with a single entry,
-``{"array": 3}``, ``{"tuple": [...]}``, ``{"mapping": {...}}`` and
-``{"record": ["Moments", {...}]}``.
+Reading gives data only and runs no code. A value is None, a Boolean, a number, a word or an array;
+or a list, a tuple, a mapping by words, a ``NamedTuple`` or a dataclass of values. In JSON the
+latter are mappings with a single entry, ``{"array": 3}``, ``{"tuple": [...]}``, ``{"mapping":
+{...}}`` and ``{"record": ["Moments", {...}]}``.
 """
 
 from collections.abc import Mapping
@@ -20,22 +20,22 @@ import numpy as np
 
 
 def kinds_in(*roots: Any) -> dict[str, type]:
-    """These kinds of ``NamedTuple``, and those that their annotations name, by name."""
-    found: dict[str, type] = {}
+    """The kinds of ``NamedTuple`` among these types and in their annotations, by name."""
+    kinds: dict[str, type] = {}
     for root in roots:
         if _is_record(root):
-            found |= {root.__name__: root} | kinds_in(*get_type_hints(root).values())
-        found |= kinds_in(*get_args(root))
-    return found
+            kinds |= {root.__name__: root} | kinds_in(*get_type_hints(root).values())
+        kinds |= kinds_in(*get_args(root))
+    return kinds
 
 
 def as_words(value: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) -> Any:
     """
-    The value for JSON.
+    The value in a form for JSON.
 
-    :param arrays: its arrays are appended to these.
-    :param kinds: of ``NamedTuple`` that may be there, by name.
-    :raises TypeError: if it has something of another kind.
+    :param arrays: the list to which arrays of the value are appended.
+    :param kinds: the allowed kinds of ``NamedTuple``, by name.
+    :raises TypeError: if the value has a part of another kind.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -61,8 +61,8 @@ def from_words(words: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) 
     """
     The inverse of :func:`as_words`.
 
-    :param kinds: of ``NamedTuple`` that may be there, by name.
-    :raises ValueError: if there is anything else.
+    :param kinds: the allowed kinds of ``NamedTuple``, by name.
+    :raises ValueError: if the words have anything else.
     """
 
     def value(words: Any) -> Any:
@@ -80,9 +80,9 @@ def from_words(words: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) 
             case {"record": [str(name), dict(fields)]} if name in kinds:
                 kind: Any = kinds[name]
                 if set(fields) == set(_hints(kind)):
-                    found = kind(**{field: value(x) for field, x in fields.items()})
-                    if is_of_type(found, kind):
-                        return found
+                    record = kind(**{field: value(x) for field, x in fields.items()})
+                    if is_of_type(record, kind):
+                        return record
         raise ValueError(f"{str(words)[:80]!r} is nothing that this version writes")
 
     return value(words)
@@ -90,7 +90,7 @@ def from_words(words: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) 
 
 def is_of_type(value: Any, kind: Any) -> bool:
     """
-    Whether a value that was read is what an annotation says, as far as types go.
+    True if a value that was read has the type of an annotation.
 
     :param kind: a type, a ``NamedTuple``, a union, or a list or mapping of values of one.
     """
@@ -109,7 +109,7 @@ def is_of_type(value: Any, kind: Any) -> bool:
         return any(is_of_type(value, x) for x in args)
     if kind in (bool, float, int, jax.Array) and isinstance(
         value, bool | int | float | np.ndarray
-    ):  # numbers may be arrays without axes, and the other way round
+    ):  # numbers may be arrays without axes, and the reverse
         array = np.asarray(value)
         kinds = {bool: "b", int: "iu", float: "iuf"}.get(kind)
         return kinds is None or array.ndim == 0 and array.dtype.kind in kinds

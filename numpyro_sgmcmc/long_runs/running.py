@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""A run on its way: what it draws, shows, writes and decides, chunk by chunk."""
+"""A run in progress: its chunks of draws, display, files and end."""
 
 from collections.abc import Callable
 import math
@@ -27,25 +27,25 @@ from numpyro_sgmcmc.long_runs.program import Program, joined
 from numpyro_sgmcmc.posterior.numpyro_private import arguments
 from numpyro_sgmcmc.results.facts import attributes, stein_of
 
-#: What a call of the program is to take, and the bytes of draws that wait to be written.
+#: Seconds that a call of the program should take, and the most bytes of draws that wait for
+#: writing.
 _SECONDS, _WAITING_BYTES = 0.5, 32_000_000
 
-#: Targets are looked at after so many draws, and then whenever there are so many times more,
-#: as long as that takes no more than a small part of the time.
+#: Number of draws before targets are first checked, and the growth factor to the next check. Checks
+#: take at most a small part of the time.
 _FEWEST_DRAWS, _GROWTH, _SHARE = 64, 1.3, 0.05
 
-#: The reasons to stop, by number.
+#: Reasons to stop, by number.
 _REASONS = ("", "max_time", "target_ess", "target_mcse", "interrupt")
 
 
 class Limits(NamedTuple):
     """
-    When a run stops before its end, and how often it is written; None is never.
+    The limits at which a run stops early, and the interval of checkpoints; None is never.
 
-    - **max_time** - after so many seconds of this call.
-    - **target_ess** - at this smallest bulk effective sample size.
-    - **target_mcse** - at this largest Monte-Carlo standard error, in posterior standard
-      deviations.
+    - **max_time** - seconds of this call.
+    - **target_ess** - smallest bulk effective sample size.
+    - **target_mcse** - largest Monte-Carlo standard error, in posterior standard deviations.
     - **checkpoint_every** - seconds between checkpoints.
     """
 
@@ -57,13 +57,13 @@ class Limits(NamedTuple):
 
 class Progress(NamedTuple):
     """
-    How far a run has come.
+    The progress of a run.
 
-    - **done** - samples taken, warm-up included.
+    - **done** - number of samples taken, warm-up included.
     - **states** - states of the chains.
-    - **moments** - of all draws.
+    - **moments** - moments of all draws.
     - **monitored** - draws of a few parameters.
-    - **seconds** - that it took so far, in all processes.
+    - **seconds** - duration so far, in all processes.
     """
 
     done: int
@@ -75,12 +75,12 @@ class Progress(NamedTuple):
 
 def restored_progress(found: dict[str, Any], begun: Progress, kept: int, numbers: int) -> Progress:
     """
-    How far the run of a checkpoint has come.
+    The progress of the run of a checkpoint.
 
-    :param begun: a run that begins.
-    :param int kept: draws of each chain of so many samples.
-    :param int numbers: how many are monitored.
-    :raises TypeError: if it is not that of this run.
+    :param begun: the progress of a run that begins.
+    :param int kept: number of draws of each chain in these samples.
+    :param int numbers: number of monitored values.
+    :raises TypeError: if the progress does not fit this run.
     """
     moments, monitored = found["moments"], found["monitored"]
 
@@ -97,7 +97,7 @@ def restored_progress(found: dict[str, Any], begun: Progress, kept: int, numbers
 
 
 class Running:
-    """A run on its way; what it shows, writes and decides."""
+    """A run in progress, with its display, files and decisions."""
 
     def __init__(
         self,
@@ -123,17 +123,17 @@ class Running:
         self.before = progress.seconds
         self.where = places({k: x.shape for k, x in draws.sites_of(program.shapes).items()})
         self.committed = -math.inf
-        #: seconds for a call without samples, for a sample, and samples of the latest call
+        #: seconds for a call without samples and for a sample, and samples of the latest call
         self.call, self.each, self.latest = 0.0, 0.0, 1
-        #: after how many draws, and when, the targets are looked at next
+        #: number of draws and time of the next check of targets
         self.look, self.look_after = _FEWEST_DRAWS, 0.0
         self.judged = 0
 
     def advance(self) -> str | None:
-        """Draws until the end, or gives the reason to stop before."""
+        """Draw until the end, or return the reason for an early stop."""
         mcmc = self.mcmc
         if self.progress.done < self.total:
-            self.commit()  # what the tuning has found is not to be lost
+            self.commit()  # the tuning must not get lost
             self.program.compile()
             start = time.perf_counter()
             self.program(self.progress.states, 0, 1)
@@ -155,13 +155,13 @@ class Running:
         return None
 
     def chunk(self, count: int) -> None:
-        """About so many samples, by one call of the program."""
+        """Take about this many samples, by one call of the program."""
         progress, thinning = self.progress, self.mcmc.thinning
         left = self.skipped - progress.done
         if left > 0:
             number, kept = min(count, left), 0
         else:
-            # of the way from one draw to the next
+            # samples since the latest draw
             gone = -left % thinning
             number = min(count, thinning - gone)
             kept = int(number == thinning - gone)
@@ -174,13 +174,13 @@ class Running:
         try:
             states, draws = self.program(progress.states, segments, steps)
         except BaseException as error:
-            # not what the failed call did, and everything before it
+            # everything before the failed call is kept
             self.commit()
             if unreadable := failure_of(arguments(self.mcmc), error):
                 raise unreadable from error
             raise
         took = time.perf_counter() - start
-        # what a call costs by itself says nothing of longer ones
+        # the fixed cost of a call says nothing about longer calls
         self.each, self.latest = max(took - self.call, 0.1 * took) / number, number
         moments, monitored = progress.moments, progress.monitored
         if kept:
@@ -195,7 +195,7 @@ class Running:
             self.commit()
 
     def planned(self) -> int:
-        """How many samples the next call is to take."""
+        """The number of samples of the next call."""
         left = self.total - self.progress.done
         if not self.each:
             return 1
@@ -206,12 +206,12 @@ class Running:
 
     @property
     def target_size(self) -> float:
-        """The effective sample size that is asked for, whatever it is of."""
+        """The requested effective sample size, in the bulk or for means."""
         mcse = self.limits.target_mcse
         return max(self.limits.target_ess or 0.0, 0.0 if mcse is None else mcse**-2)
 
     def reason(self, interrupted: Callable[[], bool]) -> str:
-        """Why to stop now, or an empty word."""
+        """The reason to stop now, or an empty word."""
         limits, progress = self.limits, self.progress
         if interrupted():
             return "interrupt"
@@ -221,17 +221,17 @@ class Running:
         draws, monitored = self.draws.count, progress.monitored
         if not self.target_size or monitored is None or draws < self.look or now < self.look_after:
             return ""
-        found, ess, mcse = "", limits.target_ess, limits.target_mcse
+        word, ess, mcse = "", limits.target_ess, limits.target_mcse
         if ess is not None and least_size(monitored, "bulk") >= ess:
-            found = "target_ess"
+            word = "target_ess"
         elif mcse is not None and least_size(monitored, "mean") >= mcse**-2:
-            found = "target_mcse"
+            word = "target_mcse"
         took = time.monotonic() - now
         self.look, self.look_after = int(_GROWTH * draws), now + took + took / _SHARE
-        return found
+        return word
 
     def show(self, bar: tqdm) -> None:
-        """The progress bar, and what the kernel says of the draws."""
+        """Show the progress bar with the kernel's text about the draws."""
         done = self.progress.done
         bar.set_description("warmup" if done <= self.skipped else "sample", refresh=False)
         kernel = self.mcmc.sampler
@@ -253,7 +253,7 @@ class Running:
         )
 
     def commit(self) -> None:
-        """Writes what has been drawn, in an order in which nothing is lost or seen in part."""
+        """Write the draws, in an order in which nothing is lost or visible in part."""
         self.committed = time.monotonic()
         if self.folder.path is None:
             return
@@ -277,28 +277,28 @@ class Running:
             )
 
     def finish(self) -> None:
-        """The facts of the run go to the store."""
+        """Write the facts of the run to the store."""
         if self.folder.writes:
             stein = stein_of(self.mcmc)
-            found = attributes(self.mcmc, stein, self.progress.seconds)
+            facts = attributes(self.mcmc, stein, self.progress.seconds)
             self.folder.store.describe(
                 {
                     name: value.item() if isinstance(value, np.generic) else value
-                    for name, value in found.items()
+                    for name, value in facts.items()
                     if not isinstance(value, float | np.floating) or math.isfinite(value)
                 }
             )
         if self.folder.path is not None:
             self.commit()
-            together()  # so that all of them can read
+            together()  # all processes must be able to read
 
 
 def _agreed(reason: str, count: int) -> tuple[str, int]:
     """
-    What all processes do next: what the first says, unless one of them is to stop.
+    The next action of all processes: that of the first, unless one of them must stop.
 
-    :param reason: why this process is to stop, or an empty word.
-    :param count: how many samples it would take.
+    :param reason: the reason of this process to stop, or an empty word.
+    :param count: the number of samples that it would take.
     """
     if jax.process_count() == 1:
         return reason, count

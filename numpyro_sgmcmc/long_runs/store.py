@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Draws in a Zarr store (version 3 of the format) that can be read at any moment.
+A Zarr store of draws (version 3 of the format) that can be read at any moment.
 
-zarr-python would show a longer array before its new chunks are there, and one variable before the
-others. So chunks go to disk at once, and metadata wait in memory for :meth:`Store.publish`, which
-writes those of the arrays and last those of the root, which repeat all shapes. Each file is flushed
-and replaced as a whole, so a reader of the root's ("consolidated") metadata sees all variables with
-the same number of complete draws, whatever happens. Each chunk ends in its CRC-32C checksum,
-which every reader of Zarr compares. It says that a chunk is whole, and not that it is the right
-one: so there is a manifest too, kept by the checkpoint, of the draws that each place has.
+zarr-python would show a longer array before its new chunks exist, and one variable before the
+others. So chunks go to disk at once, and metadata wait in memory for :meth:`Store.publish`. It
+writes the metadata of the arrays and then the metadata of the root, which repeat all shapes. Each
+file is flushed and replaced as a whole. So a reader of the root's ("consolidated") metadata always
+sees all variables with an equal number of complete draws. Each chunk ends in its CRC-32C checksum,
+which every reader of Zarr compares. The checksum shows that a chunk is complete, but not that it is
+the right one. So the checkpoint also keeps a manifest of the draws in each place.
 """
 
 import asyncio
@@ -43,25 +43,27 @@ except ImportError as error:
         "`LongRun(store=...)` writes with zarr 3.1.6 or later: pip install 'numpyro_sgmcmc[zarr]'."
     ) from error
 
-#: Bytes of a chunk, and the fewest and the most draws in it, as far as the other one allows.
+#: Bytes of a chunk, and the fewest and the most draws in it, as far as these agree.
 _CHUNK_BYTES, _FEWEST_DRAWS, _MOST_DRAWS = 1 << 20, 64, 8_192
 
 _METADATA = "zarr.json"
 
-#: How many damaged files an error names.
+#: Number of damaged files that an error names.
 _NAMED = 5
 
-#: A checksum of the values in each chunk of an array, by its path: those of the draws that there
-#: are, draw by draw, so that draws which come later need none of those before.
+#: Checksums of the values in each chunk of an array, by its path. They run draw by draw over the
+#: existing draws, so that new draws do not need the earlier ones.
 Manifest = dict[str, np.ndarray]
 
 
 class _Held(WrapperStore[MemoryStore]):
     """
-    A folder whose metadata are held in memory. Nothing in it is deleted: a reader may need it.
+    A folder whose metadata are held in memory.
 
-    :param root: the metadata of the root, which repeat all the others; None of a new store.
-    :param bool is_read: whether a file that is not there was lost, and is not to be written yet.
+    Nothing in it is deleted, because a reader may need it.
+
+    :param root: the metadata of the root, which repeat all others; None for a new store.
+    :param bool is_read: whether a missing file counts as lost, and not as a new one.
     """
 
     def __init__(self, folder: Path, root: bytes | None = None, is_read: bool = False) -> None:
@@ -69,8 +71,8 @@ class _Held(WrapperStore[MemoryStore]):
         super().__init__(MemoryStore(self.metadata))
         self._folder, self._is_read = folder, is_read
         if root is not None:
-            found = _separated(root)
-            self.metadata |= {k: cpu.Buffer.from_bytes(x) for k, x in found.items()}
+            files = _separated(root)
+            self.metadata |= {k: cpu.Buffer.from_bytes(x) for k, x in files.items()}
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
@@ -80,19 +82,19 @@ class _Held(WrapperStore[MemoryStore]):
     async def set(self, key: str, value: Buffer) -> None:
         await asyncio.to_thread(self.set_sync, key, value)
 
-    # some versions of zarr call these two in the place of the two above; of chunks, which end in
-    # their checksum, all is read
+    # some versions of zarr call these two in the place of the two above; chunks are read as a
+    # whole, because they end in their checksum
     def get_sync(
         self, key: str, *, prototype: BufferPrototype | None = None, **options: Any
     ) -> Buffer | None:
         if key.endswith(_METADATA):
             return self.metadata.get(key)
-        found = self.on_disk(key)
+        content = self.on_disk(key)
         buffer = (prototype or cpu.buffer_prototype).buffer
-        return None if found is None else buffer.from_bytes(found)
+        return None if content is None else buffer.from_bytes(content)
 
     def on_disk(self, key: str) -> bytes | None:
-        """A file of the folder, if it is there."""
+        """The content of a file of the folder, or None for a new file."""
         try:
             return read(self._folder / key)
         except FileNotFoundError:
@@ -107,16 +109,14 @@ class _Held(WrapperStore[MemoryStore]):
             self.write(key, value)
 
     def write(self, key: str, value: Buffer) -> None:
-        """Puts a file into the folder."""
+        """Write a file into the folder."""
         file = self._folder / key
         plain(file).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, value.as_numpy_array().data)
 
 
 class Store:
-    """
-    A store in a folder.
-    """
+    """A Zarr store of draws in a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.realpath(path))
@@ -125,9 +125,9 @@ class Store:
 
     def create(self, groups: Mapping[str, Mapping[str, dict]], **attributes: Any) -> None:
         """
-        Begins a store without draws.
+        Make a store without draws.
 
-        :param groups: the arrays, as :func:`variable` describes them, by group and name.
+        :param groups: the arrays, in the form of :func:`variable`, by group and name.
         """
         root = zarr.create_group(self._held, overwrite=True, attributes=attributes)
         for group, arrays in groups.items():
@@ -136,14 +136,13 @@ class Store:
 
     def append(self, start: int, values: Mapping[str, np.ndarray], manifest: Manifest) -> Manifest:
         """
-        Writes draws after the first ``start`` ones, which no reader sees before
-        :meth:`publish`.
+        Write draws after the first ``start`` ones; readers see them after :meth:`publish`.
 
-        :param values: for each array over draws, by its path, its new values.
-        :return: the manifest with these.
-        :raises ValueError: if a file of the store is not whole.
+        :param values: new values of each array over draws, by path.
+        :return: the manifest with the new draws.
+        :raises ValueError: if a file of the store is incomplete.
         """
-        found = dict(manifest)
+        sums = dict(manifest)
         for name, array in values.items():
             place, axis = self._growing[name]
             array = array.astype(place.dtype)
@@ -152,26 +151,27 @@ class Store:
                 place[(slice(None),) * axis + (slice(start, None),)] = array
             except ValueError as error:
                 raise self._damage([f"`{name}`, to which draws are added: {error}"]) from error
-            found[name] = _checksums(found[name], start, array, place.chunks, axis)
-        return found
+            sums[name] = _checksums(sums[name], start, array, place.chunks, axis)
+        return sums
 
     def publish(self, draws: int) -> None:
-        """Shows readers this many draws: those that have been appended, or fewer."""
+        """Show this many draws to readers; at most the number of appended draws."""
         for array, axis in self._growing.values():
             _resize(array, axis, draws)
         with warnings.catch_warnings():
-            # that they are not in the specification yet; all readers that we know of have them
+            # consolidated metadata are not in the specification yet, but all known readers have
+            # them
             warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
             zarr.consolidate_metadata(self._held)
-        for key in sorted(self._held.metadata, key=_METADATA.__eq__):  # the root's last
+        for key in sorted(self._held.metadata, key=_METADATA.__eq__):  # the root comes last
             value = self._held.metadata[key]
             if self._held.on_disk(key) != value.to_bytes():
                 self._held.write(key, value)
         flush_folder(self.path)
 
     def write(self, group: str, dataset: xr.Dataset) -> None:
-        """Writes arrays that do not grow into a group, or puts them in the place of older ones."""
-        # words of fixed length are not in the specification of Zarr
+        """Write arrays of fixed size into a group, or replace older ones."""
+        # the specification of Zarr has no words of fixed length
         words = {k: x.astype(object) for k, x in dataset.variables.items() if x.dtype.kind == "U"}
         new = [
             k for k in dataset.variables if f"{group}/{k}/{_METADATA}" not in self._held.metadata
@@ -182,28 +182,28 @@ class Store:
         )  # fmt: skip
 
     def describe(self, attributes: Mapping[str, Any]) -> None:
-        """Adds attributes of the store."""
+        """Add attributes to the store."""
         self._root.attrs.update(attributes)
 
     @property
     def draws(self) -> int:
-        """Number of draws that readers see."""
+        """The number of draws that readers see."""
         arrays = _growing_in(self._seen) if self._exists else {}
         return next((x.shape[axis] for x, axis in arrays.values()), 0)
 
     @property
     def nodes(self) -> list[str]:
-        """Paths of the groups and arrays that readers see."""
+        """The paths of the groups and arrays that readers see."""
         return [name for name, _ in self._seen.members(max_depth=None)]
 
     @property
     def metadata(self) -> str:
-        """All of them, as they were published last."""
+        """All metadata, as published last."""
         return self._held.metadata[_METADATA].to_bytes().decode()
 
     @property
     def manifest(self) -> Manifest:
-        """Of the draws that readers see, and of the coordinates."""
+        """The manifest of the draws that readers see, and of the coordinates."""
         return {
             name: _checksums(np.zeros((0,) * x.ndim), 0, np.asarray(x[...]), x.chunks, _axis_of(x))
             for name, x in _arrays_in(self._seen).items()
@@ -211,29 +211,29 @@ class Store:
 
     def read(self, name: str, manifest: Manifest | None = None, draws: int = 0) -> np.ndarray:
         """
-        All values of an array that readers see.
+        Read all values of an array that readers see.
 
-        :param manifest: of the values that it should have.
-        :param int draws: how many draws these are.
-        :raises ValueError: if they are others, or a file of the store is lost or not whole.
+        :param manifest: the manifest of the expected values.
+        :param int draws: the number of expected draws.
+        :raises ValueError: if values differ, or a file of the store is lost or incomplete.
         """
         with self._metadata_named():
             array: Any = self._seen[name]
             axis = _axis_of(array)
             stop = array.shape[axis] if manifest is None or "draw" not in _dims_of(array) else draws
             expected = None if manifest is None else manifest[name]
-            found = np.empty((*array.shape[:axis], stop, *array.shape[axis + 1 :]), array.dtype)
-        if damaged := list(_damaged(name, array, expected, stop, found)):
+            values = np.empty((*array.shape[:axis], stop, *array.shape[axis + 1 :]), array.dtype)
+        if damaged := list(_damaged(name, array, expected, stop, values)):
             raise self._damage(damaged)
-        return found
+        return values
 
     def check(self, manifest: Manifest, draws: int) -> None:
         """
-        Reads all draws, a chunk at a time.
+        Read and check all draws, a chunk at a time.
 
-        :param manifest: of the values that it should have.
-        :param int draws: how many draws these are.
-        :raises ValueError: if some are others, or a file of the store is lost or not whole, naming
+        :param manifest: the manifest of the expected values.
+        :param int draws: the number of expected draws.
+        :raises ValueError: if values differ, or a file of the store is lost or incomplete, naming
             file and draws.
         """
         arrays = _arrays_in(self._seen)
@@ -248,11 +248,11 @@ class Store:
 
     def go_on(self, metadata: str) -> None:
         """
-        Goes on from what a checkpoint says of the store.
+        Go on from the metadata in a checkpoint.
 
-        :param metadata: of the store, as they were then.
-        :raises ValueError: if they are lost or not whole, or say something else now.
-        :raises TypeError: if those of the checkpoint are none.
+        :param metadata: the metadata of the store at the checkpoint.
+        :raises ValueError: if the present metadata are lost, incomplete or different.
+        :raises TypeError: if the checkpoint has no metadata.
         """
         try:
             there = _described(metadata.encode())
@@ -287,7 +287,9 @@ class Store:
     @contextmanager
     def _metadata_named(self) -> Iterator[None]:
         """
-        :raises ValueError: instead of whatever zarr raises where metadata are not as it wrote them.
+        Context that turns errors of zarr from changed metadata into one error.
+
+        :raises ValueError: in the place of any error of zarr from changed metadata.
         """
         file = self.path / _METADATA
         try:
@@ -311,7 +313,7 @@ class Store:
 
     @cached_property
     def _growing(self) -> dict[str, tuple[Any, int]]:
-        # so that a file that is not there is one that was lost
+        # a missing file counts as lost from now on
         with zarr.config.set({"array.write_empty_chunks": True}):
             return _growing_in(self._root)
 
@@ -322,18 +324,19 @@ class Store:
 
 def variable(shape: tuple[int, ...], dtype: Any, dims: list[str], num_draws: int) -> dict[str, Any]:
     """
-    An array that grows along the dimension ``draw``, the first or the second, as
-    ``zarr.create_array`` wants it.
+    The description of an array over draws, in the form that ``zarr.create_array`` takes.
 
-    Chunks hold all chains and at least 64 draws, and so of a large site only a block of its
-    values: to look at a few parameters little is read.
+    The array grows along the dimension ``draw``, its first or second one.
 
-    :param shape: shape of one draw with all chains; of the draw itself ``()``.
+    A chunk has all chains and at least 64 draws. For a large site it has only a block of the
+    values, so that reading a few parameters reads few bytes.
+
+    :param shape: shape of one draw with all chains; ``()`` for the coordinate ``draw``.
     :param dims: names of the dimensions, with ``draw``.
-    :param int num_draws: how many draws there are to be.
+    :param int num_draws: the expected number of draws.
     """
     dtype = np.dtype(dtype)
-    # Zarr knows the data types of NumPy only
+    # Zarr has only the data types of NumPy
     dtype = dtype if dtype.kind in "biuf" else np.dtype(np.float32)
     axis = dims.index("draw")
     block, most = list(shape), _CHUNK_BYTES // (_FEWEST_DRAWS * dtype.itemsize)
@@ -347,7 +350,7 @@ def variable(shape: tuple[int, ...], dtype: Any, dims: list[str], num_draws: int
         "chunks": tuple(max(1, n) for n in (*block[:axis], draws, *block[axis:])),
         "dtype": dtype,
         "dimension_names": dims,
-        # a tenth of the size would be saved for twice the processor time: draws are noise
+        # compression of draws would save a tenth of the size and double the processor time
         "compressors": [Crc32cCodec()],
     }
 
@@ -361,39 +364,41 @@ def _dims_of(array: Any) -> tuple[str | None, ...]:
 
 
 def _axis_of(array: Any) -> int:
-    """The axis of the draws, or the first one."""
+    """The axis of the draws, or the first axis."""
     dims = _dims_of(array)
     return dims.index("draw") if "draw" in dims else 0
 
 
 def _growing_in(root: zarr.Group) -> dict[str, tuple[Any, int]]:
-    """The arrays over draws by their path, and which of the axes that is."""
+    """The arrays over draws, by path, with the axis of the draws."""
     return {k: (x, _axis_of(x)) for k, x in _arrays_in(root).items() if "draw" in _dims_of(x)}
 
 
 def _described(root: bytes) -> dict[str, Any]:
     """
-    What the metadata of the root say of every node, without what later draws change: their number,
-    and the moments.
+    The constant part of the root's metadata of every node.
+
+    It leaves out the number of draws and the moments.
     """
-    found = json.loads(root)["consolidated_metadata"]["metadata"]
-    for node in found.values():
+    nodes = json.loads(root)["consolidated_metadata"]["metadata"]
+    for node in nodes.values():
         node.pop("consolidated_metadata", None)
         if "draw" in (dims := node.get("dimension_names") or []):
             node["shape"][dims.index("draw")] = 0
-    return {name: node for name, node in found.items() if name.split("/")[0] != "moments"}
+    return {name: node for name, node in nodes.items() if name.split("/")[0] != "moments"}
 
 
 def _separated(root: bytes) -> dict[str, bytes]:
     """
-    The metadata of each node by file, from those of the root, which repeat all the others: a file
-    that is lost is written again.
+    The metadata of each node by file, from the metadata of the root.
+
+    The root repeats all others, so that a lost file can be written again.
     """
-    found = {_METADATA: root}
+    files = {_METADATA: root}
     for name, node in json.loads(root)["consolidated_metadata"]["metadata"].items():
         own = {key: value for key, value in node.items() if key != "consolidated_metadata"}
-        found[f"{name}/{_METADATA}"] = json.dumps(own).encode()
-    return found
+        files[f"{name}/{_METADATA}"] = json.dumps(own).encode()
+    return files
 
 
 def _resize(array: zarr.Array, axis: int, draws: int) -> None:
@@ -404,25 +409,25 @@ def _checksums(
     before: np.ndarray, start: int, values: np.ndarray, chunks: tuple[int, ...], axis: int
 ) -> np.ndarray:
     """
-    The checksums of an array with values after the first ``start`` ones along an axis.
+    The checksums of an array with new values after the first ``start`` ones along an axis.
 
-    :param before: those of the array without them.
+    :param before: the checksums before the new values.
     """
     shape = list(values.shape)
     shape[axis] += start
     blocks = [range(-(-n // chunk)) for n, chunk in zip(shape, chunks, strict=True)]
-    found = np.zeros(tuple(map(len, blocks)), np.uint32)
-    found[tuple(map(slice, before.shape))] = before
+    sums = np.zeros(tuple(map(len, blocks)), np.uint32)
+    sums[tuple(map(slice, before.shape))] = before
     blocks[axis] = blocks[axis][start // chunks[axis] :]
     for block in product(*blocks):
         place = _place(block, chunks)
         place[axis] = slice(max(0, place[axis].start - start), place[axis].stop - start)
-        found[block] = _checksum(values[tuple(place)], axis, int(found[block]))
-    return found
+        sums[block] = _checksum(values[tuple(place)], axis, int(sums[block]))
+    return sums
 
 
 def _place(block: tuple[int, ...], chunks: tuple[int, ...]) -> list[slice]:
-    """Where a chunk is."""
+    """The slices of a chunk in its array."""
     return [slice(k * n, (k + 1) * n) for k, n in zip(block, chunks, strict=True)]
 
 
@@ -438,11 +443,11 @@ def _damaged(
     values: np.ndarray | None = None,
 ) -> Iterator[str]:
     """
-    Files of an array that are lost, not whole or not the right ones, and what is lost with them.
+    Descriptions of the lost, incomplete or wrong files of an array, with the draws in them.
 
-    :param expected: its checksums, if they are known.
-    :param int stop: so many draws are in these.
-    :param values: is filled with the values, if it is there.
+    :param expected: the checksums of the array, if they are known.
+    :param int stop: the number of draws behind the checksums.
+    :param values: an array that receives the values, or None.
     """
     axis, chunks = _axis_of(array), array.chunks
     has_draws = "draw" in _dims_of(array)
@@ -456,13 +461,13 @@ def _damaged(
         first, last = place[axis].start, min(place[axis].stop, stop)
         place[axis] = slice(first, last)
         try:
-            found = np.asarray(array[tuple(place)])
+            part = np.asarray(array[tuple(place)])
             cause = "is not what the run wrote there"
-            is_right = expected is None or _checksum(found, axis) == expected[block]
-        except Exception as error:  # whatever a file of other content ends in
+            is_right = expected is None or _checksum(part, axis) == expected[block]
+        except Exception as error:  # files with other content raise many kinds of errors
             is_right, cause = False, f"{type(error).__name__}: {error}"
         if not is_right:
             lost = f"draws {first:,} to {last - 1:,} of each chain" if has_draws else "coordinates"
             yield f"`{name}/{'/'.join(map(str, ('c', *block)))}` ({lost}): {cause}"
         elif values is not None:
-            values[tuple(place)] = found
+            values[tuple(place)] = part

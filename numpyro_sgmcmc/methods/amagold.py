@@ -22,6 +22,8 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 
 class MomentumAndWork(NamedTuple):
     """
+    The momentum of AMAGOLD and the work since the latest test.
+
     - **momentum** - momentum of every coordinate, shape (d,).
     - **work** - the work :math:`\\rho` of the noisy forces since the latest sample.
     - **accept_prob** - the probability with which the latest sample was accepted.
@@ -52,21 +54,21 @@ class AMAGOLD(MomentumKernel):
 
     .. math:: \\min\\{1, \\exp([U(\\theta_0) - U(\\theta_T) + \\rho] / T_0)\\},
 
-    and else the chain stays where it was, with its momentum reversed. A path and its reverse have
-    the same minibatches, and so neither the step size nor the noise of the gradient leaves an
-    error. The price is two evaluations of the potential on all rows for each sample, and that of
-    long paths with much noise few are accepted: the probability falls like
+    and otherwise the chain stays at :math:`\\theta_0`, with its momentum reversed. A path and its
+    reverse have the same minibatches, so neither the step size nor the noise of the gradient leaves
+    an error. Each sample costs two evaluations of the potential on all rows. Long paths with much
+    noise are rarely accepted: the probability falls like
     :math:`\\exp(-\\tfrac12 T h^2 \\operatorname{tr} V)`. ``accept_prob`` is collected with each
-    draw; where its mean is below a half reduce ``step_size`` or ``steps_per_sample``, or take
-    larger minibatches.
+    draw. If its mean is below a half, reduce ``step_size`` or ``steps_per_sample``, or take larger
+    minibatches.
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param float step_size: step size :math:`h`, in units of a posterior standard deviation; None
         is tuned. It cannot be a schedule.
     :param float friction: friction :math:`A`, per unit of time; None is tuned.
-    :param int steps_per_sample: :math:`T`; None is as many as a path needs to forget where it was,
-        but no more than :math:`1 / (h^2 \\operatorname{tr} V)`, at which about six of ten are
-        accepted.
+    :param int steps_per_sample: number of steps :math:`T` in a sample. None is as many as a path
+        needs to forget its start, but no more than :math:`1 / (h^2 \\operatorname{tr} V)`, at which
+        about six of ten samples are accepted.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**

@@ -37,19 +37,21 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, largest_of, whitened_step
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
-#: Integrators that other methods do not have.
+#: Integrators of this method that other methods lack.
 _OWN = ("euler", "symmetric", "nogin")
 
-#: The noise, :math:`h^2 v`, that a symmetric integrator is to take out of the momentum: in one
-#: direction what a tuned step has at most, but for rounding; and in their mean. With 0.65 in the
-#: mean and 400 parameters each pilot halved the step, and none with NOGIN.
+#: Largest noise, :math:`h^2 v`, that the symmetric integrator removes from the momentum: in one
+#: direction (the bound of a tuned step, and rounding), and in the mean of the directions. With a
+#: mean of 0.65 and 400 parameters each pilot halved the step, while no pilot did with NOGIN.
 _MOST_NOISE = 1.001
 _MOST_IN_THE_MEAN = 0.3
-#: And the noise times the curvature that a metric leaves: a third of it is the error of a variance.
+#: Largest product of the noise and the excess curvature in the metric. A third of it is the
+#: relative error of a variance.
 _ACCEPTED = 0.1
-#: The largest nonlinearity, with noise and with hardly any. From the neck of a funnel a step that
-#: was undone leads back with the momentum reversed only where the gradient is taken between two
-#: half drifts: with it at the end chains stood still there, with nu = 0.22, h^2 v = 0.09 and 0.5.
+#: Largest nonlinearity for the symmetric integrator, with noise and with hardly any, and the noise
+#: that counts as hardly any. In the neck of a funnel an undone step with a reversed momentum leads
+#: back only if the gradient is taken between two half drifts. With the gradient at the end, chains
+#: stood still there, at nu = 0.22, h^2 v = 0.09 and 0.5.
 _NO_FUNNEL = 0.15
 _NO_FUNNEL_IF_QUIET = 0.3
 _QUIET = 0.05
@@ -63,12 +65,14 @@ def _splitting_of(integrator: str) -> Splitting | None:
 
 class CovarianceControlled(NamedTuple):
     """
+    The momentum, the thermostat and the noise estimate of CCAdL.
+
     - **momentum** - momentum of every coordinate, shape (d,).
-    - **thermostat** - :math:`\\xi`, the friction that the thermostat has come to, a scalar.
-    - **noise_covariance** - :math:`\\hat V`, the covariance of the noise of the minibatch
-      gradient, averaged over past steps: its diagonal, shape (d,), all of it, (d, d), a
-      :class:`~numpyro_sgmcmc.gradients.covariance.LowRankPlusDiagonal`, or nothing if matrix-free.
-    - **observations** - the number of minibatches that :math:`\\hat V` has seen.
+    - **thermostat** - :math:`\\xi`, the current friction of the thermostat, a scalar.
+    - **noise_covariance** - :math:`\\hat V`, the covariance of the noise of the minibatch gradient,
+      averaged over past steps: its diagonal, shape (d,), the full matrix, (d, d), a
+      :class:`~numpyro_sgmcmc.gradients.covariance.LowRankPlusDiagonal`, or empty if matrix-free.
+    - **observations** - the number of minibatches in :math:`\\hat V`.
     """
 
     momentum: Array
@@ -119,9 +123,9 @@ class CCAdL(MomentumKernel):
     :param NoiseEstimate noise: how :math:`\\hat V` is represented, observed and averaged.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
-    **The step.** A friction of its own dissipates the gradient's noise by an estimate
-    :math:`\\hat V` of its covariance, which may depend on position and direction. A thermostat
-    :math:`\\xi` takes up what is left.
+    **The step.** The kernel estimates the covariance :math:`\\hat V` of the gradient noise, which
+    may depend on the position and on the direction. A separate friction dissipates this noise. A
+    thermostat :math:`\\xi` takes up the rest.
 
     With ``integrator="symmetric"`` a step is, written from one drift to the next,
 
@@ -139,10 +143,10 @@ class CCAdL(MomentumKernel):
 
     with :math:`a` and :math:`b` of
     :func:`~numpyro_sgmcmc.kernels.integrators.noise_controls` and :math:`\\phi` of
-    :func:`~numpyro_sgmcmc.kernels.integrators.phi`. With :math:`\\hat V = V`
-    it is exact for a Gaussian posterior in its metric, whatever the noise and its direction; where
-    the curvature :math:`\\lambda` is not 1 a variance is off by a part of at most about
-    :math:`h^3 v (\\lambda - 1) / (3 T)`. The gradient is taken where the draws are.
+    :func:`~numpyro_sgmcmc.kernels.integrators.phi`. With :math:`\\hat V = V` the step is exact for
+    a Gaussian posterior in its metric, for any noise in any direction. If the curvature
+    :math:`\\lambda` is not 1, the relative error of a variance is at most about :math:`h^3 v
+    (\\lambda - 1) / (3 T)`. The gradient is taken at the draws.
 
     With ``integrator="nogin"`` a step is
 
@@ -156,17 +160,18 @@ class CCAdL(MomentumKernel):
         p &\\leftarrow p - \\tfrac h2 \\nabla \\tilde U(\\theta) \\\\
         \\theta &\\leftarrow \\theta + \\tfrac h2 p
 
-    with one gradient, the same :math:`R \\sim N(0, T \\tanh(A h / 2) I)` twice, and
-    :math:`D = \\tanh(\\xi h / 2) I + \\tfrac{h^2}{4 T} \\hat V`. With :math:`\\hat V = V` it
-    is exact for a Gaussian posterior in any metric, whatever the noise and its direction, up to
-    :math:`h^2 \\lambda < 4`. For others its gradient is taken half a drift from the draws, where
-    they are wider by :math:`h^2 / 4`, so that :math:`d` effects together move their common scale
-    by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation.
+    with one gradient, one :math:`R \\sim N(0, T \\tanh(A h / 2) I)` used twice, and
+    :math:`D = \\tanh(\\xi h / 2) I + \\tfrac{h^2}{4 T} \\hat V`. With :math:`\\hat V = V` the step
+    is exact for a Gaussian posterior in any metric, for any noise in any direction, up to
+    :math:`h^2 \\lambda < 4`. The gradient is taken half a drift from the draws, where the positions
+    are wider by :math:`h^2 / 4`. For other posteriors this matters: :math:`d` effects together move
+    their common scale by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation.
 
-    For posteriors that are not Gaussian the error of both is of second order in :math:`h`.
-    ``"auto"``, the default, is ``"symmetric"`` for a tuned step, up to :math:`h^2 v = T` in all
-    directions, or :math:`T / (10 (\\lambda - 1))` if that is less, and :math:`0.3 \\, T` in their
-    mean, and ``"nogin"`` beyond, where something looks like a funnel, and where nothing is tuned.
+    For posteriors that are not Gaussian both have an error of second order in :math:`h`. The
+    default, ``"auto"``, is ``"symmetric"`` for a tuned step with little noise: :math:`h^2 v` is at
+    most :math:`T` in each direction, or :math:`T / (10 (\\lambda - 1))` if that is less, and at
+    most :math:`0.3 \\, T` in the mean. It is ``"nogin"`` for more noise, for posteriors that look
+    like a funnel, and without tuning.
 
     ``"euler"`` is the step of the paper,
 
@@ -177,22 +182,22 @@ class CCAdL(MomentumKernel):
             - h \\xi p + \\sqrt{2 h A T} \\, R, \\qquad R \\sim N(0, I) \\\\
         \\xi &\\leftarrow \\xi + \\frac{h}{\\mu} \\left( \\frac{p^\\top p}{d} - T \\right),
 
-    stable for :math:`h^2 v < 4`, whose draws have :math:`1 - (h \\xi + h^2 v / 2) / 2` times the
-    posterior's variance in a direction with gradient noise of variance :math:`v`, times the
-    kinetic temperature of that direction, of which the thermostat makes the mean :math:`T`.
+    which is stable for :math:`h^2 v < 4`. In a direction with gradient noise of variance :math:`v`
+    the draws have :math:`1 - (h \\xi + h^2 v / 2) / 2` times the posterior's variance, times the
+    kinetic temperature of that direction. The thermostat keeps the mean of these temperatures at
+    :math:`T`.
 
-    In each of them :math:`\\hat V` is the average of what past minibatches have shown,
+    In each step :math:`\\hat V` is the average over past minibatches,
 
     .. math::
 
         \\hat V_t = (1 - \\kappa_t) \\hat V_{t-1} + \\kappa_t V(\\theta),
             \\qquad \\kappa_t = \\max(1 / t, 1 / \\text{window}),
 
-    used one step later than in the paper, since what a minibatch shows is correlated with
-    the noise of its own gradient. The diagonal alone is not enough where the noise is
-    correlated between parameters, as it is in most regressions: some directions of the
-    posterior then come out too wide and others too narrow, which the mean kinetic energy
-    does not show.
+    used one step later than in the paper, because the estimate from a minibatch is correlated with
+    the noise of its gradient. The diagonal alone is not enough if the noise is correlated between
+    parameters, as in most regressions. Some directions of the posterior are then too wide and
+    others too narrow, and the mean kinetic energy does not show it.
 
     **References:**
 
@@ -244,7 +249,7 @@ class CCAdL(MomentumKernel):
         def noise_estimator(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
             assert self.noise is not None
             level = largest_of(tuning.noise)
-            # D is small where the step is as short as the noise asks for
+            # D is small if the noise has limited the step
             short = level is not None and tuning.step_size**2 * level <= 1.001 * self.temperature
             steps = FEW_LANCZOS_STEPS if short else LANCZOS_STEPS
             return self.noise.resolved(target, level, steps)
@@ -253,7 +258,7 @@ class CCAdL(MomentumKernel):
             if _splitting_of(self.integrator) is None:
                 friction = 0.5
                 return euler_step(noise, friction), friction
-            # V is known with an error and for the average position: what is left of the noise
+            # the estimate of V has an error and is an average over positions; the rest of the noise
             # widens a direction by up to h v / (2 A)
             longest = 1.0 if self.integrator in ("auto", "nogin") else 0.5
             step_size = whitened_step(noise, longest)
@@ -288,8 +293,8 @@ class CCAdL(MomentumKernel):
             return state._replace(z=position, dynamics=dynamics), evaluation
 
         def _adapted(self, xi: Array, energy: Array, step_size: Array, dimension: int) -> Array:
-            """The map D."""
-            # the thermostat fluctuates by 1 / sqrt(mu d), which few parameters would feel
+            """The thermostat after the map D."""
+            # fluctuations of the thermostat are 1 / sqrt(mu d), too large for few parameters
             mass = self.thermal_mass or 10 * max(1.0, 100 / dimension)
             return thermostat(xi, energy, step_size, self.temperature, mass)
 
@@ -301,7 +306,7 @@ class CCAdL(MomentumKernel):
             p: Array,
             evaluation: Evaluation | None,
         ) -> tuple[Array, Array]:
-            """C D(h/2) O D(h/2) C, of the momentum and of the added noise side by side."""
+            """The middle C D(h/2) O D(h/2) C, on momentum and added noise side by side."""
             h, friction, noise = state.step_size, state.fixed.friction, state.fixed.layout.noise
             xi, average = state.dynamics.thermostat, state.dynamics.noise_covariance
 
@@ -337,13 +342,13 @@ class CCAdL(MomentumKernel):
             p: Array,
             evaluation: Evaluation | None,
         ) -> tuple[Array, Array]:
-            """D, and the O of NOGIN."""
+            """The middle of NOGIN: the map D, then the map O of NOGIN."""
             assert evaluation is not None
             h, noise, here = state.step_size, state.fixed.layout.noise, state.dynamics.thermostat
             noise_key, probe_key = random.split(rng_key)
             covariance = noise.current(state.dynamics.noise_covariance, evaluation)
             if self.thermal_mass != math.inf:
-                # what half a kick's noise has added to the kinetic energy is not heat
+                # the kinetic energy has noise of half a kick, which is not heat
                 probe = random.normal(probe_key, p.shape, p.dtype)
                 added = h**2 / 4 * noise.representation.trace(covariance, probe) / p.shape[0]
                 here = self._adapted(here, jnp.mean(p**2) - added, h, p.shape[0])

@@ -24,8 +24,10 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 
 class Preconditioned(NamedTuple):
     """
+    The preconditioner of PSGLD.
+
     - **mean_square** - :math:`w`, the average of the squares of past gradients, shape (d,).
-    - **observations** - the number of gradients in it.
+    - **observations** - the number of gradients in the average.
     """
 
     mean_square: Array
@@ -46,21 +48,21 @@ class PSGLD(SGMCMCKernel):
             - T \\, \\Gamma_t \\right) + \\sqrt{2 h T G_t} \\, R, \\qquad R \\sim N(0, I),
 
     all elementwise, with :math:`\\kappa_t = \\max(1/t, 1/\\text{window})`. After the warm-up
-    :math:`w` stays as it is, :math:`\\Gamma = 0` is exact, and the law is that of SGLD with
-    step size :math:`h G_i` in coordinate :math:`i`:
-    on a Gaussian posterior with precision :math:`\\lambda` and gradient noise of variance
+    :math:`w` is constant and :math:`\\Gamma = 0` is exact. The law is the law of SGLD with step
+    size :math:`h G_i` in coordinate :math:`i`: on a Gaussian posterior with precision
+    :math:`\\lambda` and gradient noise of variance
     :math:`v` in that coordinate the variance of the draws is
     :math:`(1 + h G_i v / 2) / (1 - h G_i \\lambda / 2)` times the posterior's.
 
-    With ``frozen=False`` the preconditioner goes on to follow the position and
-    :math:`\\Gamma_i = \\partial G_{t,i} / \\partial \\theta_i` has to make up for it:
+    With ``frozen=False`` the preconditioner goes on following the position. The term
+    :math:`\\Gamma_i = \\partial G_{t,i} / \\partial \\theta_i` corrects for this:
 
     .. math::
 
         \\Gamma_i = - G_i^2 \\, \\frac{\\kappa_t}{\\sqrt{w_i}} \\,
             \\partial_i \\tilde U \\; \\partial_i^2 \\tilde U .
 
-    The paper leaves it out in its experiments; ``gamma_term=True`` has it, with the exact
+    The experiments of the paper leave the term out. ``gamma_term=True`` adds it, with the exact
     diagonal of the Hessian from :math:`d` forward derivatives of the gradient in each step.
 
     Li et al. divide the gradient by :math:`N`: their :math:`\\epsilon_t` is :math:`2 h / N`
@@ -68,10 +70,10 @@ class PSGLD(SGMCMCKernel):
 
     :param step_size: step size :math:`h`, in units of a posterior variance times a gradient,
         or a schedule; None is tuned.
-    :param float damping: keeps :math:`G` finite where the gradients vanish, in units of the
+    :param float damping: lower bound on the scale, for vanishing gradients, in units of the
         gradient.
     :param int window: number of steps over which squares are averaged.
-    :param bool frozen: keep the preconditioner after the warm-up as it is then.
+    :param bool frozen: keep the preconditioner constant after the warm-up.
     :param bool gamma_term: add :math:`\\Gamma`, at the cost of :math:`d` gradients a step.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
@@ -162,7 +164,7 @@ class PSGLD(SGMCMCKernel):
                 slope = kappa * force * curvature / jnp.maximum(root, jnp.finfo(root.dtype).tiny)
                 force = force + self.temperature * scale * slope
             noise = random.normal(rng_key, state.z.shape, state.z.dtype)
-            # elementwise, Langevin dynamics with step size h G
+            # Langevin dynamics with step size h G in each coordinate
             position = langevin(state.z, force, h * scale, self.temperature, noise)
             return state._replace(
                 z=position, dynamics=Preconditioned(mean_square, count)
@@ -170,7 +172,9 @@ class PSGLD(SGMCMCKernel):
 
 
 def _hessian_diagonal(gradient: Any, position: Array) -> Array:
-    """Second derivatives by forward derivatives of the gradient, one coordinate at a time."""
+    """
+    The diagonal of the Hessian by forward derivatives of the gradient, coordinate by coordinate.
+    """
     _, forward = jax.linearize(gradient, position)
     size = position.shape[0]
 
@@ -181,5 +185,5 @@ def _hessian_diagonal(gradient: Any, position: Array) -> Array:
 
 
 def _scale(noise: NoiseLevel) -> float:
-    """One over :math:`G`: the root of the mean square of the gradient, curvature and noise."""
+    """The scale :math:`1 / G`: the root mean square of the gradient, from curvature and noise."""
     return math.sqrt(noise.curvature + noise.mean)

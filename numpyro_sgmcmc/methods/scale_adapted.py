@@ -17,16 +17,18 @@ from numpyro_sgmcmc.kernels.settings import StepSize, recorded
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
 
-#: Gradients smaller than the root of this, of parameters that do nothing, count as this.
+#: Smallest mean square of a gradient, for parameters without an effect.
 _SMALLEST = 1e-8
 
 
 class ScaleAdapted(NamedTuple):
     """
+    The momentum and the gradient averages of the scale-adapted kernel.
+
     - **momentum** - momentum :math:`p` of every coordinate, shape (d,).
-    - **window** - :math:`\\tau`, the number of steps of the averages, shape (d,).
+    - **window** - :math:`\\tau`, the number of steps in the averages, shape (d,).
     - **mean_gradient** - :math:`\\bar g`, average of the gradient, shape (d,).
-    - **mean_square** - :math:`\\hat V`, average of its square, shape (d,).
+    - **mean_square** - :math:`\\hat V`, average of the squared gradient, shape (d,).
     """
 
     momentum: Array
@@ -39,9 +41,9 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
     """
     SGHMC for neural networks, with scales from the size of the gradients; approximate.
 
-    The scales are learned in the warm-up, and step sizes need no tuning. Nothing is known of how
-    far its draws are from the posterior, and the noise of the minibatches is not corrected. Use it
-    for predictions, with several chains, and look at them on held-out data.
+    The warm-up learns the scales, and step sizes need no tuning. The distance of the draws from the
+    posterior is not known, and minibatch noise is not corrected. Use the kernel for predictions,
+    with several chains, and check the predictions on held-out data.
 
     With :math:`\\alpha = h A` and, elementwise, :math:`s = \\hat V^{-1/4}`
 
@@ -61,9 +63,10 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
         \\hat V &\\leftarrow \\hat V + r ((\\nabla \\tilde U)^2 - \\hat V)
 
     The paper's velocity is :math:`v = h s p`, its :math:`\\epsilon` is :math:`h`, its
-    :math:`\\epsilon \\hat V^{-1/2} C` is :math:`\\alpha`. It subtracts :math:`\\epsilon^4` from
-    the variance of the added noise of :math:`v`, as if all of :math:`\\hat V` were noise of the
-    gradient; for potentials that are sums over many data this leaves nothing, and is left out.
+    :math:`\\epsilon \\hat V^{-1/2} C` is :math:`\\alpha`. It subtracts :math:`\\epsilon^4` from the
+    variance of the added noise of :math:`v`, as if all of :math:`\\hat V` were gradient noise. For
+    potentials that are sums over many data no noise would be left, so this kernel does not subtract
+    it.
 
     :param step_size: step size :math:`h`, or a schedule.
     :param float momentum_decay: :math:`\\alpha`.

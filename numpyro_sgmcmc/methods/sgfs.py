@@ -22,9 +22,11 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 
 class Scored(NamedTuple):
     """
+    The Fisher information estimate of SGFS.
+
     - **score_covariance** - :math:`\\hat M`, the Fisher information of all data plus the
       covariance of the gradient's noise, averaged over past steps.
-    - **observations** - the number of minibatches that it has seen.
+    - **observations** - the number of minibatches in the average.
     """
 
     score_covariance: Any
@@ -35,8 +37,7 @@ class SGFS(SGMCMCKernel):
     """
     Stochastic gradient Fisher scoring.
 
-    Langevin dynamics are preconditioned so that the noise of the minibatch takes the place of
-    the noise that would have to be added.
+    A preconditioner shapes Langevin dynamics so that minibatch noise replaces the added noise.
 
     .. math::
 
@@ -45,14 +46,14 @@ class SGFS(SGMCMCKernel):
             \\qquad R \\sim N(0, I),
 
     where :math:`\\hat M` is a running average of :math:`N \\hat I + \\hat V / T`: the empirical
-    Fisher information of all rows and the covariance of the gradient's noise, both from the
-    spread of the gradients in a minibatch. For small :math:`h` this is SGLD; for large
-    :math:`h` nothing is added to the minibatch's own noise.
+    Fisher information of all rows and the covariance of the gradient's noise, both from the spread
+    of the gradients in a minibatch. For small :math:`h` this is SGLD. For large :math:`h` the only
+    noise is the noise of the minibatch.
 
     Where the posterior is Gaussian and its precision is :math:`N \\hat I`, as it is in a
-    well-specified model with many rows, the law is exact for every :math:`h`.
-    Where that does not hold, or if the diagonal is all that is held and directions are
-    correlated, it is not, however small the step.
+    well-specified model with many rows, the law is exact for every :math:`h`. For other posteriors
+    it is not exact, however small the step. With a diagonal :math:`\\hat M` and correlated
+    directions it is not exact either.
 
     :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule; None
         is tuned. In the paper's letters :math:`B = I` and :math:`\\epsilon = 2 h`.
@@ -108,7 +109,7 @@ class SGFS(SGMCMCKernel):
             return Traits(corrects_noise=True)
 
         def noise_estimator(self, target: Target, tuning: Tuning) -> RunningCovariance | None:
-            """The estimate of N I + V / T: that of V, with n / N added to the factors."""
+            """The estimator of N I + V / T: the one of V, with n / N added to the factors."""
             assert self.noise is not None
             noise = self.noise.resolved(target, largest_of(tuning.noise))
             shares = {
@@ -120,7 +121,8 @@ class SGFS(SGMCMCKernel):
             return replace(noise, factors=factors)
 
         def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-            # as for SGLD with the noise corrected: the Fisher information is one of the curvatures
+            # the step of SGLD with corrected noise, because the Fisher information acts as a
+            # curvature
             return 2 * ACCEPTED_BIAS / noise.curvature, None
 
         def init_dynamics(self, rng_key: Array, position: Array, fixed: ChainConstants) -> Scored:

@@ -37,12 +37,14 @@ from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel, whitene
 
 class MomentumWithNoise(NamedTuple):
     """
+    The momentum and the noise estimate of SGHMC.
+
     - **momentum** - momentum of every coordinate, shape (d,).
     - **noise_covariance** - :math:`\\hat V`, the covariance of the noise of the minibatch
       gradient, averaged over past steps.
-    - **observations** - the number of minibatches that :math:`\\hat V` has seen.
-    - **friction_used** - the part of what the friction dissipates that :math:`\\hat V` takes
-      in its widest direction; above 1 the friction does not cover it.
+    - **observations** - the number of minibatches in :math:`\\hat V`.
+    - **friction_used** - the noise in the widest direction of :math:`\\hat V`, as a part of the
+      noise that the friction dissipates. Above 1 the friction does not cover the noise.
     """
 
     momentum: Array
@@ -66,9 +68,9 @@ class SGHMC(MomentumKernel):
         p &\\leftarrow p - \\tfrac h2 \\nabla \\tilde U(\\theta) \\\\
         \\theta &\\leftarrow \\theta + \\tfrac h2 p,
 
-    with one gradient. ``"baoab"`` and ``"obabo"`` have the same maps in the order of their
-    letters, written from one drift to the next, so that they too need one gradient a step.
-    ``"euler"`` is the step of the paper,
+    with one gradient. ``"baoab"`` and ``"obabo"`` have these maps in the order of their letters.
+    They are written from one drift to the next, so that each step needs one gradient. ``"euler"``
+    is the step of the paper,
 
     .. math::
 
@@ -76,10 +78,10 @@ class SGHMC(MomentumKernel):
         p &\\leftarrow p - h \\nabla \\tilde U(\\theta) - h A p
             + \\sqrt{2 h (A T - \\hat B)} \\, R, \\qquad \\hat B = h \\hat V / 2 .
 
-    :math:`\\hat V` is an estimate of the covariance of the gradient's noise, zero if none is
-    given. On a Gaussian posterior with precision :math:`\\lambda` and gradient noise of
-    variance :math:`v` in a direction, without :math:`\\hat V` and for :math:`T = 1`, the
-    variance of the draws is the posterior's times
+    :math:`\\hat V` is an estimate of the covariance of the gradient noise, zero if no estimate is
+    given. On a Gaussian posterior with precision :math:`\\lambda` and gradient noise of variance
+    :math:`v` in a direction, without :math:`\\hat V` and for :math:`T = 1`, the variance of the
+    draws is the posterior's times
 
     =========  ==============================================================================
     aboba      :math:`1 + h^2 v / (4 \\tau)`, with :math:`\\tau = \\tanh(A h / 2)`
@@ -96,16 +98,17 @@ class SGHMC(MomentumKernel):
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
         schedule; None is tuned.
     :param float friction: friction :math:`A`, per unit of time; None is tuned.
-    :param str integrator: ``"aboba"``, ``"baoab"``, ``"obabo"``, those in
+    :param str integrator: ``"aboba"``, ``"baoab"``, ``"obabo"``, the others in
         :mod:`numpyro_sgmcmc.kernels.splittings`, or ``"euler"``.
     :param noise_variance: :math:`\\hat V`, in the coordinates of the metric: a number; for each
-        latent site an array that broadcasts to its unconstrained shape; or ``"estimated"``
-        from the minibatches. In the last case the kernel refuses to start where the friction
-        does not cover the noise, and where it does not later, no noise is added in that
-        direction: the field ``friction_used`` is then above 1, and ``to_arviz`` warns.
+        latent site an array that broadcasts to its unconstrained shape; or ``"estimated"`` from the
+        minibatches. In the last case the kernel refuses to start if the friction does not cover the
+        noise. If the noise exceeds the friction later in a direction, no noise is added there, the
+        field ``friction_used`` is above 1, and ``to_arviz`` warns.
     :param NoiseEstimate noise: how :math:`\\hat V` is estimated, with
         ``noise_variance="estimated"``.
-    :param int resample_momentum: draw a new momentum every so many steps; never if None.
+    :param int resample_momentum: number of steps between new draws of the momentum; None for no new
+        draws.
     :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`. With
         ``noise_variance``, ``"without_replacement"`` or ``"with_replacement"``.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
@@ -177,7 +180,7 @@ class SGHMC(MomentumKernel):
 
         @property
         def estimates(self) -> bool:
-            """Whether the noise is estimated from the minibatches."""
+            """True if the noise is estimated from the minibatches."""
             return isinstance(self.noise_variance, str)
 
         @property
@@ -220,7 +223,8 @@ class SGHMC(MomentumKernel):
 
         def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
             friction = 1.0
-            # h v / (2 A) is the relative error of the variance, or what the friction has to cover
+            # h v / (2 A) is the relative error of the variance, or the noise that the friction must
+            # cover
             accepted = 0.25 if self.estimates else ACCEPTED_BIAS
             largest = 2 * accepted * friction / max(noise.largest, 1e-30)
             return min(whitened_step(noise), largest), friction
@@ -245,7 +249,7 @@ class SGHMC(MomentumKernel):
             normal = random.normal(rng_key, p.shape, p.dtype)
 
             def added(evaluation: Evaluation | None) -> tuple[Array, Array]:
-                """The noise to add, and the part that the noise of the gradient stands in for."""
+                """The noise to add, and the part of it that gradient noise replaces."""
                 kept, taken = _balance(self, h, fixed.friction)
                 representation: Covariance = Diagonal()
                 covariance = jnp.asarray(fixed.constants, p.dtype) if noise is None else None
@@ -260,7 +264,7 @@ class SGHMC(MomentumKernel):
                 return root, used
 
             def middle(p: Array, evaluation: Evaluation | None) -> tuple[Array, Array]:
-                """O, with as much less noise as the gradient has."""
+                """The map O, with its noise reduced by the noise of the gradient."""
                 root, used = added(evaluation)
                 return jnp.exp(-fixed.friction * h) * p + root, used
 
@@ -282,8 +286,10 @@ class SGHMC(MomentumKernel):
 
 def _balance(method: "SGHMC.Method", h: Any, friction: Any) -> tuple[Any, Any]:
     """
-    The variance of the noise to add is the first of these numbers less the second times
-    the variance of the gradient's noise.
+    The noise variance that friction dissipates, and the factor of the gradient noise variance.
+
+    The variance of the noise to add is the first number minus the second number times the variance
+    of the gradient noise.
     """
     if method.splitting is None:
         return 2 * h * friction * method.temperature, h**2
@@ -296,10 +302,12 @@ def _check_friction(
     method: "SGHMC.Method", variance: float, step_size: float, friction: float, what: str
 ) -> None:
     """
-    :raises ValueError: if the friction dissipates less than noise of this variance adds.
+    Check that the friction dissipates gradient noise of this variance.
+
+    :raises ValueError: if the noise adds more than the friction dissipates.
     """
     kept, taken = _balance(method, step_size, friction)
-    if variance * taken <= kept * (1 + 1e-6):  # so that the remedy itself is accepted
+    if variance * taken <= kept * (1 + 1e-6):  # the tolerance accepts the remedy itself
         return
     h, temperature = step_size, method.temperature
 
@@ -323,7 +331,7 @@ def _check_friction(
 
 
 def _noise_at_start(target: Target, state: SGMCMCState) -> Array:
-    """The largest variance of the gradient's noise at the initial values of all chains."""
+    """The largest variance of the gradient noise at the initial values of all chains."""
 
     def one(state: SGMCMCState) -> Array:
         here = target.tuned(state.fixed)
@@ -352,7 +360,7 @@ def _noise_at_start(target: Target, state: SGMCMCState) -> Array:
 
 
 def _flat_noise_variance(given: Any, target: Target) -> np.ndarray:
-    """A scalar, or the estimate for each entry of the flat position."""
+    """The given noise variance, as a scalar or for each entry of the flat position."""
     if not isinstance(given, dict):
         return given
     latents = target.model.latents

@@ -18,14 +18,16 @@ from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel
 
 
 class Overdamped(NamedTuple):
-    """Langevin dynamics without momentum keep nothing besides the position."""
+    """The empty dynamics of Langevin dynamics without momentum."""
 
 
 class OverdampedWithNoise(NamedTuple):
     """
+    The noise estimate of modified SGLD.
+
     - **noise_covariance** - :math:`\\hat V`, the covariance of the noise of the minibatch
       gradient, averaged over past steps.
-    - **observations** - the number of minibatches that :math:`\\hat V` has seen.
+    - **observations** - the number of minibatches in :math:`\\hat V`.
     """
 
     noise_covariance: Any
@@ -42,12 +44,12 @@ class SGLD(SGMCMCKernel):
         \\qquad R \\sim N(0, I).
 
     Welling and Teh write :math:`\\epsilon = 2 h`. On a Gaussian posterior with precision
-    :math:`\\lambda` and gradient noise of variance :math:`v` in a direction, the variance of
-    the draws is :math:`(1 + h v / 2) / (1 - h \\lambda / 2)` times the posterior's, for
-    :math:`T = 1` and :math:`h \\lambda < 2`: the noise of the minibatch is not corrected for.
+    :math:`\\lambda` and gradient noise of variance :math:`v` in a direction, the variance of the
+    draws is :math:`(1 + h v / 2) / (1 - h \\lambda / 2)` times the posterior's, for :math:`T = 1`
+    and :math:`h \\lambda < 2`. There is no correction for the minibatch noise.
 
-    ``modified=True`` adds less noise, by an estimate :math:`\\hat V` of what the minibatch
-    adds: :math:`\\sqrt{2 h T} (I - \\tfrac{h}{4 T} \\hat V) R`. The factor is then
+    ``modified=True`` adds less noise, by an estimate :math:`\\hat V` of the minibatch noise:
+    :math:`\\sqrt{2 h T} (I - \\tfrac{h}{4 T} \\hat V) R`. The factor is then
     :math:`(1 + h^2 v^2 / 16) / (1 - h \\lambda / 2)`.
 
     :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule; None
@@ -99,7 +101,8 @@ class SGLD(SGMCMCKernel):
             return Traits(corrects_noise=self.modified)
 
         def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
-            # h (v + lambda) / 2 is the relative error of the variance, less v if it is corrected
+            # h (v + lambda) / 2 is the relative error of the variance, without v if noise is
+            # corrected
             if not self.modified:
                 return 2 * ACCEPTED_BIAS / (noise.largest + noise.curvature), None
             largest = 0.5 / max(noise.largest, 1e-30)

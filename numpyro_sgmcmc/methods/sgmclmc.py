@@ -23,12 +23,14 @@ from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, whitened_step
 
 class MomentumOnSphere(NamedTuple):
     """
+    The momentum of constant norm, its energy and the noise estimate of SGMCLMC.
+
     - **momentum** - momentum of every coordinate, shape (d,), of norm :math:`\\sqrt d`.
-    - **kinetic_energy** - what the gradients have done to the energy since the start: with the
-      potential it would be conserved by exact dynamics without refreshment.
-    - **noise_covariance**, **observations**, **friction_used** - as of
-      :class:`~numpyro_sgmcmc.methods.sghmc.MomentumWithNoise`; none and 0 where the noise is not
-      estimated.
+    - **kinetic_energy** - the change of the energy by the gradients since the start. Exact dynamics
+      without refreshment would conserve its sum with the potential.
+    - **noise_covariance**, **observations**, **friction_used** - fields of
+      :class:`~numpyro_sgmcmc.methods.sghmc.MomentumWithNoise`; empty and 0 without a noise
+      estimate.
     """
 
     momentum: Array
@@ -42,8 +44,8 @@ class SGMCLMC(MomentumKernel):
     """
     Stochastic gradient microcanonical Langevin Monte Carlo: a momentum of constant norm.
 
-    The momentum moves on the sphere :math:`|p|^2 = d`, and its refreshment is Brownian motion
-    there. A step is
+    The momentum moves on the sphere :math:`|p|^2 = d`, and Brownian motion on the sphere refreshes
+    it. A step is
 
     .. math::
 
@@ -56,23 +58,23 @@ class SGMCLMC(MomentumKernel):
 
     with the exact solution :math:`B_t` of
     :math:`dp = -\\tfrac{d}{d - 1} (I - p p^\\top / d) \\, g \\, dt`, see
-    :func:`~numpyro_sgmcmc.kernels.integrators.microcanonical_kick`: the refreshment is a kick by a
-    random force, as the noise of the gradient is. Without an error of the step size the law of
-    :math:`\\theta` is the posterior's, for any friction :math:`A` and any random force that prefers
-    no direction. Noise of the gradient that is the same in all directions is one, and does no harm;
-    of other noise, as ``noise=`` estimates it, so much less is added in each direction that all
-    together prefers none. Gradients that are too large for the step turn the momentum and do not
-    lengthen it, so that steps where the posterior bends much, as that of a network does, do not
-    end the run, but are wrong: the variance of the energy in a step says by how much.
+    :func:`~numpyro_sgmcmc.kernels.integrators.microcanonical_kick`. The refreshment is a kick by a
+    random force, and gradient noise is a random force too. Apart from the error of the step size
+    :math:`\\theta` has the law of the posterior, for any friction :math:`A` and any random force
+    without a preferred direction. Gradient noise that is equal in all directions therefore does no
+    harm. For other noise, estimated by ``noise=``, the kernel adds less noise in each direction, so
+    that the total has no preferred direction. Gradients that are too large for the step turn the
+    momentum and do not lengthen it. So steps in strongly curved places, as in networks, do not end
+    the run, but they have an error. The variance of the energy in a step measures this error.
 
     It needs two parameters at least, and is meant for many.
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
         schedule; the length of a step is :math:`\\sqrt d \\, h`. None is tuned.
-    :param float friction: friction :math:`A`, per unit of time: the momentum is forgotten over a
+    :param float friction: friction :math:`A`, per unit of time: a chain forgets its momentum over a
         length of :math:`\\sqrt d / A`. None is tuned.
-    :param NoiseEstimate noise: how :math:`\\hat V` is estimated; None corrects for nothing.
+    :param NoiseEstimate noise: the estimator of :math:`\\hat V`; None for no correction.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -80,8 +82,8 @@ class SGMCLMC(MomentumKernel):
     1. *Microcanonical Hamiltonian Monte Carlo*, Jakob Robnik, G. Bruno De Luca, Eva Silverstein
        and Uros Seljak (2023), and *Fluctuation without dissipation: Microcanonical Langevin Monte
        Carlo*, Jakob Robnik and Uros Seljak (2023).
-    2. *SMILE*, Emanuel Sommer et al. (2026), the same with minibatches, and the harm of noise that
-       is not alike in all directions.
+    2. *SMILE*, Emanuel Sommer et al. (2026), for minibatches, and for the harm of noise that
+       differs between directions.
 
     **Example:**
 
@@ -138,7 +140,7 @@ class SGMCLMC(MomentumKernel):
 
         def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:
             friction = 1.0
-            # what noise turns the momentum by is to be less than what the friction does
+            # noise must turn the momentum by less than the friction does
             largest = 2 * 0.25 * friction / max(noise.largest, 1e-30)
             return min(whitened_step(noise) / 2, largest), friction
 
@@ -173,7 +175,7 @@ class SGMCLMC(MomentumKernel):
 
 
 def on_sphere(momentum: Array) -> Array:
-    """:math:`\\sqrt d \\, p / |p|`."""
+    """The momentum scaled to the sphere, :math:`\\sqrt d \\, p / |p|`."""
     return momentum * math.sqrt(momentum.shape[0]) / jnp.linalg.norm(momentum)
 
 
@@ -185,7 +187,7 @@ def _random_force(
     temperature: float,
     normal: Array,
 ) -> tuple[Array, Array]:
-    """:math:`R`, and the part of it that the noise of the gradient stands in for."""
+    """The random force :math:`R`, and the part of it that gradient noise replaces."""
     dimension = normal.shape[0]
     kept = 2 * fixed.friction * h * ((dimension - 1) / dimension) ** 2
     if (noise := fixed.layout.noise) is None:

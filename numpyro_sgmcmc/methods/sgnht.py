@@ -23,9 +23,11 @@ from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, whitened_s
 
 class Thermostatted(NamedTuple):
     """
+    The momentum and the thermostats of SGNHT.
+
     - **momentum** - momentum of every coordinate, shape (d,).
-    - **thermostat** - :math:`\\xi`, the friction that the thermostat has come to: a scalar,
-      one for each coordinate, shape (d,), or one for each site in the order of their names.
+    - **thermostat** - :math:`\\xi`, the current friction: a scalar, one for each coordinate, shape
+      (d,), or one for each site in the order of their names.
     """
 
     momentum: Array
@@ -37,8 +39,7 @@ class SGNHT(MomentumKernel):
     Stochastic gradient Nosé-Hoover thermostat.
 
     The friction :math:`\\xi` of Langevin dynamics adapts until the kinetic temperature is
-    :math:`T`, and so takes up noise of the gradient that has the same variance in every
-    direction.
+    :math:`T`. It takes up gradient noise that has one variance in all directions.
 
     With ``integrator="badodab"``, the default, a step is, from one kick to the next,
 
@@ -63,10 +64,10 @@ class SGNHT(MomentumKernel):
     With gradient noise of one variance :math:`v` and a large thermal mass,
     :math:`\\xi \\approx A + h v / 2`, and the variance of the draws is
     :math:`1 - (h^2 v / 4) \\tanh(\\xi h / 2) / (1 - h^2 \\lambda / 4)` times the posterior's, of
-    third order in :math:`h`; by Euler's method :math:`1 - h \\xi / 2`. Where :math:`v` differs
-    between directions, only the mean of the kinetic energies is right and the directions are
-    not, at any step size. A thermostat for each coordinate or each site helps where the
-    difference is between these.
+    third order in :math:`h`; by Euler's method :math:`1 - h \\xi / 2`. If :math:`v` differs between
+    directions, only the mean of the kinetic energies is right, and single directions are wrong at
+    any step size. A thermostat for each coordinate or each site helps if the noise differs between
+    them.
 
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
         schedule; None is tuned.
@@ -74,10 +75,10 @@ class SGNHT(MomentumKernel):
         friction :math:`\\xi_0`, per unit of time; None is tuned.
     :param str integrator: ``"badodab"``, or another of the splittings in
         :mod:`numpyro_sgmcmc.kernels.splittings` with D O D in its middle, or ``"euler"``.
-    :param str thermostats: ``"one"``, or one for each ``"site"`` or ``"coordinate"``, which
-        sees the kinetic energy of its own coordinates.
-    :param float thermal_mass: :math:`\\mu`; larger is slower to adapt and fluctuates less. The
-        papers have 1 in this convention (their :math:`\\mu = d`).
+    :param str thermostats: ``"one"``, or one for each ``"site"`` or ``"coordinate"``. Each sees the
+        kinetic energy of its own coordinates.
+    :param float thermal_mass: :math:`\\mu`; a larger one adapts more slowly and fluctuates less.
+        The papers have 1 in this convention (their :math:`\\mu = d`).
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**
@@ -152,7 +153,7 @@ class SGNHT(MomentumKernel):
             normal = random.normal(rng_key, p.shape, p.dtype)
 
             def adapted(xi: Array, p: Array, step_size: Array) -> Array:
-                """The map D."""
+                """The thermostats after the map D."""
                 energy = _kinetic_temperature(p, self.thermostats, sites)
                 return thermostat(xi, energy, step_size, self.temperature, self.thermal_mass)
 
@@ -160,7 +161,7 @@ class SGNHT(MomentumKernel):
                 return jnp.repeat(xi, np.array(sites)) if self.thermostats == "site" else xi
 
             def middle(p: Array, _: Evaluation | None) -> tuple[Array, Array]:
-                """D(h/2) O D(h/2)."""
+                """The middle D(h/2) O D(h/2) of a splitting."""
                 half = adapted(xi, p, h / 2)
                 p = ornstein_uhlenbeck(p, damping(half), diffusion, h, normal)
                 return p, adapted(half, p, h / 2)
@@ -176,7 +177,7 @@ class SGNHT(MomentumKernel):
 
 
 def _kinetic_temperature(p: Array, thermostats: str, sites: tuple[int, ...]) -> Array:
-    """What each of the thermostats sees."""
+    """The kinetic temperature that each thermostat sees."""
     energy = p**2
     if thermostats == "coordinate":
         return energy

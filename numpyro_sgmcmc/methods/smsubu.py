@@ -33,16 +33,16 @@ class SMSUBU(MomentumKernel):
     see :func:`~numpyro_sgmcmc.kernels.integrators.free_flight`. A sweep has :math:`2 N / n` steps;
     draws from the middle of a sweep carry more of the noise than those from its end.
 
-    Nothing is estimated and nothing corrected: the method is for data of which several
-    passes are affordable and for :math:`h N / n` not above a posterior standard deviation.
-    Beyond that the noise no longer cancels, and :class:`CCAdL` is the better choice.
+    The method estimates and corrects nothing. It is for data for which several passes are
+    affordable, and for :math:`h N / n` up to a posterior standard deviation. Beyond that the noise
+    no longer cancels, and :class:`CCAdL` is the better choice.
 
     :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`. At least one
         plate must have a ``subsample_size``, and it must divide the size of the plate.
     :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
         schedule; None is tuned.
     :param float friction: friction :math:`A`, per unit of time; None is tuned.
-    :param str subsampling: how rows are drawn; the method has ``"symmetric_sweeps"``.
+    :param str subsampling: the subsampling scheme; the method has only ``"symmetric_sweeps"``.
     :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
 
     **References:**

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Pictures that ArviZ lacks, drawn with matplotlib: whether the draws have the right law
-(:func:`plot_stein`), and intervals beside calibrated ones (:func:`plot_calibrated`).
+Plots that ArviZ lacks, drawn with matplotlib.
 
-They return matplotlib axes, for further work, take ``ax`` to draw into, and follow the style in
-force, such as that of ``arviz.style.use``. What differs in colour differs in its marker or its
-line, too.
+:func:`plot_stein` shows whether the draws have the right law. :func:`plot_calibrated` shows
+intervals beside calibrated ones.
+
+The functions draw into ``ax`` and return matplotlib axes. They follow the current style, such as
+one set by ``arviz.style.use``. Elements of different colours also have different markers or lines.
 """
 
 from numpyro_sgmcmc.plots.calibrated import plot_calibrated as plot_calibrated

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the pictures share: lines, markers, axes and legends."""
+"""Common parts of the plots: lines, markers, axes and legends."""
 
 from typing import Any
 
@@ -9,21 +9,21 @@ import numpy as np
 
 from numpyro_sgmcmc.data.converters import array, instance, positive, shown
 
-#: A ``matplotlib.axes.Axes``, which is imported when something is drawn.
+#: A ``matplotlib.axes.Axes``. Matplotlib is imported only for drawing.
 Axes = Any
 
-#: Standard errors to either side, of the verdict of a run.
+#: Half width of a band in standard errors, as in the verdict of a run.
 ERRORS_OF_VERDICT = 3.0
 
-#: Lines to compare with: matplotlib draws the grid at 1.5 and other lines at 2.
+#: Drawing order of reference lines. Matplotlib draws the grid at 1.5 and other lines at 2.
 ABOVE_GRID = 1.6
 
 
 def single_axes(ax: Any, figsize: Any, default: tuple[float, float]) -> Axes:
     """
-    The axes that were given, or else those of a new figure in which nothing is cut off.
+    The given axes, or the axes of a new figure in which nothing is cut off.
 
-    :raises ValueError: if they are no single axes, or the size is none.
+    :raises ValueError: if the axes are not single axes, or the size is invalid.
     """
     import matplotlib.pyplot as plt
 
@@ -37,7 +37,7 @@ def single_axes(ax: Any, figsize: Any, default: tuple[float, float]) -> Axes:
 
 
 def legend_above(ax: Axes, columns: int, title: str | None = None) -> None:
-    """A legend that is in the way of nothing."""
+    """A legend above the axes."""
     ax.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2, ncols=columns,
               title=title, alignment="left", frameon=False, fontsize="small")  # fmt: skip
 

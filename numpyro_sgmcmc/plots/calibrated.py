@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Intervals of the posterior, and calibrated ones."""
+"""The plot of posterior intervals beside calibrated ones."""
 
 import numpy as np
 from numpyro.infer import MCMC
@@ -11,7 +11,7 @@ from numpyro_sgmcmc.diagnostics.calibrated import Calibrated
 from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws
 from numpyro_sgmcmc.plots._axes import Axes, legend_above, single_axes, text_color
 
-#: More lines than these cannot be read.
+#: Largest number of readable lines.
 _MOST = 60
 
 
@@ -24,19 +24,19 @@ def plot_calibrated(
     figsize: tuple[float, float] | None = None,
 ) -> Axes:
     """
-    Intervals of the posterior, and calibrated ones.
+    Plot posterior intervals beside calibrated ones.
 
-    Of each entry the first is a broad line, the second a thin one with ends, in units of the
-    posterior standard deviation and around the posterior mean.
+    For each entry a broad line shows the posterior interval and a thin line with ends the
+    calibrated one. The axis is in posterior standard deviations from the posterior mean.
 
-    :param found: what :func:`~numpyro_sgmcmc.calibrated` gives.
-    :param var_names: names of variables; None for all. Of more than 60 entries those are drawn
-        whose intervals differ the most.
-    :param float probability: of the intervals, between quantiles.
+    :param found: the result of :func:`~numpyro_sgmcmc.calibrated`.
+    :param var_names: names of variables; None for all. With more than 60 entries the plot has the
+        entries whose intervals differ most.
+    :param float probability: probability of the intervals, which lie between quantiles.
     :param ax: axes to draw into; None for a new figure.
     :param figsize: width and height of a new figure in inches.
     :return: the axes.
-    :raises ValueError: if there are no such variables.
+    :raises ValueError: if a variable does not exist.
 
     **Example:**
 

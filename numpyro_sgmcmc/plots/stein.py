@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The eigenvalues of the Stein matrix by site."""
+"""The plot of the eigenvalues of the Stein matrix by site."""
 
 from collections.abc import Sequence
 import math
@@ -22,7 +22,7 @@ from numpyro_sgmcmc.plots._axes import (
 )
 from numpyro_sgmcmc.stein import FEWEST_BATCHES
 
-#: Inches: no higher than this, whatever the number of sites, and what is around the rows.
+#: Largest height of the figure and the height around the rows, in inches.
 _HIGHEST, _AROUND_ROWS = 30.0, 1.5
 
 
@@ -33,25 +33,27 @@ def plot_stein(
     figsize: tuple[float, float] | None = None,
 ) -> Axes:
     """
-    The eigenvalues of the Stein matrix (:mod:`numpyro_sgmcmc.stein`) of each latent site.
+    Plot the eigenvalues of the Stein matrix (:mod:`numpyro_sgmcmc.stein`) of each latent site.
 
-    They go from the smallest to the largest: of a Gaussian posterior the ratios of the variances of
-    the draws to the right ones. They are 1 for correct draws, up to the noise of a finite run,
-    which spreads those of a site of :math:`k` parameters over the band
+    The eigenvalues go from the smallest to the largest. For a Gaussian posterior they are the
+    ratios of the variances of the draws to the right variances. They are 1 for correct draws, up to
+    the noise of a finite run. For a site of :math:`k` parameters this noise spreads them over the
+    band
 
     .. math:: 1 \\pm \\left( 1.5 \\sqrt{2 (k - 1)} \\, \\bar\\sigma + 3 \\bar\\sigma_s \\right) ,
 
     with :math:`\\bar\\sigma` the median of the standard errors of all variance ratios, and
-    :math:`\\bar\\sigma_s` of those of the site. Diamonds are beyond it. The verdict of
-    ``to_arviz`` has the same rule, for the matrix of all sites, and is silent up to 10 %.
+    :math:`\\bar\\sigma_s` the median for the site. Diamonds are beyond the band. The verdict of
+    ``to_arviz`` applies this rule to the matrix of all sites, and is silent up to 10 %.
 
-    Above 100 parameters there are no eigenvalues, and the variance ratios :math:`r_i` are drawn,
-    from the best to the least known of a site, and above 1,000 one for each site. Their band is
+    Above 100 parameters there are no eigenvalues. The plot then has the variance ratios :math:`r_i`
+    of a site, from the best known to the least known, and above 1,000 parameters one ratio for each
+    site. Their band is
 
     .. math:: 1 \\pm q \\, \\sigma_i / \\min(\\max(r_i, 0.1), 1) ,
 
-    with the quantile :math:`q` of Student's t distribution for the most extreme of all of them,
-    as in the verdict.
+    with the quantile :math:`q` of Student's t distribution for the most extreme of all ratios, as
+    in the verdict.
 
     :param run: an ``MCMC`` object or an ArviZ object.
     :param var_names: names of latent sites; None for all.
@@ -88,9 +90,10 @@ def plot_stein(
     site_of = stein["site"].values.astype(str)
     sites = _chosen(list(dict.fromkeys(site_of.tolist())), var_names)
     blocks = [np.flatnonzero(site_of == site) for site in sites]
-    # those best known first: eigenvalues of a site are so alike, and stay in their order
+    # the best known ratios come first; eigenvalues of a site have nearly equal errors, and keep
+    # their order
     blocks = [block[np.argsort(half[block], kind="stable")] for block in blocks]
-    # sites of many parameters need more room for theirs
+    # sites with many parameters need more room
     row = max(0.2 + 0.05 * min(max(map(len, blocks)), 8), _label_height())
     height = min(max(_AROUND_ROWS + row * len(sites), 2.5), _HIGHEST)
     ax = single_axes(ax, figsize, (8.0, height))
@@ -109,7 +112,9 @@ def plot_stein(
 
 def _stein_of(data: Any) -> xr.Dataset:
     """
-    :raises ValueError: if there is none.
+    The Stein matrix in the results of a run.
+
+    :raises ValueError: if the run has none.
     """
     stein = group(data, "stein")
     if stein is None or not stein.sizes.get("parameter"):
@@ -124,7 +129,9 @@ def _stein_of(data: Any) -> xr.Dataset:
 
 def _chosen(sites: list[str], var_names: str | Sequence[str] | None) -> list[str]:
     """
-    :raises ValueError: if a name is not that of a site.
+    The chosen latent sites.
+
+    :raises ValueError: if no site has a given name.
     """
     if var_names is None:
         return sites
@@ -135,7 +142,7 @@ def _chosen(sites: list[str], var_names: str | Sequence[str] | None) -> list[str
 
 
 def _values_and_band(stein: xr.Dataset) -> tuple[str, np.ndarray, np.ndarray]:
-    """What the axis says, the values to draw, and how far from 1 those of correct draws lie."""
+    """The axis label, the values to draw, and the half width of the band around 1."""
     errors = stein["variance_ratio_error"].values
     if "eigenvalue" in stein:
         site_of = stein["site"].values
@@ -150,12 +157,12 @@ def _values_and_band(stein: xr.Dataset) -> tuple[str, np.ndarray, np.ndarray]:
 
 
 def _beside_each_other(count: int) -> np.ndarray:
-    """Where in its row each of so many points is."""
+    """The positions of this many points in their row."""
     return (np.arange(count) - (count - 1) / 2) * 0.8 / count
 
 
 def _fill_band(ax: Axes, place: np.ndarray, half: np.ndarray, label: str | None) -> None:
-    """The band of each point, as high as the room that the point has."""
+    """Fill the band of each point, over the height of the point."""
     slot = 0.4 / len(place)
     edges = np.ravel(place[:, None] + [-slot, slot])
     half = np.repeat(half, 2)
@@ -163,7 +170,7 @@ def _fill_band(ax: Axes, place: np.ndarray, half: np.ndarray, label: str | None)
 
 
 def _draw_values(ax: Axes, values: np.ndarray, place: np.ndarray, half: np.ndarray | None) -> None:
-    """Circles for what lies in the band, diamonds for what lies beyond it."""
+    """Draw circles for values inside of the band and diamonds for values outside."""
     size = 5.0 if len(values) <= 100 else 3.0
     beyond = np.zeros(len(values), bool) if half is None else np.abs(values - 1) > half
     if not np.all(beyond):
@@ -176,7 +183,7 @@ def _draw_values(ax: Axes, values: np.ndarray, place: np.ndarray, half: np.ndarr
 
 
 def _name_rows(ax: Axes, names: list[str]) -> None:
-    """Rows from top to bottom with their names, every so many where there is no room for all."""
+    """Label the rows from top to bottom, leaving out names if there is no room."""
     ax.set_ylim(len(names) - 0.5, -0.5)
     inches = ax.get_window_extent().height / ax.figure.dpi
     every = max(1, math.ceil(0.8 * len(names) * _label_height() / inches))
@@ -188,7 +195,7 @@ def _name_rows(ax: Axes, names: list[str]) -> None:
 
 
 def _label_height() -> float:
-    """What the label of a row needs, in inches."""
+    """The height of a row label, in inches."""
     import matplotlib
     from matplotlib.font_manager import FontProperties
 
@@ -197,7 +204,7 @@ def _label_height() -> float:
 
 
 def _shortened(name: str, longest: int = 32) -> str:
-    """Without the middle of a name that is too long: its ends tell it from others."""
+    """A long name without its middle, because the ends tell names apart."""
     half = longest // 2
     return name if len(name) <= longest else f"{name[: half - 1]}…{name[-half:]}"
 

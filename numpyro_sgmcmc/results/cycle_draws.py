@@ -1,20 +1,20 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The draws of a run that are to be used: of step sizes in cycles those of the ends of cycles."""
+"""The selection of draws that count: for cyclical step sizes the draws at the ends of cycles."""
 
 import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.posterior.numpyro_private import with_draws
 
-#: Step sizes that differ by rounding are the same.
+#: Relative difference of step sizes by rounding.
 _SAME = 1e-5
 
 
 def kept_draws(mcmc: MCMC) -> MCMC:
     """
-    The run with the draws that are to be used.
+    The run with only the draws that count.
 
     :raises ValueError: if there are none.
     """
@@ -24,7 +24,7 @@ def kept_draws(mcmc: MCMC) -> MCMC:
     sizes = mcmc.get_extra_fields(group_by_chain=True).get("step_size")
     if sizes is None:
         return mcmc
-    used = np.asarray(sizes)[0] <= smallest * (1 + _SAME)  # the same in all chains
+    used = np.asarray(sizes)[0] <= smallest * (1 + _SAME)  # equal in all chains
     if used.all():
         return mcmc
     if not used.any():

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Arrays that are filled part by part: in memory, or in a Zarr store (version 3 of the format) that is
-there when it is whole.
+Arrays that are filled part by part, in memory or in a Zarr store.
+
+The store has version 3 of the format. It gets its name only when it is complete.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,26 +18,27 @@ import warnings
 
 import numpy as np
 
-#: Makes an array of this name, shape and data type with these dimensions, of which a part with the
-#: shape that follows is written at once.
+#: Function that makes an array from its name, shape, data type, dimensions and the shape of the
+#: parts that are written at once.
 Create = Callable[[str, tuple[int, ...], Any, list[str], tuple[int, ...]], Any]
 
 
 @contextmanager
 def in_memory() -> Iterator[Create]:
-    """Arrays of NumPy."""
+    """Make arrays of NumPy in memory."""
     yield lambda name, shape, dtype, dims, part: np.empty(shape, dtype)
 
 
 @contextmanager
 def on_disk(folder: Path) -> Iterator[Create]:
     """
-    Arrays of a store, in a folder that has another name until all of them are written: whatever
-    ends the program before, nothing that could be taken for the whole is left.
+    Make arrays of a store in a folder that gets its name when all of them are written.
 
-    :param folder: the store, which must not be there yet.
+    An interrupted program leaves nothing that looks like a complete store.
+
+    :param folder: the store, which must not exist yet.
     :raises ImportError: if zarr is not installed.
-    :raises ValueError: if there is something else in the place of the store.
+    :raises ValueError: if the path of the store is in use.
     """
     try:
         import zarr
@@ -63,26 +65,27 @@ def on_disk(folder: Path) -> Iterator[Create]:
                 dtype=dtype,
                 chunks=chunks,
                 dimension_names=dims,
-                # draws are noise, which cannot be compressed; all readers compare checksums
+                # draws are noise, which cannot be compressed, and all readers compare checksums
                 compressors=[Crc32cCodec()],
             )
 
         yield create
         with warnings.catch_warnings():
-            # that they are not in the specification yet; all readers that we know of have them
+            # consolidated metadata are not in the specification yet, but all known readers have
+            # them
             warnings.filterwarnings("ignore", "Consolidated metadata is currently not part")
             zarr.consolidate_metadata(root.store)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    check_free(folder)  # also if another has written it in the meantime
+    check_free(folder)  # another process may have written it in the meantime
     if folder.exists():
         folder.rmdir()
     unfinished.rename(folder)
 
 
 def check_free(folder: Path) -> None:
-    """Raises ``ValueError`` unless this is an empty folder or nothing."""
+    """Raise ``ValueError`` unless the path is an empty folder or does not exist."""
     is_folder = folder.is_dir() and not folder.is_symlink()
     if os.path.lexists(folder) and not (is_folder and not any(folder.iterdir())):
         what = "is a link" if folder.is_symlink() else "is a file"

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a run says of itself, in a form that is kept with its draws."""
+"""The facts of a run, in a form that is stored with its draws."""
 
 from importlib.metadata import version
 from itertools import product
@@ -16,7 +16,7 @@ from numpyro_sgmcmc.stein import SteinReport, SteinSums, problem_of_undone_steps
 
 
 def stein_of(mcmc: MCMC) -> SteinReport | None:
-    """The Stein matrix that the run has kept, or None for kernels that keep none."""
+    """The Stein matrix of the run, or None for kernels that keep none."""
     sums = getattr(getattr(mcmc.last_state, "monitor", None), "stein", None)
     return stein_report(sums) if isinstance(sums, SteinSums) else None
 
@@ -26,10 +26,10 @@ def attributes(
 ) -> dict[str, str | int | float]:
     """The settings of the kernel and the facts of the run, as words and numbers."""
     settings = getattr(mcmc.sampler, "run_info", {})
-    # netCDF has no truth values
-    found = {name: int(x) if isinstance(x, bool) else x for name, x in settings.items()}
-    found.setdefault("algorithm", type(mcmc.sampler).__name__)
-    found |= {
+    # netCDF has no Boolean values
+    facts = {name: int(x) if isinstance(x, bool) else x for name, x in settings.items()}
+    facts.setdefault("algorithm", type(mcmc.sampler).__name__)
+    facts |= {
         "inference_library": "numpyro_sgmcmc",
         "inference_library_version": version("numpyro_sgmcmc"),
         "numpyro_version": version("numpyro"),
@@ -37,25 +37,25 @@ def attributes(
         "tuning_steps": mcmc.num_warmup,
         "thinning": mcmc.thinning,
     }
-    if "passes_per_sample" in found:
+    if "passes_per_sample" in facts:
         samples = mcmc.num_chains * (mcmc.num_warmup + mcmc.num_samples)
-        found["passes"] = samples * float(found["passes_per_sample"])
+        facts["passes"] = samples * float(facts["passes_per_sample"])
     if (tuning := getattr(mcmc.sampler, "tuning", None)) is not None:
-        found["tuning_problem"] = tuning.problem or ""
+        facts["tuning_problem"] = tuning.problem or ""
         if mcmc.sampler.method.step_size is None and tuning.steps_per_sample > 1:
-            # where samples are less than a chain's memory apart, as much less
+            # samples closer than a relaxation time count for less, in proportion
             of_a_draw = mcmc.sampler.steps_per_sample / tuning.steps_per_sample
-            found["promised_per_sample"] = of_a_draw / tuning.slowness
-            found["seconds_per_sample"] = of_a_draw * tuning.seconds_per_sample
+            facts["promised_per_sample"] = of_a_draw / tuning.slowness
+            facts["seconds_per_sample"] = of_a_draw * tuning.seconds_per_sample
     if hasattr(mcmc.last_state, "monitor"):
-        found["dimension"] = sum(map(math.prod, latent_shapes(mcmc).values()))
-        found["nonfinite_steps"] = int(np.sum(mcmc.last_state.monitor.nonfinite_steps))
-        found["undone_steps_problem"] = problem_of_undone_steps(mcmc.last_state) or ""
+        facts["dimension"] = sum(map(math.prod, latent_shapes(mcmc).values()))
+        facts["nonfinite_steps"] = int(np.sum(mcmc.last_state.monitor.nonfinite_steps))
+        facts["undone_steps_problem"] = problem_of_undone_steps(mcmc.last_state) or ""
     known = getattr(getattr(mcmc.last_state, "fixed", None), "known", None)
     if known is not None:
-        found["rows"] = int(np.ravel(known.rows)[0])
+        facts["rows"] = int(np.ravel(known.rows)[0])
     if stein is not None:
-        found |= {
+        facts |= {
             "configurational_temperature": stein.temperature,
             "configurational_temperature_error": stein.error,
             "variance_ratio_smallest": float(stein.ratios.min()),
@@ -66,19 +66,20 @@ def attributes(
             "verdict": stein.problem() or "",
         }
     if sampling_time is not None:
-        found["sampling_time"] = float(sampling_time)
-    return found
+        facts["sampling_time"] = float(sampling_time)
+    return facts
 
 
 def variable_name(site: str) -> str:
-    """The name of a site among the results: in a tree of groups a slash would begin another."""
+    """The name of a site in the results, without slashes, which would begin a group."""
     return site.replace("/", ".")
 
 
 def parameters(shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], list[str]]:
     """
-    Labels of the unconstrained parameters, as ArviZ writes them, and the variable of each, in the
-    order of the flat vector.
+    Labels and variables of the unconstrained parameters, in the order of the flat vector.
+
+    The labels have the form of ArviZ.
 
     :param shapes: shapes of the unconstrained values of the latent sites.
     """
@@ -93,10 +94,12 @@ def parameters(shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], list[str]
 
 def stein_group(stein: SteinReport, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
     """
-    The Stein matrix by parameter, for ArviZ: variables ``variance_ratio`` and
-    ``variance_ratio_error``, and up to 100 parameters ``eigenvalue`` and ``eigenvalue_spread``,
-    of the block of each site, over the dimension ``parameter`` (labels of the unconstrained
-    parameters, or of the sites if there are more than 1,000) with the coordinate ``site``.
+    The Stein matrix by parameter, as a group for ArviZ.
+
+    Its variables are ``variance_ratio`` and ``variance_ratio_error``. Up to 100 parameters there
+    are ``eigenvalue`` and ``eigenvalue_spread`` of the block of each site. The dimension is
+    ``parameter``, with labels of the unconstrained parameters, or of the sites above 1,000
+    parameters. Its coordinate is ``site``.
     """
     labels, sites = parameters(shapes)
     if len(stein.ratios) != len(labels):

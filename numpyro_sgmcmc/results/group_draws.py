@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Draws of what belongs to single groups, some thousand groups at a time."""
+"""Draws of the variables of groups, some thousand groups at a time."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,18 +16,17 @@ from numpyro.handlers import block, seed, substitute
 from numpyro_sgmcmc.posterior.handlers import Plate, given_rows
 from numpyro_sgmcmc.results.parts import compiled, waiting_bar
 
-#: Groups that are drawn at once.
+#: Number of groups that are drawn at once.
 CHUNK = 2_000
 
-#: Values of these groups that are drawn at once, about: 32 MB in float32.
+#: Approximate number of values that are drawn at once: 32 MB in float32.
 _CHUNK_VALUES = 2**23
 
 
 @dataclass(frozen=True)
 class GroupDraws:
     """
-    Draws of what belongs to the groups of a plate, for some draws of the run and some groups at a
-    time.
+    Draws of the variables of groups, for some draws of the run and some groups at a time.
 
     - **draw** - :meth:`~numpyro_sgmcmc.posterior.local_latents.Marginal.draws` of a model, or its
       ``replicates``.
@@ -47,7 +46,7 @@ class GroupDraws:
     programs: dict[Any, Callable] = field(default_factory=dict)
 
     def _some(self, kept: dict[str, Array], keys: Array, rows: dict[str, Array]) -> dict[str, Any]:
-        """Of some draws and groups."""
+        """Draws for some draws of the run and some groups."""
 
         def one(draw_and_key: tuple[dict[str, Array], Array]) -> dict[str, Any]:
             draw, key = draw_and_key
@@ -57,8 +56,8 @@ class GroupDraws:
                 return given(key, self.args, self.kwargs)
 
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (kept, keys))
-        found = lax.map(one, flat)
-        return jax.tree.map(lambda x: x.reshape(*keys.shape[:2], *x.shape[1:]), found)
+        draws = lax.map(one, flat)
+        return jax.tree.map(lambda x: x.reshape(*keys.shape[:2], *x.shape[1:]), draws)
 
     def _compiled(self, *arguments: Any) -> dict[str, Any]:
         shapes = tuple(x.shape for x in jax.tree.leaves(arguments))
@@ -68,17 +67,17 @@ class GroupDraws:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of chains and of draws."""
+        """The numbers of chains and draws."""
         chains, draws = next(iter(self.kept.values())).shape[:2]
         return chains, draws
 
     def shapes(self, plate: str, groups: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """What there will be of so many groups of a plate, by site."""
+        """The shapes of all draws of this number of groups of a plate, by site."""
         keys = random.split(self.key, self.shape)
-        found = jax.eval_shape(self._some, self.kept, keys, self._rows(plate, np.zeros(1, int)))
+        sites = jax.eval_shape(self._some, self.kept, keys, self._rows(plate, np.zeros(1, int)))
         return {
             name: jax.ShapeDtypeStruct((*x.shape[:2], groups, *x.shape[3:]), x.dtype)
-            for name, x in found[plate].items()
+            for name, x in sites[plate].items()
         }
 
     def draws_of(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:
@@ -86,15 +85,17 @@ class GroupDraws:
         chains, draws = self.shape
         each = sum(math.prod(x.shape[3:]) * min(CHUNK, x.shape[2]) for x in shapes.values())
         most = max(1, _CHUNK_VALUES // (chains * max(1, each)))
-        return math.ceil(draws / math.ceil(draws / most))  # as equal ones as there can be
+        return math.ceil(draws / math.ceil(draws / most))  # parts of nearly equal size
 
     def of(
         self, plate: str, rows: np.ndarray, shapes: Mapping[str, jax.ShapeDtypeStruct]
     ) -> Iterator[tuple[tuple[slice, slice, slice], dict[str, np.ndarray]]]:
         """
+        Draw the variables of groups, part by part.
+
         :param rows: the numbers of the groups.
-        :param shapes: of what there will be of them.
-        :return: which chains, draws and groups these are, and the values of each site.
+        :param shapes: the shapes of all draws, by site.
+        :return: the index of the chains, draws and groups of a part, and the values of each site.
         """
         k = [p.name for p in self.plates].index(plate)
         each = self.draws_of(shapes)
@@ -114,12 +115,12 @@ class GroupDraws:
     def in_memory(self, plate: str, rows: np.ndarray) -> dict[str, np.ndarray]:
         """All draws of some groups of a plate, by site, shape (chains, draws, groups, ...)."""
         shapes = self.shapes(plate, len(rows))
-        found = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
+        arrays = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
         for here, values in self.of(plate, rows, shapes):
-            for name, array in found.items():
+            for name, array in arrays.items():
                 array[here] = values[name]
-        return found
+        return arrays
 
     def _rows(self, plate: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """These groups, and a row of each of the other plates."""
+        """The rows of these groups, with one row of each other plate."""
         return {p.name: np.zeros(1, int) for p in self.plates} | {plate: rows}

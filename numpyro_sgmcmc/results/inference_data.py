@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""From an ``MCMC`` object to ArviZ: ``InferenceData`` in ArviZ 0.x, ``DataTree`` in 1.x."""
+"""Conversion of an ``MCMC`` object for ArviZ: ``InferenceData`` in 0.x, ``DataTree`` in 1.x."""
 
 from collections.abc import Callable, Mapping
 import inspect
@@ -52,16 +52,16 @@ from numpyro_sgmcmc.results.row_subset import (
 from numpyro_sgmcmc.results.run_data import are_edited, check_data
 from numpyro_sgmcmc.stein import SteinReport, advice, problem_of_undone_steps
 
-#: Replicas that exchange positions less often do not take part in what the chain does.
+#: Rate of exchanges below which replicas do not help the chain.
 _SELDOM = 0.02
 
-#: The log likelihood of some rows, whose sum ArviZ takes for that of all.
+#: Warning for a log likelihood of some rows, whose sum ArviZ would take for the sum over all rows.
 SOME_ROWS = (
     "The log likelihood is that of {}: `arviz.loo` sums over these rows alone."
     " `numpyro_sgmcmc.results.loo.loo(mcmc)` estimates the sum over all rows."
 )
 
-#: Values of the size of (chains, draws, N) beyond this need `max_values`: 2 GB in float32.
+#: Number of values of (chains, draws, N) beyond which `max_values` is needed: 2 GB in float32.
 MAX_VALUES = 500_000_000
 
 
@@ -87,34 +87,33 @@ def to_arviz(
     :mod:`numpyro_sgmcmc.stein`), ``observed_data``, ``constant_data`` (the array arguments of the
     model), and on request ``log_likelihood`` and ``posterior_predictive``.
 
-    Variables have the shape ``(chain, draw, *site)``. Names of dimensions are those of
-    the plates and of ``infer={"event_dims": [...]}``; ``dims`` adds to them. Nothing of a
-    minibatch is in the result. Plain ``arviz.from_numpyro(mcmc)`` gives the same posterior. A
-    slash in the name of a site, as those of ``flax_module`` have, becomes a dot, since in ArviZ 1.x
-    it would begin a group.
+    Variables have the shape ``(chain, draw, *site)``. Dimensions have the names of the plates and
+    of ``infer={"event_dims": [...]}``, and ``dims`` adds names. The result has no minibatches.
+    Plain ``arviz.from_numpyro(mcmc)`` gives an equal posterior. A slash in the name of a site, as
+    in sites of ``flax_module``, becomes a dot, because in ArviZ 1.x a slash begins a group.
 
-    With more rows than memory is there for, ``rows=2_000`` draws so many of them at random:
-    all groups then hold these rows only, at a cost that grows with their number and not with
-    :math:`N`, the dimension of the plate has their numbers as its coordinate, and the attribute
-    ``rows_kept_`` with the name of the plate says how many of how many they are. Checks of
-    calibration such as ``arviz.plot_loo_pit`` need no more; :math:`N / n` times the sum over
-    :math:`n` rows estimates that over all of them, and
-    :func:`~numpyro_sgmcmc.results.loo.loo` does so better.
+    If memory is too small for all rows, ``rows=2_000`` draws 2,000 of them at random. All groups
+    then have these rows only, and the cost grows with their number and not with :math:`N`. The row
+    numbers are the coordinate of the plate's dimension. The attribute ``rows_kept_`` with the name
+    of the plate has the number of kept rows and of all rows. Checks of calibration such as
+    ``arviz.plot_loo_pit`` need no more rows. :math:`N / n` times the sum over :math:`n` rows
+    estimates the sum over all rows. :func:`~numpyro_sgmcmc.results.loo.loo` is a better estimate.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel.
     :param bool log_likelihood: whether to compute :math:`\\log p(y_i \\mid \\theta)` of every
         row for every draw, one draw at a time: an array of (chains, draws, :math:`N`).
-    :param bool posterior_predictive: whether to draw new observations of every row for
-        every draw, one draw at a time; arrays of the same size. New observations of a group with
-        latent variables are drawn at draws of these variables.
+    :param bool posterior_predictive: whether to draw new observations of every row for every draw,
+        one draw at a time. The arrays have the size of ``log_likelihood``. For groups with latent
+        variables these variables are drawn first.
     :param bool constant_data: whether to keep the array arguments of the model that are
         not its observations.
-    :param rows: how many rows of every subsampled plate to keep, drawn without replacement
-        (the same ones for plates of the same size), or the numbers of the rows, or a dict of
-        either by the name of the plate; plates that it does not name stay whole. All are kept if
-        None, but of data on disk (:class:`~numpyro_sgmcmc.RowsOnDisk`) 1,000.
+    :param rows: number of rows to keep of every subsampled plate, drawn without replacement (plates
+        of one size get equal rows); or the row numbers; or a dict of either by the name of the
+        plate, where other plates stay whole. None keeps all rows, or 1,000 rows of data on disk
+        (:class:`~numpyro_sgmcmc.RowsOnDisk`).
     :param rng_key: random key of the choice of rows and of the posterior predictive draws.
-    :param coords: coordinate values of dimensions, by name; of all rows, also with ``rows``.
+    :param coords: coordinate values of dimensions, by name; for all rows, even if ``rows`` is
+        given.
     :param dims: names of the dimensions of variables, in addition to the inferred ones.
     :param attrs: attributes in addition to the settings of the kernel.
     :param float sampling_time: seconds that the run took, kept as an attribute; NumPyro does
@@ -179,7 +178,7 @@ def to_arviz(
     if constant_data:
         constants, their_dims = _constants(run, list(known.values()))
         groups["constant_data"], all_dims = constants or None, their_dims | all_dims
-    # ArviZ traces the model for its observations, operation by operation
+    # ArviZ would trace the model for its observations, operation by operation
     view = view_of(run.mcmc, _Observations(_variables(known)), _variables(run.draws), (), {})
     data = arviz.from_numpyro(view, coords=coords, dims=all_dims, log_likelihood=False, **groups)
     if log_likelihood:
@@ -190,7 +189,7 @@ def to_arviz(
     data.attrs.update(attributes(run.mcmc, stein, sampling_time))
     for name, kept in run.rows_kept.items():
         data.attrs[f"rows_kept_{name}"] = kept
-        # with predictions it is for their calibration, and not for a sum
+        # with predictions the log likelihood is for calibration, and not for a sum
         if log_likelihood and not posterior_predictive:
             warnings.warn(SOME_ROWS.format(kept), stacklevel=2)
     data.attrs.update(attrs or {})
@@ -201,9 +200,9 @@ class _Run(NamedTuple):
     """
     A run on some of its rows.
 
-    - **model**, **draws** - of which these rows are all the data.
-    - **chosen** - their numbers by plate, where they are not all.
-    - **sites**, **observed** - of this model, and those that have observations.
+    - **model**, **draws** - the model and the draws with these rows as all data.
+    - **chosen** - row numbers by plate, for plates that are not whole.
+    - **sites**, **observed** - the sites of this model, and the observed ones.
     """
 
     mcmc: MCMC
@@ -217,7 +216,7 @@ class _Run(NamedTuple):
 
     @property
     def rows_kept(self) -> dict[str, str]:
-        """How many of how many rows there are of plates that are not whole."""
+        """Descriptions of the kept rows of plates that are not whole."""
         return {
             plate.name: f"{len(numbers):,} of {plate.size:,} rows of plate '{plate.name}'"
             for plate in subsampled_plates(self.sites)
@@ -228,7 +227,7 @@ class _Run(NamedTuple):
 def _on_rows(mcmc: MCMC, args: tuple, kwargs: dict, rows: Any, key: Array) -> _Run:
     draws = mcmc.get_samples(group_by_chain=True)
     model, draws, chosen = keep_rows(mcmc.sampler.model, draws, args, kwargs, rows, key)
-    with numpyro.validation_enabled(False):  # where chains have been is for others to judge
+    with numpyro.validation_enabled(False):  # diagnostics judge the positions of the chains
         sites = full_sites(model, draws, args, kwargs)
     observed = {
         name: site
@@ -242,7 +241,7 @@ def _on_rows(mcmc: MCMC, args: tuple, kwargs: dict, rows: Any, key: Array) -> _R
 
 
 def _observations(mcmc: MCMC, run: _Run) -> dict[str, np.ndarray]:
-    """Values of the observed sites, none if they are no longer those of the run."""
+    """Values of the observed sites; none if the data have changed since the run."""
     if not are_edited(mcmc):
         return {name: np.asarray(site["value"]) for name, site in run.observed.items()}
     warnings.warn(
@@ -256,27 +255,29 @@ def _observations(mcmc: MCMC, run: _Run) -> dict[str, np.ndarray]:
 def _constants(
     run: _Run, observations: list[np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
-    """The array arguments of the model that are no observations, and names of their dimensions."""
+    """The array arguments of the model without its observations, and names of dimensions."""
     plates = {s["args"][0]: name for name, s in run.sites.items() if s["type"] == "plate"}
-    found, dims = {}, {}
+    constants, dims = {}, {}
     for name, argument in _array_arguments(run.mcmc.sampler.model, run.args, run.kwargs).items():
-        # an observation may have rows of several plates
+        # an observation may have axes of several plates
         x = argument
         for axis, size in enumerate(argument.shape):
             if plates.get(size) in run.chosen:
                 x = jnp.take(x, run.chosen[plates[size]], axis=axis)
-        # of the name of a site it is what that observes, in another layout
+        # an argument with the name of a site has its observations, in another layout
         if name in run.observed or any(np.array_equal(x, v) for v in observations):
             continue
         plate = plates.get(argument.shape[0])
-        found[name] = np.asarray(argument[run.chosen[plate]] if plate in run.chosen else argument)
+        constants[name] = np.asarray(
+            argument[run.chosen[plate]] if plate in run.chosen else argument
+        )
         if plate is not None:
             dims[name] = [plate, *(f"{name}_dim_{k}" for k in range(1, argument.ndim))]
-    return found, dims
+    return constants, dims
 
 
 def _log_likelihood(run: _Run, max_values: int) -> dict[str, np.ndarray]:
-    """Of every observation at every draw."""
+    """The log likelihood of every observation at every draw."""
 
     def terms_of(draw: dict) -> dict[str, Array]:
         return log_likelihood_of(run.model, draw, run.args, run.kwargs)
@@ -287,7 +288,7 @@ def _log_likelihood(run: _Run, max_values: int) -> dict[str, np.ndarray]:
 
 
 class _Observations:
-    """A model that has nothing but observations."""
+    """A model of observations only."""
 
     def __init__(self, values: Mapping[str, np.ndarray]) -> None:
         self.values = values
@@ -298,11 +299,11 @@ class _Observations:
 
 
 def _of_draws(function: Callable, draws: Any, description: str) -> dict[str, np.ndarray]:
-    """A function of each draw, shape (chains, draws, ...)."""
+    """The values of a function at each draw, shape (chains, draws, ...)."""
     shape = jax.tree.leaves(draws)[0].shape[:2]
     flat = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, *x.shape[2:]), draws)
-    found = of_each(function, flat, description)
-    return {name: x.reshape(*shape, *x.shape[1:]) for name, x in found.items()}
+    values = of_each(function, flat, description)
+    return {name: x.reshape(*shape, *x.shape[1:]) for name, x in values.items()}
 
 
 def _replicated(run: _Run, key: Array, max_values: int) -> dict[str, np.ndarray]:
@@ -326,19 +327,19 @@ def _replicated(run: _Run, key: Array, max_values: int) -> dict[str, np.ndarray]
 
 
 def _replicated_groups(run: _Run, key: Array) -> dict[str, np.ndarray]:
-    """New observations of groups whose latent variables are integrated out, for every draw."""
+    """New observations of groups for every draw, with latent variables drawn too."""
     marginal = marginal_of(run.mcmc)
     if marginal is None:
         return {}
     plates = subsampled_plates(run.sites)
     parts = GroupDraws(marginal.replicates, plates, run.draws, key, run.args, run.kwargs)
     sizes = {plate.name: plate.size for plate in plates}
-    found = {}
+    replicated = {}
     for plate in marginal.plates:
         rows = run.chosen.get(plate.name, np.arange(sizes[plate.name]))
         for name, values in parts.in_memory(plate.name, rows).items():
-            found[name] = np.moveaxis(values, 2, 2 + group_axis(run.sites[name], plate.name))
-    return found
+            replicated[name] = np.moveaxis(values, 2, 2 + group_axis(run.sites[name], plate.name))
+    return replicated
 
 
 def _variables(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,7 +347,7 @@ def _variables(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def marginal_of(mcmc: MCMC) -> Marginal | None:
-    """The model of a run in which latent variables of groups are integrated out, or None."""
+    """The model of a run with latent variables of groups integrated out, or None."""
     model = getattr(mcmc.sampler.model, "fn", None)
     return model if isinstance(model, Marginal) else None
 
@@ -355,8 +356,8 @@ def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:
     """
     The arguments of the model in the run.
 
-    :raises TypeError: if it is none.
-    :raises ValueError: if it has no draws.
+    :raises TypeError: if the object is no run.
+    :raises ValueError: if the run has no draws.
     """
     if not isinstance(mcmc, MCMC):
         raise TypeError(f"`mcmc` must be an `MCMC` object after its run; got {shown(mcmc)}.")
@@ -366,7 +367,7 @@ def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:
 
 
 def _warn_of_draws(mcmc: MCMC, stein: SteinReport | None) -> None:
-    """What the run itself has seen of its draws that makes them wrong."""
+    """Warn of problems of the draws that the run has recorded."""
     if (problem := problem_of_undone_steps(mcmc.last_state)) is not None:
         step_size = float(np.max(mcmc.last_state.step_size))
         warnings.warn(
@@ -408,15 +409,15 @@ def _is_factor(site: dict) -> bool:
 
 def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
     """Names of the dimensions of the variable of every site: its plates, then its events."""
-    found = {}
+    dims = {}
     for name, site in sites.items():
         if site["type"] not in ("sample", "deterministic"):
             continue
         frames = sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)
         events = site["infer"].get("event_dims", []) if site["type"] == "sample" else []
         if frames or events:
-            found[variable_name(name)] = [frame.name for frame in frames] + list(events)
-    return found
+            dims[variable_name(name)] = [frame.name for frame in frames] + list(events)
+    return dims
 
 
 def _array_arguments(model: Callable, args: tuple, kwargs: dict) -> dict[str, Array]:

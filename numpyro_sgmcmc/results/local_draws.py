@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What is latent in the groups of a run, drawn after it."""
+"""Draws of the latent variables of groups, made after the run."""
 
 from collections.abc import Mapping
 import math
@@ -41,34 +41,33 @@ def local_draws(
     """
     Draws of the latent sites inside of subsampled plates, which a run integrates out.
 
-    For draws :math:`\\theta^{(s)}` of the run they are draws of the conditional law of each group,
+    For each draw :math:`\\theta^{(s)}` of the run it draws from the conditional law of each group,
 
     .. math:: z_g^{(s)} \\sim p(z_g \\mid y_g, \\theta^{(s)}) ,
 
-    and both together are draws of the joint posterior. Each is made by independent
-    proposals for its group (:func:`~numpyro_sgmcmc.posterior.quadrature.draws_of`); deterministic
-    sites that depend on them are computed of them.
+    and both together are draws of the joint posterior. Each draw is made by independent proposals
+    for its group (:func:`~numpyro_sgmcmc.posterior.quadrature.draws_of`). Deterministic sites that
+    depend on these draws are computed from them.
 
     :param mcmc: an ``MCMC`` object after its run.
-    :param groups: how many groups, drawn at random, or their numbers, or a dict of either by the
-        name of the plate; all if None.
-    :param int num_draws: for how many draws of each chain, evenly spaced; at most as many as there
-        are.
+    :param groups: the number of groups, drawn at random; or their numbers; or a dict of either by
+        the name of the plate; None for all.
+    :param int num_draws: number of draws of each chain, evenly spaced; at most the number of draws
+        of the run.
     :param store: path of a Zarr store that the draws are written to, some thousand groups at a
-        time, for instance ``"draws.zarr"``; None keeps them in memory. The draws are the same. The
-        folder has another name, with ``unfinished`` in it, until it has all of them.
+        time, for instance ``"draws.zarr"``; None keeps them in memory. The draws do not depend on
+        this choice. The folder has another name, with ``unfinished`` in it, until it is complete.
     :param rng_key: a random key.
-    :param int max_values: largest number of values that the result may have in memory; with a
-        ``store`` there is no limit.
+    :param int max_values: largest number of values of a result in memory. With a ``store`` there is
+        no limit.
     :return: variables of shape ``(chain, draw, plate, ...)``, with the numbers of draws and groups
-        as coordinates; those of a ``store`` are read when they are used, and
+        as coordinates. Variables of a ``store`` are read when they are used, and
         ``xarray.open_zarr("draws.zarr", chunks=None)`` opens them again.
-    :raises ValueError: if the model has no latent sites inside of subsampled plates, if there are
-        no such groups, if the result would be too large, or if there are files in the place of the
-        store.
+    :raises ValueError: if the model has no latent sites inside of subsampled plates, if the groups
+        do not exist, if the result would be too large, or if the folder of the store has files.
     :raises ImportError: if there is a ``store``, and zarr is not installed.
 
-    **Example:** normal effects, known as well as their prior and one row say it.
+    **Example:** normal effects, each known from its prior and one row.
 
     .. doctest::
 
@@ -115,21 +114,21 @@ def local_draws(
     parts = GroupDraws(marginal.draws, plates, kept, key, args, kwargs)
     shapes = {name: parts.shapes(name, len(rows)) for name, rows in chosen.items() if name in local}
     if folder is None:
-        _check_size([x.shape for found in shapes.values() for x in found.values()], max_values)
+        _check_size([x.shape for sites in shapes.values() for x in sites.values()], max_values)
     coords = {"chain": np.arange(chains), "draw": numbers}
     coords |= {variable_name(name): chosen[name] for name in shapes}
     variables: dict[str, Any] = {}
     with in_memory() if folder is None else on_disk(folder) as create:
-        for plate, found in shapes.items():
+        for plate, sites in shapes.items():
             arrays = {}
-            for name, x in found.items():
+            for name, x in sites.items():
                 site = variable_name(name)
                 rest = [f"{site}_dim_{j}" for j in range(x.ndim - 3)]
                 dims = ["chain", "draw", variable_name(plate), *rest]
-                part = (chains, parts.draws_of(found), min(CHUNK, x.shape[2]), *x.shape[3:])
+                part = (chains, parts.draws_of(sites), min(CHUNK, x.shape[2]), *x.shape[3:])
                 arrays[name] = create(site, x.shape, x.dtype, dims, part)
                 variables[site] = dims, arrays[name]
-            for here, values in parts.of(plate, np.asarray(chosen[plate]), found):
+            for here, values in parts.of(plate, np.asarray(chosen[plate]), sites):
                 for name, array in arrays.items():
                     array[here] = values[name]
         if folder is not None:
@@ -142,7 +141,7 @@ def local_draws(
 
 
 def _check_size(shapes: list[tuple[int, ...]], max_values: int) -> None:
-    """Raises ``ValueError`` if the result does not fit into memory."""
+    """Raise ``ValueError`` if the result does not fit into memory."""
     values = sum(map(math.prod, shapes))
     if values > max_values:
         chains, draws, groups = max(shapes, key=math.prod)[:3]

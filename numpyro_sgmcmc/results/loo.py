@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Predictive accuracy where an array of (chains, draws, rows) would not fit."""
+"""Predictive accuracy for runs whose array of (chains, draws, rows) would not fit in memory."""
 
 from collections.abc import Callable, Mapping
 import math
@@ -48,7 +48,7 @@ from numpyro_sgmcmc.results.row_subset import (
 )
 from numpyro_sgmcmc.results.run_data import check_data
 
-#: Selection whose log likelihood is computed at once.
+#: Number of rows whose log likelihood is computed at once.
 _CHUNK = 10_000
 
 
@@ -65,7 +65,7 @@ def loo(
     PSIS-LOO of a run on a large data set, from the log likelihood of some of its observations.
 
     It is ``arviz.loo_subsample`` of ArviZ 1.x, without the array of (chains, draws, :math:`N`) that
-    it starts from.
+    ArviZ needs.
 
     With the log density :math:`\\hat\\ell_i = \\log p(y_i \\mid \\hat\\theta)` of every
     observation at one point :math:`\\hat\\theta` and a simple random sample :math:`S` of
@@ -75,24 +75,24 @@ def loo(
         + \\frac{N}{m} \\sum_{i \\in S}
         \\left( \\log p(y_i \\mid y_{-i}) - \\hat\\ell_i \\right),
 
-    without bias for any :math:`\\hat\\theta`: it is the transformed mean of the
-    unconstrained draws, so that the differences, and with them ``subsampling_se``, are
-    small. The first sum is computed in chunks of rows, the second one draw at a time.
+    which has no bias for any :math:`\\hat\\theta`. Here :math:`\\hat\\theta` is the transformed
+    mean of the unconstrained draws, so that the differences and ``subsampling_se`` are small. The
+    first sum is computed in chunks of rows, the second one draw at a time.
 
-    ArviZ 0.x has no such function: there ``arviz.loo`` of all observations is computed if
-    ``max_values`` allows it.
+    ArviZ 0.x has no such function. With ArviZ 0.x the result is ``arviz.loo`` of all observations,
+    if ``max_values`` allows it.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel.
-    :param observations: how many observations to draw (all, if there are no more), or their
-        numbers; on ArviZ 0.x of no effect.
+    :param observations: number of observations to draw (all, if there are fewer), or their numbers;
+        without effect on ArviZ 0.x.
     :param str var_name: the observed site, if the model has several.
-    :param bool pointwise: whether to keep the values and the Pareto :math:`k` of every
-        observation of the sample; the default is ArviZ's.
+    :param bool pointwise: whether to keep the values and the Pareto :math:`k` of every observation
+        of the sample; None is the default of ArviZ.
     :param rng_key: random key of the choice of observations.
     :param int max_values: largest number of values that the log likelihood may have.
     :return: an ``ELPDDataLOOSubsample`` of ArviZ 1.x, or the ``ELPDData`` of ArviZ 0.x.
-    :raises ValueError: if the site or the observations are not there, or if too many values
-        would be needed.
+    :raises ValueError: if the site or the observations do not exist, or if too many values would be
+        needed.
 
     **References:**
 
@@ -155,10 +155,10 @@ def loo(
 
 class _Site(NamedTuple):
     """
-    The observed site, and the run.
+    The observed site, with its run.
 
-    - **axes** - of the subsampled plates that it is in.
-    - **others** - one row of the plates that it is not in: they cannot have none.
+    - **axes** - axes of the subsampled plates around the site.
+    - **others** - one row of each other plate, because a plate cannot be empty.
     """
 
     name: str
@@ -202,8 +202,9 @@ def _at_mean(site: _Site, args: tuple, kwargs: dict) -> np.ndarray:
 
 def _tree(data: Any, site: _Site, rows: Mapping[str, np.ndarray], at_point: np.ndarray) -> Any:
     """
-    A run for ArviZ whose log likelihood is known at some rows, and whose observations are the log
-    densities at a point.
+    A run for ArviZ with the log likelihood of some rows only.
+
+    Its observations are the log densities at a point.
     """
     import xarray
 
@@ -224,7 +225,7 @@ def _tree(data: Any, site: _Site, rows: Mapping[str, np.ndarray], at_point: np.n
 
 
 def _of_rows(mcmc: MCMC, rows: Any, options: Mapping[str, Any]) -> Any:
-    """The log likelihood of some rows, which is here not taken for that of all."""
+    """An ArviZ object with the log likelihood of some rows, without the warning about it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", re.escape(SOME_ROWS.partition("{")[0]))
         return to_arviz(mcmc, rows=rows, **options)
@@ -241,11 +242,11 @@ def _posterior_mean(
     """The latent sites at the mean of the unconstrained draws."""
     latents = {k: x for k, x in draws.items() if sites[k]["type"] == "sample"}
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), latents)
-    # plates of data only are not needed for it, but cannot have no rows
+    # plates with data only are not needed here, but a plate cannot be empty
     inside = {frame.name for name in latents for frame in sites[name]["cond_indep_stack"]}
     of_data = {plate.name: np.zeros(1, int) for plate in plates if plate.name not in inside}
     prior = seeded(at_rows(model, plates, of_data))
-    # as loops they are compiled, and not run one operation after the other
+    # a loop is compiled, and does not run operation by operation
     z = lax.map(lambda values: unconstrain_fn(prior, args, kwargs, values), flat)
     mean = jax.tree.map(lambda x: jnp.mean(x, 0, keepdims=True), z)
     point = lax.map(lambda z: constrain_fn(prior, args, kwargs, z), mean)
@@ -253,22 +254,24 @@ def _posterior_mean(
 
 
 def _in_chunks(function: Callable[[Array], Array], size: int) -> np.ndarray:
-    """What a function of row numbers gives for each of ``size`` rows."""
+    """The values of a function of row numbers for each of ``size`` rows."""
     count = -(-size // _CHUNK)
     length = -(-size // count)
-    # the last chunk is filled up with its last row
+    # copies of the last row fill up the last chunk
     rows = np.minimum(np.arange(count * length), size - 1).reshape(count, length)
-    found = of_each(function, jnp.asarray(rows), "log densities")
-    return found.reshape(-1, *found.shape[2:])[:size]
+    chunks = of_each(function, jnp.asarray(rows), "log densities")
+    return chunks.reshape(-1, *chunks.shape[2:])[:size]
 
 
 def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tuple) -> Any:
     """
-    An array for xarray of which only some indices along some axes exist: ArviZ asks for the
-    shape of the whole log likelihood, and for the values of the chosen observations.
+    An array for xarray that has values only at some indices along some axes.
 
-    :param known: the indices of them, ascending, by axis.
-    :param shape: the shape that the array claims to have.
+    ArviZ asks for the shape of the whole log likelihood, and for the values of the chosen
+    observations.
+
+    :param known: the indices with values, ascending, by axis.
+    :param shape: the shape that the array reports.
     """
     from xarray.backends import BackendArray
     from xarray.core import indexing
@@ -282,8 +285,8 @@ def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tupl
             return indexing.explicit_indexing_adapter(key, shape, support, self._read)
 
         def _read(self, key: tuple) -> np.ndarray:
-            found = values
-            # from the last axis, since an integer takes its axis away
+            selected = values
+            # from the last axis, because an integer index removes its axis
             for axis in reversed(range(len(shape))):
                 index = key[axis]
                 if axis in known:
@@ -294,7 +297,7 @@ def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tupl
                             f"Of the log likelihood only {known[axis].size:,} of"
                             f" {shape[axis]:,} rows were computed, and others were asked for."
                         )
-                found = found[(slice(None),) * axis + (index,)]
-            return found
+                selected = selected[(slice(None),) * axis + (index,)]
+            return selected
 
     return indexing.LazilyIndexedArray(OnlyKnown())

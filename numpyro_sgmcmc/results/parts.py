@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Programs over draws or rows: compiled, a part at a time, behind a progress bar."""
+"""Compiled programs over draws or rows, a part at a time, behind a progress bar."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,19 +18,18 @@ from numpyro_sgmcmc.posterior.fusions import WITHOUT_FAULTY_FUSIONS
 from numpyro_sgmcmc.posterior.linear_algebra import run_in_order
 from numpyro_sgmcmc.tuning.progress import bar
 
-#: Parts of a loop, each a call of its program: what the progress bar counts.
+#: Number of parts of a loop, which are calls of its program and steps of the progress bar.
 _PARTS = 32
 
-#: Seconds after which a progress bar is shown.
+#: Seconds before a progress bar is shown.
 _LONG = 2.0
 
 
 def compiled(function: Callable, *examples: Any) -> Callable:
     """
-    A function under ``jit``, with the arrays that it closes over as arguments of the program and
-    not as constants in it.
+    A function under ``jit`` whose captured arrays are arguments and not constants.
 
-    :param examples: arguments like those of every call.
+    :param examples: arguments with the shapes of every call.
     """
     traced, result = jax.make_jaxpr(function, return_shape=True)(*examples)
 
@@ -42,19 +41,20 @@ def compiled(function: Callable, *examples: Any) -> Callable:
 
 
 def waiting_bar(total: int, description: str) -> tqdm:
-    """A progress bar that appears after two seconds, and disappears when it is done."""
+    """A progress bar that appears after two seconds and disappears at the end."""
     return bar(True, total, description, delay=_LONG)
 
 
 def of_each(function: Callable, entries: Any, description: str) -> Any:
     """
-    A function of each entry along the leading axis, one at a time: memory is that of a single
-    entry and of the result.
+    The values of a function of each entry along the leading axis, one entry at a time.
 
-    :param function: of one entry, a tree of arrays, to a tree of arrays.
+    It needs memory for a single entry and for the result.
+
+    :param function: function of one entry, a tree of arrays, to a tree of arrays.
     :param entries: a tree of arrays with a common leading axis.
-    :param str description: of the progress bar.
-    :return: a tree of NumPy arrays with this axis.
+    :param str description: the text of the progress bar.
+    :return: a tree of NumPy arrays with this leading axis.
 
     **Example:**
 
@@ -67,13 +67,13 @@ def of_each(function: Callable, entries: Any, description: str) -> Any:
     """
     size = len(jax.tree.leaves(entries)[0])
     length = -(-size // _PARTS)
-    found: Any = None
+    result: Any = None
 
     def of_part(part: Any) -> Any:
         return lax.map(function, part)
 
     def part_of(first: int) -> Any:
-        # the last part has its last entry again, and so the length of the others
+        # copies of the last entry give the last part the length of the others
         numbers = np.minimum(first + np.arange(length), size - 1)
         return jax.tree.map(lambda x: x[jnp.asarray(numbers)], entries)
 
@@ -81,12 +81,12 @@ def of_each(function: Callable, entries: Any, description: str) -> Any:
     with waiting_bar(size, description) as seen:
         for first in range(0, size, length):
             part = jax.device_get(program(part_of(first)))
-            if found is None:
-                found = jax.tree.map(lambda x: np.empty((size, *x.shape[1:]), x.dtype), part)
+            if result is None:
+                result = jax.tree.map(lambda x: np.empty((size, *x.shape[1:]), x.dtype), part)
             some = slice(first, min(first + length, size))
-            jax.tree.map(lambda to, x, some=some: _put(to, some, x), found, part)
+            jax.tree.map(lambda to, x, some=some: _put(to, some, x), result, part)
             seen.update(some.stop - first)
-    return found
+    return result
 
 
 def _put(into: np.ndarray, some: slice, values: np.ndarray) -> None:

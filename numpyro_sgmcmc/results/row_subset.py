@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Some of the rows of a run: the model, its draws and its likelihood on these rows only."""
+"""Subsets of the rows of a run: the model, its draws and its likelihood on these rows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,17 +21,19 @@ from numpyro_sgmcmc.posterior.local_latents import with_observed
 from numpyro_sgmcmc.posterior.model import NOT_SEEDED
 from numpyro_sgmcmc.results.parts import compiled
 
-#: Of data on disk so many rows are kept with the draws.
+#: Number of rows that are kept with the draws, for data on disk.
 ROWS_FROM_DISK = 1_000
 
-#: A choice of rows: how many, or their numbers.
+#: A choice of rows: their number, or a list of row numbers.
 Selection = int | Array | np.ndarray
 
 
 def full_sites(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
     """
-    The sites of the model on its full data, and those that factors of groups stand for: values of
-    observations, in a program without whatever these do not need; of all others shapes alone.
+    The sites of the model on its full data, with sites that group factors replace.
+
+    Observations have their values, from a program without anything that they do not need. All other
+    sites have shapes only.
     """
     sites = with_observed(site_shapes(model, draws, args, kwargs))
     observed = [
@@ -41,8 +43,8 @@ def full_sites(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[
     ]
 
     def values(first: dict) -> dict[str, Array]:
-        found = with_observed(_sites(model, first, args, kwargs))
-        return {name: jnp.asarray(found[name]["value"]) for name in observed}
+        sites = with_observed(_sites(model, first, args, kwargs))
+        return {name: jnp.asarray(sites[name]["value"]) for name in observed}
 
     first = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), draws)
     known = compiled(values, first)(first)
@@ -58,10 +60,10 @@ def site_shapes(
     axes: int = 2,
 ) -> dict[str, dict]:
     """
-    The sites at no cost: their values are not computed, and must not be used.
+    The sites with their shapes; values are not computed and must not be used.
 
-    :param sites_at: sites of the model at a draw, or None for those of a trace.
-    :param int axes: how many leading axes of the draws are for chains and draws.
+    :param sites_at: function from a draw to the sites of the model, or None for a trace.
+    :param int axes: number of leading axes of the draws for chains and draws.
     """
     sites: dict[str, dict] = {}
 
@@ -76,9 +78,9 @@ def site_shapes(
 
 def chosen_site(observed: list[str], var_name: str | None) -> str:
     """
-    The observed site of that name, or the only one there is.
+    The observed site with this name, or the only observed site.
 
-    :raises ValueError: if there are several, or none of this name.
+    :raises ValueError: if no site has this name, or if there are several sites and no name.
     """
     if var_name is None and len(observed) == 1:
         return observed[0]
@@ -92,7 +94,7 @@ def chosen_site(observed: list[str], var_name: str | None) -> str:
 
 
 def _sites(model: Callable, draw: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
-    """Of the model at a draw."""
+    """The sites of the model at a draw."""
     return trace(substitute(seed(model, random.key(0)), data=draw)).get_trace(*args, **kwargs)
 
 
@@ -113,8 +115,9 @@ def keep_rows(
     rng_key: Array,
 ) -> tuple[Callable, dict, dict[str, np.ndarray]]:
     """
-    Model and draws of which the chosen rows are all the data, and their numbers by plate. Of data
-    on disk these are some of them, if none are chosen.
+    Model and draws with the chosen rows as all data, and the row numbers by plate.
+
+    For data on disk some rows are chosen by default.
     """
     if rows is None and not on_disk((args, kwargs)):
         return model, draws, {}
@@ -123,14 +126,14 @@ def keep_rows(
     if rows is None:
         rows = {plate.name: min(ROWS_FROM_DISK, plate.size) for plate in plates}
     chosen = choose_rows(rows, plates, rng_key)
-    # also the samples: NUTS may have sites inside the plates
+    # the samples need this too, because NUTS may have sites inside the plates
     return at_rows(model, plates, chosen), of_rows(draws, sites, chosen), chosen
 
 
 def at_rows(
     model: Callable, plates: tuple[Plate, ...], chosen: Mapping[str, np.ndarray | Array]
 ) -> Callable:
-    """The model on the chosen rows, and on all rows of the plates that are not chosen from."""
+    """The model on the chosen rows, and on all rows of the other plates."""
     indices = {
         plate.name: jnp.asarray(chosen.get(plate.name, np.arange(plate.size))) for plate in plates
     }
@@ -140,13 +143,13 @@ def at_rows(
 def of_rows(
     values: Mapping[str, Array], sites: Mapping[str, dict], chosen: Mapping[str, np.ndarray | Array]
 ) -> dict[str, Array]:
-    """Values of the chosen rows, for sites inside of plates; leading axes are for the draws."""
-    found = dict(values)
+    """Values of the chosen rows for sites inside of plates; leading axes are for the draws."""
+    subset = dict(values)
     for name in values.keys() & sites.keys():
         site, frames = sites[name], sites[name]["cond_indep_stack"]
         shape = jnp.shape(site["value"])
         for frame in frames:
-            # of a deterministic site only the shape is known, in which the plates come first
+            # a deterministic site has only its shape, in which the plates come first
             events = (
                 site["fn"].event_dim
                 if site["type"] == "sample"
@@ -154,8 +157,8 @@ def of_rows(
             )
             axis = frame.dim - events
             if frame.name in chosen and 1 <= -axis <= len(shape) and shape[axis] == frame.size:
-                found[name] = jnp.take(found[name], chosen[frame.name], axis=axis)
-    return found
+                subset[name] = jnp.take(subset[name], chosen[frame.name], axis=axis)
+    return subset
 
 
 def choose_rows(
@@ -164,7 +167,7 @@ def choose_rows(
     rng_key: Array,
     argument: str = "rows",
 ) -> dict[str, np.ndarray]:
-    """The numbers of the rows that are to be kept, of each plate."""
+    """The numbers of the rows to keep, for each plate."""
     sizes = {plate.name: plate.size for plate in plates}
     known = ", ".join(f"'{name}' ({size:,} rows)" for name, size in sizes.items())
     if not plates:
@@ -192,7 +195,7 @@ def choose_rows(
 
 
 def row_numbers(where: str, rows: Selection, size: int, rng_key: Array) -> np.ndarray:
-    """The numbers of the rows, checked, or as many drawn at random."""
+    """The row numbers, checked, or this many rows drawn at random."""
     numbers = array(where, rows)
     if numbers.dtype.kind not in "iu" or numbers.ndim > 1 or numbers.size == 0:
         raise ValueError(
@@ -206,7 +209,7 @@ def row_numbers(where: str, rows: Selection, size: int, rng_key: Array) -> np.nd
                 f"{numbers:,} rows of {where} were asked for, which has {size:,}. Ask for 1 to"
                 f" {size:,} of them."
             )
-        # the size goes in, and not the name: plates of one size mostly are of the same rows
+        # the seed has the size and not the name, because plates of one size mostly have equal rows
         seed = np.append(np.ravel(random.key_data(rng_key)), size)
         chosen = np.random.default_rng(seed).choice(size, int(numbers), replace=False)
         return np.sort(chosen)
@@ -229,12 +232,12 @@ def row_numbers(where: str, rows: Selection, size: int, rng_key: Array) -> np.nd
 def log_likelihood_of(
     model: Callable, draw: Mapping[str, Array], args: tuple, kwargs: dict
 ) -> dict[str, Array]:
-    """Of every observation at a draw."""
+    """The log likelihood of every observation at a draw."""
     return log_likelihood(seeded(model), draw, *args, batch_ndims=0, **kwargs)
 
 
 def seeded(model: Callable) -> Callable:
-    """With a key for the ``numpyro.prng_key`` of a likelihood that is itself random."""
+    """A model with a key for the ``numpyro.prng_key`` of a random likelihood."""
 
     def with_key(*args: Any, **kwargs: Any) -> Any:
         return seed(model, random.key(0), hide_types=NOT_SEEDED)(*args, **kwargs)

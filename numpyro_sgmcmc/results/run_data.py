@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The model of a run with its data, for whatever is computed of them after it."""
+"""The model of a run with its data, for computations after the run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +23,9 @@ def target_of(
     model: Callable, args: tuple, kwargs: dict | None = None, subsampling: Any = None
 ) -> Target:
     """
-    The model with its minibatches, of which the kernels show the full-data view.
+    The model with its minibatches, from the full-data view that the kernels show.
 
-    :param subsampling: the scheme of the run, which may say what rows count.
+    :param subsampling: the subsampling scheme of the run, which may set the weights of rows.
     """
     args, kwargs = as_arrays((tuple(args), kwargs or {}))
     raw: Any = model.fn if isinstance(model, full_data) else model
@@ -38,12 +38,14 @@ def target_of(
 
 def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
     """
-    :param asked: what is to be done with the run, a verb.
-    :param target: the model with the data that there are now, if it has been read.
+    Check that the data of a run are unchanged.
+
+    :param asked: the action on the run, a verb.
+    :param target: the model with the present data, if it has been read.
     :raises ValueError: if the data have been changed in place since the run.
     """
     seen = getattr(getattr(mcmc.sampler, "runtime", None), "data", None)
-    if seen is None:  # of another package, or traced
+    if seen is None:  # other kernels, or traced data
         return
     target = target or target_of(mcmc.sampler.model, *arguments(mcmc))
     data = fingerprint_of(target.args, target.kwargs)
@@ -55,9 +57,9 @@ def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
 
 
 def are_edited(mcmc: MCMC) -> bool:
-    """Whether the arguments of the model have been changed in place since the run."""
+    """True if the arguments of the model were changed in place since the run."""
     seen = getattr(getattr(mcmc.sampler, "runtime", None), "data", None)
-    if seen is None:  # of another package, or traced
+    if seen is None:  # other kernels, or traced data
         return False
     data = fingerprint_of(*as_arrays(arguments(mcmc)))
     return data is not None and not seen.startswith(data)

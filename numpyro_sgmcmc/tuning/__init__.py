@@ -1,4 +1,4 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Metric, control variate and step size, found before the chains start."""
+"""The tuning of metric, control variate and step size before the chains start."""

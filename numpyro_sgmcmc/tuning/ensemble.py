@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Optima of a posterior with many of them, one for each chain, by Adam on minibatches."""
+"""Optima of a posterior with many modes, one for each chain, by Adam on minibatches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,49 +22,48 @@ from numpyro_sgmcmc.posterior.potential import Rows, over_all_data
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.progress import bar
 
-#: Steps whose mean potential is that of a member.
+#: Number of last steps whose mean potential is the potential of a member.
 _LAST = 100
 
-#: Minibatches by whose gradients a curvature is known to 10 %, and a scale to 5 %.
+#: Number of minibatches for a curvature: its error is then 10 %, and the error of a scale 5 %.
 _MINIBATCHES = 200
 
-#: Parts of a descent, after each of which it is looked at with rows that were held out.
+#: Number of parts of a descent, each followed by a test on held-out rows.
 _PARTS = 20
 
 
 @dataclass(frozen=True)
 class Ensemble:
     """
-    How chains come to optima of their own, the argument ``start`` of the kernels.
+    Settings of chains that start at separate optima, the argument ``start`` of the kernels.
 
-    ``start="ensemble"`` is short for ``start=Ensemble()``. Each chain descends from an initial
-    value of its own, by Adam on minibatches with a learning rate that falls to zero, and starts
-    where it ends. For posteriors with very many modes, those of networks, of which no chain could
-    find more than a few; what is pooled is predictions.
+    ``start="ensemble"`` is short for ``start=Ensemble()``. Each chain descends from its own initial
+    value, by Adam on minibatches with a learning rate that falls to zero, and starts at the end of
+    the descent. Ensembles are for posteriors with very many modes, as in networks, where a chain
+    finds only a few modes. Their predictions are pooled.
 
-    With ``metric="diagonal"`` each chain moves in coordinates of its own,
+    With ``metric="diagonal"`` each chain moves in its own coordinates,
     :math:`\\theta_i = m_i + s_i \\phi_i` around its member :math:`m`, shape (d,), with
 
     .. math:: s_i^{-2} = \\frac{b}{N c} \\operatorname{Var} ( \\partial_i \\tilde U(m) )
         + \\max \\left( 0, -\\partial_i^2 \\log p(m) \\right),
 
-    the variance of the gradient over 200 minibatches of :math:`b` of :math:`N` rows, with the
-    finite-population factor :math:`c`, which is that sum of the squares of the rows' gradients
-    that the empirical Fisher information is, and the curvature of the prior, exact if its values
-    are independent. Step sizes are then in units of :math:`s`, which has those of the
-    unconstrained parameters.
+    where the first term is the empirical Fisher information, the sum of the squared gradients of
+    the rows. It comes from the variance of the gradient over 200 minibatches of :math:`b` of
+    :math:`N` rows, with the finite-population factor :math:`c`. The second term is the curvature of
+    the prior, exact if its values are independent. Step sizes are then in units of :math:`s`, which
+    has the units of the unconstrained parameters.
 
     :param int steps: number of steps, each on a minibatch.
-    :param float learning_rate: of Adam in the first step.
-    :param float energy_variance: where no step size is given, it is the largest at which the
-        variance of the energy in a step is so much for each parameter. None is 0.1, and 5e-4 with
-        ``metric="diagonal"``. The latter is that of a sampler without bias; 0.1 is far from it, so
-        that chains go further in parameters that differ much in width, and the law of the weights
-        is another. By rows that were held out 0.1 was better than 0.5 on one table, and 5e-4 with
-        the metric better than 0.5 on another.
-    :param tuple held_out: the arguments of the model with rows that are not among those of the run:
-        each member is then the best of 20 along its descent, by the likelihood of these rows, and
-        not the last. None keeps the last.
+    :param float learning_rate: learning rate of Adam in the first step.
+    :param float energy_variance: largest variance of the energy in a step, for each parameter. It
+        sets the step size if none is given. None is 0.1, or 5e-4 with ``metric="diagonal"``. The
+        value 5e-4 gives a sampler without noticeable bias. With 0.1 chains go further in parameters
+        that differ much in width, and the law of the weights is biased. On held-out rows 0.1 was
+        better than 0.5 on one table, and 5e-4 with the metric was better than 0.5 on another.
+    :param tuple held_out: the arguments of the model with held-out rows, which are not in the run.
+        Each member is then the best of 20 points along its descent, by the likelihood of these
+        rows. None takes the last point.
     :raises ValueError: if an argument is not positive, naming it.
 
     **References:**
@@ -86,7 +85,7 @@ class Ensemble:
     steps: int = 10_000
     learning_rate: float = 3e-3
     energy_variance: float | None = None
-    #: an argument of the program, and no part of what tells it from others
+    #: an argument of the program, not a part of its cache key
     held_out: tuple | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,11 +100,13 @@ class Ensemble:
 
 class Members(NamedTuple):
     """
+    Members of an ensemble, with potentials, steps and curvatures.
+
     - **values** - unconstrained values of the latent sites, with a leading axis for the members.
-    - **potentials** - the mean minibatch potential at the end of each.
-    - **steps** - after how many steps each was the best by rows that were held out.
-    - **curvatures** - about the second derivatives of the potential by each value, a tree like the
-      values; None where nobody has asked.
+    - **potentials** - the mean minibatch potential at the end of each descent.
+    - **steps** - the number of steps after which each was best on held-out rows.
+    - **curvatures** - approximate second derivatives of the potential by each value, a tree like
+      the values; None if not requested.
     """
 
     values: Values
@@ -116,12 +117,12 @@ class Members(NamedTuple):
 
 class _Descent(NamedTuple):
     """
-    Descents on their way, each leaf with a leading axis for the members.
+    Descents in progress, each leaf with a leading axis for the members.
 
-    - **values**, **state** - where they are, and the state of the optimiser.
-    - **potential** - the mean minibatch potential, so far, of the last steps.
-    - **best** - the values of the member, the log likelihood there of rows that were held out, and
-      after how many steps that was.
+    - **values**, **state** - the present values and the state of the optimiser.
+    - **potential** - the mean minibatch potential of the last steps so far.
+    - **best** - the values of the member, the log likelihood of held-out rows there, and its number
+      of steps.
     """
 
     values: Values
@@ -132,7 +133,9 @@ class _Descent(NamedTuple):
 
 def checked_start(start: object) -> Ensemble | None:
     """
-    :raises ValueError: if it is neither None nor a way to start.
+    Check the argument ``start`` of a kernel.
+
+    :raises ValueError: if it is not a valid start.
     """
     if start is None or isinstance(start, Ensemble):
         return start
@@ -152,21 +155,23 @@ def find_members(
     shown: bool = False,
 ) -> Members:
     """
-    An optimum for each chain, all in one program. Where a descent has not ended at finite values,
-    another member takes its place, and a warning says so.
+    Find an optimum for each chain, all in one program.
+
+    If a descent does not end at finite values, another member replaces it, with a warning.
 
     :param starts: unconstrained values, with a leading axis for the members.
-    :param rng_keys: for the minibatches of each.
-    :param compiled: keeps the program, :meth:`~numpyro_sgmcmc.kernels.runtime.Runtime.compiled`.
-    :param held: the model with rows that were held out, by which the best along each descent is
-        kept; None keeps the last.
-    :param with_curvature: whether the curvature is asked for.
-    :param shown: whether a progress bar is.
-    :raises ValueError: if none has.
+    :param rng_keys: random keys for the minibatches of each member.
+    :param compiled: the cache of programs,
+        :meth:`~numpyro_sgmcmc.kernels.runtime.Runtime.compiled`.
+    :param held: the model with held-out rows, which select the best point of each descent; None
+        takes the last point.
+    :param with_curvature: whether to compute the curvature.
+    :param shown: whether to show a progress bar.
+    :raises ValueError: if no descent ends at finite values.
     """
 
     schedule = optax.cosine_decay_schedule(ensemble.learning_rate, ensemble.steps)
-    optimiser = optax.adam(schedule)  # the model's prior is what decays weights
+    optimiser = optax.adam(schedule)  # the prior of the model decays the weights
     last = min(_LAST, ensemble.steps)
 
     def part(
@@ -177,8 +182,8 @@ def find_members(
         def one(descent: _Descent, key: Array) -> _Descent:
             def step(i: Array, descent: _Descent) -> _Descent:
                 rows, own = target.rows(key, i), random.fold_in(key, i)
-                found = potential.value_and_gradient(descent.values, rows, own)
-                value, slope = target.mean(found)
+                both = potential.value_and_gradient(descent.values, rows, own)
+                value, slope = target.mean(both)
                 updates, state = optimiser.update(slope, descent.state, descent.values)
                 values = optax.apply_updates(descent.values, updates)
                 counted = jnp.where(i < ensemble.steps - last, 0.0, value / last)
@@ -190,7 +195,7 @@ def find_members(
             if held is None:
                 return descent._replace(best=(descent.values, descent.best[1], end))
             score = log_likelihood(_with_data(held, arguments), descent.values)
-            better = ~(score <= descent.best[1])  # what is not a number is not overlooked
+            better = ~(score <= descent.best[1])  # NaN counts as better, so that it shows
             both = (descent.values, score, end), descent.best
             best = jax.tree.map(lambda new, old: jnp.where(better, new, old), *both)
             return descent._replace(best=best)
@@ -222,9 +227,9 @@ def find_members(
 
 def _with_lost_ones_replaced(members: Members, ensemble: Ensemble) -> Members:
     """
-    Members that have ended at finite values, in the places of those that have not.
+    The members with copies of finite ones in the places of lost ones.
 
-    :raises ValueError: if none has.
+    :raises ValueError: if no member has finite values.
     """
     leaves = [np.asarray(x).reshape(len(x), -1) for x in jax.tree.leaves(members.values)]
     finite = np.isfinite(np.concatenate(leaves, axis=1)).all(axis=1) & np.isfinite(
@@ -251,10 +256,11 @@ def _with_lost_ones_replaced(members: Members, ensemble: Ensemble) -> Members:
 
 def _curvature(target: Target, values: Values, rng_key: Array) -> Values:
     """
-    About the second derivative of the potential by each value: of the likelihood the sum of the
-    squared gradients of all rows, the empirical Fisher information, which is what the variance of
-    a minibatch gradient is, times rows in a minibatch and by all rows; of a prior whose values are
-    independent exactly.
+    Approximate second derivatives of the potential by each value.
+
+    For the likelihood it is the empirical Fisher information, the sum of the squared gradients of
+    all rows. This is the variance of a minibatch gradient times the rows in a minibatch, divided by
+    all rows. For a prior with independent values the curvature is exact.
     """
     potential, size = target.potential(IdentityMetric()), target.minibatch_share
 
@@ -267,20 +273,20 @@ def _curvature(target: Target, values: Values, rng_key: Array) -> Values:
     zeros = jax.tree.map(jnp.zeros_like, values)
     keys = random.split(rng_key, _MINIBATCHES)
     (sums, squares), _ = lax.scan(seen, (zeros, zeros), keys)
-    # minibatches of rows that differ from each other are more alike
+    # minibatches without replacement differ less from each other
     factor = min(target.factors.values()) or 1 - size
 
     def both(total: Array, square: Array, prior: Array) -> Array:
         variance = (square - total**2 / _MINIBATCHES) / (_MINIBATCHES - 1)
         return size / factor * jnp.maximum(variance, 0.0) + jnp.maximum(prior, 0.0)
 
-    # devices have other rows, whose terms leave other roundings: they are to have the same metric
+    # devices have different rows and so different rounding errors, but they need one metric
     prior = target.mean(_prior_curvature(target, values, target.rows(rng_key)))
     return jax.tree.map(both, sums, squares, prior)
 
 
 def _prior_curvature(target: Target, values: Values, rows: Rows) -> Values:
-    """The second derivatives of minus the log prior, of one whose values are independent."""
+    """The second derivatives of minus the log prior, for independent values."""
     data = rows, random.key(0), target.args, target.kwargs
     names = {plate.name for plate in target.model.plates}
 
@@ -297,7 +303,7 @@ def _prior_curvature(target: Target, values: Values, rows: Rows) -> Values:
 
 
 def log_likelihood(target: Target, values: Values) -> Array:
-    """The log likelihood of all rows, at values of one member."""
+    """The log likelihood of all rows, at the values of one member."""
     potential = target.potential(IdentityMetric())
 
     def of_chunk(rows: Rows) -> Array:

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""In which coordinates a hierarchy is sampled: how much the rows tell of each of its effects."""
+"""The choice of coordinates for hierarchies, from the information of the rows on each effect."""
 
 from functools import partial
 from typing import Any
@@ -28,17 +28,19 @@ from numpyro_sgmcmc.posterior.reparam import (
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
-#: An effect that the rows know so well is centred.
+#: Share of an effect's precision that comes from the rows, above which the effect is centred.
 _CENTRED = 0.8
 
-#: Places at which the signs of factors are seen.
+#: Number of points at which the signs of factors are checked.
 _POINTS = 32
 
 
 def non_centred(target: Target) -> Target:
     """
-    The target with all of its hierarchies in non-centred coordinates. A site that is multiplied by
-    what may be positive or negative is none: a scale that is zero would part the space in two.
+    The target with all of its hierarchies in non-centred coordinates.
+
+    A site whose factor may be positive or negative is not in a hierarchy, because a scale of zero
+    would split the space.
 
     :param target: the model with its data, as written.
     """
@@ -46,8 +48,8 @@ def non_centred(target: Target) -> Target:
     def factors(target: Target, points: Array) -> dict[str, Array]:
         def at(point: Array) -> dict[str, Array]:
             values = target.unravel(point)
-            found = locations_and_scales(target.hierarchy(values), values)
-            return {name: x.factor for name, x in found.items()}
+            sites = locations_and_scales(target.hierarchy(values), values)
+            return {name: x.factor for name, x in sites.items()}
 
         return jax.vmap(at)(points)
 
@@ -55,37 +57,43 @@ def non_centred(target: Target) -> Target:
     points = normal.astype(target.model.dtype)
     if not jax.eval_shape(partial(factors, target), points):
         return target
-    found = {k: np.asarray(x) for k, x in target.compiled(factors)(points).items()}
+    factor_values = {k: np.asarray(x) for k, x in target.compiled(factors)(points).items()}
     zeros = target.unravel(jnp.zeros(target.model.dimension))
-    kept = [k for k, x in found.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))]
+    kept = [
+        k for k, x in factor_values.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))
+    ]
     return target._replace(centring={name: centred_by(zeros[name]) for name in kept})
 
 
 def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]:
     """
-    The target in the coordinates that suit its hierarchies
-    (:mod:`numpyro_sgmcmc.posterior.reparam`), and the Gaussian there. What the rows know of an
-    effect, given all else, is what its precision in the Gaussian is more than that of its own law:
-    :math:`1 + J \\sigma_0^2` is the entry of :math:`u` in the diagonal of the precision, and with
-    :math:`x_0`, :math:`\\mu_0` and :math:`\\sigma_0` at the centre
+    Find the coordinates that suit the hierarchies of a target, and move a Gaussian into them.
+
+    See :mod:`numpyro_sgmcmc.posterior.reparam`. The information of the rows on an effect, given all
+    else, is its precision in the Gaussian minus the precision of its own law. The entry of
+    :math:`u` in the diagonal of the precision is :math:`1 + J \\sigma_0^2`. With :math:`x_0`,
+    :math:`\\mu_0` and :math:`\\sigma_0` at the centre
 
     .. math:: \\lambda = \\frac{J}{J + \\sigma_0^{-2}}, \\qquad
         e = \\lambda \\hat x = x_0 - (1 - \\lambda) \\mu_0,
 
-    so that the centre is at :math:`y = 0`. From 0.8 on :math:`\\lambda` is 1: a posterior of few
-    effects that are known well is nearly the same for all small :math:`\\sigma` at a fixed
-    :math:`y`, far above where it is at the centre, and the search for a Gaussian is lost there.
+    so that the centre is at :math:`y = 0`. Values of :math:`\\lambda` above 0.8 become 1.
+    Otherwise, with few well-known effects at a fixed :math:`y`, the posterior is nearly constant
+    for all small :math:`\\sigma`, far above its value at the centre, and the search for a Gaussian
+    gets lost there.
 
-    :param target: the model with its data, in any coordinates of the kind.
-    :param gaussian: there, an approximation of the posterior, or of that of a part of the rows.
+    :param target: the model with its data, in any coordinates of this kind.
+    :param gaussian: an approximation of the posterior in these coordinates, of all rows or of a
+        part.
 
     **References:**
 
-    1. *A General Framework for the Parametrization of Hierarchical Models*,
-       Omiros Papaspiliopoulos, Gareth O. Roberts and Martin Sköld (2007): for a known scale
-       location and effects of a Gaussian model are independent with this :math:`\\lambda`.
+    1. *A General Framework for the Parametrization of Hierarchical Models*, Omiros
+       Papaspiliopoulos, Gareth O. Roberts and Martin Sköld (2007): for a known scale, location and
+       effects of a Gaussian model are independent with this :math:`\\lambda`.
 
-    **Example:** of three groups that say nothing, about as much as the others do, and nearly all.
+    **Example:** three effects, about which the rows say nothing, about as much as the prior, and
+    nearly all.
 
     .. doctest::
 
@@ -123,17 +131,17 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
 
 def _fitting(target: Target, center: Array, precisions: Values, part: float) -> Centring:
     """
-    The coordinates in which effects and their scales do not depend on each other.
+    The coordinates in which effects and their scales are independent.
 
-    :param center: of the Gaussian, in the coordinates of the target.
-    :param precisions: in these, of each value given all others.
-    :param part: the part of the rows that it is of.
+    :param center: the centre of the Gaussian, in the coordinates of the target.
+    :param precisions: the precision of each value given all others.
+    :param part: the part of the rows behind the Gaussian.
     """
 
     def run(target: Target, center: Array, precisions: Values, part: Array) -> Centring:
         written = target.written(target.unravel(center))
         hierarchy = target.hierarchy(written.values)
-        found = {}
+        coordinates = {}
         for name, around in locations_and_scales(hierarchy, written.values).items():
             if name not in target.centring:
                 continue
@@ -142,8 +150,8 @@ def _fitting(target: Target, center: Array, precisions: Values, part: float) -> 
             degree = known / (1 + known)
             degree = jnp.where(degree < _CENTRED, degree, 1.0)
             estimate = written.effects[name] - (1 - degree) * around.location
-            found[name] = Coordinates(degree, around.scale, estimate)
-        return found
+            coordinates[name] = Coordinates(degree, around.scale, estimate)
+        return coordinates
 
     part_ = jnp.asarray(part, center.dtype)
     return target.compiled(run, "coordinates")(center, precisions, part_)
@@ -160,7 +168,7 @@ def _moved(target: Target, centring: Centring, metric: GaussianMetric) -> Gaussi
         if factor.ndim == 2:
             product = jax.linearize(at, center)[1]
             return at(center), jax.vmap(product, 1, 1)(factor)
-        # effects of a site do not depend on each other
+        # effects of a site are independent of each other
         derivative, start = jnp.zeros_like(center), 0
         for name in sorted(target.model.latents):
             size = target.model.latents[name].size

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Whether the short chains of a pilot agree on where the posterior is."""
+"""R-hat of the short chains of a pilot."""
 
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from numpyro_sgmcmc.stein import SteinSums
 
 class PilotRun(NamedTuple):
     """
+    The results of the chains of a pilot.
+
     - **stein** - the sums of each chain for the Stein matrix.
     - **halves** - the sums of each half of each chain, or None.
     - **undone** - number of steps of each chain that were undone.
@@ -29,8 +31,8 @@ class Halves(NamedTuple):
     """
     Sums over the first and the second half of a chain, in the coordinates of the metric.
 
-    - **counts** - number of positions in each, shape (2,).
-    - **sums** - shape (2, d).
+    - **counts** - number of positions in each half, shape (2,).
+    - **sums** - sums of positions, shape (2, d).
     - **squares** - sums of squares, shape (2, d).
     """
 
@@ -40,15 +42,17 @@ class Halves(NamedTuple):
 
 
 def no_positions(size: int, dtype: Any) -> Halves:
-    """The sums of a chain before it begins."""
+    """The sums of a chain before its first position."""
     zeros = jnp.zeros((2, size), dtype)
     return Halves(jnp.zeros(2, dtype), zeros, zeros)
 
 
 def with_position(halves: Halves, position: Array, k: Any, counts: Any) -> Halves:
     """
-    :param k: in which half the position is, 0 or 1.
-    :param counts: whether it counts.
+    Add a position to the sums of a half.
+
+    :param k: the half of the position, 0 or 1.
+    :param counts: whether the position counts.
     """
     x = jnp.where(counts, position, 0.0)
     added = Halves(jnp.asarray(counts, x.dtype), x, x**2)
@@ -57,15 +61,15 @@ def with_position(halves: Halves, position: Array, k: Any, counts: Any) -> Halve
 
 def r_hats(halves: Halves) -> np.ndarray:
     """
-    R-hat of each coordinate, of the halves of all chains,
+    R-hat of each coordinate, from the halves of all chains.
 
     .. math:: \\hat R^2 = \\frac{n - 1}{n} + \\frac{B}{W},
 
     with :math:`W` the mean of the variances within halves of :math:`n` positions and :math:`B` the
     variance of their means.
 
-    :param halves: of several chains, along a leading axis.
-    :return: shape ``(d,)``; NaN where nothing moves.
+    :param halves: the halves of several chains, along a leading axis.
+    :return: R-hat, shape ``(d,)``; NaN for coordinates that do not move.
 
     **References:**
 

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""How wrong the integrals over the latent variables of groups are, and what that does."""
+"""The error of the integrals over latent variables of groups, and its effect on the posterior."""
 
 import math
 
@@ -15,13 +15,13 @@ from numpyro_sgmcmc.posterior.potential import full_data_gradient, ravel, rows_i
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
-_DIRECTIONS = 4  #: the most directions in which standard deviations are compared
-_POWER_STEPS = 3  #: power steps to the direction of the largest change, of more parameters
+_DIRECTIONS = 4  #: largest number of directions in which standard deviations are compared
+_POWER_STEPS = 3  #: power steps to the direction of the largest change, for more parameters
 
-#: Few nodes are enough if they move the draws by no more than this, in standard deviations.
+#: Largest shift of the draws by a rule with few nodes, in standard deviations.
 _ENOUGH = 0.02
 
-#: Of a precision there is at least this part left.
+#: Smallest part of a precision that is kept.
 _LEAST_PRECISION = 0.05
 
 
@@ -29,8 +29,9 @@ def rule_of_steps(
     target: Target, rng_key: Array, gaussian: Gaussian, controlled: bool
 ) -> tuple[str, float, float]:
     """
-    The rule with the fewest points by which the integrals of a step are good enough, or else the
-    one with the most. Parameters are those of :func:`error_of_integrals`.
+    The quadrature rule of the steps: the smallest one that is good enough, or the largest.
+
+    Parameters are the parameters of :func:`error_of_integrals`.
 
     :return: the rule, its error in standard deviations, and the cost in passes over the data.
     """
@@ -48,18 +49,18 @@ def error_of_integrals(
     target: Target, rng_key: Array, gaussian: Gaussian, controlled: bool
 ) -> tuple[float, float]:
     """
-    By how much the rule of a step moves the posterior, in its standard deviations: its mean, or a
-    standard deviation, each in the direction in which that is most. With
+    The shift of the posterior by the quadrature rule of a step, in standard deviations.
+
+    The shift is of the mean or of a standard deviation, each in the worst direction. With
 
     .. math::
 
         e(\\zeta) = L^\\top \\left( \\nabla U(c + L \\zeta) - \\nabla U_r(c + L \\zeta) \\right)
 
-    for a rule :math:`r` that is closer to the truth
-    (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`), and :math:`e - e(0)` in its place
-    with a control variate, since an anchor has the gradient at the centre by many more points, the
-    Gaussian :math:`N(m, (I + J)^{-1})` that is closest to what is sampled, where the posterior is
-    :math:`N(0, I)`, has to first order in :math:`e`
+    for a more accurate rule :math:`r` (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`).
+    With a control variate :math:`e - e(0)` replaces :math:`e`, because an anchor computes the
+    gradient at the centre with many more points. Let the posterior be :math:`N(0, I)`. The Gaussian
+    :math:`N(m, (I + J)^{-1})` that is closest to the sampled law has to first order in :math:`e`
 
     .. math::
 
@@ -67,22 +68,22 @@ def error_of_integrals(
         m = -(I + J)^{-1} \\, \\mathrm{E} \\, e(\\zeta) , \\qquad \\zeta \\sim N(0, I) ,
 
     and the error is the largest of :math:`|m|` and :math:`|(1 + \\lambda)^{-1/2} - 1|` over the
-    eigenvalues :math:`\\lambda` of :math:`(J + J^\\top) / 2`. The mean is that of what is even in
-    :math:`\\zeta`, the matrix of what is odd: both are found at the pairs
-    :math:`\\pm \\sqrt d \\, q_i`, :math:`q_i` orthonormal. Of more than four parameters there are
-    four of these directions, from which power steps with differences find the largest eigenvalue,
-    and :math:`m` is :math:`-\\mathrm{E} \\, e`.
+    eigenvalues :math:`\\lambda` of :math:`(J + J^\\top) / 2`. The mean comes from the even part of
+    :math:`e` in :math:`\\zeta`, and the matrix from the odd part. Both are evaluated at the pairs
+    :math:`\\pm \\sqrt d \\, q_i` with orthonormal :math:`q_i`. For more than four parameters there
+    are four of these directions. Power steps with differences then give the largest eigenvalue, and
+    :math:`m` is :math:`-\\mathrm{E} \\, e`.
 
     :param target: a model with latent sites inside of subsampled plates.
     :param rng_key: a random key.
     :param gaussian: an approximation of the posterior.
     :param bool controlled: whether the gradient has a control variate.
-    :return: the error, and its cost in passes over the data.
+    :return: the error, and the cost in passes over the data.
     """
     view = target.model
     check = view.with_rule("check")
     if check.plates == view.plates and not view.drawn_plates:
-        return 0.0, 0.0  # nothing is integrated, or only summed
+        return 0.0, 0.0  # nothing to integrate, or only sums
     start = gaussian.metric
     dimension = start.center.shape[0]
     count = min(dimension, _DIRECTIONS)
@@ -111,11 +112,11 @@ def error_of_integrals(
         points = radius * jnp.concatenate([directions, -directions])
         if controlled:
             points = jnp.concatenate([points, jnp.zeros_like(points[:1])])
-        found = target.mean(lax.map(wrong, points))
-        ends = found[:count], found[count : 2 * count]
+        means = target.mean(lax.map(wrong, points))
+        ends = means[:count], means[count : 2 * count]
         mean = ((ends[0] + ends[1]) / 2).mean(0)
         if controlled:
-            mean = mean - found[-1]
+            mean = mean - means[-1]
         changes = (ends[0] - ends[1]) / (2 * radius)
         if count == dimension:
             matrix = changes.T @ directions

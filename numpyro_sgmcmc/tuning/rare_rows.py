@@ -2,16 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Rows that few minibatches have and that count much in those that do.
+Rows that few minibatches have and that dominate those minibatches.
 
-In a plain minibatch of :math:`n` of :math:`N` rows each stands for :math:`w = N / n` of them. Where
-a direction of the posterior is known from a few rows only, from a group of four or from a feature
-that one row of a thousand has, most minibatches have none of these rows, and the others kick the
-chain: noise that is far from Gaussian, and no method corrects for more than its covariance.
+In a plain minibatch of :math:`n` of :math:`N` rows each row stands for :math:`w = N / n` rows. Some
+directions of the posterior are known from a few rows only, for instance from a group of four or
+from a feature of one row in a thousand. Most minibatches have none of these rows, and the other
+minibatches kick the chain. This noise is far from Gaussian, and methods correct for its covariance
+only.
 
-With the gradients :math:`a_i = L^\\top \\nabla \\ell_i` of the rows in the coordinates of the
-metric, less their expansion at the anchor if there is a control variate, the noise of the gradient
-has in a direction :math:`u` the fourth cumulant
+Let :math:`a_i = L^\\top \\nabla \\ell_i` be the gradients of the rows in the coordinates of the
+metric, minus their expansion at the anchor if there is a control variate. The gradient noise in a
+direction :math:`u` has the fourth cumulant
 :math:`Q(u) \\le \\sum_i (w_i^3 - w_i^2) (u \\cdot a_i)^4`.
 Where the potential is :math:`x^2 / 2`, the cumulants of order four of position and momentum of
 :math:`\\dot x = p`, :math:`\\dot p = -x - A p` + shots obey linear equations, from which a chain
@@ -19,9 +20,9 @@ with friction :math:`A` and steps :math:`h` has draws of excess kurtosis
 
 .. math:: \\kappa = \\frac{h^3 Q}{4 A (4/3 + A^2)} ,
 
-and :math:`h^3 Q / 4` without momentum, while their variance is right. It no longer is where the
-potential is :math:`x^2 / 2 + c x^4 / 4`: since :math:`\\mathrm{E} [x \\, U'(x)] = 1` holds for any
-noise of the right covariance, the variance is off by :math:`c \\kappa`. The nonlinearity of
+and :math:`h^3 Q / 4` without momentum, while their variance is right. For the potential :math:`x^2
+/ 2 + c x^4 / 4` the variance is wrong too. Because :math:`\\mathrm{E} [x \\, U'(x)] = 1` holds for
+any noise of the right covariance, its error is :math:`c \\kappa`. The nonlinearity of
 :class:`~numpyro_sgmcmc.tuning.noise_level.NoiseLevel` is :math:`\\nu = 2.9 \\, c` here, so that
 standard deviations are wrong by about :math:`\\nu \\kappa / 6`.
 """
@@ -47,19 +48,21 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.strata import given_strata
 
-_PAIRS = 8  #: pairs of opposite draws of the Gaussian at which rows are looked at
-_FEW_PAIRS = 2  #: the same where integrals over groups are drawn, and a look takes long
-_WIDTH = 1.5  #: their spread: what a row does at a few places is not to miss what it does at others
+_PAIRS = 8  #: pairs of opposite draws of the Gaussian at which rows are evaluated
+_FEW_PAIRS = 2  #: number of pairs if integrals over groups make an evaluation slow
+_WIDTH = 1.5  #: spread of the draws, so that a few points do not miss the effect of a row elsewhere
 
-#: Of so many rows, those that kick the hardest, the gradients are looked at one by one.
+#: Number of rows with the strongest kicks whose gradients are evaluated one by one.
 _MOST_ROWS = 1_000
 
 TOLERABLE = 0.02  #: relative error of a standard deviation beyond which strata are made
-MUCH_ERROR = 0.05  #: and beyond which the tuning warns where there cannot be any
+MUCH_ERROR = 0.05  #: relative error beyond which the tuning warns if strata are not possible
 
 
 class Importance(NamedTuple):
     """
+    The contribution of each row to the gradient noise.
+
     - **sizes** - by plate, the root mean square :math:`|a_i|` of each row, shape (N,).
     - **passes** - the cost in passes over the data.
     """
@@ -70,9 +73,10 @@ class Importance(NamedTuple):
 
 def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: int) -> Importance:
     """
-    How much noise each row makes in the coordinates of a Gaussian :math:`N(c, L L^\\top)`, from
-    what it adds to the log density, :math:`\\ell_i`, at pairs of opposite draws: with
-    :math:`\\ell_i^\\pm = \\ell_i(c \\pm L \\zeta)`,
+    Estimate the noise of each row in the coordinates of a Gaussian :math:`N(c, L L^\\top)`.
+
+    It comes from the contributions :math:`\\ell_i` of the rows to the log density at pairs of
+    opposite draws. With :math:`\\ell_i^\\pm = \\ell_i(c \\pm L \\zeta)`,
 
     .. math::
 
@@ -81,8 +85,8 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
         |a_i|^2 \\approx \\tfrac95 \\mathrm{E} \\left( \\tfrac12 (\\ell_i^+ - \\ell_i^-)
             - \\nabla \\ell_i(c)^\\top L \\zeta \\right)^2
 
-    with plain minibatches and with a control variate of first and of second order, to leading
-    order in :math:`\\zeta`.
+    for plain minibatches and for control variates of first and of second order, to leading order in
+    :math:`\\zeta`.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -109,8 +113,8 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
             def slope(point: Array) -> Array:
                 return jax.jvp(terms, (points[0],), (point - points[0],))[1]
 
-            found = lax.map(terms, points)
-            center, above, below = found[0], found[1 : pairs + 1], found[pairs + 1 :]
+            changes = lax.map(terms, points)
+            center, above, below = changes[0], changes[1 : pairs + 1], changes[pairs + 1 :]
             if order == 0:
                 return _mean_square((above - below) / (2 * _WIDTH))
             if order == 1:
@@ -121,37 +125,40 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
         plates = target.model.plates
         return {plate.name: of_all_rows(partial(of_rows, plate), plate) for plate in plates}
 
-    found = target.compiled(run, "importance", order)(rng_key, gaussian.metric)
-    sizes = {name: np.sqrt(np.asarray(squares)) for name, squares in found.items()}
-    # the potential alone costs less than half of a gradient
+    mean_squares = target.compiled(run, "importance", order)(rng_key, gaussian.metric)
+    sizes = {name: np.sqrt(np.asarray(squares)) for name, squares in mean_squares.items()}
+    # a potential costs less than half of a gradient
     return Importance(sizes, (1 + (3 if order == 2 else 2) * pairs) / 2)
 
 
 def _potential(target: Target, center: Array, order: int) -> Potential:
     """
-    The potential, whose rows add what a control variate leaves of them: where coordinates do not
-    bend, an expansion around the centre in these is the same, and costs less.
+    The potential, with the rows' terms minus their expansion by a control variate.
+
+    In linear coordinates an expansion around the centre in these coordinates is equal and costs
+    less.
     """
     if not target.centring or order == 0:
         return target.potential(IdentityMetric())
     effects = target.written(target.unravel(center)).effects
     none = jax.tree.map(jnp.zeros_like, effects)
     hessian = jnp.zeros(2 * center.shape, center.dtype) if order == 2 else None
-    # what all data say of it is the same for all rows
+    # zeros replace the sums over all data, which are equal for all rows
     anchor = Anchor(effects, jnp.zeros((), center.dtype), none, hessian)
     return target.potential(IdentityMetric(), anchor)
 
 
 def _mean_square(found: Array) -> Array:
-    """Over the first axis, of what is finite."""
+    """The mean square over the first axis, of finite entries."""
     return jnp.mean(jnp.where(jnp.isfinite(found), found, 0.0) ** 2, axis=0)
 
 
 def _spread_normal(rng_key: Array, like: Array, number: int = _PAIRS) -> Array:
     """
-    Normal vectors, shape (number, d): each coordinate has in them, of eight, every eighth of its
-    law, with random signs (McKay, Beckman and Conover, 1979), so that none is seen near its centre
-    alone.
+    Evenly spread normal vectors, shape (number, d).
+
+    In eight vectors each coordinate has a value from each eighth of its law, with random signs
+    (McKay, Beckman and Conover, 1979), so that no coordinate stays near its centre.
     """
     place_key, sign_key = random.split(rng_key)
     shape = (number, *like.shape)
@@ -171,9 +178,10 @@ def fourth_cumulant(
     weights: dict[str, np.ndarray],
 ) -> float:
     """
-    The largest fourth cumulant of the gradient's noise in the coordinates of a metric, the mean
-    over draws of the Gaussian: in the directions of the gradients of the rows that kick the
-    hardest, at most 1,000 of them,
+    The largest fourth cumulant of the gradient noise in the coordinates of a metric.
+
+    It is a mean over draws of the Gaussian. The directions are the gradients of the rows with the
+    strongest kicks, at most 1,000 rows,
 
     .. math:: \\max_k \\mathrm{E} \\sum_i (w_i^3 - w_i^2) \\frac{(a_k \\cdot a_i)^4}{|a_k|^4} .
 
@@ -202,7 +210,7 @@ def _fourth_cumulant_of(
     importance: np.ndarray,
     weights: np.ndarray,
 ) -> float:
-    """That of the rows of one plate."""
+    """The fourth cumulant from the rows of one plate."""
     most = max(1, min(_MOST_ROWS, plate.size, PER_EXAMPLE_NUMBERS // target.model.dimension))
     hardest = np.argpartition(-weights * importance, most - 1)[:most]
 
@@ -245,7 +253,9 @@ def _fourth_cumulant_of(
 
 class RareRows(NamedTuple):
     """
-    - **strata** - of the rows by plate, where rows are not drawn alike.
+    The rare rows of a model, with their strata.
+
+    - **strata** - strata of the rows by plate, if rows are drawn within strata.
     - **fourth_cumulant** - :math:`Q` in the worst direction, or a bound that is small enough.
     - **passes** - the cost in passes over the data.
     """
@@ -265,21 +275,22 @@ def find_rare_rows(
     error: Callable[[float], float],
 ) -> RareRows:
     """
-    Looks for rows that few minibatches have, and for strata of which minibatches have enough.
+    Look for rare rows that dominate minibatches, and make strata against them.
 
-    :param target: the model with its data, or with a sample of them.
+    :param target: the model with its data, or with a sample of the rows.
     :param rng_key: a random key.
     :param gaussian: an approximation of the posterior.
     :param metric: the metric of the sampler.
     :param int order: of the control variate, 0 for none.
-    :param strata: those that were given, ``"auto"`` to have them made where plain minibatches make
-        standard deviations wrong by 2 %, or None.
-    :param error: from a fourth cumulant of the noise to the error of the standard deviations, with
-        the step size that there would be without noise: strata make longer steps possible.
+    :param strata: given strata; ``"auto"`` for strata if plain minibatches make standard deviations
+        wrong by 2 %; or None.
+    :param error: function from a fourth cumulant of the noise to the error of the standard
+        deviations. Its step size is the step size without noise, because strata permit longer
+        steps.
     """
     key, others = random.split(rng_key)
     importance, passes = find_importance(target, key, gaussian, order)
-    # of a sample a row stands for so many
+    # rows of the data for each row of a sample
     each = float(target.model.parts)
 
     def cumulant(strata: Mapping[str, Strata]) -> float:
@@ -309,7 +320,11 @@ def find_rare_rows(
 def strata_by_importance(
     target: Target, rng_key: Array, gaussian: Gaussian, order: int
 ) -> dict[str, Strata]:
-    """The strata of like rows, in any case. Parameters are those of :func:`find_rare_rows`."""
+    """
+    Make strata of rows with similar importance, in any case.
+
+    The parameters are the parameters of :func:`find_rare_rows`.
+    """
     return _by_importance(target, find_importance(target, rng_key, gaussian, order).sizes)
 
 
@@ -325,11 +340,12 @@ def error_of(
     fourth_cumulant: float, nonlinearity: float, step_size: float, friction: float | None
 ) -> float:
     """
-    The relative error of standard deviations in the worst direction, :math:`\\nu \\kappa / 6`, as
-    far as it is of first order.
+    The relative error of standard deviations in the worst direction, :math:`\\nu \\kappa / 6`.
+
+    It is the error of first order.
 
     :param float fourth_cumulant: :math:`Q`.
-    :param float nonlinearity: :math:`\\nu`; no more than 1 is made of it.
+    :param float nonlinearity: :math:`\\nu`; larger values count as 1.
     :param float step_size: :math:`h`.
     :param float friction: :math:`A`, or None for methods without momentum.
 

@@ -1,23 +1,23 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Whether chains move fast enough for a run to be of use."""
+"""A test of whether chains move fast enough for a run to be of use."""
 
 import warnings
 
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric
 from numpyro_sgmcmc.tuning.tuning import Tuning, TuningFailed
 
-#: The most steps of a sample, of a method that needs very short ones.
+#: Largest number of steps of a sample, for methods with very short steps.
 MOST_STEPS_PER_SAMPLE = 1_000
 
-#: The seconds of a draw beyond which the tuning warns.
+#: Seconds of a draw beyond which the tuning warns.
 _LONG = 0.5
 
-#: The steps of a sample beyond which the tuning has failed.
+#: Number of steps of a sample beyond which the tuning has failed.
 _FAILED = MOST_STEPS_PER_SAMPLE
 
-#: The same where the coordinates have variances and no matrix.
+#: Number of steps beyond which it has failed, if the metric is diagonal.
 _FAILED_WITHOUT_MATRIX = 10_000
 
 
@@ -25,28 +25,27 @@ def check_speed(
     name: str, tuning: Tuning, steps: int, without_noise: float, on_failure: str
 ) -> None:
     """
-    Warns of chains that take long to forget where they were.
+    Warn of chains with a long relaxation time.
 
     :param name: the name of the kernel.
     :param int steps: the steps of a sample.
     :param float without_noise: the steps of a sample if minibatches had no noise.
     :param on_failure: ``"raise"`` or ``"warn"``.
 
-    :raises TuningFailed: if they take so long that nothing can be expected of a run, unless a
-        warning was asked for.
+    :raises TuningFailed: if chains are too slow for any use, unless ``on_failure`` is ``"warn"``.
     """
     most = _FAILED_WITHOUT_MATRIX if isinstance(tuning.start, DiagonalMetric) else _FAILED
-    # by a wide margin: the noise makes some difference everywhere
+    # a wide margin, because noise always has some effect
     is_for_noise = without_noise <= most / 2
     has_failed = steps > most and not is_for_noise
     if not has_failed and tuning.seconds_per_sample <= _LONG:
         return
-    found, site = tuning.problem, tuning.slowest
+    problem, site = tuning.problem, tuning.slowest
     slowest = f", and the slowest site is '{site}'" if site else ""
     seen = (
         f"with a step size of {tuning.step_size:.2g} a chain forgets where it was after {steps:,}"
         f" steps, {tuning.seconds_per_sample:.2g} s for each independent draw{slowest}"
-        f"{f' ({found})' if found else ''}. "
+        f"{f' ({problem})' if problem else ''}. "
     )
     if steps > most and is_for_noise:
         seen += (

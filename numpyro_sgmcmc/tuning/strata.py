@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Strata from the user, checked, and for a model."""
+"""Strata from the user, checked and fitted to a model."""
 
 from typing import Any
 
@@ -12,18 +12,20 @@ from numpyro_sgmcmc.data.strata import Strata, by_labels
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.posterior.target import Target
 
-#: The scheme of subsampling that draws rows within strata too.
+#: Name of the subsampling scheme that can draw rows within strata.
 STRATIFIED = "without_replacement"
 
 
 def checked_subsampling(subsampling: Any) -> Any:
     """
-    The word for a scheme as it is, and strata by plate, those of the only one under the name None.
+    The argument ``subsampling``, checked: the name of a scheme, or strata by plate.
+
+    Strata of the only plate have the name None.
 
     :raises ValueError: if there is no such scheme, or strata are not whole numbers.
     """
     if isinstance(subsampling, str):
-        # a word of earlier versions, refused by itself for one release
+        # a name of earlier versions, with its own error for one release
         if subsampling == "importance":
             raise ValueError(
                 "subsampling='importance' was taken out: leave `subsampling` out. Strata do the"
@@ -41,30 +43,30 @@ def checked_subsampling(subsampling: Any) -> Any:
         subsampling if isinstance(subsampling, dict) else {None: subsampling}
     ).items():
         where = "`subsampling`" if plate is None else f"`subsampling[{plate!r}]`"
-        found = array(where.strip("`"), labels)
-        if found.ndim != 1 or found.dtype.kind not in "biu":
+        numbers = array(where.strip("`"), labels)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "biu":
             raise ValueError(
                 f"{where} must be a vector with the number of the stratum of each row, whole"
-                f" numbers; got {found.dtype} of shape {found.shape}. Number categories with"
+                f" numbers; got {numbers.dtype} of shape {numbers.shape}. Number categories with"
                 " `numpy.unique(labels, return_inverse=True)[1]`."
             )
-        wrong = (found < 0) | (found > MOST)
+        wrong = (numbers < 0) | (numbers > MOST)
         if wrong.any():
             row = int(np.argmax(wrong))
             raise ValueError(
-                f"{where} has the stratum {found[row]} at row {row}: numbers of strata are 0 or"
+                f"{where} has the stratum {numbers[row]} at row {row}: numbers of strata are 0 or"
                 f" more, at most {MOST:,}, and every row has one."
             )
-        checked[plate] = found.astype(np.int32)
+        checked[plate] = numbers.astype(np.int32)
     return checked
 
 
 def are_strata_of(target: Target, strata: dict[str, Strata]) -> bool:
-    """Whether the plates have as many rows and minibatches as large as these are for."""
+    """True if the strata fit the rows and the minibatch sizes of the plates."""
     sizes = {plate.name: (plate.size, plate.subsample_size) for plate in target.model.plates}
     return all(
-        sizes.get(name) == (found.allocation.size, found.allocation.batch_size)
-        for name, found in strata.items()
+        sizes.get(name) == (of_plate.allocation.size, of_plate.allocation.batch_size)
+        for name, of_plate in strata.items()
     )
 
 
@@ -72,10 +74,10 @@ def given_strata(
     strata: Any, target: Target, importance: dict[str, np.ndarray] | None = None
 ) -> dict[str, Strata]:
     """
-    The strata that were given, for a model; none of ``"auto"`` and None.
+    The given strata for a model; none for ``"auto"`` and None.
 
-    :param importance: of the rows of each plate, where it is known.
-    :raises ValueError: if they do not fit the model.
+    :param importance: importance of the rows of each plate, if it is known.
+    :raises ValueError: if the strata do not fit the model.
     """
     if strata is None or isinstance(strata, str):
         return {}
@@ -91,7 +93,7 @@ def given_strata(
             "`subsampling` cannot be used with rows that are spread over devices, each of which"
             " draws from its own rows: leave `subsampling` out, or sample on one device."
         )
-    found = {}
+    checked = {}
     for key, labels in strata.items():
         if key is not None and key not in plates:
             raise ValueError(
@@ -106,5 +108,5 @@ def given_strata(
             )
         known = None if importance is None else importance[plate.name]
         where = f"Plate '{plate.name}'"
-        found[plate.name] = by_labels(labels, plate.subsample_size, known, where)
-    return found
+        checked[plate.name] = by_labels(labels, plate.subsample_size, known, where)
+    return checked

@@ -2,20 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 
 """
-Tuning on a sample of the rows, where a pass over all of them is long.
+Tuning on a sample of the rows, for data where a pass over all rows is slow.
 
-Centre, metric and noise are those of a sample of :math:`M` rows, each of which stands for
-:math:`N / M`: its posterior is as narrow as that of all rows, and lies :math:`\\sqrt{N / M}` of its
-standard deviations away. One pass over all rows then gives the gradient there, and a Newton step
-with the Hessian of the sample leads to within a few percent of that distance. The next pass, at
-this point, is the anchor of the control variate, and says how far it still is: in the coordinates
-:math:`\\theta = c + L \\zeta` of the metric, in which the Hessian is nearly the identity, by
+Centre, metric and noise come from a sample of :math:`M` rows, each of which stands for :math:`N /
+M` rows. The posterior of the sample has the width of the posterior of all rows, and lies
+:math:`\\sqrt{N / M}` standard deviations away. One pass over all rows gives the gradient there. A
+Newton step with the Hessian of the sample then removes all but a few percent of that distance. The
+next pass, at the new point, gives the anchor of the control variate and the remaining distance. In
+the coordinates :math:`\\theta = c + L \\zeta` of the metric the Hessian is nearly the identity, and
+the distance is
 
 .. math:: \\delta = -L^\\top \\nabla U(c) .
 
-Every direction is off by about as much in the sample, and so one of which too few of its rows say
-something, and in which its Hessian and its noise are wrong, shows: the step does not come near.
-Then all rows are looked at.
+The sample has about this error in every direction. If too few rows of the sample determine a
+direction, its Hessian and its noise are wrong there, and the step does not come near the mode. The
+tuning then takes all rows.
 """
 
 from functools import partial
@@ -40,26 +41,27 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian
 _ROWS = 2**18  #: rows of a sample
 _BYTES = 2**28  #: the most bytes of a sample
 _ROWS_FOR_EACH = 200  #: the fewest rows for each parameter
-_FEWEST_TIMES = 4  #: how many times more rows there must be, for a sample to be taken
+_FEWEST_TIMES = 4  #: smallest ratio of all rows to sample rows
 
-#: It is made of stretches of so many neighbours, which are read at once.
+#: Number of neighbouring rows that a sample reads at once.
 _STRETCH = 64
 
-NEAR = 0.5  #: the farthest that an anchor is from the mode in a coordinate, in standard deviations
-_MOST_PASSES = 4  #: the most passes to come there
+NEAR = 0.5  #: largest distance of an anchor from the mode in a coordinate, in standard deviations
+_MOST_PASSES = 4  #: largest number of passes to get there
 
-#: A Newton step with the Hessian of a sample that is large enough leaves no more of the way.
+#: Largest remaining part of the distance after a Newton step, if the sample is large enough.
 _SHORTENED = 0.25
 
-_FEW = 64  #: rows that are compared with themselves among all others
-_SAME = 1e-3  #: the rounding errors of that
+_FEW = 64  #: number of rows that are compared between the sample and all rows
+_SAME = 1e-3  #: relative rounding error of this comparison
 
 
 def sample_of(target: Target) -> Target | None:
     """
-    The model with a sample of the rows, in memory; None if all rows are to be looked at: where they
-    are in the memory of one device, or not many more, or what they say of a parameter could hang on
-    other rows.
+    The model with a sample of the rows in memory, or None if the tuning should take all rows.
+
+    It is None if the rows are in the memory of one device, if there are not many more rows than in
+    a sample, or if the contribution of a row may depend on other rows.
 
     :param target: the model with its data.
     """
@@ -85,14 +87,14 @@ def sample_of(target: Target) -> Target | None:
 
 
 def share_of(sample: Target) -> float:
-    """The rows of a sample, as a part of all."""
+    """The share of the rows in a sample."""
     (plate,) = sample.model.plates
     assert plate.of is not None
     return plate.size / plate.of
 
 
 def _with(target: Target, numbers: np.ndarray) -> Target:
-    """The model with these rows, of each device, in the place of all."""
+    """The model with these rows of each device in the place of all rows."""
     view, shards, arguments = target.model, target.shards, (target.args, target.kwargs)
     (plate,) = view.plates
     read = [
@@ -107,13 +109,13 @@ def _with(target: Target, numbers: np.ndarray) -> Target:
             leaves[k] = leaf[numbers]
     args, kwargs = replaced(jax.tree.unflatten(tree, leaves), read)
     left = tuple(place for place in view.on_disk if place != plate.name)
-    found = None if shards is None else found_shards(args, kwargs)
+    row_shards = None if shards is None else found_shards(args, kwargs)
     new = view.sampled(len(numbers), left)
-    return target._replace(model=new, args=args, kwargs=kwargs, shards=found)
+    return target._replace(model=new, args=args, kwargs=kwargs, shards=row_shards)
 
 
 def _are_alike(target: Target, sample: Target, numbers: np.ndarray) -> bool:
-    """Whether some rows of the sample contribute what they do among all rows."""
+    """True if some rows of the sample contribute as they do among all rows."""
     (plate,) = target.model.plates
     first = numbers[:_FEW]
 
@@ -121,27 +123,27 @@ def _are_alike(target: Target, sample: Target, numbers: np.ndarray) -> bool:
         data = {plate.name: rows}, random.key(0), target.args, target.kwargs
         return target.mean(target.model.potential_and_row_terms(z, *data))
 
-    z, found = unremarkable_values(target.model), []
+    z, looks = unremarkable_values(target.model), []
     for one, rows in ((target, first), (sample, np.arange(len(first)))):
         size = one.model.plates[0].size
         try:
             energy, terms = one.compiled(run)(z, rows_of(rows, size))
         except (TypeError, ValueError):
-            return False  # a model that has written out a number of rows
-        found.append([np.asarray(x, np.float64) for x in (energy, terms[plate.name])])
-    size = np.abs(found[0][0]) + np.nansum(np.abs(found[0][1]))
+            return False  # a model with a fixed number of rows
+        looks.append([np.asarray(x, np.float64) for x in (energy, terms[plate.name])])
+    size = np.abs(looks[0][0]) + np.nansum(np.abs(looks[0][1]))
     return not any(
         np.nanmax(np.abs(x - y)) > _SAME * size / n
-        for (x, y), n in zip(zip(*found, strict=True), (1, len(first)), strict=True)
+        for (x, y), n in zip(zip(*looks, strict=True), (1, len(first)), strict=True)
     )
 
 
 class Point(NamedTuple):
     """
-    All rows at the centre of a Gaussian.
+    The contributions of all rows at the centre of a Gaussian.
 
-    - **gaussian** - whose centre it is.
-    - **anchor** - what they say there.
+    - **gaussian** - the Gaussian with this centre.
+    - **anchor** - the anchor at the centre.
     - **slope** - :math:`L^\\top \\nabla U`, shape (d,).
     """
 
@@ -151,12 +153,12 @@ class Point(NamedTuple):
 
     @property
     def distance(self) -> float:
-        """From the mode, in standard deviations along the worst coordinate."""
+        """The distance from the mode, in standard deviations along the worst coordinate."""
         return float(np.max(np.abs(self.slope)))
 
     @property
     def at_the_mode(self) -> Gaussian:
-        """The Gaussian after a Newton step."""
+        """The Gaussian moved by a Newton step."""
         metric = self.gaussian.metric
         assert isinstance(metric, DenseMetric)
         center = np.asarray(metric.center, np.float64) - np.asarray(metric.factor) @ self.slope
@@ -166,11 +168,11 @@ class Point(NamedTuple):
 
 def point_at(target: Target, gaussian: Gaussian, order: int = 1) -> Point:
     """
-    One pass over all rows.
+    Evaluate all rows at the centre of a Gaussian, by one pass.
 
     :param target: the model with all of its data.
-    :param gaussian: at whose centre.
-    :param int order: of the anchor.
+    :param gaussian: the Gaussian.
+    :param int order: the order of the anchor.
     """
     program = target.compiled(partial(_at_center, order), "all rows", order)
     anchor, slope = program(gaussian.metric)
@@ -185,12 +187,12 @@ def _at_center(order: int, target: Target, metric: DenseMetric) -> tuple[Anchor,
 
 def near_the_mode(target: Target, start: Point, order: int) -> tuple[Point | None, int]:
     """
-    From a first point, by a Newton step or a few, to one that is near the mode.
+    Move a point near the mode by Newton steps.
 
     :param target: the model with all of its data.
     :param start: the first point.
-    :param int order: of the anchor.
-    :return: the point, or None if there is none, and the number of passes.
+    :param int order: the order of the anchor.
+    :return: the point, or None if the steps fail, and the number of passes.
     """
     before = start
     for passes in range(1, _MOST_PASSES + 1):

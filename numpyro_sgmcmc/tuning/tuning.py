@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What was found for a model and its data, and what of it a user should hear."""
+"""The result of a tuning for a model and its data, and its warnings."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,64 +20,65 @@ from numpyro_sgmcmc.stein import SteinReport, advice
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
 
-#: Nonlinearity of the gradient and R-hat of the pilot above which no metric may fit the posterior,
+#: Nonlinearity of the gradient and R-hat of the pilot above which the posterior may fit no metric,
 #: such as a funnel, a banana or a neural network.
 _FAR_FROM_GAUSSIAN = 0.6
 NOT_MIXED = 1.1
 
-#: Rounding errors that a user should hear of, in posterior standard deviations.
+#: Rounding error that is worth a warning, in posterior standard deviations.
 _MUCH_ROUNDING = 0.05
 
-#: Errors of integrals over latent variables of groups, likewise.
+#: Error of integrals over latent variables of groups that is worth a warning, likewise.
 _WRONG_INTEGRALS = 0.05
 
-#: A direction in which chains are so many times slower is one that a user should hear of.
+#: Slowness in a direction that is worth a warning.
 _MUCH_SLOWER = 4.0
 
 _NO_GAIN = 3.0  #: passes over the data for an independent draw beyond which minibatches do not pay
-_BY_NOISE = 0.5  #: square of the step size times the noise; 1 where nothing else limits the step
+_BY_NOISE = 0.5  #: squared step size times the noise; 1 if only noise limits the step
 
-#: Kinds of gradients in words, by the order of their control variate.
+#: Names of gradients by the order of their control variate.
 _KINDS = ("plain minibatches", "a control variate", "a control variate of second order")
 
 
 class Tuning(NamedTuple):
     """
-    What was found for a model and its data; ``kernel(model, tuning=...)`` uses it again.
+    The result of a tuning for a model and its data, for use in ``kernel(model, tuning=...)``.
 
     - **step_size** - step size, in units of a posterior standard deviation.
     - **friction** - friction, or None for methods that have none.
     - **metric** - the metric, in whose coordinates the sampler moves.
     - **start** - the Gaussian from which chains start, or None.
-    - **anchor** - of the control variate, or None where plain minibatches are better.
-    - **noise** - the noise of the gradient that is used.
-    - **plain_noise** - the noise of the gradient of plain minibatches.
+    - **anchor** - the anchor of the control variate, or None if plain minibatches are better.
+    - **noise** - the noise of the gradient in use.
+    - **plain_noise** - the gradient noise of plain minibatches.
     - **passes** - the cost in passes over the data, by phase: gradients of all rows.
-    - **rounding** - the rounding error of the gradient of all data, which shifts the draws by as
-      many posterior standard deviations at worst.
-    - **halvings** - how often the pilot halved the step size.
+    - **rounding** - the rounding error of the gradient of all data, as the largest shift of the
+      draws in posterior standard deviations.
+    - **halvings** - number of times that the pilot halved the step size.
     - **report** - the Stein matrix of the pilot with this step size.
     - **multimodal** - whether the searches for the centre ended in different modes.
-    - **converged** - whether the search for the metric has converged; where the posterior is
-      far from any Gaussian it does not.
-    - **r_hat**, **slowest** - the largest R-hat of the chains of the pilot, and its site.
-    - **flat** - the site that neither the data nor its prior say anything of, if there is one.
-    - **data** - tells the data of the anchor from others.
-    - **densities** - log density of each site at fixed values, which tells the model from others.
-    - **steps_per_sample** - number of steps after which a chain has forgotten most of where it
-      was, with a step size that was tuned; else 1.
-    - **seconds_per_sample** - what that takes in one chain, measured.
-    - **strata** - of the rows by plate, where rows are not drawn alike.
-    - **centring** - the coordinates of hierarchies by site, those of metric, start and anchor
+    - **converged** - whether the search for the metric has converged. It does not if the posterior
+      is far from any Gaussian.
+    - **r_hat**, **slowest** - the largest R-hat of the pilot's chains, and its site.
+    - **flat** - the site that neither the data nor the prior determine, if there is one.
+    - **data** - fingerprint of the data of the anchor.
+    - **densities** - log density of each site at fixed values, which identifies the model.
+    - **steps_per_sample** - number of steps after which a chain has nearly forgotten its position,
+      for a tuned step size; otherwise 1.
+    - **seconds_per_sample** - measured duration of these steps in one chain.
+    - **strata** - strata of the rows by plate, if rows are drawn within strata.
+    - **centring** - the coordinates of hierarchies by site, used by metric, start and anchor
       (:mod:`numpyro_sgmcmc.posterior.reparam`).
-    - **fourth_cumulant** - of the gradient's noise, what rows that few minibatches have add to it
-      in the worst direction, or a bound of it (:mod:`numpyro_sgmcmc.tuning.rare_rows`).
-    - **integrals** - by how many posterior standard deviations the integrals over latent variables
-      of groups move the draws at worst (:mod:`numpyro_sgmcmc.tuning.quadrature_error`).
-    - **rule** - by which these integrals are done in a step.
-    - **widest**, **slow** - how wide the posterior is where it is much wider than the metric says,
-      in its coordinates (:mod:`numpyro_sgmcmc.tuning.curvature`), and in which site; else 0.
-    - **passes_per_sample** - the passes over the data that a sample of a chain takes.
+    - **fourth_cumulant** - fourth cumulant of the gradient noise from rare rows in the worst
+      direction, or a bound on it (:mod:`numpyro_sgmcmc.tuning.rare_rows`).
+    - **integrals** - largest shift of the draws by the integrals over latent variables of groups,
+      in posterior standard deviations (:mod:`numpyro_sgmcmc.tuning.quadrature_error`).
+    - **rule** - quadrature rule of these integrals in a step.
+    - **widest**, **slow** - width of the posterior, in the coordinates of the metric, in a
+      direction where it is much wider than the metric says
+      (:mod:`numpyro_sgmcmc.tuning.curvature`), and its site; otherwise 0.
+    - **passes_per_sample** - cost of a sample of a chain in passes over the data.
     """
 
     step_size: float
@@ -111,7 +112,9 @@ class Tuning(NamedTuple):
 
     @property
     def width(self) -> float:
-        """About the largest posterior standard deviation in the coordinates of the metric."""
+        """
+        The approximate largest posterior standard deviation, in the coordinates of the metric.
+        """
         metric, start = self.metric, self.start
         if start is None or metric is start:
             return 1.0
@@ -122,11 +125,12 @@ class Tuning(NamedTuple):
     @property
     def relaxation_time(self) -> float:
         """
-        The time in which a chain forgets where it was: :math:`w^2` if the posterior is :math:`w`
-        wide in the coordinates of the metric, and with momentum and friction :math:`A` the larger
-        one of :math:`A w^2` and :math:`2 w`.
+        The relaxation time, after which a chain has forgotten its position.
 
-        **Example:** in the posterior's own metric little friction leaves a chain to its inertia.
+        It is :math:`w^2` if the posterior has the width :math:`w` in the coordinates of the metric.
+        With momentum and friction :math:`A` it is the larger one of :math:`A w^2` and :math:`2 w`.
+
+        **Example:** in the metric of the posterior a chain with little friction moves by inertia.
 
         .. doctest::
 
@@ -142,21 +146,23 @@ class Tuning(NamedTuple):
 
     @property
     def slowness(self) -> float:
-        """How many times longer a chain takes in the direction that the metric misses."""
+        """The factor by which a chain is slower in the direction that the metric misses."""
         width = self.width
         return self._time_of(max(width, self.widest)) / self._time_of(width)
 
     @property
     def misses_a_direction(self) -> bool:
-        """Whether a sample is much less than an independent draw in some direction."""
+        """True if a sample is much less than an independent draw in some direction."""
         return self.slowness > _MUCH_SLOWER
 
     @property
     def minibatches_pay(self) -> bool:
         """
-        Whether an independent draw takes fewer passes over the data than NUTS on all rows, unless
-        that is not for the noise of minibatches. Of NUTS, it takes 7 to 30 gradients, and rows cost
-        about half as much where all are looked at together.
+        True if minibatches need fewer passes for an independent draw than NUTS on all rows.
+
+        It is also true if minibatch noise is not the reason for the number of passes. NUTS needs 7
+        to 30 gradients for a draw, and rows cost about half as much if all of them are evaluated
+        together.
         """
         if self.noise is None or self.passes_per_sample < _NO_GAIN:
             return True
@@ -165,16 +171,16 @@ class Tuning(NamedTuple):
 
     @property
     def is_far_from_gaussian(self) -> bool:
-        """Whether the metric is no more than a rough guess, and chains are slow for it."""
+        """True if the metric is only a rough guess, and chains are slow because of it."""
         if self.noise is None or not isinstance(self.start, DenseMetric):
-            return False  # chains of few steps say little of thousands of coordinates
+            return False  # short chains say little about thousands of coordinates
         if self.r_hat is not None:
             return self.r_hat > NOT_MIXED
         return self.noise.nonlinearity > _FAR_FROM_GAUSSIAN or not self.converged
 
     @property
     def rare_rows_error(self) -> float:
-        """How wrong rows that few minibatches have make standard deviations, at worst about."""
+        """The approximate error of standard deviations from rare rows in the worst direction."""
         if self.noise is None:
             return 0.0
         rates = self.step_size, self.friction
@@ -182,32 +188,32 @@ class Tuning(NamedTuple):
 
     @property
     def has_rare_rows(self) -> bool:
-        """Whether minibatches have rows that count much too seldom."""
+        """True if rare rows count too much in their minibatches."""
         return self.rare_rows_error > MUCH_ERROR
 
     @property
     def needs_double_precision(self) -> bool:
-        """Whether rounding errors of the gradient are large enough to be seen in the draws."""
+        """True if rounding errors of the gradient are large enough to affect the draws."""
         return self.rounding > _MUCH_ROUNDING
 
     @property
     def has_wrong_integrals(self) -> bool:
-        """Whether integrals over latent variables of groups are wrong by what is seen."""
+        """True if errors of integrals over latent variables of groups affect the draws."""
         return self.integrals > _WRONG_INTEGRALS
 
     @property
     def problem(self) -> str | None:
-        """What was wrong with the pilot or the searches, or None."""
-        found = [f"the posterior does not depend on '{self.flat}'"] if self.flat else []
-        found += ["the posterior has several modes"] if self.multimodal else []
-        found += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
+        """The problems of the pilot or the searches in words, or None."""
+        problems = [f"the posterior does not depend on '{self.flat}'"] if self.flat else []
+        problems += ["the posterior has several modes"] if self.multimodal else []
+        problems += ["the posterior is far from any Gaussian"] if self.is_far_from_gaussian else []
         if self.misses_a_direction:
-            found += [f"the metric misses a direction of '{self.slow}'"]
-        found += ["the gradient is rounded off"] if self.needs_double_precision else []
-        found += ["few minibatches have rows that count much"] if self.has_rare_rows else []
-        found += ["the integrals over groups are not exact"] if self.has_wrong_integrals else []
+            problems += [f"the metric misses a direction of '{self.slow}'"]
+        problems += ["the gradient is rounded off"] if self.needs_double_precision else []
+        problems += ["few minibatches have rows that count much"] if self.has_rare_rows else []
+        problems += ["the integrals over groups are not exact"] if self.has_wrong_integrals else []
         pilot = None if self.report is None else self.report.problem()
-        return "; ".join(found + ([pilot] if pilot else [])) or None
+        return "; ".join(problems + ([pilot] if pilot else [])) or None
 
     def __str__(self) -> str:
         lines = [f"step size {self.step_size:.3g}"]
@@ -222,8 +228,8 @@ class Tuning(NamedTuple):
                 f"noise variance {self.noise.mean:.3g} with {kind}, {self.plain_noise.mean:.3g} of"
                 " plain minibatches (in units of the curvature)"
             )
-        for name, found in self.centring.items():
-            low, middle, high = np.quantile(np.asarray(found.degree), [0, 0.5, 1])
+        for name, coordinates in self.centring.items():
+            low, middle, high = np.quantile(np.asarray(coordinates.degree), [0, 0.5, 1])
             lines.append(
                 f"coordinates of '{name}': centred by {low:.2f} to {high:.2f}, median {middle:.2f}"
                 " (0 is non-centred)"
@@ -256,9 +262,9 @@ class Tuning(NamedTuple):
 
 class TuningFailed(ValueError):
     """
-    A tuning with which a run would be of no use.
+    The error of a tuning with which a run would be of no use.
 
-    :param tuning: what was found.
+    :param tuning: the result of the tuning.
     """
 
     def __init__(self, message: str, tuning: Tuning) -> None:
@@ -290,11 +296,11 @@ def _no_gain(tuning: Tuning) -> str:
 
 
 def _about(error: float) -> str:
-    """An error of first order, which means little where it is large."""
+    """A first-order error in words, which means little if it is large."""
     return f"about {error:.0%}" if error < 0.2 else "20% or more"
 
 
-#: Conditions under which the tuning warns, and the warnings.
+#: Conditions for warnings of the tuning, and their messages.
 _WARNINGS: tuple[tuple[Callable[["Tuning"], Any], Callable[["Tuning"], str]], ...] = (
     (
         lambda t: t.flat,
@@ -370,7 +376,7 @@ _WARNINGS: tuple[tuple[Callable[["Tuning"], Any], Callable[["Tuning"], str]], ..
 
 
 def warn_of(tuning: Tuning) -> None:
-    """Warns of what the tuning has found to be wrong."""
+    """Warn of the problems of a tuning."""
     for is_wrong, said in _WARNINGS:
         if is_wrong(tuning):
             warnings.warn(said(tuning), stacklevel=3)

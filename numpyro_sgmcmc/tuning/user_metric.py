@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a user gives in the place of what would be tuned: a metric, a guide, a tuning."""
+"""Metrics, guides and tunings from the user, checked and fitted to a model."""
 
 from typing import Any
 
@@ -20,7 +20,9 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 
 def checked_metric(metric: Any) -> Any:
     """
-    :raises ValueError: if it is not of a kind that can be a metric.
+    Check the argument ``metric`` of a kernel.
+
+    :raises ValueError: if the argument is no metric.
     """
     is_guide = isinstance(metric, tuple) and hasattr(next(iter(metric), None), "sample_posterior")
     if metric is None or (is_guide and len(metric) == 2):
@@ -28,18 +30,20 @@ def checked_metric(metric: Any) -> Any:
     if isinstance(metric, str):
         one_of("metric", metric, ("identity", "diagonal", "low_rank", "dense"))
         return IdentityMetric() if metric == "identity" else metric
-    found = array("metric", metric)
-    if isinstance(metric, tuple) or found.dtype.kind not in "iuf" or found.ndim not in (1, 2):
+    values = array("metric", metric)
+    if isinstance(metric, tuple) or values.dtype.kind not in "iuf" or values.ndim not in (1, 2):
         raise ValueError(
             "`metric` must be an array of variances or a covariance matrix, a pair (guide, params),"
             f" 'diagonal', 'low_rank', 'dense' or 'identity'; got {shown(metric)}."
         )
-    return found
+    return values
 
 
 def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuning | None:
     """
-    :raises ValueError: if it is not one, or if another argument contradicts it.
+    Check the argument ``tuning`` of a kernel.
+
+    :raises ValueError: if the argument is no tuning, or if another argument contradicts it.
     """
     if tuning is None:
         return None
@@ -62,9 +66,9 @@ def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuni
 
 def metric_for(metric: Any, target: Target) -> Any:
     """
-    A given metric for a model; words and None stay as they are.
+    A given metric for a model; names and None stay as they are.
 
-    :raises ValueError: if it does not fit the model.
+    :raises ValueError: if the metric does not fit the model.
     """
     if metric is None or isinstance(metric, str | IdentityMetric):
         return metric

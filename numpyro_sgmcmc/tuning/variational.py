@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where a posterior of very many parameters is, by variational inference on minibatches."""
+"""The centre of a posterior with very many parameters, by variational inference."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,28 +20,30 @@ from numpyro_sgmcmc.posterior.potential import over_all_data
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes
 
-_CENTER_STARTS = 6  #: starts of the search
-_CENTER_STEPS = 2_000  #: steps of stochastic variational inference
-_LEARNING_RATE = 0.05  #: its learning rate
+_CENTER_STARTS = 6  #: number of starts of the search
+_CENTER_STEPS = 2_000  #: number of steps of stochastic variational inference
+_LEARNING_RATE = 0.05  #: learning rate of its optimiser
 
 
 def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaussian:
     """
-    The Gaussian with independent coordinates that is closest to the posterior in the sense
-    of variational inference,
+    Find the closest Gaussian with independent coordinates by variational inference.
+
+    It solves
 
     .. math::
 
         \\min_{c, s} \\; \\mathrm{E}_{\\theta \\sim N(c, s^2)} [U(\\theta)]
             - \\sum_j \\log s_j,
 
-    by 2,000 steps of Adam on minibatches, with a learning rate that falls from 0.05 to 0: the
-    best of six searches from different starts, since some models have poor local optima. Where
-    another of them is about as good, with a barrier between, the posterior has several modes.
+    by 2,000 steps of Adam on minibatches, with a learning rate that falls from 0.05 to 0. Six
+    searches start at different points, because some models have poor local optima, and the best one
+    counts. If another search is about as good, with a barrier in between, the posterior has several
+    modes.
 
     :param target: the model with its data.
     :param rng_key: a random key.
-    :param init_strategy: where the searches start, a per-site initialization function.
+    :param init_strategy: initial values of the searches, a per-site initialization function.
     :raises ValueError: if no search ends at finite values.
 
     **References:**
@@ -55,7 +57,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
         start_key, rows_key = random.split(rng_key)
 
         def one(init_key: Array) -> tuple[Array, Array, Array]:
-            # all in one program: of itself, `svi.init` compiles many small ones
+            # all in one program, because `svi.init` alone compiles many small programs
             model = with_rows(target.model)
             guide = AutoDiagonalNormal(model, init_loc_fn=init_strategy, init_scale=0.01)
             mean = optax.stateless(lambda gradient, _: target.mean(gradient))
@@ -72,7 +74,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
             loss = target.mean(losses[-_CENTER_STEPS // 10 :].mean())
             return posterior.loc, posterior.scale, loss
 
-        # with the same rows, so that the losses can be compared
+        # with equal rows, so that the losses can be compared
         starts = random.split(start_key, _CENTER_STARTS)
         centers, scales, losses = target.for_each(one, starts)
         best = jnp.nanargmin(jnp.where(jnp.isfinite(losses), losses, jnp.nan))
@@ -93,7 +95,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
 
 
 def _energies_between(target: Target, centers: Array, best: Array) -> Array:
-    """The potential of all data on the way from the best centre to each of the others."""
+    """The potential of all data on the way from the best centre to each other centre."""
     potential, view = target.potential(IdentityMetric()), target.model
 
     def at(point: Array) -> Array:

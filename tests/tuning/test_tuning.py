@@ -616,7 +616,10 @@ def test_metric_of_a_fitted_guide(guide):
         ({"metric": "full"}, "`metric` must be one of 'identity', 'diagonal', 'low_rank', 'dense'"),
         ({"metric": np.array(["a"])}, "`metric` must be an array of variances"),
         ({"gradient": "full"}, "`gradient` must be one of 'auto', 'minibatch', 'control_variate'"),
-        ({"gradient": ("control_variate", 0.0)}, r"`gradient\[1\]` must be a positive finite number"),
+        (
+            {"gradient": ("control_variate", 0.0)},
+            r"`gradient\[1\]` must be a positive finite number",
+        ),
         ({"gradient": ("minibatch", 1.0)}, r"or \('control_variate', passes\), of which"),
         ({"tuning": {"step_size": 1.0}}, r"`tuning` must be the result of `kernel.tune\(...\)`"),
     ],
