@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a kernel was given: its arguments, checked once, and never changed."""
+"""The arguments of a kernel, checked once and frozen."""
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -163,7 +163,7 @@ class Settings:
             object.__setattr__(self, name, value)
 
     def with_values(self, **values: Any) -> Self:
-        """The same settings with other values of some of them."""
+        """A copy of the settings with other values of some arguments."""
         return replace(self, **values)
 
     @property
@@ -184,7 +184,7 @@ class Settings:
 
     @property
     def rates_are_given(self) -> bool:
-        """Whether step size and friction are given."""
+        """True if step size and friction are given."""
         return self.step_size is not None and getattr(self, "friction", 0.0) is not None
 
     @property
@@ -210,7 +210,7 @@ class Settings:
 
     @property
     def can_stratify(self) -> bool:
-        """Whether minibatches may be stratified, as far as these settings go."""
+        """True if these settings allow stratified minibatches."""
         noise = getattr(self, "noise", None)
         return self.strata is not None and (noise is None or noise.can_stratify)
 

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where a posterior is: a search that knows no units, on few rows first and then on more."""
+"""Search for the centre of a posterior, in any units, on few rows first and then on more."""
 
 from collections.abc import Callable
 from functools import partial
@@ -150,7 +150,7 @@ def _no_center(seen: str) -> ValueError:
 
 class _Look(NamedTuple):
     """
-    What a program is to look at: one of them serves all searches.
+    The arguments of the program that serves all searches.
 
     - **center**, **factor** - of the Gaussian, shapes (d,) and (d, d).
     - **reach** - how far its draws lie from the centre, in its standard deviations: 1, or 0.
@@ -196,7 +196,7 @@ def _mean(
     function: Callable[[Any, Array], Any],
     part: Any = 1.0,
 ) -> Any:
-    """Of a function of a minibatch, over so many of them."""
+    """The mean of a function of a minibatch over a number of minibatches."""
 
     def at(k: Array) -> Any:
         return function(_rows(target, rng_key, count, k, part), k)
@@ -306,8 +306,10 @@ class _Search:
 
     def modes(self, best: Fit, others: list[Fit], count: int) -> list[Fit]:
         """
-        Those of the others between which and the best there is a barrier, on ways that are straight
-        in non-centred coordinates and in centred ones: a ridge may be straight in either.
+        The fits that a barrier divides from the best.
+
+        The ways between are straight in non-centred and in centred coordinates, because a ridge
+        may be straight in either.
         """
         others = [fit for fit in others if _distance(best, fit) > _SAME]
         if not others:

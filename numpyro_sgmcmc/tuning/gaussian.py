@@ -282,8 +282,10 @@ def whitened_hessian(
 
 def looks_rough(draws: Array, gradients: Array, trace: Array) -> Array:
     """
-    Whether gradients change much more between draws than the Hessian says, as those of absolute
-    values do: :math:`\\mathrm{E} \\, \\zeta^\\top g(\\zeta)` would be its trace.
+    True if gradients change much more between draws than the Hessian says.
+
+    Gradients of absolute values do. The mean :math:`\\mathrm{E} \\, \\zeta^\\top g(\\zeta)` is the
+    trace of a right Hessian.
 
     :param draws: :math:`\\zeta_s`, shape ``(8, d)``.
     :param gradients: there, in the coordinates, shape ``(8, d)``.

@@ -100,7 +100,7 @@ def has_converged(fit: Fit) -> bool:
 
 
 def is_near(fit: Fit) -> bool:
-    """Whether the Gaussian has about the right width."""
+    """True if the Gaussian has about the right width."""
     return bool(np.all((fit.e > 0.5) & (fit.e < 2)))
 
 

@@ -35,8 +35,9 @@ _FAR = 2.0
 
 class NoiseLevel(NamedTuple):
     """
-    What a method needs to know to choose its step size, in the coordinates of the metric,
-    in which the curvature of the potential is about 1.
+    The noise of the gradient in the coordinates of the metric, for the choice of a step size.
+
+    The curvature of the potential is about 1 in these coordinates.
 
     - **mean** - mean of the variances of the gradient's noise over the coordinates.
     - **largest** - the largest of them, also in the tails.

@@ -130,7 +130,7 @@ PHASES = ("centre", "metric", "noise", "pilot")
 
 class TuningRequest(NamedTuple):
     """
-    What is to be found, and what is given.
+    The request of a kernel: what to tune, and what is given.
 
     - **step_size**, **friction** - given values, or None.
     - **metric** - a given metric, ``"diagonal"``, ``"low_rank"``, ``"dense"``, or None for what
@@ -157,7 +157,7 @@ Suggestion = Callable[[NoiseLevel], tuple[float, float | None]]
 
 class Search(NamedTuple):
     """
-    What every phase is told.
+    The arguments of every phase.
 
     - **request** - what is to be found.
     - **suggest** - the method's step size and friction for a level of noise; None if both are
@@ -191,7 +191,7 @@ class Search(NamedTuple):
 
 class Known(NamedTuple):
     """
-    What is known between two phases.
+    The findings between two phases.
 
     - **target** - the model with all of its rows.
     - **seen** - the model with the rows that are looked at: all of them, or a sample.
@@ -219,7 +219,7 @@ class Known(NamedTuple):
     is_sample: bool = False
 
     def after(self, phase: str, passes: float, **values: Any) -> "Known":
-        """The same after a phase, with what it has found and what it has cost."""
+        """The findings after a phase, with its cost in passes."""
         spent = self.passes | {phase: self.passes.get(phase, 0.0) + passes}
         return self._replace(passes=spent, **values)
 
@@ -450,12 +450,12 @@ _PHASES = (
 
 
 def _controls(search: Search, known: Known) -> bool:
-    """Whether a control variate is looked at."""
+    """True if the tuning looks at a control variate."""
     return search.request.gradient != "minibatch" and bool(known.seen.model.plates)
 
 
 def _cannot_be_tuned(plate: Plate, from_sample: bool) -> str:
-    """What is said of more rows than can be looked at again and again."""
+    """The message for more rows than can be looked at again and again."""
     cause = (
         "they are tuned from a sample, which takes one subsampled plate, at most"
         f" {NEWTON} parameters, a model in which a row says the same whatever other rows there"
@@ -494,7 +494,7 @@ def _may_be_expanded(
     target: Target, request: TuningRequest, steps: Callable[[NoiseLevel], float], noise: NoiseLevel
 ) -> bool:
     """
-    Whether a control variate of second order is asked for, or could pay.
+    True if a control variate of second order is asked for or could pay.
 
     :raises ValueError: if it is asked for, and there is none.
     """
@@ -546,7 +546,7 @@ def tuning_bar(shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _shape_of(metric: Metric | str | None, dimension: int) -> Callable | None:
-    """What finds the Gaussian of a posterior, or None where it is that of the first search."""
+    """The search for the Gaussian; None if the first search has found it."""
     if metric == "dense" or (dimension <= DENSE_BY_DEFAULT and metric != "low_rank"):
         return find_metric
     if metric == "low_rank" or dimension <= LOW_RANK_BY_DEFAULT:

@@ -120,7 +120,7 @@ def pilot_steps(noise: NoiseLevel, step_size: float, longer: int = 1) -> tuple[i
 
 
 def _is_no_better(tried: list[Tuning]) -> bool:
-    """Whether steps of a quarter of the length or less have left a wrong temperature wrong."""
+    """True if a quarter of the step or less has not mended a wrong temperature."""
     first, found = tried[0].report, tried[-1].report
     assert first is not None and found is not None
     before, now = abs(first.temperature - 1), abs(found.temperature - 1)

@@ -3,6 +3,7 @@
 
 """The code in the documents runs as it is printed."""
 
+import ast
 import inspect
 import json
 import os
@@ -137,6 +138,16 @@ def test_every_public_name_is_in_the_reference():
 
 #: Rooms in which a file is a question, a picture or a method, named for it.
 NAMED_FOR_THEIR_FILES = ("diagnostics", "long_runs", "plots")
+
+
+def test_summaries_have_a_head_noun():
+    """The first line of a docstring can be read out of context."""
+    headless = re.compile(r"(Of|What|Whether|The same|Where|Those|That of|How (far|many|much)) ")
+    for path in (ROOT / "numpyro_sgmcmc").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                summary = (ast.get_docstring(node) or "").strip()
+                assert not headless.match(summary), (path.name, summary.split("\n")[0])
 
 
 def test_the_code_map_has_the_files():
