@@ -38,43 +38,7 @@ class AMAGOLD(MomentumKernel):
     """
     Langevin dynamics on minibatches with a test on all rows for each sample: exact at any step.
 
-    It is amortised Metropolis-adjusted stochastic gradient second-order Langevin dynamics. A
-    sample is :math:`T` steps of a symmetric splitting, each on a minibatch of its own,
-
-    .. math::
-
-        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
-        p' &= \\frac{(1 - \\tfrac{hA}{2}) p - h \\nabla \\tilde U(\\theta) + \\eta}
-            {1 + \\tfrac{hA}{2}}, \\qquad \\eta \\sim N(0, 2 h A T_0 I) \\\\
-        \\rho &\\leftarrow \\rho + \\tfrac h2 \\nabla \\tilde U(\\theta)^\\top (p + p') \\\\
-        \\theta &\\leftarrow \\theta + \\tfrac h2 p', \\qquad p \\leftarrow p' ,
-
-    at temperature :math:`T_0`, and one test on all rows: from :math:`\\theta_0` the sample
-    :math:`\\theta_T` is accepted with probability
-
-    .. math:: \\min\\{1, \\exp([U(\\theta_0) - U(\\theta_T) + \\rho] / T_0)\\},
-
-    and otherwise the chain stays at :math:`\\theta_0`, with its momentum reversed. A path and its
-    reverse have the same minibatches, so neither the step size nor the noise of the gradient leaves
-    an error. Each sample costs two evaluations of the potential on all rows. Long paths with much
-    noise are rarely accepted: the probability falls like
-    :math:`\\exp(-\\tfrac12 T h^2 \\operatorname{tr} V)`. ``accept_prob`` is collected with each
-    draw. If its mean is below a half, reduce ``step_size`` or ``steps_per_sample``, or take larger
-    minibatches.
-
-    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
-    :param float step_size: step size :math:`h`, in units of a posterior standard deviation; None
-        is tuned. It cannot be a schedule.
-    :param float friction: friction :math:`A`, per unit of time; None is tuned.
-    :param int steps_per_sample: number of steps :math:`T` in a sample. None is as many as a path
-        needs to forget its start, but no more than :math:`1 / (h^2 \\operatorname{tr} V)`, at which
-        about six of ten samples are accepted.
-    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
-
-    **References:**
-
-    1. *AMAGOLD: Amortized Metropolis Adjustment for Efficient Stochastic Gradient MCMC*,
-       Ruqi Zhang, A. Feder Cooper and Christopher De Sa (2020), Algorithm 2.
+    Use it if all rows can be afforded now and then, and the noise of a path is small.
 
     **Example:** a step size at which the variance would be a quarter too large.
 
@@ -97,6 +61,44 @@ class AMAGOLD(MomentumKernel):
         >>> mu = mcmc.get_samples()["mu"]
         >>> bool(abs(mu.std() * 1_000**0.5 - 1) < 0.1)
         True
+
+    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
+    :param float step_size: step size :math:`h`, in units of a posterior standard deviation; None
+        is tuned. It cannot be a schedule.
+    :param float friction: friction :math:`A`, per unit of time; None is tuned.
+    :param int steps_per_sample: number of steps :math:`T` in a sample. None is as many as a path
+        needs to forget its start, but no more than :math:`1 / (h^2 \\operatorname{tr} V)`, at which
+        about six of ten samples are accepted.
+    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
+
+    **The step.** It is amortised Metropolis-adjusted stochastic gradient second-order Langevin
+    dynamics. A sample is :math:`T` steps of a symmetric splitting, each on a minibatch of its own,
+
+    .. math::
+
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p \\\\
+        p' &= \\frac{(1 - \\tfrac{hA}{2}) p - h \\nabla \\tilde U(\\theta) + \\eta}
+            {1 + \\tfrac{hA}{2}}, \\qquad \\eta \\sim N(0, 2 h A T_0 I) \\\\
+        \\rho &\\leftarrow \\rho + \\tfrac h2 \\nabla \\tilde U(\\theta)^\\top (p + p') \\\\
+        \\theta &\\leftarrow \\theta + \\tfrac h2 p', \\qquad p \\leftarrow p' ,
+
+    at temperature :math:`T_0`, and one test on all rows: from :math:`\\theta_0` the sample
+    :math:`\\theta_T` is accepted with probability
+
+    .. math:: \\min\\{1, \\exp([U(\\theta_0) - U(\\theta_T) + \\rho] / T_0)\\},
+
+    and otherwise the chain stays at :math:`\\theta_0`, with its momentum reversed. A path and its
+    reverse have the same minibatches, so neither the step size nor the noise of the gradient leaves
+    an error. Each sample costs two evaluations of the potential on all rows. Long paths with much
+    noise are rarely accepted: the probability falls like
+    :math:`\\exp(-\\tfrac12 T h^2 \\operatorname{tr} V)`. ``accept_prob`` is collected with each
+    draw. If its mean is below a half, reduce ``step_size`` or ``steps_per_sample``, or take larger
+    minibatches.
+
+    **References:**
+
+    1. *AMAGOLD: Amortized Metropolis Adjustment for Efficient Stochastic Gradient MCMC*,
+       Ruqi Zhang, A. Feder Cooper and Christopher De Sa (2020), Algorithm 2.
     """
 
     @dataclass(frozen=True, eq=False)

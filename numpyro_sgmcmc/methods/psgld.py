@@ -38,7 +38,39 @@ class PSGLD(SGMCMCKernel):
     """
     Preconditioned stochastic gradient Langevin dynamics.
 
-    It is SGLD in coordinates that are scaled by the size of their gradients, as in RMSprop.
+    Use it to compare with published results.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import PSGLD
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> y = 3 + jax.random.normal(jax.random.key(0), (1_000,))
+        >>> kernel = PSGLD(model, step_size=0.01)
+        >>> mcmc = MCMC(kernel, num_warmup=500, num_samples=1_000, progress_bar=False)
+        >>> mcmc.run(jax.random.key(1), y)
+        >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
+
+    :param step_size: step size :math:`h`, in units of a posterior variance times a gradient,
+        or a schedule; None is tuned.
+    :param float damping: lower bound on the scale, for vanishing gradients, in units of the
+        gradient.
+    :param int window: number of steps over which squares are averaged.
+    :param bool frozen: keep the preconditioner constant after the warm-up.
+    :param bool gamma_term: add :math:`\\Gamma`, at the cost of :math:`d` gradients a step.
+    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
+
+    **The step.** It is SGLD in coordinates that are scaled by the size of their gradients, as in
+    RMSprop.
 
     .. math::
 
@@ -68,40 +100,11 @@ class PSGLD(SGMCMCKernel):
     Li et al. divide the gradient by :math:`N`: their :math:`\\epsilon_t` is :math:`2 h / N`
     and their :math:`\\lambda` is :math:`\\text{damping} / N` here.
 
-    :param step_size: step size :math:`h`, in units of a posterior variance times a gradient,
-        or a schedule; None is tuned.
-    :param float damping: lower bound on the scale, for vanishing gradients, in units of the
-        gradient.
-    :param int window: number of steps over which squares are averaged.
-    :param bool frozen: keep the preconditioner constant after the warm-up.
-    :param bool gamma_term: add :math:`\\Gamma`, at the cost of :math:`d` gradients a step.
-    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
-
     **References:**
 
     1. *Preconditioned Stochastic Gradient Langevin Dynamics for Deep Neural Networks*,
        Algorithm 1 and eqs. (4)-(6), Chunyuan Li, Changyou Chen, David Carlson and
        Lawrence Carin (2016).
-
-    **Example:**
-
-    .. doctest::
-
-        >>> import jax, jax.numpy as jnp
-        >>> import numpyro, numpyro.distributions as dist
-        >>> from numpyro.infer import MCMC
-        >>> from numpyro_sgmcmc import PSGLD
-
-        >>> def model(y):
-        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
-        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
-        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
-
-        >>> y = 3 + jax.random.normal(jax.random.key(0), (1_000,))
-        >>> kernel = PSGLD(model, step_size=0.01)
-        >>> mcmc = MCMC(kernel, num_warmup=500, num_samples=1_000, progress_bar=False)
-        >>> mcmc.run(jax.random.key(1), y)
-        >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)

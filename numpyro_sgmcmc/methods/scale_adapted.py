@@ -41,41 +41,7 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
     """
     SGHMC for neural networks, with scales from the size of the gradients; approximate.
 
-    The warm-up learns the scales, and step sizes need no tuning. The distance of the draws from the
-    posterior is not known, and minibatch noise is not corrected. Use the kernel for predictions,
-    with several chains, and check the predictions on held-out data.
-
-    With :math:`\\alpha = h A` and, elementwise, :math:`s = \\hat V^{-1/4}`
-
-    .. math::
-
-        p &\\leftarrow (1 - \\alpha) p - h s \\nabla \\tilde U(\\theta)
-            + \\sqrt{2 \\alpha T} \\, R, \\qquad R \\sim N(0, I) \\\\
-        \\theta &\\leftarrow \\theta + h s p
-
-    which is Euler's method of :class:`SGHMC` with mass matrix :math:`\\hat V^{1/2}`. In the
-    warm-up, and frozen afterwards, elementwise with :math:`r = 1 / (\\tau + 1)`
-
-    .. math::
-
-        \\tau &\\leftarrow \\tau (1 - \\bar g^2 / \\hat V) + 1 \\\\
-        \\bar g &\\leftarrow \\bar g + r (\\nabla \\tilde U - \\bar g) \\\\
-        \\hat V &\\leftarrow \\hat V + r ((\\nabla \\tilde U)^2 - \\hat V)
-
-    The paper's velocity is :math:`v = h s p`, its :math:`\\epsilon` is :math:`h`, its
-    :math:`\\epsilon \\hat V^{-1/2} C` is :math:`\\alpha`. It subtracts :math:`\\epsilon^4` from the
-    variance of the added noise of :math:`v`, as if all of :math:`\\hat V` were gradient noise. For
-    potentials that are sums over many data no noise would be left, so this kernel does not subtract
-    it.
-
-    :param step_size: step size :math:`h`, or a schedule.
-    :param float momentum_decay: :math:`\\alpha`.
-    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
-
-    **References:**
-
-    1. *Bayesian Optimization with Robust Bayesian Neural Networks*, eqs. (8)-(10),
-       Jost Tobias Springenberg, Aaron Klein, Stefan Falkner and Frank Hutter (2016).
+    Use it for predictions of neural networks; it does not claim the posterior.
 
     **Example:**
 
@@ -100,6 +66,42 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
         >>> draws = mcmc.get_samples()
         >>> fit = (jnp.tanh(x[:, None, None] * draws["w"]) * draws["v"]).sum(-1).mean(1)
         >>> assert jnp.abs(fit - jnp.tanh(2 * x)).max() < 0.1
+
+    :param step_size: step size :math:`h`, or a schedule.
+    :param float momentum_decay: :math:`\\alpha`.
+    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
+
+    **The step.** The warm-up learns the scales, and step sizes need no tuning. The distance of the
+    draws from the posterior is not known, and minibatch noise is not corrected. Use the kernel for
+    predictions, with several chains, and check the predictions on held-out data.
+
+    With :math:`\\alpha = h A` and, elementwise, :math:`s = \\hat V^{-1/4}`
+
+    .. math::
+
+        p &\\leftarrow (1 - \\alpha) p - h s \\nabla \\tilde U(\\theta)
+            + \\sqrt{2 \\alpha T} \\, R, \\qquad R \\sim N(0, I) \\\\
+        \\theta &\\leftarrow \\theta + h s p
+
+    which is Euler's method of :class:`SGHMC` with mass matrix :math:`\\hat V^{1/2}`. In the
+    warm-up, and frozen afterwards, elementwise with :math:`r = 1 / (\\tau + 1)`
+
+    .. math::
+
+        \\tau &\\leftarrow \\tau (1 - \\bar g^2 / \\hat V) + 1 \\\\
+        \\bar g &\\leftarrow \\bar g + r (\\nabla \\tilde U - \\bar g) \\\\
+        \\hat V &\\leftarrow \\hat V + r ((\\nabla \\tilde U)^2 - \\hat V)
+
+    The paper's velocity is :math:`v = h s p`, its :math:`\\epsilon` is :math:`h`, its
+    :math:`\\epsilon \\hat V^{-1/2} C` is :math:`\\alpha`. It subtracts :math:`\\epsilon^4` from the
+    variance of the added noise of :math:`v`, as if all of :math:`\\hat V` were gradient noise. For
+    potentials that are sums over many data no noise would be left, so this kernel does not subtract
+    it.
+
+    **References:**
+
+    1. *Bayesian Optimization with Robust Bayesian Neural Networks*, eqs. (8)-(10),
+       Jost Tobias Springenberg, Aaron Klein, Stefan Falkner and Frank Hutter (2016).
     """
 
     @dataclass(frozen=True, eq=False)

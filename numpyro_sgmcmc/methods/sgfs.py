@@ -37,33 +37,7 @@ class SGFS(SGMCMCKernel):
     """
     Stochastic gradient Fisher scoring.
 
-    A preconditioner shapes Langevin dynamics so that minibatch noise replaces the added noise.
-
-    .. math::
-
-        \\theta \\leftarrow \\theta - 2 \\left( \\hat M + \\frac{2}{h} I \\right)^{-1}
-            \\left( \\nabla \\tilde U(\\theta) + \\sqrt{\\frac{2 T}{h}} \\, R \\right),
-            \\qquad R \\sim N(0, I),
-
-    where :math:`\\hat M` is a running average of :math:`N \\hat I + \\hat V / T`: the empirical
-    Fisher information of all rows and the covariance of the gradient's noise, both from the spread
-    of the gradients in a minibatch. For small :math:`h` this is SGLD. For large :math:`h` the only
-    noise is the noise of the minibatch.
-
-    Where the posterior is Gaussian and its precision is :math:`N \\hat I`, as it is in a
-    well-specified model with many rows, the law is exact for every :math:`h`. For other posteriors
-    it is not exact, however small the step. With a diagonal :math:`\\hat M` and correlated
-    directions it is not exact either.
-
-    :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule; None
-        is tuned. In the paper's letters :math:`B = I` and :math:`\\epsilon = 2 h`.
-    :param NoiseEstimate noise: how :math:`\\hat M` is estimated.
-    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
-
-    **References:**
-
-    1. *Bayesian Posterior Sampling via Stochastic Gradient Fisher Scoring*,
-       Sungjin Ahn, Anoop Korattikara and Max Welling (2012).
+    Use it for posteriors close to a Gaussian, in well-specified models.
 
     **Example:**
 
@@ -84,6 +58,35 @@ class SGFS(SGMCMCKernel):
         >>> mcmc = MCMC(kernel, num_warmup=500, num_samples=1_000, progress_bar=False)
         >>> mcmc.run(jax.random.key(1), y)
         >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
+
+    :param step_size: step size :math:`h`, in units of a posterior variance, or a schedule; None
+        is tuned. In the paper's letters :math:`B = I` and :math:`\\epsilon = 2 h`.
+    :param NoiseEstimate noise: how :math:`\\hat M` is estimated.
+    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
+
+    **The step.** A preconditioner shapes Langevin dynamics so that minibatch noise replaces the
+    added noise.
+
+    .. math::
+
+        \\theta \\leftarrow \\theta - 2 \\left( \\hat M + \\frac{2}{h} I \\right)^{-1}
+            \\left( \\nabla \\tilde U(\\theta) + \\sqrt{\\frac{2 T}{h}} \\, R \\right),
+            \\qquad R \\sim N(0, I),
+
+    where :math:`\\hat M` is a running average of :math:`N \\hat I + \\hat V / T`: the empirical
+    Fisher information of all rows and the covariance of the gradient's noise, both from the spread
+    of the gradients in a minibatch. For small :math:`h` this is SGLD. For large :math:`h` the only
+    noise is the noise of the minibatch.
+
+    Where the posterior is Gaussian and its precision is :math:`N \\hat I`, as it is in a
+    well-specified model with many rows, the law is exact for every :math:`h`. For other posteriors
+    it is not exact, however small the step. With a diagonal :math:`\\hat M` and correlated
+    directions it is not exact either.
+
+    **References:**
+
+    1. *Bayesian Posterior Sampling via Stochastic Gradient Fisher Scoring*,
+       Sungjin Ahn, Anoop Korattikara and Max Welling (2012).
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)

@@ -57,7 +57,47 @@ class SGHMC(MomentumKernel):
     """
     Stochastic gradient Hamiltonian Monte Carlo: Langevin dynamics with friction :math:`A`.
 
-    With ``integrator="aboba"``, the default, and :math:`c = e^{-A h}` a step is
+    Use it if the noise of the minibatches is small or known.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGHMC
+
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+        >>> y = 3 + jax.random.normal(jax.random.key(0), (1_000,))
+        >>> kernel = SGHMC(model, step_size=2e-3, friction=50.0)
+        >>> mcmc = MCMC(kernel, num_warmup=500, num_samples=1_000, progress_bar=False)
+        >>> mcmc.run(jax.random.key(1), y)
+        >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
+
+    :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
+        schedule; None is tuned.
+    :param float friction: friction :math:`A`, per unit of time; None is tuned.
+    :param str integrator: ``"aboba"``, ``"baoab"``, ``"obabo"``, the others in
+        :mod:`numpyro_sgmcmc.kernels.splittings`, or ``"euler"``.
+    :param noise_variance: :math:`\\hat V`, in the coordinates of the metric: a number; for each
+        latent site an array that broadcasts to its unconstrained shape; or ``"estimated"`` from the
+        minibatches. In the last case the kernel refuses to start if the friction does not cover the
+        noise. If the noise exceeds the friction later in a direction, no noise is added there, the
+        field ``friction_used`` is above 1, and ``to_arviz`` warns.
+    :param NoiseEstimate noise: how :math:`\\hat V` is estimated, with
+        ``noise_variance="estimated"``.
+    :param int resample_momentum: number of steps between new draws of the momentum; None for no new
+        draws.
+    :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`. With
+        ``noise_variance``, ``"without_replacement"`` or ``"with_replacement"``.
+    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
+
+    **The step.** With ``integrator="aboba"``, the default, and :math:`c = e^{-A h}` a step is
 
     .. math::
 
@@ -95,50 +135,12 @@ class SGHMC(MomentumKernel):
     noise: :math:`h^2 \\hat V / 4 \\le T \\tau`, for Euler's method
     :math:`h \\hat V / 2 \\le A T`, in every direction.
 
-    :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
-        schedule; None is tuned.
-    :param float friction: friction :math:`A`, per unit of time; None is tuned.
-    :param str integrator: ``"aboba"``, ``"baoab"``, ``"obabo"``, the others in
-        :mod:`numpyro_sgmcmc.kernels.splittings`, or ``"euler"``.
-    :param noise_variance: :math:`\\hat V`, in the coordinates of the metric: a number; for each
-        latent site an array that broadcasts to its unconstrained shape; or ``"estimated"`` from the
-        minibatches. In the last case the kernel refuses to start if the friction does not cover the
-        noise. If the noise exceeds the friction later in a direction, no noise is added there, the
-        field ``friction_used`` is above 1, and ``to_arviz`` warns.
-    :param NoiseEstimate noise: how :math:`\\hat V` is estimated, with
-        ``noise_variance="estimated"``.
-    :param int resample_momentum: number of steps between new draws of the momentum; None for no new
-        draws.
-    :param str subsampling: how rows are drawn; see :class:`SGMCMCKernel`. With
-        ``noise_variance``, ``"without_replacement"`` or ``"with_replacement"``.
-    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
-
     **References:**
 
     1. *Stochastic Gradient Hamiltonian Monte Carlo*, Algorithm 2 and eq. (15),
        Tianqi Chen, Emily B. Fox and Carlos Guestrin (2014).
     2. *Rational Construction of Stochastic Numerical Methods for Molecular Sampling*, the
        splittings, Benedict Leimkuhler and Charles Matthews (2013).
-
-    **Example:**
-
-    .. doctest::
-
-        >>> import jax, jax.numpy as jnp
-        >>> import numpyro, numpyro.distributions as dist
-        >>> from numpyro.infer import MCMC
-        >>> from numpyro_sgmcmc import SGHMC
-
-        >>> def model(y):
-        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
-        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
-        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
-
-        >>> y = 3 + jax.random.normal(jax.random.key(0), (1_000,))
-        >>> kernel = SGHMC(model, step_size=2e-3, friction=50.0)
-        >>> mcmc = MCMC(kernel, num_warmup=500, num_samples=1_000, progress_bar=False)
-        >>> mcmc.run(jax.random.key(1), y)
-        >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)

@@ -44,8 +44,40 @@ class SGMCLMC(MomentumKernel):
     """
     Stochastic gradient microcanonical Langevin Monte Carlo: a momentum of constant norm.
 
-    The momentum moves on the sphere :math:`|p|^2 = d`, and Brownian motion on the sphere refreshes
-    it. A step is
+    Use it for neural networks, around the members of an ensemble.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGMCLMC
+
+        >>> def model(x, y):
+        ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+        >>> x = jax.random.normal(jax.random.key(0), (1_000, 3))
+        >>> y = x @ jnp.array([1.0, -1.0, 0.5])
+        >>> kernel = SGMCLMC(model, step_size=2e-3, friction=50.0)
+        >>> mcmc = MCMC(kernel, num_warmup=500, num_samples=1_000, progress_bar=False)
+        >>> mcmc.run(jax.random.key(1), x, y)
+        >>> bool(abs(mcmc.get_samples()["w"][:, 0].mean() - 1) < 0.05)
+        True
+
+    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
+    :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
+        schedule; the length of a step is :math:`\\sqrt d \\, h`. None is tuned.
+    :param float friction: friction :math:`A`, per unit of time: a chain forgets its momentum over a
+        length of :math:`\\sqrt d / A`. None is tuned.
+    :param NoiseEstimate noise: the estimator of :math:`\\hat V`; None for no correction.
+    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
+
+    **The step.** The momentum moves on the sphere :math:`|p|^2 = d`, and Brownian motion on the
+    sphere refreshes it. A step is
 
     .. math::
 
@@ -69,14 +101,6 @@ class SGMCLMC(MomentumKernel):
 
     It needs two parameters at least, and is meant for many.
 
-    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`.
-    :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
-        schedule; the length of a step is :math:`\\sqrt d \\, h`. None is tuned.
-    :param float friction: friction :math:`A`, per unit of time: a chain forgets its momentum over a
-        length of :math:`\\sqrt d / A`. None is tuned.
-    :param NoiseEstimate noise: the estimator of :math:`\\hat V`; None for no correction.
-    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
-
     **References:**
 
     1. *Microcanonical Hamiltonian Monte Carlo*, Jakob Robnik, G. Bruno De Luca, Eva Silverstein
@@ -84,28 +108,6 @@ class SGMCLMC(MomentumKernel):
        Carlo*, Jakob Robnik and Uros Seljak (2023).
     2. *SMILE*, Emanuel Sommer et al. (2026), for minibatches, and for the harm of noise that
        differs between directions.
-
-    **Example:**
-
-    .. doctest::
-
-        >>> import jax, jax.numpy as jnp
-        >>> import numpyro, numpyro.distributions as dist
-        >>> from numpyro.infer import MCMC
-        >>> from numpyro_sgmcmc import SGMCLMC
-
-        >>> def model(x, y):
-        ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
-        ...         numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
-
-        >>> x = jax.random.normal(jax.random.key(0), (1_000, 3))
-        >>> y = x @ jnp.array([1.0, -1.0, 0.5])
-        >>> kernel = SGMCLMC(model, step_size=2e-3, friction=50.0)
-        >>> mcmc = MCMC(kernel, num_warmup=500, num_samples=1_000, progress_bar=False)
-        >>> mcmc.run(jax.random.key(1), x, y)
-        >>> bool(abs(mcmc.get_samples()["w"][:, 0].mean() - 1) < 0.05)
-        True
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)

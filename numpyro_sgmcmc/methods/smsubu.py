@@ -20,36 +20,8 @@ class SMSUBU(MomentumKernel):
     """
     Symmetric minibatch splitting with the UBU integrator.
 
-    The minibatches of Langevin dynamics with friction :math:`A` go forward and backward through a
-    random partition of the rows, so that their noise cancels to second order in the step size.
-
-    .. math::
-
-        (\\theta, p) &\\leftarrow U_{h/2}(\\theta, p) \\\\
-        p &\\leftarrow p - h \\nabla \\tilde U(\\theta) \\\\
-        (\\theta, p) &\\leftarrow U_{h/2}(\\theta, p),
-
-    with :math:`U_t` the exact solution of the dynamics without force over a time :math:`t`,
-    see :func:`~numpyro_sgmcmc.kernels.integrators.free_flight`. A sweep has :math:`2 N / n` steps;
-    draws from the middle of a sweep carry more of the noise than those from its end.
-
-    The method estimates and corrects nothing. It is for data for which several passes are
-    affordable, and for :math:`h N / n` up to a posterior standard deviation. Beyond that the noise
-    no longer cancels, and :class:`CCAdL` is the better choice.
-
-    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`. At least one
-        plate must have a ``subsample_size``, and it must divide the size of the plate.
-    :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
-        schedule; None is tuned.
-    :param float friction: friction :math:`A`, per unit of time; None is tuned.
-    :param str subsampling: the subsampling scheme; the method has only ``"symmetric_sweeps"``.
-    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
-
-    **References:**
-
-    1. *Sampling from Bayesian Neural Network Posteriors with Symmetric Minibatch Splitting
-       Langevin Dynamics*, Daniel Paulin, Peter A. Whalley, Neil K. Chada and
-       Benedict Leimkuhler (2024).
+    Use it for short steps through several passes over the data, if the noise cannot be
+    estimated.
 
     **Example:**
 
@@ -70,6 +42,38 @@ class SMSUBU(MomentumKernel):
         >>> mcmc = MCMC(kernel, num_warmup=500, num_samples=1_000, progress_bar=False)
         >>> mcmc.run(jax.random.key(1), y)
         >>> assert abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05
+
+    :param model: a model with NumPyro primitives; see :class:`SGMCMCKernel`. At least one
+        plate must have a ``subsample_size``, and it must divide the size of the plate.
+    :param step_size: step size :math:`h`, in units of a posterior standard deviation, or a
+        schedule; None is tuned.
+    :param float friction: friction :math:`A`, per unit of time; None is tuned.
+    :param str subsampling: the subsampling scheme; the method has only ``"symmetric_sweeps"``.
+    :raises ValueError: if an argument or the model cannot be used, naming it and the remedy.
+
+    **The step.** The minibatches of Langevin dynamics with friction :math:`A` go forward and
+    backward through a random partition of the rows, so that their noise cancels to second order in
+    the step size.
+
+    .. math::
+
+        (\\theta, p) &\\leftarrow U_{h/2}(\\theta, p) \\\\
+        p &\\leftarrow p - h \\nabla \\tilde U(\\theta) \\\\
+        (\\theta, p) &\\leftarrow U_{h/2}(\\theta, p),
+
+    with :math:`U_t` the exact solution of the dynamics without force over a time :math:`t`,
+    see :func:`~numpyro_sgmcmc.kernels.integrators.free_flight`. A sweep has :math:`2 N / n` steps;
+    draws from the middle of a sweep carry more of the noise than those from its end.
+
+    The method estimates and corrects nothing. It is for data for which several passes are
+    affordable, and for :math:`h N / n` up to a posterior standard deviation. Beyond that the noise
+    no longer cancels, and :class:`CCAdL` is the better choice.
+
+    **References:**
+
+    1. *Sampling from Bayesian Neural Network Posteriors with Symmetric Minibatch Splitting
+       Langevin Dynamics*, Daniel Paulin, Peter A. Whalley, Neil K. Chada and
+       Benedict Leimkuhler (2024).
     """
 
     @dataclass(frozen=True, eq=False, kw_only=True)
