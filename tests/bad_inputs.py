@@ -485,7 +485,7 @@ BAD_MODELS = {
     "random numbers of NumPy": (
         random_numbers_of_numpy,
         (X, Y),
-        "The model is another one each time .*numpyro.prng_key",
+        "The model changes between evaluations.*numpyro.prng_key",
     ),
     "a hidden latent site": (
         numpyro.handlers.block(regression, hide=["w"]),

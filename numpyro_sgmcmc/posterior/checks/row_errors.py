@@ -92,10 +92,10 @@ def outside_support(target: Target, name: str, plate: str, bad: Any) -> ValueErr
 def of_a_process(bad: Any) -> ValueError:
     """Return the error of invalid rows, the first of which may be on another process."""
     return ValueError(
-        f"The model cannot mean {bad.number:,} of the rows: observations outside of the support of"
+        f"{bad.number:,} rows are invalid for this model: observations outside of the support of"
         " their site, or codes beyond the end of what they index. The first is row"
-        f" {bad.first:,} in the order of the devices. A run of the process that holds it, without a"
-        f" mesh, says what is wrong with it. {_REMEDY}"
+        f" {bad.first:,} in the order of the devices. Run the process that holds it alone, without"
+        f" a mesh, to see the cause. {_REMEDY}"
     )
 
 

@@ -333,9 +333,9 @@ def _check_gathers(reading: Reading) -> None:
 def _check_is_the_same(reading: Reading) -> None:
     if fingerprints_of_captured(reading.traced()) != reading.captured:
         raise ValueError(
-            "The model is another one each time that it is evaluated: it draws random numbers by"
-            " NumPy or Python, or changes what it reads. Every step of a compiled program would see"
-            " the numbers of the first. Draw them before and pass them as an argument, or in the"
+            "The model changes between evaluations: it draws random numbers by NumPy or Python, or"
+            " writes to what it reads. A compiled program would use the numbers of the first"
+            " evaluation in every step. Draw them before and pass them as an argument, or in the"
             " model with `numpyro.prng_key()`."
         )
 
