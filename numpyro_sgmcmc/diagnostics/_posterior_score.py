@@ -136,8 +136,8 @@ def check_rows_of(mcmc: MCMC) -> None:
         )
     if first := getattr(mcmc, "first_draw", 0):
         raise ValueError(
-            f"The first {first:,} draws of each chain know fewer rows than there are now: pooled, the"
-            " draws target no single posterior. Judge a run of `MCMC` on all rows."
+            f"The first {first:,} draws of each chain know fewer rows than there are now: pooled,"
+            " the draws target no single posterior. Judge a run of `MCMC` on all rows."
         )
 
 
