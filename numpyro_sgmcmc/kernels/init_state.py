@@ -19,7 +19,7 @@ from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed, with_c
 from numpyro_sgmcmc.kernels.ensemble_start import chain_starts, members_tuning, with_metrics
 from numpyro_sgmcmc.kernels.exchange import check_replicas, with_replicas
 from numpyro_sgmcmc.kernels.growth import with_row_progress
-from numpyro_sgmcmc.kernels.method import Method
+from numpyro_sgmcmc.kernels.method import Begun, Method
 from numpyro_sgmcmc.kernels.runtime import Runtime
 from numpyro_sgmcmc.kernels.self_tuning import constants_for, tuning_for
 from numpyro_sgmcmc.kernels.settings import check_schedule
@@ -75,7 +75,7 @@ def init_state(
     target = runtime.read(method, args, kwargs)
     with at_once():
         runtime.check_rows(target)
-    method.check(target, num_warmup)
+    method.check(Begun(target, num_warmup))
     check_replicas(method, runtime.name, target)
     starts = chain_starts(method, runtime, target, rng_key, chains.init_params, chains.shows_bars)
     with at_once():
@@ -89,11 +89,11 @@ def init_state(
         fixed = constants_for(method, target, tuning, steps, num_warmup)
     runtime.known |= {tuning.data}
     fixed = with_row_progress(method, runtime.name, target.tuned(tuning), fixed, growing)
-    method.check(target, num_warmup, fixed)
+    method.check(Begun(target, num_warmup, fixed))
     own = with_metrics(fixed, starts.metric)
     state = _states(method, runtime, target, rng_key, own, tuning, starts.values)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
-        method.check(target, num_warmup, fixed, state)
+        method.check(Begun(target, num_warmup, fixed, state))
     return state
 
 

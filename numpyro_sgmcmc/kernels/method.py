@@ -19,6 +19,22 @@ from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, largest_of
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 
+class Begun(NamedTuple):
+    """
+    A run before its first step, as far as it is known.
+
+    - **target** - the model with its data.
+    - **num_warmup** - number of samples of the warm-up.
+    - **fixed** - the constants of the chains, or None before the tuning.
+    - **state** - the states of the chains, or None before they are made.
+    """
+
+    target: Target
+    num_warmup: int
+    fixed: ChainConstants | None = None
+    state: SGMCMCState | None = None
+
+
 class Traits(NamedTuple):
     """
     Properties of a method with its arguments, whatever the model.
@@ -140,18 +156,11 @@ class Method(Settings, ABC):
         """Arrays for ``state.fixed`` that a step needs and that depend on the model alone."""
         return ()
 
-    def check(
-        self,
-        target: Target,
-        num_warmup: int,
-        fixed: ChainConstants | None = None,
-        state: SGMCMCState | None = None,
-    ) -> None:
+    def check(self, begun: Begun) -> None:
         """
-        Check the model, then the constants, then the states of the chains.
+        Check a run that begins, three times: each time more of it is known.
 
-        Each is checked as soon as its values are known.
-
+        :param begun: the model, then the constants too, then the states of the chains too.
         :raises ValueError: if the method cannot run on this model, or needs another warm-up.
         """
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.integrators import drift
-from numpyro_sgmcmc.kernels.method import Traits
+from numpyro_sgmcmc.kernels.method import Begun, Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
-from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, whitened_step
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
@@ -128,13 +127,7 @@ class AMAGOLD(MomentumKernel):
         def default_fields(self) -> tuple[str, ...]:
             return (*super().default_fields, "accept_prob")
 
-        def check(
-            self,
-            target: Target,
-            num_warmup: int,
-            fixed: ChainConstants | None = None,
-            state: SGMCMCState | None = None,
-        ) -> None:
+        def check(self, begun: Begun) -> None:
             if not SCHEMES[self.scheme].independent:
                 raise ValueError(
                     f"AMAGOLD with subsampling='{self.scheme}' would not be exact: the"

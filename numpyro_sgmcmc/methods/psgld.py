@@ -15,9 +15,9 @@ from numpyro_sgmcmc.data.converters import positive, whole
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.integrators import langevin
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+from numpyro_sgmcmc.kernels.method import Begun
 from numpyro_sgmcmc.kernels.settings import recorded
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
-from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, NoiseLevel
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
@@ -126,14 +126,8 @@ class PSGLD(SGMCMCKernel):
                     " frozen=True it is constant and the term is zero. Use frozen=False."
                 )
 
-        def check(
-            self,
-            target: Target,
-            num_warmup: int,
-            fixed: ChainConstants | None = None,
-            state: SGMCMCState | None = None,
-        ) -> None:
-            if self.frozen and num_warmup == 0:
+        def check(self, begun: Begun) -> None:
+            if self.frozen and begun.num_warmup == 0:
                 raise ValueError(
                     "PSGLD finds its preconditioner in the warm-up, but num_warmup=0. Use a"
                     " warm-up, or frozen=False."

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.converters import positive
 from numpyro_sgmcmc.gradients.estimators import Gradient
 from numpyro_sgmcmc.kernels.kernel import SGMCMCKernel
+from numpyro_sgmcmc.kernels.method import Begun
 from numpyro_sgmcmc.kernels.momentum import fresh_momentum
 from numpyro_sgmcmc.kernels.settings import StepSize, recorded
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
-from numpyro_sgmcmc.posterior.target import Target
 
 #: Smallest mean square of a gradient, for parameters without an effect.
 _SMALLEST = 1e-8
@@ -113,14 +113,8 @@ class ApproximateScaleAdaptedSGHMC(SGMCMCKernel):
             super().__post_init__()
             self.set(momentum_decay=positive("momentum_decay", self.momentum_decay))
 
-        def check(
-            self,
-            target: Target,
-            num_warmup: int,
-            fixed: ChainConstants | None = None,
-            state: SGMCMCState | None = None,
-        ) -> None:
-            if num_warmup == 0:
+        def check(self, begun: Begun) -> None:
+            if begun.num_warmup == 0:
                 raise ValueError(
                     "ApproximateScaleAdaptedSGHMC finds its scales in the warm-up, but"
                     " num_warmup=0. Use a warm-up of some thousand steps."

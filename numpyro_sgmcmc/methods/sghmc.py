@@ -21,7 +21,7 @@ from numpyro_sgmcmc.gradients.noise_estimate import (
 )
 from numpyro_sgmcmc.kernels.chains import axes_of
 from numpyro_sgmcmc.kernels.integrators import drift, kick
-from numpyro_sgmcmc.kernels.method import Traits
+from numpyro_sgmcmc.kernels.method import Begun, Traits
 from numpyro_sgmcmc.kernels.momentum import Momentum, MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.settings import (
     check_not_matrix_free,
@@ -206,13 +206,8 @@ class SGHMC(MomentumKernel):
                 return ()
             return jnp.asarray(_flat_noise_variance(self.noise_variance, target))
 
-        def check(
-            self,
-            target: Target,
-            num_warmup: int,
-            fixed: ChainConstants | None = None,
-            state: SGMCMCState | None = None,
-        ) -> None:
+        def check(self, begun: Begun) -> None:
+            target, _, fixed, state = begun
             if fixed is None or self.estimates != (state is not None):
                 return
             if state is None:

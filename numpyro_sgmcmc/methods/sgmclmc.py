@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.gradients.covariance import Covariance
 from numpyro_sgmcmc.gradients.estimators import Evaluation, Gradient
 from numpyro_sgmcmc.kernels.integrators import drift, microcanonical_kick
-from numpyro_sgmcmc.kernels.method import Traits
+from numpyro_sgmcmc.kernels.method import Begun, Traits
 from numpyro_sgmcmc.kernels.momentum import MomentumKernel, fresh_momentum
 from numpyro_sgmcmc.kernels.settings import checked_noise
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
-from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, whitened_step
 
 
@@ -127,14 +126,8 @@ class SGMCLMC(MomentumKernel):
             used = ["friction_used"] if self.noise is not None else []
             return (*super().default_fields, *used)
 
-        def check(
-            self,
-            target: Target,
-            num_warmup: int,
-            fixed: ChainConstants | None = None,
-            state: SGMCMCState | None = None,
-        ) -> None:
-            if target.model.dimension < 2:
+        def check(self, begun: Begun) -> None:
+            if begun.target.model.dimension < 2:
                 raise ValueError(
                     "SGMCLMC turns a momentum of constant norm, and the model has a single"
                     " parameter, whose momentum cannot be turned: use CCAdL or SGHMC."
