@@ -264,7 +264,7 @@ def _checked_gradient(gradient: Any) -> Any:
     if not isinstance(gradient, str):
         raise ValueError(
             f"`gradient` must be one of {', '.join(map(repr, words))}, or"
-            f" ('control_variate', passes), of which the anchor moves; got {shown(gradient)}."
+            f" ('control_variate', passes) for an anchor that moves; got {shown(gradient)}."
         )
     return one_of("gradient", gradient, words)
 
@@ -340,10 +340,10 @@ def check_not_matrix_free(noise: NoiseEstimate | None, integrator: str, instead:
 
 #: Arguments of earlier versions, and where they are now.
 _MOVED = dict.fromkeys(("estimator", "window", "rank"), "noise=NoiseEstimate({}=...)") | {
-    "covariance": "noise='...', the word for the covariance",
+    "covariance": "noise='full', or another word for the covariance",
     "refresh_every": "gradient=('control_variate', passes)",
-    "strata": "subsampling=strata",
-    "mesh": "`spread_rows(...)` for the data, which say the mesh",
+    "strata": "subsampling=strata, or subsampling='without_replacement' for none",
+    "mesh": "no mesh: `spread_rows(mesh, ...)` puts the data on it",
 }
 
 

@@ -191,9 +191,9 @@ def test_arguments_that_would_be_ignored(made, message):
     [
         ({"windw": 3}, r"CCAdL: .*'windw'; the arguments are model, step_size, friction, integ"),
         ({"window": 3}, r"CCAdL: .*'window'; write noise=NoiseEstimate\(window=...\)"),
-        ({"covariance": "full"}, "write noise='...', the word for the covariance"),
+        ({"covariance": "full"}, "write noise='full', or another word for the cov"),
         ({"refresh_every": 2}, r"write gradient=\('control_variate', passes\)"),
-        ({"mesh": None}, r"write `spread_rows\(...\)` for the data"),
+        ({"mesh": None}, r"write no mesh: `spread_rows\(mesh, ...\)` puts"),
         ({"rank": 3, "estimator": "x"}, r"NoiseEstimate\(rank=...\), noise=NoiseEstimate\(est"),
     ],
 )

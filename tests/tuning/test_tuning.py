@@ -620,7 +620,7 @@ def test_metric_of_a_fitted_guide(guide):
             {"gradient": ("control_variate", 0.0)},
             r"`gradient\[1\]` must be a positive finite number",
         ),
-        ({"gradient": ("minibatch", 1.0)}, r"or \('control_variate', passes\), of which"),
+        ({"gradient": ("minibatch", 1.0)}, r"or \('control_variate', passes\) for an anchor"),
         ({"tuning": {"step_size": 1.0}}, r"`tuning` must be the result of `kernel.tune\(...\)`"),
     ],
 )
