@@ -607,7 +607,7 @@ BAD_ARGUMENTS = {
     ),
     "more strata than a minibatch can hold": (
         chain_of(sgld(regression, subsampling=np.arange(N) // 5), X, Y),
-        "Plate 'rows' has 8 strata in `strata`, too many for minibatches of 10 rows",
+        "Plate 'rows' has 8 strata, too many for minibatches of 10 rows",
     ),
     "strata that are not numbered": (
         partial(sgld, regression, subsampling=X[:, 0]),
@@ -651,7 +651,7 @@ BAD_ARGUMENTS = {
     ),
     "rows that are not numbers": (
         partial(RowsOnDisk, np.array(["a", "b"])),
-        "rows must be numbers or truth values",
+        "`RowsOnDisk` needs at least one row of numbers or truth values; got an array",
     ),
 }
 

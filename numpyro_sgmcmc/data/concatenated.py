@@ -26,8 +26,9 @@ class Joined(Source):
             if (shard.shape[1:], shard.dtype) != (first.shape[1:], first.dtype):
                 raise ValueError(
                     f"Shard {k}, {shard.name}, has rows of shape {shard.shape[1:]} and dtype"
-                    f" {shard.dtype}, but the first, {first.name}, has {first.shape[1:]} and"
-                    f" {first.dtype}: shards are parts of one array, of the same columns and types."
+                    f" {shard.dtype}, but the first shard, {first.name}, has {first.shape[1:]} and"
+                    f" {first.dtype}. Shards are parts of one array: give all of them the same"
+                    " columns and dtype."
                 )
         self._shards = tuple(shards)
         self._ends = np.cumsum([shard.shape[0] for shard in shards], dtype=np.int64)

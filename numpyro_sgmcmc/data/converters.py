@@ -63,7 +63,7 @@ def positive(name: str, value: Any, *, zero: bool = False, infinite: bool = Fals
     is_special = (zero and number == 0) or (infinite and number == math.inf)
     if not (float(limits.tiny) <= number <= float(limits.max) or is_special):
         kind = f"positive {'' if infinite else 'finite '}number{' or zero' if zero else ''}"
-        beyond = f", beyond what {limits.dtype} holds" if 0 < number < math.inf else ""
+        beyond = f", beyond the range of {limits.dtype}" if 0 < number < math.inf else ""
         raise ValueError(f"`{name}` must be a {kind}; got {shown(value)}{beyond}.")
     return number
 
@@ -110,7 +110,9 @@ def names(name: str, value: Any) -> list[str]:
     if not isinstance(listed, list | tuple) or not all(isinstance(x, str) for x in listed):
         raise ValueError(f"`{name}` must be a name or a list of names; got {shown(value)}.")
     if not listed:
-        raise ValueError(f"`{name}` is empty: name some, or leave it out for all.")
+        raise ValueError(
+            f"`{name}` is empty. Give at least one name, or leave `{name}` out for all."
+        )
     return list(listed)
 
 

@@ -107,17 +107,21 @@ def group_rows(group: Any, buckets: int | None = None) -> GroupRows | tuple[Buck
     numbers = array("group", group)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
         raise ValueError(
-            "`group` must be whole numbers, one for each row, and has the shape"
-            f" {numbers.shape} and the dtype {numbers.dtype}: `numpy.unique(names,"
-            " return_inverse=True)[1]` makes numbers of names."
+            "`group` must be a vector with the whole number of the group of each row; got dtype"
+            f" {numbers.dtype} and shape {numbers.shape}. For names pass `numpy.unique(names,"
+            " return_inverse=True)[1]`."
         )
     most = None if buckets is None else whole("buckets", buckets)
     sizes = np.bincount(numbers) if numbers.min() >= 0 else np.zeros(1, int)
     if not sizes.all():
-        missing = "negative ones" if numbers.min() < 0 else f"no rows of {np.argmin(sizes)}"
+        missing = (
+            "some numbers are negative"
+            if numbers.min() < 0
+            else f"group {np.argmin(sizes)} has no rows"
+        )
         raise ValueError(
-            f"The numbers of the groups must be 0, 1, ... without a gap, and there are {missing}:"
-            " `numpy.unique(group, return_inverse=True)[1]` numbers those that there are."
+            f"The groups must be numbered 0, 1, ... without a gap, but {missing}. Pass"
+            " `numpy.unique(group, return_inverse=True)[1]`."
         )
     order = np.argsort(numbers, kind="stable")
     first = np.cumsum(sizes) - sizes
@@ -175,8 +179,8 @@ def _warn_of_padding(sizes: np.ndarray, entries: int) -> None:
             break
     warnings.warn(
         f"The largest of {len(sizes):,} groups has {sizes.max():,} rows and the median"
-        f" {np.median(sizes):,.0f}: a step computes {entries / rows:.1f} entries for each row."
-        f" `group_rows(group, buckets={buckets})` makes {buckets} tables by size, with"
-        f" {fewer / rows:.1f} of them, for a plate and sites of its own each.",
+        f" {np.median(sizes):,.0f}, so that a step computes {entries / rows:.1f} entries for each"
+        f" row. `group_rows(group, buckets={buckets})` makes {buckets} tables by size, with"
+        f" {fewer / rows:.1f} entries for each row. Write a plate and latent sites for each table.",
         stacklevel=3,
     )

@@ -44,8 +44,8 @@ _REMEMBERED = 64
 
 #: Part of messages that names the arguments for other samplers.
 _FOR_OTHERS = (
-    "`*rows` are arguments for the kernels of `numpyro_sgmcmc`; NUTS, `Predictive` and other"
-    " samplers take the rows that there are, `mcmc.run(rng_key, *rows.arrays)`."
+    "`*rows` are arguments for the kernels of `numpyro_sgmcmc` only. Give NUTS, `Predictive` and"
+    " other samplers the present rows, `mcmc.run(rng_key, *rows.arrays)`."
 )
 
 
@@ -153,12 +153,14 @@ class PaddedArray(NamedTuple):
         return _on_host(self.values, int(self.known.rows))
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"A `GrowingRows` is no array, and has no `{name}`: {_FOR_OTHERS}")
+        raise AttributeError(f"A `GrowingRows` is no array, and has no `{name}`. {_FOR_OTHERS}")
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int | slice):
             return tuple.__getitem__(self, index)
-        raise TypeError(f"A `GrowingRows` is no array, and has no rows by numbers: {_FOR_OTHERS}")
+        raise TypeError(
+            f"A `GrowingRows` is no array, and row numbers cannot index it. {_FOR_OTHERS}"
+        )
 
 
 class GrowingRows:
@@ -222,14 +224,16 @@ class GrowingRows:
 
     def __init__(self, *arrays: Any, half_life: float | None = None) -> None:
         if not arrays:
-            raise ValueError("`GrowingRows` needs arrays, those that the model takes.")
+            raise ValueError(
+                "`GrowingRows` needs at least one array of rows, an argument of the model."
+            )
         self.half_life = _checked_half_life(half_life)
         checked = _checked(arrays, None)
         self.count = len(checked[0])
         if self.count < _FEWEST:
             raise ValueError(
-                f"`GrowingRows` begins with {_FEWEST} rows at least; got {self.count}. Wait for"
-                " more of them, or sample these with NUTS."
+                f"`GrowingRows` needs at least {_FEWEST} rows to begin with; got {self.count}."
+                " Wait for more rows, or sample these with NUTS."
             )
         self._arrays = tuple(_with_room(x, _capacity_for(self.count)) for x in checked)
         #: rows on disk at the latest look at their sources
@@ -308,8 +312,8 @@ class GrowingRows:
         for part in parts:
             if not part.is_as(part):
                 raise UnreadableRows(
-                    f"{part!r} has been edited since it was read. Make a new `GrowingRows`: a run"
-                    " that goes on with it reads its rows once."
+                    f"{part!r} has been edited since it was read. Make a new `GrowingRows`; a run"
+                    " that continues with it reads all rows once."
                 )
 
     def refresh(self) -> int:
@@ -330,18 +334,17 @@ class GrowingRows:
         in_memory = [k for k, x in enumerate(self._sources) if x is None]
         if in_memory:
             raise ValueError(
-                f"Array {in_memory[0]} of the rows is in memory, to which nothing comes by itself:"
-                " use `append`."
+                f"Array {in_memory[0]} of the rows is in memory, where `refresh` finds no new"
+                " rows. Add rows with `append`."
             )
         sources = [x for x in self._sources if x is not None]
         parts = [[part for j, part in self._parts if j == k] for k in range(len(sources))]
         looked = list(map(looked_at_again, sources, parts))
         lengths = [0 if new is None else len(new) for _, new in looked]
-        if len(set(lengths)) > 1:
+        if other := [k for k, length in enumerate(lengths) if length != lengths[0]]:
             raise ValueError(
-                f"{lengths[0]:,} rows have come to array 0, and"
-                f" {next(n for n in lengths if n != lengths[0]):,} to another one: wait until the"
-                " files of all arrays are there."
+                f"Array 0 has {lengths[0]:,} new rows, but array {other[0]} has"
+                f" {lengths[other[0]]:,}. Wait until the files of all arrays are complete."
             )
         if lengths[0]:
             # parts within the sources have been compared already
@@ -368,7 +371,10 @@ class GrowingRows:
             )
         left = np.flatnonzero(~where)
         if len(left) < _FEWEST:
-            raise ValueError(f"{len(left)} rows would be left, of which there must be {_FEWEST}.")
+            raise ValueError(
+                f"`remove` would leave {len(left)} rows, and a `GrowingRows` needs at least"
+                f" {_FEWEST}. Remove fewer rows."
+            )
         if len(left) < self.count:
             self._arrays = tuple(_left(values, self.count, left) for values in self._arrays)
             self.count, self._remembered = len(left), []
@@ -389,23 +395,29 @@ def _checked(arrays: tuple, held: tuple | None) -> list[Any]:
     :raises UnreadableRows: if rows on disk cannot be read.
     """
     if held is not None and len(arrays) != len(held):
-        raise ValueError(f"There are {len(held)} arrays of rows; got {len(arrays)}.")
+        raise ValueError(
+            f"The `GrowingRows` has {len(held)} arrays; got {len(arrays)}. Give new rows for each"
+            " array, in the same order."
+        )
     for k, x in enumerate(arrays):
         if isinstance(x, np.ma.MaskedArray):
             raise ValueError(
-                f"Array {k} of the rows is a masked array, whose mask would be lost: leave masked"
-                " rows out, or append the mask as an array of its own, and use it in the model,"
-                " `numpyro.handlers.mask(mask=...)`."
+                f"Array {k} of the rows is a masked array, and its mask would be lost. Leave"
+                " masked rows out; or give the mask as another array, for"
+                " `numpyro.handlers.mask(mask=...)` in the model."
             )
     rows = [x if isinstance(x, RowsOnDisk) else array("arrays", x) for x in arrays]
     for k, x in enumerate(rows):
         if x.dtype.kind not in "biuf" or not x.ndim:
             raise ValueError(
-                f"Array {k} of the rows must be of numbers or truth values, and have rows; got"
-                f" {x.dtype} of shape {x.shape}."
+                f"Array {k} must have rows of numbers or truth values; got {x.dtype} of shape"
+                f" {x.shape}."
             )
         if len(x) != len(rows[0]):
-            raise ValueError(f"Array {k} has {len(x):,} rows, but array 0 has {len(rows[0]):,}.")
+            raise ValueError(
+                f"Array {k} has {len(x):,} rows, but array 0 has {len(rows[0]):,}. All arrays need"
+                " equal numbers of rows."
+            )
         if held is not None:
             _check_alike(k, x, held[k])
     for k, x in enumerate(rows):
@@ -426,9 +438,9 @@ def _checked_half_life(half_life: Any) -> float | None:
     checked = positive("half_life", half_life)
     if not _SHORTEST <= checked <= MOST_ROWS:
         raise ValueError(
-            "`half_life` is the number of rows after which a row counts half, or None to forget"
-            f" nothing: from {_SHORTEST}, with which all rows count as {_FEWEST}, to"
-            f" {MOST_ROWS:,}; got {shown(half_life)}."
+            f"`half_life` must be from {_SHORTEST} to {MOST_ROWS:,} rows, or None to forget"
+            f" nothing; got {shown(half_life)}. With {_SHORTEST} all rows together count as"
+            f" {_FEWEST}."
         )
     return float(np.float32(checked))
 
@@ -438,17 +450,18 @@ def _check_alike(k: int, x: Any, there: Any) -> None:
     if isinstance(x, RowsOnDisk) != isinstance(there, RowsOnDisk):
         here, before = ("on disk", "in memory")[:: -1 if isinstance(there, RowsOnDisk) else 1]
         raise ValueError(
-            f"Rows of array {k} are {here}, but those before {before}: append"
+            f"New rows of array {k} are {here}, but its present rows are {before}. Append"
             f" {'`RowsOnDisk(...)`' if before == 'on disk' else 'arrays'}."
         )
     if x.shape[1:] != there.shape[1:]:
         raise ValueError(
-            f"Rows of array {k} have shape {x.shape[1:]}, but those before {there.shape[1:]}."
+            f"New rows of array {k} have shape {x.shape[1:]}, but its present rows have shape"
+            f" {there.shape[1:]}."
         )
     if jax.dtypes.canonicalize_dtype(x.dtype) != there.dtype:
         raise ValueError(
-            f"Rows of array {k} are {x.dtype}, but those before {there.dtype}: convert them,"
-            f" `.astype({str(there.dtype)!r})`."
+            f"New rows of array {k} have dtype {x.dtype}, but its present rows have {there.dtype}."
+            f" Convert them, `.astype({str(there.dtype)!r})`."
         )
 
 
@@ -465,14 +478,15 @@ def _check_content(k: int, x: Any) -> None:
     kept = _as_kept(x)
     if not np.all(np.isfinite(kept)):
         where = tuple(np.argwhere(~np.isfinite(kept))[0])
-        large = f" in {kept.dtype}, where it is {x[where]}" if np.isfinite(x[where]) else ""
+        large = f" in {kept.dtype} (it is {x[where]})" if np.isfinite(x[where]) else ""
         raise ValueError(
-            f"Row {where[0]:,} of array {k} has an entry that is not finite{large}: leave such rows"
-            " out, or put any value there and mask the site with `numpyro.handlers.mask`."
+            f"Row {where[0]:,} of array {k} has an entry that is not finite{large}. Leave such"
+            " rows out; or put any finite value there, and mask the site with"
+            " `numpyro.handlers.mask`."
         )
     if x.dtype.kind in "iu" and not np.array_equal(kept, x):
         raise ValueError(
-            f"Array {k} has whole numbers of which JAX would keep 32 bits: call"
+            f"Array {k} has whole numbers that JAX would cut to 32 bits. Call"
             " `numpyro.enable_x64()` before anything else, or store codes from 0."
         )
 
@@ -481,8 +495,8 @@ def _capacity_for(count: int) -> int:
     """Raise ``ValueError`` if there are more rows than their numbers can count."""
     if count >= MOST_ROWS:
         raise ValueError(
-            f"{count:,} rows are more than a `GrowingRows` has numbers for, {MOST_ROWS:,}: a run of"
-            " so many begins with all of them, as `RowsOnDisk`."
+            f"`GrowingRows` needs fewer than {MOST_ROWS:,} rows; got {count:,}. Begin a run with"
+            " all of these rows as `RowsOnDisk`."
         )
     return min(_ROOM * count, MOST_ROWS)
 
@@ -571,8 +585,8 @@ def trimmed(arguments: Any) -> Any:
     """
     if len({np.asarray(x.known.digest).tobytes() for x in growing_in(arguments)}) > 1:
         raise ValueError(
-            "The model is given rows of several `GrowingRows`: put arrays that grow together into"
-            " one of them."
+            "The model gets rows of several `GrowingRows`. Put all arrays that grow into one"
+            " `GrowingRows`."
         )
     return replaced(lambda x: _first(x.values, int(x.known.rows)), arguments)
 

@@ -154,11 +154,11 @@ def _check_order(before: RowsOnDisk, now: RowsOnDisk) -> None:
             is_last = k == len(before.shards) - 1
             is_same = longer == 0 or (longer > 0 and is_last and not is_file)
         if not is_same:
-            present = "nothing" if new is None else f"{new.name} with {new.shape[0]:,} rows"
+            present = "is gone" if new is None else f"is now {new.name} with {new.shape[0]:,} rows"
             raise ValueError(
-                f"Where {old.name} with {old.shape[0]:,} rows was there is {present} now: rows that"
-                " are known must stay as they are, and those that come must follow them: files"
-                " whose names come later, or rows appended to an array of Zarr or HDF5."
+                f"{old.name} had {old.shape[0]:,} rows when it was read, and {present}. Known rows"
+                " must stay unchanged. New rows must follow them, in files with later names, or"
+                " appended to an array of Zarr or HDF5."
             )
 
 
@@ -174,9 +174,8 @@ def _check_content(parts: Sequence[RowsOnDisk], now: RowsOnDisk) -> None:
         again = _between(now, begin, begin + len(part))
         if not again.is_as(part):
             raise ValueError(
-                f"Rows {begin:,} to {begin + len(part) - 1:,} of {now!r} have other values than"
-                " when they were read, or another order: rows that are known must stay as they are."
-                " Put them back, or make a new `GrowingRows`: a run that goes on with it reads its"
-                " rows once."
+                f"Rows {begin:,} to {begin + len(part) - 1:,} of {now!r} have changed since they"
+                " were read, in values or order. Put the old rows back; or make a new"
+                " `GrowingRows`, and a run that continues with it reads all rows once."
             )
         begin += len(part)

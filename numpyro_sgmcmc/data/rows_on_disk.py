@@ -124,9 +124,9 @@ class RowsOnDisk(IndexedByRows):
         dtype = np.dtype(self._source.dtype)
         if dtype.kind not in "biuf" or not self._source.shape or not self._source.shape[0]:
             raise ValueError(
-                f"{self._source.name} has dtype {dtype} and shape {tuple(self._source.shape)}; rows"
-                " must be numbers or truth values, and there must be some. Convert strings to"
-                " numbers of categories before."
+                "`RowsOnDisk` needs at least one row of numbers or truth values; got"
+                f" {self._source.name}, with dtype {dtype} and shape {tuple(self._source.shape)}."
+                " Convert strings to codes first, `numpy.unique(x, return_inverse=True)[1]`."
             )
 
     @property
@@ -175,8 +175,8 @@ class RowsOnDisk(IndexedByRows):
         source, seen = self._source, self._seen
         if source.is_replaced:
             raise UnreadableRows(
-                f"{source.name} has been replaced by another file since it was opened: begin"
-                " another run, with a `RowsOnDisk` of the new one."
+                f"{source.name} has been replaced by another file since it was opened. Begin"
+                " another run with a `RowsOnDisk` of the new file."
             )
         if seen is None or not self._are_as(seen):
             seen = self._seen = seen_of(*self._all, source.version())
@@ -248,14 +248,14 @@ class RowsOnDisk(IndexedByRows):
         numbers = rows if isinstance(rows, jax.Array) else np.asarray(rows)
         if numbers.dtype.kind not in "iu":
             raise TypeError(
-                f"{self!r} is indexed by numbers of rows, such as the indices of a plate; got"
+                f"{self!r} needs row numbers as an index, such as the indices of a plate; got"
                 f" {index!r}."
             )
         if numbers.size * self.row_bytes > MOST_BYTES and not _is_traced(numbers):
             raise ValueError(
                 f"{numbers.size:,} rows of {self!r} are {numbers.size * self.row_bytes:,} bytes,"
-                " which are not read at once. Ask for some of them, `to_arviz(mcmc, rows=2_000)`"
-                " or `X[:2_000]`."
+                " too many to read at once. Ask for fewer rows, `to_arviz(mcmc, rows=2_000)` or"
+                " `X[:2_000]`."
             )
         if isinstance(numbers, jax.Array):
             return self.drawn(DrawnRows(numbers))
@@ -301,7 +301,7 @@ class RowsOnDisk(IndexedByRows):
         return rows.integers
 
     def __iter__(self) -> Iterator[Array]:
-        raise TypeError(f"{self!r} is not read row by row: index it, `X[i]`.")
+        raise TypeError(f"{self!r} cannot be iterated over. Index it, `X[i]`.")
 
     def read(self, numbers: Any) -> np.ndarray:
         """
@@ -364,9 +364,9 @@ class RowsOnDisk(IndexedByRows):
         if len(where):
             row, column = where[0]
             raise UnreadableRows(
-                f"Row {numbers[row]:,} of {self!r} has {found[row, column]:,} at position {column},"
-                f" of which JAX would keep 32 bits: beyond {limits.max:,} it would become another"
-                " number. Call `numpyro.enable_x64()` before anything else, or store codes from 0."
+                f"Row {numbers[row]:,} of {self!r} has {found[row, column]:,} at position"
+                f" {column}. JAX keeps 32 bits, and would turn numbers beyond {limits.max:,} into"
+                " others. Call `numpyro.enable_x64()` before anything else, or store codes from 0."
             )
 
     def _refuse_nonfinite(self, numbers: np.ndarray, found: np.ndarray) -> None:
@@ -375,8 +375,8 @@ class RowsOnDisk(IndexedByRows):
         if len(where):
             row, column = where[0]
             raise UnreadableRows(
-                f"Row {numbers[row]:,} of {self!r} has {found[row, column]} at position {column}:"
-                " drop such rows, or put any finite value there and mask the site with"
+                f"Row {numbers[row]:,} of {self!r} has {found[row, column]} at position {column}."
+                " Drop such rows; or put any finite value there, and mask the site with"
                 " `numpyro.handlers.mask`."
             )
 
@@ -388,8 +388,9 @@ class RowsOnDisk(IndexedByRows):
         now = seen_of(*self._all, version)
         if not np.array_equal(now.hashes, seen.hashes):
             self.failure = UnreadableRows(
-                f"{self._source.name} has been edited since the run began: draws before and after"
-                " would be of different data. Begin another run, with a `RowsOnDisk` of its own."
+                f"{self._source.name} has been edited since the run began, so that earlier and"
+                " later draws would have different data. Begin another run with a new"
+                " `RowsOnDisk`."
             )
             raise self.failure
         self._seen = now
@@ -482,7 +483,7 @@ def _opened(source: Any) -> Source:
         return opened(source)
     if not shards:
         raise UnreadableRows(
-            f"No file is named '{source}'."
+            f"No file matches the pattern '{source}'."
             if isinstance(source, str | Path)
             else "The list of shards is empty."
         )

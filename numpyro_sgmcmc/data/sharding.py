@@ -42,8 +42,8 @@ ROWS, CHAINS = "rows", "chains"
 EVERYWHERE = PartitionSpec()
 
 _MAKE_A_MESH = (
-    "make it with `jax.make_mesh((8,), ('rows',))`, or with `jax.make_mesh((2, 4), ('chains',"
-    " 'rows'))` to lay chains over devices too"
+    "Make it with `jax.make_mesh((8,), ('rows',))`; or with `jax.make_mesh((2, 4), ('chains',"
+    " 'rows'))` to spread chains over devices too"
 )
 
 
@@ -135,11 +135,11 @@ def checked_mesh(mesh: Any) -> Mesh:
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(
-            f"`mesh` must be a `jax.sharding.Mesh`; got {shown(mesh)}: {_MAKE_A_MESH}."
+            f"`mesh` must be a `jax.sharding.Mesh`; got {shown(mesh)}. {_MAKE_A_MESH}."
         )
     if ROWS not in mesh.axis_names or not set(mesh.axis_names) <= {ROWS, CHAINS}:
         raise ValueError(
-            f"The mesh has the axes {mesh.axis_names}, but needs 'rows', and may have 'chains':"
+            f"The mesh has the axes {mesh.axis_names}, but needs 'rows', and may have 'chains'."
             f" {_MAKE_A_MESH}."
         )
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
@@ -216,15 +216,16 @@ def _check_rows(mesh: Mesh, shapes: list[tuple[int, ...]], several: bool) -> Non
     for k, shape in enumerate(shapes):
         if not shape:
             raise ValueError(
-                f"Array {k} is a number and has no rows; pass it to the model as it is."
+                f"Array {k} is a number and has no rows. Pass it to the model without"
+                " `spread_rows`."
             )
         if several:
             _check_same_rows(k, shape[0])
         if shape[0] % parts:
             raise ValueError(
-                f"Array {k} has {shape[0]:,} rows, which cannot be divided among {where}: leave"
-                f" out {shape[0] % parts} of them, `X[:{shape[0] - shape[0] % parts}]` (of a file"
-                " `RowsOnDisk(np.load(path, mmap_mode='r')[:...])`)."
+                f"Array {k} has {shape[0]:,} rows, which cannot be divided evenly among {where}."
+                f" Leave out {shape[0] % parts} rows, `X[:{shape[0] - shape[0] % parts}]`; for a"
+                " file write `RowsOnDisk(np.load(path, mmap_mode='r')[:...])`."
             )
 
 
@@ -234,7 +235,8 @@ def _check_same_rows(k: int, rows: int) -> None:
     if len(set(counts)) > 1:
         listed = ", ".join(f"{count:,} in process {p}" for p, count in enumerate(counts))
         raise ValueError(
-            f"Array {k} has different numbers of rows: {listed}. Give {min(counts):,} in each."
+            f"Array {k} has different numbers of rows: {listed}. Give {min(counts):,} rows in each"
+            " process."
         )
 
 
@@ -254,15 +256,16 @@ def found_shards(args: tuple, kwargs: dict) -> Shards | None:
     for source in sources:
         if not isinstance(source, SpreadRowsOnDisk):
             raise ValueError(
-                f"All devices would read the same rows of {source!r}: spread it over them too,"
-                " `X = spread_rows(mesh, X)`, or read from disk on one device, without a mesh."
+                f"{source!r} is not spread, so that all devices would read the same rows. Spread"
+                " it too, `X = spread_rows(mesh, X)`; or read from disk on one device, without a"
+                " mesh."
             )
     chosen = checked_mesh(present[0])
     for one in present:
         if one.axis_names != chosen.axis_names or not np.array_equal(one.devices, chosen.devices):
             raise ValueError(
-                f"The rows are spread over {_named(one)}, but those of other arrays over"
-                f" {_named(chosen)}: use one mesh for all, `spread_rows(mesh, ...)`."
+                f"The rows of one array are spread over {_named(one)}, but the rows of another"
+                f" over {_named(chosen)}. Use one mesh for all arrays, `spread_rows(mesh, ...)`."
             )
     return Shards(chosen, tuple(one is not None for one in meshes))
 

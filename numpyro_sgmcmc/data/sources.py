@@ -38,7 +38,7 @@ _MOST_HEADER = 4_096
 _ASKED = 16
 
 
-_PUT_BACK = "Put the file back, or wrap it where it is now."
+_PUT_BACK = "Put the file back, or make a `RowsOnDisk` of its new path."
 
 #: Largest number of files that stay open.
 _MOST_OPEN = 128
@@ -97,18 +97,20 @@ def opened(source: Any) -> Source:
         return source
     if np.ma.is_masked(source):
         raise ValueError(
-            f"The source is a masked array with {np.ma.count_masked(source):,} masked entries: fill"
-            " them, `x.filled(0)`, and mask the site with `numpyro.handlers.mask`."
+            f"The source is a masked array with {np.ma.count_masked(source):,} masked entries, and"
+            " its mask would be lost. Fill it, `x.filled(0)`, and mask the site with"
+            " `numpyro.handlers.mask`."
         )
     if is_sparse(source):
         raise TypeError(
-            f"{type(source).__name__} is a sparse matrix, which has no rows of numbers: write its"
-            " `.todense()`, or the columns and values of each row, padded, as arrays (N, k)."
+            f"{type(source).__name__} is a sparse matrix, whose rows cannot be read. Give"
+            " `.todense()`; or give the column numbers and the values of each row, padded, as two"
+            " arrays of shape (N, k)."
         )
     if isinstance(source, str | Path):
         if not str(source).endswith(".npy"):
             raise ValueError(
-                f"'{source}' is not a .npy file: open it, and pass what has the rows, such as"
+                f"'{source}' is not a .npy file. Open it, and give the array or table of the rows:"
                 " `numpy.memmap(path, dtype, mode='r', shape=...)`, `h5py.File(path)['X']`,"
                 " `zarr.open(path)['X']` or a table of `pyarrow`."
             )
@@ -121,8 +123,8 @@ def opened(source: Any) -> Source:
         return _Table(source)
     if not (hasattr(source, "shape") and hasattr(source, "dtype")):
         raise TypeError(
-            f"{type(source).__name__} has no rows to read: it needs `shape`, `dtype` and row"
-            " indexing, as `numpy.memmap`, `h5py.Dataset` and `zarr.Array` have them."
+            f"{type(source).__name__} has no rows to read. Give an object with `shape`, `dtype`"
+            " and row indexing, such as `numpy.memmap`, `h5py.Dataset` or `zarr.Array`."
         )
     return _Indexed(source)
 
@@ -131,13 +133,13 @@ def _mapped(path: str | Path) -> np.memmap:
     """Map a file, or raise ``UnreadableRows`` if it is not a whole ``.npy`` file."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block
-            raise OSError(errno.EINVAL, "it is no file, but a folder, a pipe or a device")
+            raise OSError(errno.EINVAL, "it is a folder, a pipe or a device")
         return np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         remedy = "Give the path of a .npy file that can be read."
         raise _unopened(f"'{path}'", error, remedy) from error
     except ValueError as error:
-        cause = f"has {os.path.getsize(path):,} bytes and is not a whole .npy file of numbers"
+        cause = f"has {os.path.getsize(path):,} bytes and is not a complete .npy file of numbers"
         cause += f" ({error})"
         remedy = "Write it again with `numpy.save`."
     raise UnreadableRows(f"'{path}' {cause}. {remedy}")
@@ -213,8 +215,8 @@ class _File(Source):
 
     def _replaced(self) -> UnreadableRows:
         return UnreadableRows(
-            f"{self.name} has been replaced by another file since it was opened: begin another run,"
-            " with a `RowsOnDisk` of the new one."
+            f"{self.name} has been replaced by another file since it was opened. Begin another run"
+            " with a `RowsOnDisk` of the new file."
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -246,16 +248,16 @@ class _File(Source):
         if header != self._header and size >= len(self._header):
             raise UnreadableRows(
                 f"{self.name} has been rewritten since it was opened: its header was"
-                f" {_described(self._header)} and is {_described(header)}. Put the file back as it"
-                " was, or begin another run with it."
+                f" {_described(self._header)} and is now {_described(header)}. Put the old file"
+                " back, or begin another run with the new one."
             )
         if size != self._bytes:
             rows = max(0, size - self._offset) // self._row_bytes
             raise UnreadableRows(
-                f"Row {first:,} of {self.name} is not read: the file had {self._bytes:,} bytes"
-                f" when it was opened ({self.shape[0]:,} rows of {self._row_bytes:,}) and has"
-                f" {size:,} now, the first {rows:,} rows. Put the file back as it was, or begin"
-                " another run with it."
+                f"Row {first:,} of {self.name} cannot be read. The file had {self._bytes:,} bytes"
+                f" when it was opened ({self.shape[0]:,} rows of {self._row_bytes:,} bytes), and"
+                f" now has {size:,} bytes, the first {rows:,} rows. Put the old file back, or begin"
+                " another run with the new one."
             )
 
     def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
@@ -280,7 +282,7 @@ class _File(Source):
             while begin < end:
                 count = os.preadv(descriptor, [buffer[begin:end]], place)
                 if not count:
-                    raise OSError("the file ends there")
+                    raise OSError("the file ends before them")
                 begin, place = begin + count, place + count
         if values is not found:
             found[...] = values
@@ -309,7 +311,7 @@ class _Indexed(Source):
         self._held, self.shape, self.dtype = source, tuple(source.shape), np.dtype(source.dtype)
         file = getattr(getattr(source, "file", None), "filename", None)
         named = f"{source!r}" if file is None else f"{source!r} of '{file}'"
-        self.name = f"an array of {type(source).__name__}" if _is_in_memory(source) else named
+        self.name = f"an array of type {type(source).__name__}" if _is_in_memory(source) else named
         self.is_in_memory = _is_in_memory(source)
         self._file = source.filename if isinstance(source, np.memmap) else file
         self._bytes = self._file_bytes()
@@ -338,8 +340,8 @@ class _Indexed(Source):
             if (now := self._file_bytes()) < self._bytes:
                 raise UnreadableRows(
                     f"{self.name} is a map of '{self._file}', which had {self._bytes:,} bytes when"
-                    f" it was opened and has {now:,} now. Put the file back as it was, or begin"
-                    " another run with it."
+                    f" it was opened and now has {now:,}. Put the old file back, or begin another"
+                    " run with the new one."
                 )
             found[...] = np.take(self._held, numbers, axis=0)
             return
@@ -348,9 +350,9 @@ class _Indexed(Source):
             shape = self.shape[0], *shape[1:]
         if shape != self.shape or np.dtype(self._held.dtype) != self.dtype:
             raise UnreadableRows(
-                f"{self.name} had shape {self.shape} and dtype {self.dtype} when it was opened and"
-                f" has {tuple(self._held.shape)} and {self._held.dtype} now. Put it back as it was,"
-                " or begin another run with it."
+                f"{self.name} had shape {self.shape} and dtype {self.dtype} when it was opened,"
+                f" and now has {tuple(self._held.shape)} and {self._held.dtype}. Put the old array"
+                " back, or begin another run with the new one."
             )
         wanted, order = np.unique(numbers, return_inverse=True)
         if wanted[-1] - wanted[0] == len(wanted) - 1:  # a slice is much faster
@@ -359,8 +361,9 @@ class _Indexed(Source):
             values = np.asarray(self._index[wanted])
         if values.shape != (len(wanted), *self.shape[1:]):
             raise UnreadableRows(
-                f"{len(wanted):,} rows of {self.name}, between {wanted[0]:,} and {wanted[-1]:,},"
-                f" came with shape {values.shape} instead of {(len(wanted), *self.shape[1:])}."
+                f"{self.name} gave an array of shape {values.shape} for {len(wanted):,} rows"
+                f" between {wanted[0]:,} and {wanted[-1]:,}, instead of"
+                f" {(len(wanted), *self.shape[1:])}."
             )
         found[...] = values if len(values) == len(order) and _increases(numbers) else values[order]
 
@@ -378,7 +381,7 @@ class _Table(Source):
             n for n, c in zip(table.column_names, table.columns, strict=True) if c.null_count
         ]:
             raise ValueError(
-                f"Column '{missing[0]}' of {self.name} has missing values: fill or drop them."
+                f"Column '{missing[0]}' of {self.name} has missing values. Fill or drop them."
             )
 
     def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:

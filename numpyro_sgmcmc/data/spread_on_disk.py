@@ -126,8 +126,8 @@ class SpreadRowsOnDisk(RowsOnDisk):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            f"{self!r} cannot be pickled: devices are those of a process. Pickle the `RowsOnDisk`,"
-            " and spread it again."
+            f"{self!r} cannot be pickled, because its devices belong to this process. Pickle the"
+            " `RowsOnDisk`, and spread it again."
         )
 
 

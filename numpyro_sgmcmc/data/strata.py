@@ -263,10 +263,10 @@ def by_labels(
         drawn = np.flatnonzero(~whole)
         if first + _FEWEST_OF_A_STRATUM * len(drawn) > total:
             raise ValueError(
-                f"{where} has {len(sizes)} strata in `strata`, too many for minibatches of"
-                f" {batch_size} rows, which consist of {total} sub-batches of {each}: each stratum"
-                f" needs {_FEWEST_OF_A_STRATUM} of them, and those with fewer rows, which are taken"
-                f" whole, {first} together. Merge strata, or use a larger `subsample_size`."
+                f"{where} has {len(sizes)} strata, too many for minibatches of {batch_size} rows"
+                f" in {total} sub-batches of {each}. Each stratum needs {_FEWEST_OF_A_STRATUM}"
+                f" sub-batches; small strata, which are taken whole, need {first} together. Merge"
+                " strata, or use a larger `subsample_size`."
             )
         counts = each * _apportioned(shares[drawn], total - first)
         small = sizes[drawn] <= counts

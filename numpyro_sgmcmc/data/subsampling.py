@@ -189,8 +189,8 @@ def symmetric_sweeps(key: Array, step: Array, size: int, batch_size: int) -> Arr
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         nearest = min(divisors, key=lambda n: abs(n - batch_size))
         raise ValueError(
-            f"Symmetric sweeps need a `subsample_size` that divides the {size} rows of the plate;"
-            f" {batch_size} does not, the nearest that does is {nearest}."
+            f"Symmetric sweeps need a `subsample_size` that divides the {size} rows of the plate,"
+            f" and {batch_size} does not. Use {nearest}, the nearest one that does."
         )
     if batch_size == size:
         return jnp.arange(size, dtype=jnp.int32)
@@ -258,8 +258,8 @@ def sub_batches(batch_size: int) -> int:
     """
     if batch_size < 2:
         raise ValueError(
-            "The noise of the gradient cannot be estimated from minibatches of one row; use a"
-            " `subsample_size` of at least 2, for each of the devices that rows are spread over."
+            "The noise of the gradient cannot be estimated from minibatches of one row. Use a"
+            " `subsample_size` of at least 2 for each of the devices that rows are spread over."
         )
     fewest = min(_FEWEST_SUB_BATCHES, batch_size)
     return next(m for m in range(fewest, batch_size + 1) if batch_size % m == 0)

@@ -205,7 +205,7 @@ def test_what_jax_cannot_count_is_refused(value):
 
 @pytest.mark.parametrize("value", [1e39, 1e-300, np.float64(1e300)])
 def test_what_is_infinite_or_zero_in_single_precision_is_refused(value):
-    with pytest.raises(ValueError, match="positive finite .*, beyond what float32 holds"):
+    with pytest.raises(ValueError, match="positive finite .*, beyond the range of float32"):
         CCAdL(model, step_size=value)
 
 

@@ -239,13 +239,15 @@ def test_what_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UnreadableRows, match=r"has no row 300"):
         x.read([2, 300])
     os.truncate(tmp_path / "x.npy", 128 + 16 * 100 + 3)
-    with pytest.raises(UnreadableRows, match=r"Row 250 of '.*x.npy' is not read.* first 100 rows"):
+    with pytest.raises(
+        UnreadableRows, match=r"Row 250 of '.*x.npy' cannot be read.* first 100 rows"
+    ):
         x.read([250])
     poisoned = ROWS.copy()
     poisoned[7, 2] = np.nan
     y = npy(tmp_path, poisoned)
     y.read(np.arange(7))
-    with pytest.raises(UnreadableRows, match=r"Row 7 of .*x.npy.* has nan at position 2: drop"):
+    with pytest.raises(UnreadableRows, match=r"Row 7 of .*x.npy.* has nan at position 2\. Drop"):
         y.read(np.arange(9))
     large = np.full((300, 4), 3e38, np.float32)  # whose sum overflows
     assert np.array_equal(npy(tmp_path, large).read([1]), large[:1])
@@ -253,10 +255,10 @@ def test_what_cannot_be_read_is_named(tmp_path):
     other = RowsOnDisk(source)
     other.read([1])
     source.shape = (301, 4)
-    with pytest.raises(UnreadableRows, match=r"had shape \(300, 4\).* has \(301, 4\)"):
+    with pytest.raises(UnreadableRows, match=r"had shape \(300, 4\).* now has \(301, 4\)"):
         other.read([1])
     source.shape, source.dtype = (300, 4), np.dtype(np.int8)
-    with pytest.raises(UnreadableRows, match=r"dtype float32.* and int8 now"):
+    with pytest.raises(UnreadableRows, match=r"dtype float32.* now has .* and int8\."):
         other.read([1])
     down = Elsewhere()
     down.shape = (299, 4)
@@ -275,18 +277,18 @@ def bound(path):
 
 FILES = {
     "missing": (without, r"cannot be opened \(No such file or directory\). Give the path"),
-    "a folder": (lambda path: path.mkdir(), r"cannot be opened \(it is no file, but a folder"),
-    "a pipe": (os.mkfifo, r"cannot be opened \(it is no file, but a folder, a pipe or a device"),
+    "a folder": (lambda path: path.mkdir(), r"cannot be opened \(it is a folder"),
+    "a pipe": (os.mkfifo, r"cannot be opened \(it is a folder, a pipe or a device"),
     "a link to a pipe": (
         lambda path: os.mkfifo(path.parent / "p") or path.symlink_to(path.parent / "p"),
         "cannot be opened .* a pipe",
     ),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "cannot be opened .* or a device"),
-    "a socket": (bound, r"cannot be opened \(it is no file"),
-    "empty": (lambda path: path.touch(), "has 0 bytes and is not a whole .npy file .* got 0"),
+    "a socket": (bound, r"cannot be opened \(it is a folder, a pipe or"),
+    "empty": (lambda path: path.touch(), "has 0 bytes and is not a complete .npy file .* got 0"),
     "cut off": (
         lambda path: np.save(path, ROWS) or os.truncate(path, 1_000),
-        "has 1,000 bytes and is not a whole .npy file .*greater than file size.* Write it again",
+        "has 1,000 bytes and is not a complete .npy file .*greater than file size.* Write it again",
     ),
     "cut off in its header": (
         lambda path: np.save(path, ROWS) or os.truncate(path, 100), "has 100 bytes and is not"
@@ -387,7 +389,7 @@ def test_a_change_during_a_run_is_noticed(tmp_path):
     os.utime(path)
     assert np.array_equal(x.take(np.array([3])), ROWS[3:4])
     edit(path, 200)
-    with pytest.raises(UnreadableRows, match="x.npy' has been edited since the run began: draws"):
+    with pytest.raises(UnreadableRows, match="x.npy' has been edited since the run began, so that"):
         x.take(np.array([3]))
     assert x.digest  # of another run
     x.take(np.array([3]))
@@ -483,7 +485,7 @@ def test_what_may_not_be_open_is_said(tmp_path, monkeypatch):
 
 def test_masked_rows_are_refused():
     hidden = np.ma.masked_array(ROWS, np.arange(300)[:, None] == 7 * np.ones(4))
-    with pytest.raises(ValueError, match="a masked array with 4 masked entries: fill them"):
+    with pytest.raises(ValueError, match="a masked array with 4 masked entries.* Fill it"):
         RowsOnDisk(hidden)
 
 
@@ -558,10 +560,14 @@ def test_a_long_run_on_rows_that_were_restored(tmp_path, short_stretches, monkey
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        (np.array(["a", "b"]), ValueError, "dtype <U1 .*; rows must be numbers"),
-        (np.zeros((0, 3)), ValueError, "there must be some"),
-        ([1.0, 2.0], TypeError, "list has no rows to read: it needs `shape`, `dtype`"),
-        ("x.csv", ValueError, "'x.csv' is not a .npy file: open it, and pass"),
+        (
+            np.array(["a", "b"]),
+            ValueError,
+            "numbers or truth values; got an array of type ndarray, with dtype <U1",
+        ),
+        (np.zeros((0, 3)), ValueError, "needs at least one row"),
+        ([1.0, 2.0], TypeError, "list has no rows to read.* with `shape`, `dtype`"),
+        ("x.csv", ValueError, "'x.csv' is not a .npy file. Open it, and give"),
     ],
 )
 def test_what_has_no_rows(source, error, message):
@@ -578,14 +584,12 @@ def test_a_missing_value_of_a_table():
 
 def test_other_uses_are_refused(tmp_path, monkeypatch):
     x = npy(tmp_path, ROWS)
-    with pytest.raises(TypeError, match="indexed by numbers of rows"):
+    with pytest.raises(TypeError, match="needs row numbers as an index"):
         x[ROWS[:, 0] > 0]
-    with pytest.raises(TypeError, match="not read row by row"):
+    with pytest.raises(TypeError, match="cannot be iterated over"):
         list(x)
     monkeypatch.setattr("numpyro_sgmcmc.data.rows_on_disk.MOST_BYTES", 1_000)
-    with pytest.raises(
-        ValueError, match=r"300 rows .* are 4,800 bytes, which are not read at once"
-    ):
+    with pytest.raises(ValueError, match=r"300 rows .* are 4,800 bytes, too many to read at once"):
         x[:]
 
     def subsampled(x):

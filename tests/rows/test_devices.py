@@ -579,7 +579,7 @@ def test_runs_refused():
     some = {"step_size": 1e-4, "init_strategy": CENTRE}
     with pytest.raises(ValueError, match=r"Not spread, though of 80 rows: args\.1; use"):
         run(args=(spread_rows(MESH, X), Y))
-    with pytest.raises(ValueError, match="All devices would read the same rows of RowsOnDisk"):
+    with pytest.raises(ValueError, match="RowsOnDisk.* is not spread, so that all devices"):
         run(args=(RowsOnDisk(X), spread_rows(MESH, Y)))
     with pytest.raises(ValueError, match="different numbers of rows: 40, 80"):
         kernel = SGLD(lambda x, y, groups: kernel_table.model(x, y), **some)
@@ -593,7 +593,7 @@ def test_runs_refused():
     with pytest.raises(ValueError, match="has 2 parts for chains, among which 3 cannot"):
         kernel = SGLD(kernel_table.model, **some)
         run(kernel, args, num_chains=3, chain_method="vectorized")
-    with pytest.raises(ValueError, match="the mesh .*'chains': 2.*, but those of other arrays"):
+    with pytest.raises(ValueError, match="the mesh .*'chains': 2.*, but the rows of another"):
         run(args=(spread_rows(MESH, X), spread_rows(both, Y)))
     with pytest.raises(ValueError, match="at least 2, for each of the devices"):
         kernel = CCAdL(partial(indexed, batch=4), friction=1.0, **some)

@@ -83,11 +83,15 @@ def test_shards_refused(tmp_path):
     parts |= {"c-0": np.ones(5), "c-1": np.ones(5, int), "d-0": np.ones(5), "d-1": np.ones(5)}
     for name, rows in parts.items():
         np.save(tmp_path / f"{name}.npy", rows)
-    with pytest.raises(ValueError, match=r"Shard 1, .*a-1.npy.*\(3,\).*, but the first, .*\(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"Shard 1, .*a-1.npy.*\(3,\).*, but the first shard, .*\(2,\)"
+    ):
         RowsOnDisk(tmp_path / "a-*.npy")
-    with pytest.raises(ValueError, match="int64, but the first, .* float64: shards are parts of"):
+    with pytest.raises(
+        ValueError, match=r"int64, but the first shard, .* float64\. Shards are parts of"
+    ):
         RowsOnDisk(tmp_path / "c-*.npy")
-    with pytest.raises(UnreadableRows, match="No file is named '.*e-\\*.npy'"):
+    with pytest.raises(UnreadableRows, match="No file matches the pattern '.*e-\\*.npy'"):
         RowsOnDisk(tmp_path / "e-*.npy")
     with pytest.raises(UnreadableRows, match="list of shards is empty"):
         RowsOnDisk([])
@@ -148,7 +152,7 @@ def test_a_device_sees_its_own_rows():
     x = spread_rows(MESH, RowsOnDisk(np.arange(80.0)))
     assert x.shape == (80,) and x.on_each(4).shape == (20,) and len(x.on_each(4)) == 20
     assert x.on_each(1) is x and np.array_equal(x[np.array([3, 79])], [3, 79])
-    with pytest.raises(ValueError, match=r"has 81 rows.*of a file `RowsOnDisk\(np.load"):
+    with pytest.raises(ValueError, match=r"has 81 rows.*for a file write `RowsOnDisk\(np.load"):
         spread_rows(MESH, RowsOnDisk(np.ones(81)))
 
 
