@@ -36,8 +36,8 @@ VERSION = 5
 _MAGIC, _OLD_MAGIC = b"PK", b"SGMCMCRN"
 
 REMEDY = (
-    "`resume=False` begins anew and keeps the store under another name; the draws in it can be"
-    " opened as before."
+    "`resume=False` begins anew and keeps the store under another name, and its draws can still be"
+    " opened."
 )
 
 
@@ -100,7 +100,7 @@ def load(path: Path) -> dict[str, Any]:
         start = len(_OLD_MAGIC)
         raise _of_version(path, int.from_bytes(content[start : start + 4], "little"))
     if not content.startswith(_MAGIC):
-        raise ValueError(f"{path} is not a checkpoint, or its start is lost. {REMEDY}")
+        raise ValueError(f"{path} is not a checkpoint, or its beginning is lost. {REMEDY}")
     try:
         words, arrays = _members_of(content)
     except Exception as error:  # archives with other content raise many kinds of errors
@@ -117,7 +117,7 @@ def load(path: Path) -> dict[str, Any]:
         except ValueError as error:
             raise TypeError(error) from error
         if not isinstance(record, dict):
-            raise TypeError("it has no names")
+            raise TypeError("it has no named fields")
     return record
 
 
@@ -157,13 +157,13 @@ def load_run(path: Path) -> dict[str, Any]:
     content = load(path)
     with understood(path):
         if names := sorted(_FIELDS.keys() ^ content.keys()):
-            raise TypeError(f"of a run it lacks, or has besides, {', '.join(names)}")
+            raise TypeError(f"its fields {', '.join(names)} are missing or unknown")
         for name, kind in _FIELDS.items():
             if not is_of_type(content[name], kind):
-                raise TypeError(f"its `{name}` is not what a run has there")
+                raise TypeError(f"its `{name}` has another type than in a run")
         least = min(content["draws"], content["done"], content["seconds"])
         if not 0 <= least <= max(content["done"], content["seconds"]) < math.inf:
-            raise TypeError("its numbers of draws, samples and seconds are not those of a run")
+            raise TypeError("its numbers of draws, samples and seconds are impossible")
     return content
 
 
@@ -205,9 +205,7 @@ def restored(path: Path, leaves: Mapping[str, Any], template: Any) -> Any:
     names = [jax.tree_util.keystr(path) for path, _ in paths]
     begin = f"The state in the checkpoint {path} is of another kernel or model"
     if missing := set(names) ^ set(leaves):
-        raise ValueError(
-            f"{begin}: these are in only one of the two: {', '.join(sorted(missing))}. {REMEDY}"
-        )
+        raise ValueError(f"{begin}: only one of the two has {', '.join(sorted(missing))}. {REMEDY}")
     values = []
     for name, (_, expected) in zip(names, paths, strict=True):
         leaf_on_host = leaves[name]

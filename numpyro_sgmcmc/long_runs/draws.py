@@ -54,8 +54,8 @@ class Draws:
         self._removed = removed
         if unknown := [name for name in removed if name not in shapes[self._sample]]:
             raise ValueError(
-                f"There is no site {unknown} to leave out of the draws; there are"
-                f" {sorted(shapes[self._sample])}."
+                f"`extra_fields` leaves out {unknown}, which are no sites of the draws; the sites"
+                f" are {sorted(shapes[self._sample])}."
             )
         self._shapes = self._kept(shapes)
         self._num_chains = num_chains

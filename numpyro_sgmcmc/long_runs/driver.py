@@ -371,7 +371,8 @@ class LongRun(HostedRun):
             chains = {jnp.shape(x)[0] for x in jax.tree.leaves(init_params)}
             if chains != {self.num_chains}:
                 raise ValueError(
-                    "`init_params` must have the same leading dimension as `num_chains`."
+                    "`init_params` must have a leading axis of length"
+                    f" num_chains={self.num_chains}; got lengths {sorted(chains)}."
                 )
 
         def started(key: Array, params: Any) -> Any:
@@ -411,7 +412,7 @@ def _compared(folder: RunFolder, about: dict[str, Any]) -> int:
     with understood(folder.file):
         samples = about[COMPARED]
         if not _is_number(samples) or not 0 < samples < 2**63 or samples % 1:
-            raise TypeError(f"it says nothing of `{COMPARED}`")
+            raise TypeError(f"it has no valid `{COMPARED}`")
         return int(samples)
 
 

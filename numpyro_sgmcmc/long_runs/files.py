@@ -106,7 +106,7 @@ class Lock:
             raise
         except OSError as error:
             warnings.warn(
-                f"The file system cannot lock {path} ({error.strerror}): see to it that no other"
+                f"The file system cannot lock {path} ({error.strerror}). Make sure that no other"
                 " run writes into this store.",
                 stacklevel=2,
             )

@@ -79,7 +79,7 @@ class RunFolder:
         elif self.store.draws or any(self.path.glob("*/draw/c")):  # after a checkpoint
             raise ValueError(
                 f"The store {self.path} has {self.store.draws:,} draws, but its checkpoint {file}"
-                f" is lost: the run cannot go on. {checkpoint.REMEDY}"
+                f" is lost, so that the run cannot continue. {checkpoint.REMEDY}"
             )
 
     def __exit__(self, *error: Any) -> None:
@@ -103,7 +103,7 @@ class RunFolder:
                 error.errno,
                 f"The store {self.path} cannot be written: {cause} (at '{error.filename}', with"
                 f" {_free_bytes(self.path):,} bytes free on this disk). The draws up to the last"
-                " checkpoint are safe: when this is mended, the same script goes on from there.",
+                " checkpoint are safe. Once this is mended, the same script continues from there.",
             ) from error
 
     def _check_place(self) -> None:
@@ -111,9 +111,9 @@ class RunFolder:
         if self._lock is not None and not self._lock.is_in_its_place:
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"The store {self.path} has been removed, renamed or replaced while the run was"
-                " writing into it: nothing more is written. Under its old name it goes on from its"
-                " last checkpoint with the same script; if it is lost, the run begins anew.",
+                f"The store {self.path} was removed, renamed or replaced while the run was writing"
+                " into it, and nothing more is written. Give it its old name, and the same script"
+                " continues from its last checkpoint. If it is lost, the script begins anew.",
             )
 
     @property
@@ -145,8 +145,8 @@ class RunFolder:
         is_empty = self.path.is_dir() and not any(self.path.iterdir())
         if os.path.lexists(self.path) and not is_empty and not self._is_store:
             raise ValueError(
-                f"{self.path} is not a store of `LongRun`, and is a file or has files in it: choose"
-                " another path for `store`. Nothing of it is renamed or written over."
+                f"{self.path} is a file, or a folder of other files, and not a store of `LongRun`."
+                " Choose another path for `store`. Nothing there is renamed or overwritten."
             )
         (self.path / FOLDER).mkdir(parents=True, exist_ok=True)
         self._lock = self._locked()
@@ -158,7 +158,7 @@ class RunFolder:
             return Lock(self.path / FOLDER / "lock")
         except BlockingIOError as error:
             raise ValueError(
-                f"Another process is writing into the store {self.path}: wait for it, or give this"
+                f"Another process is writing into the store {self.path}. Wait for it, or give this"
                 " run a `store` of its own."
             ) from error
 
@@ -179,13 +179,14 @@ class RunFolder:
         draws = self.checkpoint["draws"]
         if draws > num_draws:
             raise ValueError(
-                f"The store {self.path} has {draws:,} draws of each chain already, more than the"
-                f" {num_draws:,} of `num_samples`: a run can be extended, and not shortened."
+                f"The store {self.path} already has {draws:,} draws of each chain, more than"
+                f" num_samples={num_draws:,}. A run can only be extended: give a larger"
+                " `num_samples`."
             )
         if self.store.draws < draws:
             raise ValueError(
                 f"The store {self.path} has {self.store.draws:,} draws of each chain, but its"
-                f" checkpoint knows of {draws:,}: files of the store are lost. `resume=False`"
+                f" checkpoint has {draws:,}, so that files of the store are lost. `resume=False`"
                 " begins anew and keeps the store under another name."
             )
         self.store.check(self.checkpoint["manifest"], draws)
@@ -203,9 +204,9 @@ class RunFolder:
             checkpoint.save(self.file, content)
         except TypeError as error:
             raise ValueError(
-                f"There can be no checkpoint in {self.path}: {error}. The state, `tuning` and"
-                " `identity` of a kernel must be numbers, words and arrays, or lists, tuples and"
-                " mappings of them."
+                f"The checkpoint in {self.path} cannot be written: {error}. The state, `tuning`"
+                " and `identity` of a kernel must be numbers, words and arrays, or lists, tuples"
+                " and mappings of such values."
             ) from error
 
 
@@ -229,7 +230,8 @@ def together(error: BaseException | None = None) -> None:
         failed = np.flatnonzero(of_all_processes([error is not None])[:, 0])
         if error is None and failed.size:
             raise RuntimeError(
-                f"Process {failed[0]} has failed, and its error says why: this one cannot go on."
+                f"Process {failed[0]} has failed, so that this one cannot continue. Its own error"
+                " has the cause."
             )
     if error is not None:
         raise error

@@ -81,16 +81,16 @@ def check_rows(
         now, then = "a `GrowingRows`", "arrays"
         now, then = (now, then) if before is None else (then, now)
         raise ValueError(
-            f"The store {path} was begun with {then}, and this run is one of {now}: give it what it"
-            f" was begun with, {remedy}."
+            f"The store {path} was begun with {then}, but this run has {now}. Give it {then}"
+            f" again, {remedy}."
         )
     if known is None or before is None:
         return
     if known.rows < before.rows:
         raise ValueError(
-            f"The store {path} knows {before.rows:,} rows, and there are {int(known.rows):,}: rows"
-            " that a run knows must be there when it goes on, in their order. Put them back,"
-            f" {remedy}: a store does not go on when rows were removed."
+            f"The store {path} has draws from {before.rows:,} rows, but this run has"
+            f" {int(known.rows):,} rows. A store cannot continue after rows were removed. Put them"
+            f" back in their order, {remedy}."
         )
     first = _of_first_rows(arguments, before.rows)
     for rows, one in zip(on_disk(trimmed(first)), seen, strict=False):
@@ -98,15 +98,15 @@ def check_rows(
     here, there = _identity_of(first), before.identity
     if here.half_life != there.half_life:
         raise ValueError(
-            f"The store {path} was begun with `half_life={there.half_life}`, and these rows have"
-            f" `half_life={here.half_life}`: a store does not go on when rows count otherwise."
-            f" Give the `GrowingRows` the former, {remedy}."
+            f"The store {path} was begun with `half_life={there.half_life}`, but these rows have"
+            f" `half_life={here.half_life}`. A store cannot continue with other weights of rows."
+            f" Give the `GrowingRows` the former half-life, {remedy}."
         )
     if here.kinds != there.kinds or np.any(here.digest != there.digest):
         differs = here.first_difference(there) if here.kinds == there.kinds else 0
         raise ValueError(
-            f"Of the {before.rows:,} rows that the store {path} knows some are others now, or in"
-            f" another order, the first of them from row {differs:,} on: put them back, {remedy}."
+            f"The {before.rows:,} rows of the store {path} have changed, in values or order, from"
+            f" row {differs:,} on. Put the old rows back, {remedy}."
         )
 
 

@@ -54,7 +54,7 @@ def differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
             same = mine == its
         if not same:
             shown = len(f"{mine}{its}") < 200 and not _is_hash(mine) and not _is_hash(its)
-            words.append(f"{name} is {mine} and was {its}" if shown else f"another {name}")
+            words.append(f"{name} is {mine} and was {its}" if shown else f"different {name}")
     return words
 
 

@@ -54,7 +54,7 @@ def as_words(value: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) ->
         return {"record": [type(value).__name__, fields]}
     if type(value) is tuple:
         return {"tuple": [as_words(x, arrays, kinds) for x in value]}
-    raise TypeError(f"{type(value).__name__} is not data that a file could hold")
+    raise TypeError(f"{type(value).__name__} cannot be stored in a file")
 
 
 def from_words(words: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) -> Any:
@@ -83,7 +83,7 @@ def from_words(words: Any, arrays: list[np.ndarray], kinds: Mapping[str, type]) 
                     record = kind(**{field: value(x) for field, x in fields.items()})
                     if is_of_type(record, kind):
                         return record
-        raise ValueError(f"{str(words)[:80]!r} is nothing that this version writes")
+        raise ValueError(f"this version does not write {str(words)[:80]!r}")
 
     return value(words)
 

@@ -92,7 +92,7 @@ def restored_progress(found: dict[str, Any], begun: Progress, kept: int, numbers
     if described(moments) != described(begun.moments) or not is_alike:
         raise TypeError("its moments, or monitored draws, are of other sites or chains")
     if found["draws"] != kept:
-        raise TypeError(f"{found['done']:,} samples are not {found['draws']:,} draws")
+        raise TypeError(f"its {found['done']:,} samples do not give {found['draws']:,} draws")
     return begun._replace(**{k: found[k] for k in ("done", "moments", "monitored", "seconds")})
 
 
@@ -245,10 +245,10 @@ class Running:
                 kernel.monitor.judge(joined(self.progress.states))
 
     def say_interrupted(self) -> None:
-        kept = "" if self.folder.path is None else " The same script goes on where it was."
+        kept = "" if self.folder.path is None else " The same script continues from there."
         warnings.warn(
-            f"The run was interrupted after {self.progress.done:,} of {self.total:,} samples, which"
-            f" are kept.{kept}",
+            f"The run was interrupted after {self.progress.done:,} of {self.total:,} samples,"
+            f" which are kept.{kept}",
             stacklevel=4,
         )
 

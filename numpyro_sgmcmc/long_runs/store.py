@@ -150,7 +150,7 @@ class Store:
             try:
                 place[(slice(None),) * axis + (slice(start, None),)] = array
             except ValueError as error:
-                raise self._damage([f"`{name}`, to which draws are added: {error}"]) from error
+                raise self._damage([f"draws cannot be added to `{name}`, {error}"]) from error
             sums[name] = _checksums(sums[name], start, array, place.chunks, axis)
         return sums
 
@@ -238,7 +238,9 @@ class Store:
         """
         arrays = _arrays_in(self._seen)
         names = {name for name in arrays if name.split("/")[0] != "moments"}
-        damaged = [f"only one of store and checkpoint has `{k}`" for k in names ^ manifest.keys()]
+        damaged = [
+            f"only one of the store and the checkpoint has `{k}`" for k in names ^ manifest.keys()
+        ]
         for name in sorted(names & manifest.keys()):
             array = arrays[name]
             stop = draws if "draw" in _dims_of(array) else array.shape[0]
@@ -257,7 +259,7 @@ class Store:
         try:
             there = _described(metadata.encode())
         except Exception as error:
-            raise TypeError(f"its `metadata` are not those of a store ({error!r})") from error
+            raise TypeError(f"its `metadata` do not describe a store ({error!r})") from error
         with self._metadata_named():
             here = _described(self._root_on_disk)
             zarr.open_group(
@@ -267,7 +269,7 @@ class Store:
                 use_consolidated=True,
             )
             if others := sorted(k for k in here.keys() | there if here.get(k) != there.get(k)):
-                raise ValueError(f"what it says of {', '.join(others)} is not what a run wrote")
+                raise ValueError(f"its entries {', '.join(others)} have changed since the run")
         self._held = _Held(self.path, metadata.encode())
 
     @property
@@ -297,17 +299,18 @@ class Store:
         except Exception as error:
             cause = f"is damaged ({type(error).__name__}: {error})" if self._exists else "is lost"
             raise ValueError(
-                f"{file}, which describes the store, {cause}. Something else has written into the"
-                " store, or removed it. Put the file back, or begin anew with `resume=False`, which"
-                " keeps the store under another name; its groups open one by one, for instance with"
-                f" `xarray.open_zarr('{self.path / 'posterior'}', consolidated=False)`."
+                f"{file}, which describes the store, {cause}, because something else has written"
+                " into the store or removed it. Put the file back, or begin anew with"
+                " `resume=False`, which keeps the store under another name. Its groups open one by"
+                f" one, for instance with `xarray.open_zarr('{self.path / 'posterior'}',"
+                " consolidated=False)`."
             ) from error
 
     def _damage(self, files: list[str]) -> ValueError:
         more = f"; and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
         return ValueError(
             f"The store {self.path} is damaged: {'; '.join(files[:_NAMED])}{more}. Something else"
-            " has written into the store, or the disk fails; nothing of it is used. Put the files"
+            " has written into the store, or the disk fails, and none of it is used. Put the files"
             " back, or begin anew with `resume=False`, which keeps the store under another name."
         )
 
@@ -454,7 +457,7 @@ def _damaged(
     grid = [-(-n // chunk) for n, chunk in zip(array.shape, chunks, strict=True)]
     grid[axis] = -(-stop // chunks[axis])
     if array.shape[axis] < stop or expected is not None and expected.shape != tuple(grid):
-        yield f"`{name}` has shape {array.shape}, and not that of {stop:,} draws"
+        yield f"`{name}` has shape {array.shape}, which does not fit {stop:,} draws"
         return
     for block in np.ndindex(*grid):
         place = _place(block, chunks)
@@ -462,7 +465,7 @@ def _damaged(
         place[axis] = slice(first, last)
         try:
             part = np.asarray(array[tuple(place)])
-            cause = "is not what the run wrote there"
+            cause = "differs from what the run wrote"
             is_right = expected is None or _checksum(part, axis) == expected[block]
         except Exception as error:  # files with other content raise many kinds of errors
             is_right, cause = False, f"{type(error).__name__}: {error}"

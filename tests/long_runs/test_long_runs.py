@@ -89,7 +89,7 @@ def stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "_SECONDS", 1e-9)  # a chunk is a sample
     interrupt_after(monkeypatch, 60)
     mcmc = long_run(folder, num_chains=2, chain_method="vectorized")
-    with pytest.warns(UserWarning, match="interrupted after .* The same script goes on"):
+    with pytest.warns(UserWarning, match="interrupted after .* The same script continues"):
         run(mcmc)
     monkeypatch.undo()
     return mcmc, folder
@@ -214,7 +214,9 @@ def test_finished_run_is_read_and_extended(tmp_path, monkeypatch):
     assert not chunks and same(results(again), results(first))
     longer = run(long_run(folder, num_samples=140))
     assert chunks and same(results(longer), results(run(long_run(num_samples=140))))
-    with pytest.raises(ValueError, match="has 46 draws of each chain already, more than the 20"):
+    with pytest.raises(
+        ValueError, match="already has 46 draws of each chain, more than num_samples=20"
+    ):
         run(long_run(folder, num_samples=62))
 
 
@@ -238,8 +240,8 @@ other_prior = partial(model, prior=9.0)
 FOREIGN = {
     "num_warmup is 30 and was 20": ({"num_warmup": 30}, {}),
     "thinning is 2 and was 3": ({"thinning": 2}, {}),
-    "another random key": ({}, {"key": random.key(2)}),
-    "another data": ({}, {"y": data() + 1}),
+    "different random key": ({}, {"key": random.key(2)}),
+    "different data": ({}, {"y": data() + 1}),
     "latent sites is mu: float32.4.": ({}, {"y": jnp.ones((100, 4))}),
     "num_chains is 3 and was 1": ({"num_chains": 3, "chain_method": "vectorized"}, {}),
     "kernel's step_size is 0.006 and was 0.005": (
@@ -277,7 +279,7 @@ def test_another_schedule_is_refused(tmp_path):
         return SGHMC(model, step_size=schedule, friction=20.0)
 
     run(long_run(tmp_path / "run.zarr", once_smaller(57)))
-    with pytest.raises(ValueError, match="holds another run: another kernel's step_size"):
+    with pytest.raises(ValueError, match="holds another run: different kernel's step_size"):
         run(long_run(tmp_path / "run.zarr", once_smaller(58)))
     # beyond the end of the first run it was not asked for
     extended = long_run(tmp_path / "run.zarr", once_smaller(57), num_samples=218)
@@ -307,7 +309,7 @@ def test_damaged_checkpoint_is_refused(tmp_path):
         run(long_run(folder))
     file.write_bytes(content)
     store.Store(folder).publish(30)
-    with pytest.raises(ValueError, match="has 30 draws .* checkpoint knows of 36"):
+    with pytest.raises(ValueError, match="has 30 draws .* checkpoint has 36"):
         run(long_run(folder))
 
 
@@ -534,7 +536,7 @@ def test_full_disk(name, tmp_path, monkeypatch, whole):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", full)
         patch.setattr(running, "_SECONDS", 1e-9)
-        said = "store .*run.zarr cannot be written: No space left .* bytes free .*same script goes"
+        said = "store .*run.zarr cannot be written: No space .* bytes free .*same script continues"
         with pytest.raises(OSError, match=said) as caught:
             run(mcmc)
     assert caught.value.errno == errno.ENOSPC
@@ -557,7 +559,7 @@ def test_store_that_disappears(tmp_path, monkeypatch):
     monkeypatch.setattr(running.Running, "show", removing)
     monkeypatch.setattr(running, "_SECONDS", 1e-9)
     mcmc = long_run(folder)
-    with pytest.raises(FileNotFoundError, match="run.zarr has been removed, renamed or replaced"):
+    with pytest.raises(FileNotFoundError, match="run.zarr was removed, renamed or replaced"):
         run(mcmc)
     assert os.listdir(tmp_path) == ["elsewhere"]
     with pytest.raises(ValueError, match="zarr.json, which describes the store, is lost"):
@@ -572,7 +574,9 @@ def test_path_of_something_else(kind, tmp_path):
     else:
         path.mkdir()
         (path / "letter.txt").write_text("of value")
-    with pytest.raises(ValueError, match="is not a store of `LongRun`, and is a file or has files"):
+    with pytest.raises(
+        ValueError, match="is a file, or a folder of other files, and not a store of `LongRun`"
+    ):
         run(long_run(path))
     assert kind == "folder" or path.read_text() == "of value"
 
@@ -610,10 +614,10 @@ def test_a_checkpoint_runs_nothing(tmp_path, monkeypatch):
     [
         ({"types": ["O"]}, "Cannot change data-type"),
         ({"types": []}, "argument 2 is shorter"),
-        ({"content": {"record": ["Popen", {"args": "ls"}]}}, "Popen.* is nothing that"),
-        ({"content": {"record": ["Monitored", {"kept": 1}]}}, "is nothing that this version"),
-        ({"content": {"array": 7}}, "is nothing that this version"),
-        ({"content": [[]]}, "it has no names"),
+        ({"content": {"record": ["Popen", {"args": "ls"}]}}, "this version does not write .*Popen"),
+        ({"content": {"record": ["Monitored", {"kept": 1}]}}, "this version does not write"),
+        ({"content": {"array": 7}}, "this version does not write"),
+        ({"content": [[]]}, "it has no named fields"),
     ],
 )
 def test_a_checkpoint_that_says_something_else(change, said, tmp_path):
@@ -668,7 +672,7 @@ def test_what_a_checkpoint_holds(tmp_path):
     assert found["words"] == (True, [1, "ä"]) and found["count"] == 2**62
     for name, x in arrays.items():
         assert found[name].dtype == x.dtype and np.array_equal(found[name], x)
-    with pytest.raises(TypeError, match="function is not data that a file could hold"):
+    with pytest.raises(TypeError, match="function cannot be stored in a file"):
         checkpoint.save(tmp_path / "checkpoint", {"words": same})
     assert checkpoint.load(tmp_path / "checkpoint")["count"] == 2**62
 
@@ -682,7 +686,10 @@ class Found(NamedTuple):
 @pytest.mark.parametrize("tuning", [object(), Found(1.0), [{1: 2}]])
 def test_what_could_not_be_read_is_not_written(tuning, tmp_path):
     with RunFolder(tmp_path / "run.zarr", True) as folder:
-        with pytest.raises(ValueError, match="no checkpoint in .* is not data .* `tuning` and"):
+        with pytest.raises(
+            ValueError,
+            match="checkpoint in .* cannot be written: .* cannot be stored .* `tuning` and",
+        ):
             folder.save({}, state=jnp.zeros(3), tuning=tuning)
 
 

@@ -335,7 +335,7 @@ def test_two_sites_exchanged(tmp_path):
     one.rename(spare), other.rename(one), spare.rename(other)
     with pytest.raises(ValueError, match="posterior/x/c/0/0/0` .draws 0 to .*`posterior/y/c/0/0"):
         store.Store(tmp_path).check(manifest, 70)
-    with pytest.raises(ValueError, match="is not what the run wrote there.*nothing of it is used"):
+    with pytest.raises(ValueError, match="differs from what the run wrote.*none of it is used"):
         store.Store(tmp_path).read("posterior/x", manifest, 70)
 
 
@@ -404,7 +404,7 @@ def test_what_is_no_store_is_not_renamed(kind, tmp_path, monkeypatch):
         {"file": Path.touch, "pipe": a_pipe, "socket": a_socket}[kind](path)
     before = sorted(tmp_path.rglob("*"))
     for resume in (False, True):
-        with pytest.raises(ValueError, match="is not a store of `LongRun`.*Nothing of it is ren"):
+        with pytest.raises(ValueError, match="and not a store of `LongRun`.*Nothing there is ren"):
             run(long_run(path, resume=resume))
     assert sorted(tmp_path.rglob("*")) == before
 
