@@ -199,9 +199,9 @@ def coupled(
     coarse = np.concatenate([coarse, rest], axis=1)
     if not (np.isfinite(coarse).all() and np.isfinite(fine).all()):
         raise ValueError(
-            f"Chains at the step size {step_size:g} are not finite: the posterior bends too much in"
-            " places that are reached rarely, or has no mode. `compare` this run with one of half"
-            " the step size, `kernel.with_step_size`."
+            f"Chains at the step size {step_size:g} are not finite. The posterior bends too much"
+            " in places that chains seldom reach, or it has no mode. `compare` this run with a run"
+            " at half the step size, `kernel.with_step_size`."
         )
     return Levels(coarse, fine, step_size, run.gradients, everything)
 
@@ -215,9 +215,8 @@ def _near_pairs(run: "_Runner", state: Array, rng_key: Array) -> tuple[Array, fl
     tried, first = "", max(_FIRST, run.halvings(state))
     if first > _LAST:
         raise ValueError(
-            "The noise of the minibatches is more than a step of"
-            f" {2.0**-_LAST:g} posterior standard deviations can take out: take larger minibatches,"
-            " a larger `subsample_size`, or a control variate."
+            f"The noise of the minibatches is more than a step of {2.0 ** (-_LAST):g} posterior"
+            " standard deviations can remove. Use a larger `subsample_size`, or a control variate."
         )
     for halving in range(first, _LAST + 1):
         step_size = 2.0**-halving
@@ -232,12 +231,12 @@ def _near_pairs(run: "_Runner", state: Array, rng_key: Array) -> tuple[Array, fl
             f"at the step size {step_size:g} the means of a pair differ by {difference:.2g} and"
             f" share {1 - share:.0%} of their variance"
             if math.isfinite(share)
-            else f"at the step size {step_size:g} they are not finite"
+            else f"at the step size {step_size:g} the chains are not finite"
         )
     raise ValueError(
-        f"Chains with a step size and half of it do not stay together: {tried}. The posterior"
-        " may have several modes, or none, or bend so much that its scale is another in each"
-        " place. `compare` this run with one of half the step size, `kernel.with_step_size`."
+        f"Chains at a step size and at its half do not stay together: {tried}. The posterior may"
+        " have several modes, no mode, or a scale that differs from place to place. `compare` this"
+        " run with a run at half the step size, `kernel.with_step_size`."
     )
 
 

@@ -94,8 +94,8 @@ def scores_of(
     model, args, kwargs = run_model.or_of(run)
     if model is None:
         raise ValueError(
-            "The score of the posterior needs the model: give the `MCMC` object, or with an ArviZ"
-            " object `model=` and `model_args=`, as they were in `mcmc.run(rng_key, *model_args)`."
+            "The score of the posterior needs the model. Give the `MCMC` object; or with an ArviZ"
+            " object give `model=` and `model_args=` too, as in `mcmc.run(rng_key, *model_args)`."
         )
     data = as_data(run)
     target = target_of(model, args, kwargs, data.attrs.get("subsampling"))
@@ -131,13 +131,13 @@ def check_rows_of(mcmc: MCMC) -> None:
     """
     if (half_life := half_life_of(mcmc)) is not None:
         raise ValueError(
-            f"A row of this run counts half after {half_life:g} others: the posterior of its model,"
-            " in which every row counts as one, is another. `growth` judges such a run."
+            f"A row of this run counts half after {half_life:g} others, but in the posterior of"
+            " its model every row counts fully. Judge such a run by `growth`."
         )
     if first := getattr(mcmc, "first_draw", 0):
         raise ValueError(
-            f"The first {first:,} draws of each chain know fewer rows than there are now: pooled,"
-            " the draws target no single posterior. Judge a run of `MCMC` on all rows."
+            f"The first {first:,} draws of each chain are from fewer rows than the later draws, so"
+            " that pooled draws target no single posterior. Judge a run of `MCMC` on all rows."
         )
 
 
@@ -152,7 +152,7 @@ def checked_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
     temperature = settings.get("temperature", 1.0)
     if temperature != 1.0:
         raise ValueError(
-            f"The run has temperature={temperature}: its draws are those of another law than the"
+            f"The run has temperature={temperature}, so that its draws do not have the law of the"
             f" posterior. {asked} a run at temperature 1."
         )
     check_rows_of(mcmc)
@@ -172,9 +172,9 @@ def exact_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
     target = checked_target(mcmc, args, kwargs, asked)
     if drawn := target.model.drawn_plates:
         raise ValueError(
-            f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, and the"
-            f" density is random. {asked} runs of groups with up to two numbers, whose density is"
-            " not."
+            f"The latent variables of plate '{drawn[0].name}' are integrated out by random draws,"
+            f" so that the density is random. {asked} runs with at most two latent numbers in a"
+            " group, whose integrals are not random."
         )
     return target
 
@@ -212,7 +212,7 @@ def _thinned(data: Any, target: Target, draws: int) -> dict[str, np.ndarray]:
     """Values of the latent sites at evenly spaced draws, shape (chains, draws, ...)."""
     known, latents = group(data, "posterior"), sorted(target.model.latents)
     if not latents:
-        raise ValueError("The model has no latent sites: give that of this run as `model`.")
+        raise ValueError("The model has no latent sites. Give the model of this run as `model`.")
     missing = [name for name in latents if known is None or variable_name(name) not in known]
     if missing:
         raise ValueError(
@@ -223,7 +223,10 @@ def _thinned(data: Any, target: Target, draws: int) -> dict[str, np.ndarray]:
     chains, count = posterior.sizes["chain"], posterior.sizes["draw"]
     each = max(1, min(count, draws // chains))
     if chains * each < 2:
-        raise ValueError("The run has a single draw: two or more are needed.")
+        raise ValueError(
+            "The run has a single draw, and at least two are needed. Run with a larger"
+            " `num_samples`."
+        )
     chosen = np.linspace(0, count - 1, each).round().astype(int)
     return {
         name: posterior[variable_name(name)].transpose("chain", "draw", ...).values[:, chosen]
@@ -242,8 +245,8 @@ def check_moves(every: np.ndarray, labels: list[str]) -> None:
     if constant:
         some = ", ".join(constant[:5]) + (", ..." if len(constant) > 5 else "")
         raise ValueError(
-            f"{len(constant)} of {len(labels)} parameters never move ({some}): the chain is stuck."
-            " Reduce the step size, or start elsewhere."
+            f"{len(constant)} of {len(labels)} parameters never move ({some}), so that the chain"
+            " is stuck. Reduce the step size, or start elsewhere."
         )
 
 

@@ -57,11 +57,13 @@ def sites_at(
                 f"A draw of site '{site['name']}' has the shape {jnp.shape(value)}, but with these"
                 f" arguments the site has the shape {shape}. "
                 + (
-                    f"It is latent in {plates}, and nothing is known of it for other rows or"
-                    " groups than those of the run: write a likelihood in which it is integrated"
-                    " out."
+                    f"It is latent in {plates}, and its draws apply only to the rows or groups of"
+                    " the run. Write a likelihood that integrates it out."
                     if plates
-                    else "The draws have a single leading axis, as in `mcmc.get_samples()`."
+                    else (
+                        "Give draws with a single leading axis, as `mcmc.get_samples()` returns"
+                        " them."
+                    )
                 )
             )
         return value

@@ -230,9 +230,9 @@ def _mode_from(start: _Seen, seen: Callable[[np.ndarray], _Seen]) -> _Seen:
         else:
             part /= 4
     raise ValueError(
-        f"The mode of the weighted posterior was not found in {_NEWTON_STEPS} Newton steps from the"
-        " mean of the draws: sample the posterior with weights"
-        " (`numpyro.handlers.scale(scale=w[i])` around the observed site) instead."
+        f"The mode of the weighted posterior was not found in {_NEWTON_STEPS} Newton steps from"
+        " the mean of the draws. Sample the posterior with the weights instead,"
+        " `numpyro.handlers.scale(scale=w[i])` around the observed site."
     )
 
 
@@ -264,8 +264,8 @@ def sandwich_of(
     here = seen(center)
     if not here.is_finite:
         raise ValueError(
-            "The Hessian of the potential at the mean of the draws is not finite. The draws have"
-            " come to a place that the model does not allow; look at them before you calibrate"
+            "The Hessian of the potential at the mean of the draws is not finite: some draws are"
+            " in a place that the model does not allow. Look at the draws before you calibrate"
             " them."
         )
     if weights:
@@ -273,16 +273,15 @@ def sandwich_of(
     factor, smallest = here.factor
     if smallest <= _SINGULAR:
         raise ValueError(
-            "The potential does not curve upward in every direction at the mean of the draws (the"
-            f" smallest eigenvalue of its Hessian, scaled, is {smallest:.3g}): the posterior has"
-            " several modes, or a direction of which rows and prior say nothing. A sandwich needs"
-            " one mode."
+            "The potential is not convex at the mean of the draws: the smallest eigenvalue of its"
+            f" scaled Hessian is {smallest:.3g}. The posterior has several modes, or a direction"
+            " that neither rows nor prior determine. The sandwich needs one mode."
         )
     if (far := here.far) > 1 + 2 * len(center) ** 0.5:
         raise ValueError(
-            f"The mean of the draws is {far:,.3g} standard deviations from where the gradient of"
-            " all data is zero: the draws are not those of this posterior, or its width is not"
-            " that of its curvature. Look at the run before you calibrate it."
+            f"The mean of the draws is {far:,.3g} standard deviations from the point of zero"
+            " gradient of all data. The draws are from another posterior, or its curvature does"
+            " not give its width. Look at the run before you calibrate it."
         )
     center, prior = here.center, here.prior
     number = 1 + max(int(x.max()) for x in clusters.values())

@@ -195,14 +195,14 @@ def calibrated(
     draws = mcmc.get_samples(group_by_chain=True)
     target = _checked_target(mcmc, draws, args, kwargs)
     positions = positions_of(target, draws)
-    one_mode = "A sandwich is of one mode, and there may be several, or the run was too short."
+    one_mode = "The sandwich needs one mode; there may be several, or the run was too short."
     check_draws(positions, "`calibrated`", _FEWEST, one_mode)
     labels, number, of_rows = _clusters_of(clusters, target)
     dimension = positions.shape[-1]
     if number <= dimension:
         raise ValueError(
-            f"There are {number:,} clusters for {dimension:,} parameters: the covariance of their"
-            " gradients cannot be known. Take smaller clusters, or a model with fewer parameters."
+            f"{number:,} clusters are too few to estimate the covariance of the gradients of"
+            f" {dimension:,} parameters. Take smaller clusters, or a model with fewer parameters."
         )
     unseen = _unseen(population, number if not of_rows else _rows(target))
     known = _weights_of(weights, target)
@@ -240,21 +240,23 @@ def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: d
     names = {plate.name for plate in target.model.plates}
     if not names:
         raise ValueError(
-            "The model has no plate with a `subsample_size`, and it is not known what its rows are:"
-            " put them into `with numpyro.plate('rows', N, subsample_size=n) as i:`."
+            "The model has no plate with a `subsample_size`, so that its rows are unknown. Put the"
+            " rows into `with numpyro.plate('rows', N, subsample_size=n) as i:`."
         )
     if drawn := target.model.drawn_plates:
         raise ValueError(
-            f"Latent variables of plate '{drawn[0].name}' are integrated out by draws, whose second"
-            " derivatives are noise: groups with up to two numbers can be calibrated."
+            f"The latent variables of plate '{drawn[0].name}' are integrated out by random draws,"
+            " whose second derivatives are noise. Calibrate runs with at most two latent numbers"
+            " in a group."
         )
     sites = site_shapes(mcmc.sampler.model, dict(draws), args, kwargs)
     for name, site in sites.items():
         frames = [f.name for f in site.get("cond_indep_stack", ()) if f.name in names]
         if site["type"] == "sample" and len(frames) > 1:
             raise ValueError(
-                f"Site '{name}' is inside of several subsampled plates ({', '.join(frames)}): its"
-                " rows are of both, and have no gradients that are independent of each other."
+                f"Site '{name}' is inside of several subsampled plates ({', '.join(frames)}), so"
+                " that the gradients of its rows are not independent. Give only one of these"
+                " plates a `subsample_size`."
             )
     return target._replace(model=target.model.with_rule("fine"))
 
@@ -271,10 +273,10 @@ def _check_prior(sandwich: Sandwich, target: Target) -> None:
     if 2 * dimension * stats.t.sf(away[k], count - 1) < _CONTRADICTION:
         label = labels_and_sites(target)[0][k]
         raise ValueError(
-            f"Prior and rows contradict each other: these would have '{label}' {away[k]:.1f}"
-            " standard errors away from where the prior, or a bound of it, keeps the draws, and no"
-            " interval around these covers that. Widen the prior, move its bound, or correct the"
-            " rows."
+            f"Prior and rows contradict each other: the rows alone put '{label}' {away[k]:.1f}"
+            " standard errors away from the draws, where the prior or a bound keeps it. No"
+            " interval around the draws covers such a value. Widen the prior, move its bound, or"
+            " correct the rows."
         )
 
 
@@ -291,9 +293,9 @@ def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], 
         for name, x in given.items():
             if (unknown := pd.isnull(x)).any():
                 raise ValueError(
-                    f"`clusters` of plate '{name}' are not known for {int(unknown.sum()):,} rows,"
-                    f" the first is row {int(np.argmax(unknown)):,}: give each of these a cluster"
-                    " of its own, or leave them out of the data."
+                    f"`clusters` of plate '{name}' are missing for {int(unknown.sum()):,} rows,"
+                    f" the first is row {int(np.argmax(unknown)):,}. Give each of these rows a"
+                    " cluster of its own, or leave them out of the data."
                 )
         flat, names = pd.factorize(np.concatenate(labels))
         ends = np.cumsum([len(x) for x in labels])[:-1]
@@ -301,7 +303,8 @@ def _clusters_of(clusters: Any, target: Target) -> tuple[dict[str, np.ndarray], 
         number = len(names)
         if number < 2:
             raise ValueError(
-                f"`clusters` has a single one, {names[0]}: nothing is known of how clusters vary."
+                f"`clusters` has a single cluster, {names[0]}, which does not show how clusters"
+                " vary. Give at least two."
             )
     for plate in plates:
         if plate.name not in labels_of_rows:
@@ -324,8 +327,8 @@ def _weights_of(weights: Any, target: Target) -> dict[str, np.ndarray]:
         if bad.any():
             k = int(np.argmax(bad))
             raise ValueError(
-                f"`weights` must be positive numbers: {int(bad.sum()):,} are not, the first that of"
-                f" row {k}, {x[k]}. Leave rows of weight zero out of the data."
+                f"`weights` must be positive numbers, and {int(bad.sum()):,} are not; the first is"
+                f" {x[k]} in row {k}. Leave rows of weight zero out of the data."
             )
         relative[name] = x / x.mean()
     return relative
@@ -337,20 +340,20 @@ def _by_plate(what: str, given: Any, target: Target) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         if len(plates) > 1:
             raise ValueError(
-                f"The model has the subsampled plates {sorted(plates)}: give `{what}` as a dict by"
+                f"The model has the subsampled plates {sorted(plates)}. Give `{what}` as a dict by"
                 " plate."
             )
         given = dict.fromkeys(plates, given)
     if unknown := sorted(set(given) - set(plates)):
         raise ValueError(
-            f"`{what}` is for plates {unknown}, but the subsampled plates are {sorted(plates)}."
+            f"`{what}` names the plates {unknown}, but the subsampled plates are {sorted(plates)}."
         )
     given = {name: array(f"{what}[{name!r}]", x) for name, x in given.items()}
     for name, x in given.items():
         if np.shape(x) != (plates[name],):
             raise ValueError(
                 f"`{what}` of plate '{name}' has the shape {np.shape(x)}, but the plate has"
-                f" {plates[name]:,} rows: one for each of them is needed."
+                f" {plates[name]:,} rows. Give one value for each row."
             )
     return {name: given[name] for name in plates if name in given}
 
@@ -361,7 +364,10 @@ def _unseen(population: int | None, number: int) -> float:
         return 1.0
     population = whole("population", population, most=MOST_OF_64_BITS)
     if population < number:
-        raise ValueError(f"`population` is {population:,}, but the data have {number:,} of it.")
+        raise ValueError(
+            f"`population` is {population:,}, but the data alone have {number:,} rows or clusters."
+            " Give the number in the population."
+        )
     return 1 - number / population
 
 

@@ -203,8 +203,8 @@ def certify(mcmc: MCMC, num_draws: int = 1_000, *, rng_key: Array | None = None)
     log_ratios = np.where(np.isfinite(log_ratios), log_ratios, -np.inf)
     if not np.isfinite(log_ratios).any():
         raise ValueError(
-            "The posterior is not finite at any of the points drawn near the draws of the run: they"
-            " are not draws of this posterior, or it has none."
+            "The density of the posterior is not finite at any point drawn near the draws of the"
+            " run. The draws are from another posterior, or the posterior is improper."
         )
     log_weights, k_hat = _smoothed(log_ratios)
     weights = np.exp(log_weights)
@@ -229,7 +229,8 @@ def _factor_of(flat: np.ndarray) -> np.ndarray:
         return np.linalg.cholesky(np.atleast_2d(np.cov(flat.T)))
     except np.linalg.LinAlgError as error:
         raise ValueError(
-            "The covariance of the draws is singular: a parameter never moves, or two are the same."
+            "The covariance of the draws is singular, because a parameter never moves or two are"
+            " equal. Remove such a parameter from the model, or run again if the chain is stuck."
         ) from error
 
 

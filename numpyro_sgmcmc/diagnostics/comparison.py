@@ -76,7 +76,10 @@ def moments_of(draws: np.ndarray, labels: list[str]) -> Moments:
     draws = draws[..., varies]
     labels = [label for label, kept in zip(labels, varies, strict=True) if kept]
     if not labels:
-        raise ValueError("Nothing in this run ever moves: there is nothing to compare.")
+        raise ValueError(
+            "No variable of this run ever moves, so that there is nothing to compare. Reduce the"
+            " step size, or start elsewhere."
+        )
     variance, error = variance_of(draws)
     mean, sd = draws.mean(axis=(0, 1)), np.sqrt(variance)
     return Moments(mean, sd, effective_sizes(draws), error / 2, labels)
@@ -221,9 +224,12 @@ def errors_of(found: Moments, right: Moments, name: str = "the run") -> dict[str
     if found.labels != right.labels:
         only = sorted(set(found.labels) ^ set(right.labels))
         raise ValueError(
-            f"'{name}' and the reference have other variables: {only[:5]}"
+            f"'{name}' and the reference differ in their variables: {only[:5]}"
             + (" and more" if len(only) > 5 else "")
-            + " are in one of them only, or do not move in it. Choose common ones with `var_names`."
+            + (
+                " are in only one of the two, or move in only one. Choose common variables with"
+                " `var_names`."
+            )
         )
     error = (found.mean - right.mean) / right.sd
     error_se = np.sqrt(1 / right.mean_size + (found.sd / right.sd) ** 2 / found.mean_size)

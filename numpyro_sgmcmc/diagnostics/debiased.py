@@ -99,8 +99,8 @@ class Debiased(NamedTuple):
             columns[column] = some.set_axis(some.index.str.removeprefix(words))
         if columns["debiased_mean"].empty:
             raise ValueError(
-                "No row of `debiased` is the mean of a variable, but of functions: call it without"
-                " `functions` for the summary."
+                "The table of `debiased` has means of `functions`, and none of the variables. Call"
+                " `debiased` without `functions` for the summary."
             )
         return pd.DataFrame(columns | {"debiased_sd": np.sqrt(columns["debiased_sd"])})
 

@@ -66,8 +66,8 @@ class Growth(NamedTuple):
             )
         if self.counted < FEWEST_COUNTED:
             problems.append(
-                f"a minibatch counts as {self.counted:.1f} rows, of which {FEWEST_COUNTED} are"
-                " needed: take rows older than ten half-lives away, `rows.remove(...)`"
+                f"a minibatch counts as {self.counted:.1f} rows, and at least {FEWEST_COUNTED} are"
+                " needed: remove rows older than ten half-lives, `rows.remove(...)`"
             )
         if self.stein is not None and (seen := self.stein.problem()) is not None:
             problems.append(seen)
@@ -135,8 +135,8 @@ def growth(mcmc: MCMC) -> Growth:
     known = getattr(getattr(mcmc.last_state, "fixed", None), "known", None)
     if known is None:
         raise ValueError(
-            "The rows of this run do not keep coming: `growth` is for a run of a kernel of this"
-            " package on a `GrowingRows`, `mcmc.run(rng_key, *rows)`."
+            "The run has no `GrowingRows`, and `growth` judges only runs that have one. Run a"
+            " kernel of this package on a `GrowingRows`, `mcmc.run(rng_key, *rows)`."
         )
     # each chain may have its own copy
     rows, before = (int(np.ravel(x)[0]) for x in (known.rows, known.before))

@@ -61,14 +61,14 @@ class PredictiveScores(NamedTuple):
         where = f"site '{self.facts['site']}' and site '{other.facts['site']}'"
         if ours.shape != others.shape:
             raise ValueError(
-                f"Differences are of the same rows, but {where} have observations of shapes"
-                f" {ours.shape} and {others.shape}: call `predictive_scores` with the same rows."
+                f"Differences need the same rows, but {where} have observations of shapes"
+                f" {ours.shape} and {others.shape}. Call `predictive_scores` with the same rows."
             )
         if (differs := ours != others).any():
             raise ValueError(
-                f"Differences are of the same rows, but {np.count_nonzero(differs):,} of"
-                f" {differs.size:,} observations of {where} differ, the first is"
-                f" {ours[differs][0]:.6g} and {others[differs][0]:.6g}: call `predictive_scores`"
+                f"Differences need the same rows, but {np.count_nonzero(differs):,} of"
+                f" {differs.size:,} observations of {where} differ; the first are"
+                f" {ours[differs][0]:.6g} and {others[differs][0]:.6g}. Call `predictive_scores`"
                 " with the same rows, in the same order."
             )
         ours, others = scores_of(self.pointwise), scores_of(other.pointwise)
@@ -235,8 +235,8 @@ def _model_and_samples(mcmc: Any) -> tuple[Model, dict[str, Any]]:
         if callable(model) and isinstance(samples, Mapping):
             return full_data(model), dict(samples)
     raise TypeError(
-        "`mcmc` is an `MCMC` object after its run, or a pair of a model and a dict of its values,"
-        f" `(model, samples)`; got a {type(mcmc).__name__}."
+        "`mcmc` must be an `MCMC` object after its run, or a pair of a model and a dict of its"
+        f" values, `(model, samples)`; got a {type(mcmc).__name__}."
     )
 
 
@@ -255,15 +255,15 @@ def _check_samples(samples: Mapping[str, Any]) -> int:
     counts = set(sizes.values())
     if len(counts) != 1 or counts & {(), (0,)}:
         raise ValueError(
-            "The values of every site have one leading axis, for the draws, of the same length"
-            f" above zero; the lengths are {sizes}. A single value is `x[None]`."
+            "The values of every site need one leading axis for the draws, of the same length"
+            f" above zero; the lengths are {sizes}. Write a single value as `x[None]`."
         )
     bad = {name: int(np.sum(~np.isfinite(np.asarray(x)))) for name, x in samples.items()}
     if any(bad.values()):
         said = ", ".join(f"{number:,} of '{name}'" for name, number in bad.items() if number)
         raise ValueError(
-            f"Values that are not finite among the draws: {said}. Run again with a smaller step"
-            " size, or leave these draws out: `(model, samples)` in the place of the run."
+            f"The draws have values that are not finite: {said}. Run again with a smaller step"
+            " size; or leave these draws out, and give `(model, samples)` instead of the run."
         )
     return int(counts.pop()[0])
 
@@ -281,11 +281,10 @@ def _observed_site(
     if not observed and (local := [k for k in of_model if k.endswith(MARGINAL)]):
         plate = local[0].removesuffix(MARGINAL)
         raise ValueError(
-            f"The observations of plate '{plate}' have latent variables of their groups, which are"
-            " integrated out: their rows have no law of their own to be scored. The log density of"
-            f" each group is that of site '{local[0]}': `loo(mcmc)`, or"
-            " `to_arviz(mcmc, log_likelihood=True)`. For rows of new groups score the model itself"
-            " with draws of its effects, `(model, samples)`."
+            f"The groups of plate '{plate}' have latent variables that are integrated out, so that"
+            f" single rows have no predictive distribution. Score whole groups, site '{local[0]}',"
+            " by `loo(mcmc)` or `to_arviz(mcmc, log_likelihood=True)`. For rows of new groups"
+            " score the model itself with draws of its effects, `(model, samples)`."
         )
     instance("var_name", var_name, str | None, "the name of a site")
     if var_name in unknown or not observed:
@@ -314,22 +313,22 @@ def _check_latents(sites: Mapping[str, dict], samples: Mapping[str, Any], name: 
         if local or (inside and latent not in samples):
             where = f"plate '{sorted(inside & plates or inside)[0]}'"
             raise ValueError(
-                f"Site '{latent}' is latent in {where}: its draws belong to the rows, or groups,"
-                f" of the run, and nothing is known of it for those of site '{name}'. Write a"
-                " likelihood in which it is integrated out, such as"
-                " `MixtureSameFamily`, or a normal law with both variances."
+                f"Site '{latent}' is latent in {where}, and its draws apply only to the rows or"
+                f" groups of the run, not to site '{name}' here. Write a likelihood that"
+                " integrates it out, such as `MixtureSameFamily`, or a normal law with both"
+                " variances."
             )
         if latent not in samples:
             raise ValueError(
-                f"The model has the latent site '{latent}', but the draws are of"
-                f" {sorted(samples)}: give values of it, too, or a model without it."
+                f"The model has the latent site '{latent}', but the draws have only"
+                f" {sorted(samples)}. Give draws of this site too, or a model without it."
             )
     fn = sites[name]["fn"]
     while fn is not None:
         if isinstance(fn, dist.MaskedDistribution):
             raise ValueError(
-                f"Site '{name}' is masked, and a masked row would count as one that is predicted"
-                " with certainty: leave these rows out of the arguments, and the mask away."
+                f"Site '{name}' is masked, and a masked row would count as predicted with"
+                " certainty. Leave masked rows out of the arguments, and remove the mask."
             )
         fn = getattr(fn, "base_dist", None)
 
@@ -344,7 +343,7 @@ def _check_found(arrays: Mapping[str, np.ndarray], classes: int, name: str, numb
     y, log_density = arrays["observed"], arrays["log_predictive_density"]
     if classes:
         bad = ~np.isin(y, np.arange(classes))
-        what = f"are none of its classes, 0 to {classes - 1}: code them so"
+        what = f"are not among its classes: code them from 0 to {classes - 1}"
     else:
         bad, what = ~np.isfinite(y), "are not finite: leave these rows out"
     if not bad.any() and np.isnan(log_density).any():
@@ -354,7 +353,7 @@ def _check_found(arrays: Mapping[str, np.ndarray], classes: int, name: str, numb
         index = tuple(int(k) for k in np.argwhere(bad)[0])
         raise ValueError(
             f"{np.count_nonzero(bad):,} of {bad.size:,} observations of site '{name}' {what}. The"
-            f" first is that of index {index}, {y[index]}."
+            f" first is {y[index]} at index {index}."
         )
 
 

@@ -54,8 +54,8 @@ def as_data(run: Run) -> Any:
         posterior = None
     if posterior is None:
         raise TypeError(
-            "A run is an `MCMC` object after its run, or an ArviZ object with a posterior group,"
-            f" such as `to_arviz(mcmc)`; got {_described(run)}."
+            "A run must be an `MCMC` object after its run, or an ArviZ object with a posterior"
+            f" group, such as `to_arviz(mcmc)`; got {_described(run)}."
         )
     if not posterior.data_vars or not posterior.sizes.get("draw"):
         raise ValueError(
@@ -86,7 +86,7 @@ def draws_of(data: Any, var_names: str | Sequence[str] | None = None) -> xr.Data
         unknown = [name for name in var_names if name not in posterior]
         if unknown:
             raise ValueError(
-                f"`var_names`: the posterior has no variables {unknown}; it has"
+                f"`var_names` has {unknown}, which are no variables of the posterior; it has"
                 f" {sorted(posterior.data_vars)}."
             )
         posterior = posterior[var_names]
@@ -98,7 +98,7 @@ def draws_of(data: Any, var_names: str | Sequence[str] | None = None) -> xr.Data
     if bad:
         counts = ", ".join(f"{count:,} of '{name}'" for name, count in bad.items())
         raise ValueError(
-            f"Values that are not finite among the draws: {counts}. Effective sample sizes and"
+            f"The draws have values that are not finite: {counts}. Effective sample sizes and"
             " R-hat do not notice infinite values. Choose the other variables with `var_names`, or"
             " run again with a smaller step size."
         )
@@ -106,7 +106,9 @@ def draws_of(data: Any, var_names: str | Sequence[str] | None = None) -> xr.Data
 
 
 def _described(run: Any) -> str:
-    return f"a {type(run).__name__}" + (" without one" if hasattr(run, "groups") else "")
+    return f"a {type(run).__name__}" + (
+        " without a posterior group" if hasattr(run, "groups") else ""
+    )
 
 
 def flat_draws(posterior: xr.Dataset) -> tuple[np.ndarray, list[str]]:
@@ -134,12 +136,12 @@ def values_of(functions: Functions, posterior: xr.Dataset) -> tuple[np.ndarray, 
         wrong = [f"'{name}'" for name, x in values.items() if not np.all(np.isfinite(x))]
     except Exception as error:
         raise ValueError(
-            "`functions` must give a dict of numbers or arrays for the values of one draw, a dict"
-            f" by name, with operations of JAX; it raises {type(error).__name__}: {error}"
+            "`functions` must map the values of one draw, a dict by name, to a dict of numbers or"
+            f" arrays, by operations of JAX. It raised {type(error).__name__}: {error}"
         ) from error
     if wrong or not values:
-        what = f"values that are not finite, of {', '.join(wrong)}" if wrong else "nothing"
-        raise ValueError(f"`functions` gives {what}: there is no mean of it to be known.")
+        what = f"values that are not finite for {', '.join(wrong)}" if wrong else "nothing"
+        raise ValueError(f"`functions` must give finite numbers to average; it gives {what}.")
     dataset = xr.Dataset(
         {
             name: (

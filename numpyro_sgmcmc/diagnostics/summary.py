@@ -135,8 +135,8 @@ def summary(
     missing = [name for name in ("sd", "ess_bulk", "r_hat") if name not in table]
     if missing:
         raise ValueError(
-            f"The verdict needs the columns {missing} of `arviz.summary`, which {options} leaves"
-            " out: call `arviz.summary` itself, or leave these options away."
+            f"The verdict needs the columns {missing} of `arviz.summary`, and the options"
+            f" {options} leave them out. Remove these options, or call `arviz.summary` itself."
         )
     stein = group(data, "stein")
     errors = _variance_errors(posterior, stein).reindex(table.index)
@@ -204,7 +204,7 @@ def _verdict(
     attrs = data.attrs
     wrong, unknown, short = [], [], ""
     if attrs.get("undone_steps_problem"):
-        cause = "not finite, or a momentum that does not occur"
+        cause = "not finite, or an impossible momentum"
         wrong.append(f"{attrs['undone_steps_problem']}: {cause}")
     if attrs.get("verdict"):
         wrong.append(f"the draws do not have the law of the posterior: {attrs['verdict']}")

@@ -109,8 +109,9 @@ def configurational_temperature(run: Run) -> Temperature:
     values, _ = _collected(run, "configurational_temperature")
     if np.any(np.isnan(values)):
         raise ValueError(
-            "The configurational temperature is not known for minibatches that are not independent"
-            " (subsampling='epochs' or 'symmetric_sweeps')."
+            "The configurational temperature needs independent minibatches, and the minibatches of"
+            " subsampling='epochs' and 'symmetric_sweeps' are not. Run with"
+            " subsampling='without_replacement'."
         )
     return Temperature(*_mean(values), (np.nan, np.nan), np.nan)
 

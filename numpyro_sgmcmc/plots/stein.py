@@ -119,10 +119,9 @@ def _stein_of(data: Any) -> xr.Dataset:
     stein = group(data, "stein")
     if stein is None or not stein.sizes.get("parameter"):
         raise ValueError(
-            "The run has no group `stein`. Make the ArviZ object with `to_arviz(mcmc)`, of a kernel"
-            " of this package whose minibatches are independent"
-            " (subsampling='without_replacement' or 'with_replacement'), and of which not every"
-            " step was undone as not finite."
+            "The run has no group `stein`, which needs a kernel of this package, independent"
+            " minibatches (subsampling='without_replacement' or 'with_replacement') and some"
+            " finite steps. Make the ArviZ object with `to_arviz(mcmc)`."
         )
     return stein
 
@@ -137,7 +136,9 @@ def _chosen(sites: list[str], var_names: str | Sequence[str] | None) -> list[str
         return sites
     chosen = names("var_names", var_names)
     if unknown := [name for name in chosen if name not in sites]:
-        raise ValueError(f"`var_names`: the latent sites are {sites}; there are no {unknown}.")
+        raise ValueError(
+            f"`var_names` has {unknown}, which are no latent sites; the latent sites are {sites}."
+        )
     return chosen
 
 

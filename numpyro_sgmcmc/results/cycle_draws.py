@@ -30,8 +30,8 @@ def kept_draws(mcmc: MCMC) -> MCMC:
     if not used.any():
         steps = mcmc.sampler.run_info["cycle_steps"]
         raise ValueError(
-            f"None of {used.size:,} draws is from the end of a cycle of {steps:,} steps: draw more"
-            " samples, or leave `steps_per_sample` and `thinning` out for one at the end of each"
-            " cycle."
+            f"None of {used.size:,} draws is from the end of a cycle of {steps:,} steps. Draw more"
+            " samples; or leave `steps_per_sample` and `thinning` out, for one sample at the end"
+            " of each cycle."
         )
     return with_draws(mcmc, np.flatnonzero(used))

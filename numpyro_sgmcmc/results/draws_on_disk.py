@@ -91,7 +91,6 @@ def check_free(folder: Path) -> None:
         what = "is a link" if folder.is_symlink() else "is a file"
         what = "has files in it" if is_folder else what
         raise ValueError(
-            f"The store {folder} {what}, and nothing is written over it: choose another path for"
-            " `store`, or remove it; `xarray.open_zarr(path, chunks=None)` opens draws that are"
-            " there."
+            f"The store {folder} {what}, and is not overwritten. Choose another path for `store`,"
+            " or remove it. `xarray.open_zarr(path, chunks=None)` opens existing draws."
         )

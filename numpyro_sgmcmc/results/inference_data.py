@@ -245,8 +245,8 @@ def _observations(mcmc: MCMC, run: _Run) -> dict[str, np.ndarray]:
     if not are_edited(mcmc):
         return {name: np.asarray(site["value"]) for name, site in run.observed.items()}
     warnings.warn(
-        "The data have been changed in place since the run: `observed_data` is left out, and"
-        " the draws are those of the data before.",
+        "The data have been changed in place since the run: `observed_data` is left out, and the"
+        " draws are from the data before the change.",
         stacklevel=3,
     )
     return {}
@@ -372,9 +372,9 @@ def _warn_of_draws(mcmc: MCMC, stein: SteinReport | None) -> None:
         step_size = float(np.max(mcmc.last_state.step_size))
         warnings.warn(
             f"{problem[0].upper()}{problem[1:]}, at a step size of {step_size:.3g}: they were not"
-            " finite, or led to a momentum that does not occur. The draws near them cannot be"
-            " trusted: reduce the step size, start closer to the posterior (`init_to_value`), or"
-            " give parameters with heavy-tailed posteriors a narrower prior.",
+            " finite, or led to an impossible momentum. The draws near them cannot be trusted."
+            " Reduce the step size, start closer to the posterior (`init_to_value`), or give"
+            " parameters with heavy-tailed posteriors a narrower prior.",
             stacklevel=3,
         )
     fields = mcmc.get_extra_fields()
@@ -382,9 +382,9 @@ def _warn_of_draws(mcmc: MCMC, stein: SteinReport | None) -> None:
     if np.any(used > 1):
         warnings.warn(
             "The noise of the gradient was more than the friction can dissipate in"
-            f" {np.mean(used > 1):.1%} of the draws, by a factor of up to {np.max(used):.3g}: they"
-            " spread too widely. Increase the friction or reduce the step size by more than that"
-            " factor, or use CCAdL, which has no such limit.",
+            f" {np.mean(used > 1):.1%} of the draws, by a factor of up to {np.max(used):.3g}, so"
+            " that they spread too widely. Increase the friction or reduce the step size by more"
+            " than that factor, or use CCAdL, which has no such limit.",
             stacklevel=3,
         )
     if (tried := fields.get("exchange_prob")) is not None:
@@ -393,10 +393,10 @@ def _warn_of_draws(mcmc: MCMC, stein: SteinReport | None) -> None:
         temperatures = str(mcmc.sampler.run_info["temperatures"]).split(", ")
         if mean[k] < _SELDOM:
             warnings.warn(
-                f"Positions are exchanged in {mean[k]:.1%} of the tries between replicas at the"
-                f" temperatures {temperatures[k]} and {temperatures[k + 1]}: those that are hotter"
-                " hardly take part, and modes may be missing or have wrong weights. Take"
-                " temperatures between these two, or more `minibatches` for an exchange.",
+                f"Positions were exchanged in {mean[k]:.1%} of the tries between replicas at the"
+                f" temperatures {temperatures[k]} and {temperatures[k + 1]}. Hotter replicas"
+                " hardly take part, and modes may be missing or have wrong weights. Add"
+                " temperatures between these two, or use more `minibatches` for an exchange.",
                 stacklevel=3,
             )
     if stein is not None and (problem := stein.problem()) is not None:
@@ -435,9 +435,10 @@ def check_size(
     draws = mcmc.num_chains * (mcmc.num_samples // mcmc.thinning)
     if draws * values > max_values:
         raise ValueError(
-            f"`{group}` would have {draws:,} draws x {values:,} values = {draws * values:,} values,"
-            f" more than max_values={max_values:,}. Use {remedy}, keep fewer draws with"
-            " `MCMC(thinning=...)`, or raise `max_values` if the memory is there (4 bytes each)."
+            f"`{group}` would have {draws:,} draws x {values:,} values = {draws * values:,}"
+            f" values, more than max_values={max_values:,}. Use {remedy}, or keep fewer draws with"
+            " `MCMC(thinning=...)`. With enough memory (4 bytes for each value) raise"
+            " `max_values`."
         )
 
 

@@ -98,7 +98,7 @@ def local_draws(
     marginal = marginal_of(mcmc)
     if marginal is None:
         raise ValueError(
-            "The model has no latent sites inside of subsampled plates: all of them are in"
+            "The model has no latent sites inside of subsampled plates. All latent sites are in"
             " `mcmc.get_samples()`."
         )
     check_data(mcmc, "Draw the groups of")
@@ -147,7 +147,7 @@ def _check_size(shapes: list[tuple[int, ...]], max_values: int) -> None:
         chains, draws, groups = max(shapes, key=math.prod)[:3]
         raise ValueError(
             f"`local_draws` would have {values:,} values, of {groups:,} groups for {draws:,} draws"
-            f" of each of {chains} chains, more than max_values={max_values:,}. Write them to disk,"
-            ' `store="draws.zarr"`; ask for some groups, `groups=2_000`, or for fewer draws,'
-            " `num_draws=50`; or raise `max_values` if the memory is there (4 bytes each)."
+            f" of each of {chains} chains, more than max_values={max_values:,}. Write them to"
+            ' disk, `store="draws.zarr"`, or ask for fewer groups, `groups=2_000`, or draws,'
+            " `num_draws=50`. With enough memory (4 bytes for each value) raise `max_values`."
         )

@@ -294,8 +294,8 @@ def _only_known(values: np.ndarray, known: Mapping[int, np.ndarray], shape: tupl
                     index = np.searchsorted(known[axis], asked)
                     if not np.array_equal(np.take(known[axis], index, mode="clip"), asked):
                         raise IndexError(
-                            f"Of the log likelihood only {known[axis].size:,} of"
-                            f" {shape[axis]:,} rows were computed, and others were asked for."
+                            f"The log likelihood was computed for only {known[axis].size:,} of"
+                            f" {shape[axis]:,} rows, and others were requested."
                         )
                 selected = selected[(slice(None),) * axis + (index,)]
             return selected

@@ -87,8 +87,8 @@ def chosen_site(observed: list[str], var_name: str | None) -> str:
     if var_name not in observed:
         example = f", for instance `var_name={observed[0]!r}`" if observed else ""
         raise ValueError(
-            f"`var_name={var_name!r}` names none of the {len(observed)} observed sites, {observed}:"
-            f" choose one of them{example}."
+            f"`var_name={var_name!r}` is none of the {len(observed)} observed sites, {observed}."
+            f" Choose one{example}."
         )
     return var_name
 
@@ -173,14 +173,15 @@ def choose_rows(
     if not plates:
         raise ValueError(
             f"`{argument}={shown(rows)}` chooses from the plates that have a `subsample_size`, but"
-            f" the model has none. Give the plate of the data one, or leave `{argument}` out."
+            " the model has none. Give the plate of the data a `subsample_size`, or leave"
+            f" `{argument}` out."
         )
     if not isinstance(rows, Mapping):
         rows = array(argument, rows)
         if len(plates) > 1 and np.ndim(rows) > 0:
             raise ValueError(
                 f"`{argument}` holds row numbers, but the model has several subsampled plates:"
-                f" {known}. Say which: `{argument}={{'{plates[0].name}': ...}}`."
+                f" {known}. Name the plate, `{argument}={{'{plates[0].name}': ...}}`."
             )
         rows = dict.fromkeys(sizes, rows)
     if unknown := sorted(set(rows) - set(sizes)):
@@ -199,15 +200,15 @@ def row_numbers(where: str, rows: Selection, size: int, rng_key: Array) -> np.nd
     numbers = array(where, rows)
     if numbers.dtype.kind not in "iu" or numbers.ndim > 1 or numbers.size == 0:
         raise ValueError(
-            f"The rows of {where} are an array of dtype {numbers.dtype} and shape {numbers.shape},"
-            " but must be a whole number of them or a vector of their numbers, from 0 to"
-            f" {size - 1:,}. Of a mask take `np.flatnonzero(mask)`."
+            f"The rows of {where} must be a number of rows, or a vector of row numbers from 0 to"
+            f" {size - 1:,}; got dtype {numbers.dtype} and shape {numbers.shape}. For a mask give"
+            " `np.flatnonzero(mask)`."
         )
     if numbers.ndim == 0:
         if not 1 <= numbers <= size:
             raise ValueError(
-                f"{numbers:,} rows of {where} were asked for, which has {size:,}. Ask for 1 to"
-                f" {size:,} of them."
+                f"{numbers:,} rows of {where} were requested, and it has {size:,}. Ask for 1 to"
+                f" {size:,} rows."
             )
         # the seed has the size and not the name, because plates of one size mostly have equal rows
         seed = np.append(np.ravel(random.key_data(rng_key)), size)
@@ -216,15 +217,15 @@ def row_numbers(where: str, rows: Selection, size: int, rng_key: Array) -> np.nd
     outside = numbers[(numbers < 0) | (numbers >= size)]
     if outside.size:
         raise ValueError(
-            f"{outside.size:,} of the {numbers.size:,} row numbers of {where} are out of range, the"
-            f" first is {outside[0]}: it has rows 0 to {size - 1:,}."
+            f"{outside.size:,} of the {numbers.size:,} row numbers of {where} are out of range,"
+            f" the first is {outside[0]}. They go from 0 to {size - 1:,}."
         )
     values, counts = np.unique(numbers, return_counts=True)
     if values.size < numbers.size:
         raise ValueError(
             f"Row {values[counts > 1][0]} of {where} is chosen {counts[counts > 1][0]} times, and"
             f" {numbers.size - values.size:,} of the {numbers.size:,} row numbers are repeated."
-            " Give each once: `np.unique(rows)`."
+            " Give each row once, `np.unique(rows)`."
         )
     return numbers.astype(int)
 

@@ -51,8 +51,8 @@ def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
     data = fingerprint_of(target.args, target.kwargs)
     if data is not None and data + target.model.captured != seen:
         raise ValueError(
-            "The data are not those of the run: they have been changed in place since, or its"
-            f" kernel has been used for others. {asked} the run with the data it had, or run again."
+            "The data differ from the data of the run: they were changed in place, or the kernel"
+            f" was used for other data. {asked} the run with its own data, or run again."
         )
 
 

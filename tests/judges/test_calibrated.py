@@ -295,7 +295,7 @@ def test_rows_in_two_plates(constrained):
     assert found.clusters == one.clusters == 200
     names = ["b[0]", "b[1]", "sigma"]
     np.testing.assert_allclose(found.table["ratio"][names], one.table["ratio"][names], rtol=0.05)
-    with pytest.raises(ValueError, match="give `clusters` as a dict by plate"):
+    with pytest.raises(ValueError, match="Give `clusters` as a dict by plate"):
         calibrated(found.run, clusters=clusters)
 
 
@@ -310,16 +310,16 @@ BAD = {
         {"clusters": CLUSTER[:-1]},
         r"shape \(1999,\), but the plate has 2,000 rows",
     ),
-    "one cluster": ({"clusters": np.zeros(ROWS, int)}, "a single one, 0: nothing"),
-    "few clusters": ({"clusters": CLUSTER % 3}, "3 clusters for 3 parameters"),
+    "one cluster": ({"clusters": np.zeros(ROWS, int)}, "a single cluster, 0, which"),
+    "few clusters": ({"clusters": CLUSTER % 3}, "3 clusters are too few .* of 3 parameters"),
     "weights of zero": (
         {"weights": WEIGHTS * (CLUSTER > 0)},
-        "20 are not, the first that of row 0",
+        "20 are not; the first is 0.0 in row 0",
     ),
     "negative weights": ({"weights": -WEIGHTS}, "2,000 are not"),
-    "no number": ({"weights": np.full(ROWS, np.nan)}, "row 0, nan"),
-    "an unknown plate": ({"clusters": {"row": CLUSTER}}, r"is for plates \['row'\]"),
-    "a small population": ({"population": 100}, "is 100, but the data have 2,000"),
+    "no number": ({"weights": np.full(ROWS, np.nan)}, "nan in row 0"),
+    "an unknown plate": ({"clusters": {"row": CLUSTER}}, r"names the plates \['row'\]"),
+    "a small population": ({"population": 100}, "is 100, but the data alone have 2,000"),
 }
 
 
@@ -339,7 +339,7 @@ def test_runs_that_cannot_be_calibrated(run):
     with pytest.raises(ValueError, match="The chains do not agree: R-hat"):
         calibrated(two_modes)
     far = view_of(run, run.sampler.model, {"b": 1e3 * draws}, DATA, {})
-    with pytest.raises(ValueError, match="standard deviations from where the gradient"):
+    with pytest.raises(ValueError, match="standard deviations from the point of zero gradient"):
         calibrated(far)
     hot = run_mcmc(
         CCAdL(logistic, step_size=0.01, friction=10.0, temperature=2.0), *DATA, warmup=2, samples=4
@@ -362,7 +362,7 @@ def test_few_draws_say_nothing_of_intervals(run, samples):
 def test_rows_of_no_cluster(run, kind, missing):
     clusters = CLUSTER.astype("M8[D]" if kind == "M8[D]" else kind)
     clusters[[7, 12]] = missing
-    with pytest.raises(ValueError, match="`clusters` .* not known for 2 rows, the first is row 7"):
+    with pytest.raises(ValueError, match="`clusters` .* missing for 2 rows, the first is row 7"):
         calibrated(run, clusters)
 
 
@@ -400,7 +400,7 @@ def test_rows_that_contradict_the_prior(case):
     """At a bound the draws have a width that has nothing to do with that of an estimate."""
     site, prior, likelihood, y = BEYOND[case]
     run = run_of(bounded(site, prior, likelihood), (y,), 200, NUTS)
-    said = f"contradict each other: these would have '{site}' .* standard errors away"
+    said = f"contradict each other: the rows alone put '{site}' .* standard errors away"
     with pytest.raises(ValueError, match=said):
         calibrated(run)
 

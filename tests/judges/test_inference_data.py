@@ -331,11 +331,11 @@ def test_crossed_plates_choose_rows_and_columns():
 @pytest.mark.parametrize(
     "rows, message",
     [
-        (51, "51 rows of plate 'rows' were asked for, which has 50. Ask for 1 to 50"),
-        (0, "0 rows of plate 'rows' were asked for"),
+        (51, "51 rows of plate 'rows' were requested, and it has 50. Ask for 1 to 50"),
+        (0, "0 rows of plate 'rows' were requested"),
         ([3, 50, -1], "2 of the 3 row numbers of plate 'rows' are out of range, the first is 50"),
         ([4, 9, 4, 4], "Row 4 of plate 'rows' is chosen 3 times, and 2 of the 4"),
-        (2.5, r"The rows of plate 'rows' are an array of dtype float64 and shape \(\)"),
+        (2.5, r"The rows of plate 'rows' must be .* got dtype float64 and shape \(\)"),
         (np.ones(50, bool), r"dtype bool and shape \(50,\).*np.flatnonzero"),
         ([], r"shape \(0,\)"),
         ({"row": 3}, r"`rows` names \['row'\], but the subsampled plates .* 'rows' \(50 rows\)"),

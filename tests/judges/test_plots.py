@@ -148,7 +148,10 @@ def test_stein_of_chosen_sites_in_given_axes(mcmc):
     assert plot_stein(mcmc, "level", ax=ax) is ax
     assert len(points_of(ax)) == 1
     assert len(plot_stein(mcmc, ["mu"], figsize=(4, 3)).get_yticks()) == 1
-    with pytest.raises(ValueError, match=r"sites are \['level', 'mu'\]; there are no \['nu'"):
+    with pytest.raises(
+        ValueError,
+        match=r"\['nu'\], which are no latent sites; the latent sites are \['level', 'mu'",
+    ):
         plot_stein(mcmc, ["nu"])
 
 

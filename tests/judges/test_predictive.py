@@ -225,7 +225,7 @@ def test_only_what_is_known_can_be_read():
     array = xr.DataArray(known, dims=("draw", "rows"))
     assert array.shape == (2, 9)
     np.testing.assert_array_equal(array.isel(rows=[6, 2], draw=1), [5, 3])
-    with pytest.raises(IndexError, match="only 3 of 9 rows were computed"):
+    with pytest.raises(IndexError, match="computed for only 3 of 9 rows"):
         array.isel(rows=[2, 3]).load()
 
 

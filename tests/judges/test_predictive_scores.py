@@ -403,7 +403,7 @@ BAD = {
         np.zeros((2, 3, 4), np.float32),
         (X, np.arange(ROWS) % 5),
         {},
-        "80 of 400 observations of site 'y' are none of its classes, 0 to 3.*index .4,., 4",
+        "80 of 400 observations of site 'y' are not among its classes.* 0 to 3.*is 4 at index .4,.",
     ),
 }
 
