@@ -51,8 +51,8 @@ class RowsOnDisk(IndexedByRows):
     It is an argument of a model in the place of an array. The model indexes it by the indices of
     the plate.
 
-    A minibatch of :math:`n` rows in random places is :math:`n` small reads. With
-    ``subsampling="blocks"`` of the kernel it is about ten stretches of neighbouring rows, which
+    A minibatch of :math:`n` rows in random places takes :math:`n` small reads. With
+    ``subsampling="blocks"`` of the kernel it has about ten stretches of neighbouring rows, which
     are read many times faster.
 
     :param source: the rows, shape :math:`(N, \\ldots)`, numbers or truth values. Values of 64 bits

@@ -49,10 +49,10 @@ class Cyclical:
         parts = self.steps % steps_per_sample == 0 and self.sampling_steps % steps_per_sample == 0
         if not (whole or parts):
             raise ValueError(
-                f"`steps_per_sample={steps_per_sample:,}` does not go with cycles of"
-                f" {self.steps:,} steps, the last {self.sampling_steps:,} for samples: it must"
-                " divide both, or be a multiple of the cycle. Leave it out for one sample at the"
-                " end of each cycle."
+                f"`steps_per_sample={steps_per_sample:,}` does not fit cycles of {self.steps:,}"
+                f" steps with {self.sampling_steps:,} steps for samples: it must divide both"
+                " numbers, or be a multiple of the first. Leave it out for one sample at the end"
+                " of each cycle."
             )
 
 
@@ -67,9 +67,9 @@ def cyclical(largest: float, smallest: float, steps: int, sampling: float = 0.25
     .. math:: h_i = h_{\\min} + \\tfrac12 (h_{\\max} - h_{\\min})
         \\left( 1 + \\cos \\frac{\\pi \\, \\min(i \\bmod P, \\; P - S)}{P - S} \\right) .
 
-    Draws come from the last steps only. These have one size, so that within a mode the draws have
-    the law of the smallest step size. A sample is a whole cycle, unless ``steps_per_sample`` says
-    otherwise. If a cycle has several samples, ``to_arviz`` and the diagnostics leave out the
+    Draws come from the last steps only. These steps have one size, so that within a mode the draws
+    have the law of the smallest step size. A sample is a whole cycle, unless ``steps_per_sample``
+    says otherwise. If a cycle has several samples, ``to_arviz`` and the diagnostics leave out the
     samples with a falling step size. ``mcmc.get_samples()`` and ``arviz.from_numpyro`` know nothing
     of cycles and have all samples.
 

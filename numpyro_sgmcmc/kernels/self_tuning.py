@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The tuning of a method: a given one, the latest, or a new one."""
+"""Choice of the tuning of a method: the given, the latest, or a new tuning."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,8 +102,8 @@ def _known_data(runtime: Runtime, target: Target) -> str:
     data = data_fingerprint(target)
     if data is None:
         raise ValueError(
-            f"{runtime.name} cannot tune itself inside `jit` or `vmap` of its data."
-            " Call `tune` before, and pass `tuning=`."
+            f"{runtime.name} cannot tune itself inside `jit` or `vmap` of its data. Call `tune`"
+            " first, and pass its result as `tuning=`."
         )
     return data
 
@@ -117,8 +117,8 @@ def _adopted(method: Method, runtime: Runtime, target: Target, tuning: Tuning) -
     size, metric = target.model.dimension, tuning.metric
     if not isinstance(metric, IdentityMetric) and len(metric.center) != size:
         raise ValueError(
-            f"`tuning` was found for {len(metric.center)} unconstrained parameters, but this"
-            f" model has {size}."
+            f"`tuning` was found for {len(metric.center)} unconstrained parameters, but this model"
+            f" has {size}. Let the kernel tune itself, or give it the tuning of this model."
         )
     data, here, there = data_fingerprint(target), runtime.densities, tuning.densities
     # densities can be compared on equal data only
@@ -135,8 +135,8 @@ def _adopted(method: Method, runtime: Runtime, target: Target, tuning: Tuning) -
     )
     if hasattr(method, "friction") and tuning.friction is None:
         raise ValueError(
-            f"`tuning` has no friction, which {runtime.name} needs: call its own `tune`,"
-            " or give `friction`."
+            f"`tuning` has no friction, which {runtime.name} needs. Call the `tune` of this"
+            " kernel, or give `friction`."
         )
     if tuning.anchor is None and not tuning.strata:
         return tuning
@@ -164,9 +164,8 @@ def _strata_anew(name: str, target: Target, tuning: Tuning, data: str | None) ->
     if are_strata_of(target, tuning.strata):
         return tuning.strata  # the strata are unbiased for any rows
     raise ValueError(
-        "`tuning` has strata of other rows, or for minibatches of another size:"
-        f" {name} cannot make them anew inside `jit` or `vmap` of its data. Call"
-        " `tune` before with data of this shape."
+        f"`tuning` has strata of other rows, or for another minibatch size, and {name} cannot make"
+        " new ones inside `jit` or `vmap` of its data. Call `tune` first, with data of this shape."
     )
 
 
@@ -246,10 +245,10 @@ def _explained(name: str) -> Iterator[None]:
         if "custom_vjp" not in str(error):
             raise
         raise ValueError(
-            "The tuning needs second derivatives of the density, which a function of the model"
-            " does not have (it is a `jax.custom_vjp`, as `odeint` of JAX is). Use another one,"
-            f" diffrax for instance; or give {name} its step size and"
-            " friction, and gradient='minibatch'."
+            "The tuning needs second derivatives of the density, and a function of the model has"
+            " none (a `jax.custom_vjp`, such as `odeint` of JAX). Use another function, for"
+            f" instance of diffrax; or give {name} its step size and friction, and"
+            " gradient='minibatch'."
         ) from error
 
 

@@ -29,39 +29,40 @@ from numpyro_sgmcmc.tuning.pilot_rhat import (
 )
 from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
 
-PILOT_CHAINS = 8  #: chains of a pilot
-_PILOT_STEPS = 600  #: the fewest steps of each
-_MOST_PILOT_STEPS = 40_000  #: the most
-_HALVINGS = 5  #: the most halvings of the step size
+PILOT_CHAINS = 8  #: number of chains of a pilot
+_PILOT_STEPS = 600  #: smallest number of steps of each chain
+_MOST_PILOT_STEPS = 40_000  #: largest number of steps of each chain
+_HALVINGS = 5  #: largest number of halvings of the step size
 
-_UNDONE_BY_CHANCE = 2  #: undone steps of a pilot that do not say yet how often it happens
-_UNDONE = 1e-4  #: and the tolerable part of all
+_UNDONE_BY_CHANCE = 2  #: number of undone steps of a pilot that chance explains
+_UNDONE = 1e-4  #: tolerable share of undone steps beyond it
 
-_PILOT_TIME = 40.0  #: length of a chain in units of its memory; shorter ones look too narrow
-_LONGER = (1, 8, 32)  #: how many times longer it is where chains do not agree
+_PILOT_TIME = 40.0  #: length of a chain in units of its memory; shorter chains look too narrow
+_LONGER = (1, 8, 32)  #: factors of this length, until the chains agree
 
 
 class Pilot(Protocol):
-    """Runs short chains."""
+    """A function that runs short chains."""
 
     def __call__(self, step_size: float, steps: int, rng_key: Array, /) -> PilotRun:
-        """With a step size and a number of steps."""
+        """Run the chains with a step size and a number of steps."""
 
     def prepare(self) -> None:
-        """Compiles its program beside what is done next."""
+        """Compile the program beside the next work."""
 
 
 def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> Tuning:
     """
-    Chains with the step size of a tuning; with half of it, and again, until their Stein matrix is
-    the identity. Where shorter steps do not help, it stays as it was. Chains that do not agree are
-    run longer.
+    Run short chains with the step size of a tuning, and halve it until their Stein matrix is right.
+
+    A right Stein matrix is the identity. If shorter steps do not help, the step size stays as it
+    was. Chains that do not agree are run longer.
 
     :param target: the model with its data.
     :param rng_key: a random key.
-    :param tuning: what was found before.
-    :param pilot: runs the chains.
-    :return: with the step size, and with what was seen of its chains.
+    :param tuning: the tuning before the pilot.
+    :param pilot: the function that runs the chains.
+    :return: the tuning with the step size, and with the results of its chains.
     """
     noise = tuning.noise
     assert noise is not None
@@ -106,13 +107,14 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
 
 def pilot_steps(noise: NoiseLevel, step_size: float, longer: int = 1) -> tuple[int, bool]:
     """
-    The steps of each chain of a pilot: independent draws take more of them where there is more
-    noise and where they are short.
+    The number of steps of each chain of a pilot.
+
+    Independent draws take more steps if the noise is large, or the steps are short.
 
     :param noise: the noise of the gradient.
-    :param float step_size: in units of the largest posterior standard deviation.
-    :param int longer: how much longer than chains need where a metric fits.
-    :return: their number, and whether they are enough for a verdict.
+    :param float step_size: step size in units of the largest posterior standard deviation.
+    :param int longer: factor of the length that chains need if a metric fits.
+    :return: the number of steps, and whether they are enough for a verdict.
     """
     needed = longer * _PILOT_TIME / step_size
     fewest = _PILOT_STEPS * min(max(1.0, noise.mean / 4), 10.0)
@@ -120,7 +122,7 @@ def pilot_steps(noise: NoiseLevel, step_size: float, longer: int = 1) -> tuple[i
 
 
 def _is_no_better(tried: list[Tuning]) -> bool:
-    """True if a quarter of the step or less has not mended a wrong temperature."""
+    """True if a quarter of the step size or less has not corrected a wrong temperature."""
     first, found = tried[0].report, tried[-1].report
     assert first is not None and found is not None
     before, now = abs(first.temperature - 1), abs(found.temperature - 1)
@@ -128,7 +130,7 @@ def _is_no_better(tried: list[Tuning]) -> bool:
 
 
 def _worst_r_hat(target: Target, seen: PilotRun) -> tuple[float | None, str]:
-    """R-hat of the coordinate on which the chains agree the least, and the site it belongs to."""
+    """The largest R-hat of a coordinate, and the site of this coordinate."""
     if seen.halves is None:
         return None, ""
     found = np.nan_to_num(r_hats(seen.halves), nan=np.inf)
@@ -136,7 +138,7 @@ def _worst_r_hat(target: Target, seen: PilotRun) -> tuple[float | None, str]:
 
 
 def site_of(target: Target, sizes: np.ndarray) -> str:
-    """The site of the largest of some numbers for each coordinate."""
+    """The site of the coordinate with the largest number."""
     latents = target.model.latents
     ends = np.cumsum([math.prod(latents[name].shape) for name in sorted(latents)])
     return sorted(latents)[int(np.searchsorted(ends, np.argmax(sizes), side="right"))]
@@ -156,12 +158,12 @@ def short_chains(
     """
     The chains of a pilot, from draws of a Gaussian.
 
-    :param begin: from values and two keys to the state of a chain.
-    :param advance: one sample of a chain, or of several.
-    :param axes: those of the state of several chains, for :func:`jax.vmap`.
+    :param begin: function from values and two keys to the state of a chain.
+    :param advance: function that takes one sample of a chain, or of several.
+    :param axes: axes of the state of several chains, for :func:`jax.vmap`.
     :param target: the model with its data, tuned.
     :param gaussian: the Gaussian that is close to the posterior.
-    :param metric: in whose coordinates chains are compared.
+    :param metric: metric in whose coordinates chains are compared.
     :param samples: number of samples of each chain.
     """
     keys = random.split(rng_key, (3, PILOT_CHAINS))

@@ -133,7 +133,7 @@ def test_what_has_no_meaning_is_refused():
         cyclical(0.1, 0.01, 1)
     with pytest.raises(ValueError, match=r"`sampling` must be a number between 0 and 1; got 1\.0"):
         cyclical(0.1, 0.01, 10, 1.0)
-    with pytest.raises(ValueError, match="`steps_per_sample=30` does not go with cycles of 100"):
+    with pytest.raises(ValueError, match="`steps_per_sample=30` does not fit cycles of 100"):
         SGLD(gaussian_mean, cyclical(0.1, 0.01, 100), steps_per_sample=30)
     mcmc = run(cyclical(LARGEST, SMALLEST, 100), 3, steps_per_sample=5, warmup=20)
     with pytest.raises(ValueError, match="None of 3 draws is from the end of a cycle of 100"):
