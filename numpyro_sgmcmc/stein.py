@@ -386,11 +386,11 @@ def _batch_error(batches: np.ndarray) -> np.ndarray:
 def advice(problem: str) -> str:
     """Return the advice for a run whose Stein matrix is not the identity."""
     return (
-        f"The draws do not have the law of the posterior: {problem} (all are 1 for correct draws,"
-        " larger where they are too wide and smaller where they are too narrow, or the run too"
+        f"The draws do not have the law of the posterior: {problem} (1 for correct draws, larger"
+        " for draws that are too wide, smaller for draws that are too narrow or a run that is too"
         " short). R-hat and effective sample sizes do not show this. Too wide: halve the step size"
-        " or use larger minibatches. Too narrow: use a longer warm-up and run, then a smaller step"
-        " size. If the numbers stay, reparametrise the model."
+        " or use larger minibatches; too narrow: use a longer warm-up and run, then a smaller step"
+        " size; if the numbers stay, reparametrise the model."
     )
 
 

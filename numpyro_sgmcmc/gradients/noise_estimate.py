@@ -103,16 +103,16 @@ class NoiseEstimate:
                 object.__setattr__(self, name, whole(name, value))
         if self.rank is not None and self.covariance != "low_rank":
             raise ValueError(
-                f"`rank={self.rank}` is the number of directions of covariance='low_rank', but"
-                f" covariance={self.covariance!r}: leave one out, or change the other."
+                f"`rank={self.rank}` is the number of directions for covariance='low_rank', but"
+                f" covariance={self.covariance!r}. Leave `rank` out, or use covariance='low_rank'."
             )
         if self.covariance == "matrix_free":
             for name in ("estimator", "window"):
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(
                         f"`{name}={value!r}` would be ignored: covariance='matrix_free' takes"
-                        " products with the covariance of another minibatch at each step, and"
-                        f" averages nothing. Leave `{name}` out, or use another covariance."
+                        " products with the covariance of another minibatch at each step, without"
+                        f" an average. Leave `{name}` out, or use another covariance."
                     )
 
     @property
@@ -148,19 +148,20 @@ class NoiseEstimate:
                 covariance = "diagonal" if level is None else "low_rank"
         if target.scheme.blocks and (covariance == "matrix_free" or estimator != "sub_batches"):
             raise ValueError(
-                "subsampling='blocks' needs an estimate from whole blocks, and not from single"
-                " rows: use estimator='sub_batches', and another covariance than 'matrix_free'."
+                "subsampling='blocks' needs an estimate of the noise from whole blocks, and not"
+                " from single rows. Use estimator='sub_batches', and a covariance other than"
+                " 'matrix_free'."
             )
         if target.groups and not self.can_stratify:
             raise ValueError(
-                "Stratified minibatches need an estimate from sub-batches of one stratum: use"
-                " estimator='sub_batches', and another covariance than 'matrix_free', or"
-                " subsampling='without_replacement'."
+                "Stratified minibatches need an estimate of the noise from sub-batches of one"
+                " stratum. Use estimator='sub_batches' and a covariance other than 'matrix_free';"
+                " or use subsampling='without_replacement'."
             )
         if covariance == "full" and dimension > MAX_FULL_DIMENSION:
             raise ValueError(
-                f"covariance='full' is for at most {MAX_FULL_DIMENSION:,} parameters, but the model"
-                f" has {dimension:,}; use covariance='low_rank' or 'diagonal'."
+                f"covariance='full' is for at most {MAX_FULL_DIMENSION:,} parameters, but the"
+                f" model has {dimension:,}. Use covariance='low_rank' or 'diagonal'."
             )
         representation: Covariance = {
             "diagonal": Diagonal,

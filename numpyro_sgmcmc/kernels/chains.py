@@ -74,15 +74,14 @@ def check_chains(shards: Shards, chains: int, traced: bool) -> None:
     """
     if traced:
         raise ValueError(
-            "Data that are spread over devices need their devices, which"
-            " chain_method='parallel' and a function such as `jax.vmap` use for chains: use"
-            " chain_method='vectorized'."
+            "The data are spread over devices, and chain_method='parallel' or a function such as"
+            " `jax.vmap` would use these devices for chains. Use chain_method='vectorized'."
         )
     if chains % shards.chains:
         raise ValueError(
-            f"The mesh has {shards.chains} parts for chains, among which {chains} cannot be divided"
-            f" (each chain by itself counts as one): use chain_method='vectorized' with a multiple"
-            f" of {shards.chains} for `num_chains`, or a mesh without 'chains'."
+            f"The mesh has {shards.chains} parts for chains, and the number of chains in one"
+            f" program is {chains}, no multiple. Use chain_method='vectorized' with a multiple of"
+            f" {shards.chains} for `num_chains`, or a mesh without 'chains'."
         )
 
 
@@ -97,7 +96,7 @@ def check_traced(shards: Shards, state: SGMCMCState, args: tuple, kwargs: dict) 
         here and not isinstance(leaf, jax.core.Tracer) for leaf, here in spread
     ):
         raise ValueError(
-            "The data are spread over devices, but would be copied whole into the program of each:"
-            " use `MCMC(..., jit_model_args=True)`, and bind arguments that Python needs,"
-            " `functools.partial(model, batch_size=...)`."
+            "The data are spread over devices, but every device would get a copy of all rows in"
+            " its program. Use `MCMC(..., jit_model_args=True)`, and bind arguments that Python"
+            " needs, `functools.partial(model, batch_size=...)`."
         )

@@ -80,14 +80,14 @@ def chain_starts(
     if given is not None:
         if method.metric is not None:
             raise ValueError(
-                "metric='diagonal' with start='ensemble' is found in the descents, and there are"
-                " none with `init_params`: leave out either of them."
+                "metric='diagonal' with start='ensemble' is tuned in the descents, and"
+                " `init_params` replaces the descents. Leave out one of the two."
             )
         return ChainStarts(given)
     if isinstance(rng_key, jax.core.Tracer):
         raise ValueError(
-            "start='ensemble' cannot be used where chains are traced one by one: use"
-            " chain_method='vectorized' or 'sequential'."
+            "start='ensemble' cannot be used with traced random keys, as of"
+            " chain_method='parallel'. Use chain_method='vectorized' or 'sequential'."
         )
     single = is_prng_key(rng_key)
     keys = rng_key[None] if single else rng_key
@@ -102,9 +102,9 @@ def chain_starts(
     with_curvature = method.metric is not None
     if with_curvature and target.minibatch_share >= 1:
         raise ValueError(
-            "metric='diagonal' with start='ensemble' is found from the gradients of minibatches,"
-            " and here each is of all rows: give the plate a `subsample_size`, or leave out"
-            " `metric`."
+            "metric='diagonal' with start='ensemble' is tuned from the gradients of minibatches,"
+            " but each minibatch here has all rows. Give the plate a smaller `subsample_size`, or"
+            " leave out `metric`."
         )
     asked = held, with_curvature, method.progress_bar and bar
     members = find_members(target, starts, rows_keys, ensemble, compiled, *asked)
@@ -142,19 +142,22 @@ def _held_out(method: Method, runtime: Runtime) -> Target | None:
         view = read_model(method.model, method.init_strategy, args, kwargs)
     except ValueError as error:
         raise ValueError(
-            f"With the arguments `held_out` of the ensemble the model cannot be read: {error} Of"
-            " fewer rows than a minibatch has, write `subsample_size=min(batch_size, len(y))`."
+            f"The model cannot be read with the arguments `held_out` of the ensemble: {error} If"
+            " these have fewer rows than a minibatch, write `subsample_size=min(batch_size,"
+            " len(y))`."
         ) from error
     here, there = ({name: x.shape for name, x in model.latents.items()} for model in (view, known))
     if here != there:
         raise ValueError(
-            f"With the arguments `held_out` of the ensemble the model has the parameters {here},"
-            f" but with those of the run {there}: give rows of the same columns."
+            f"The model has the parameters {here} with the arguments `held_out` of the ensemble,"
+            f" but {there} with the arguments of the run. Give held-out rows with the same"
+            " columns."
         )
     if not view.plates:
         raise ValueError(
-            "With the arguments `held_out` of the ensemble no plate of the model has a"
-            " `subsample_size`, and it is not known which its rows are: give them one."
+            "No plate of the model has a `subsample_size` with the arguments `held_out` of the"
+            " ensemble, so that its rows are unknown. Give the plate of the rows a"
+            " `subsample_size`."
         )
     return Target(view, args, kwargs)
 
@@ -181,8 +184,8 @@ def members_tuning(
         return tuning
     if not method.traits.has_energy_error:
         raise ValueError(
-            f"{runtime.name} with start='ensemble' needs `step_size` and `friction`: only"
-            " SGMCLMC finds them there, by the variance of its energy."
+            f"{runtime.name} with start='ensemble' needs `step_size` and `friction`. Give both, or"
+            " use SGMCLMC, which tunes them by the variance of its energy."
         )
     fixed = constants_for(method, target, tuning, 1, 0)
     members = jax.tree.map(lambda x: x[None] if single else x[:_TRIED], tuple(starts))
@@ -207,9 +210,9 @@ def members_tuning(
     fine = np.flatnonzero(variances <= most)
     if not len(fine):
         raise ValueError(
-            f"At the members of the ensemble the energy varies by {np.nanmin(variances):.3g} for"
-            f" each parameter even in a step of {_SIZES[-1]:.1g}, where"
-            f" {most:g} is asked for: take larger minibatches, or give"
+            "The variance of the energy at the members of the ensemble is"
+            f" {np.nanmin(variances):.3g} for each parameter even in a step of {_SIZES[-1]:.1g},"
+            f" and may be at most {most:g}. Use larger minibatches, or give"
             " `start=Ensemble(energy_variance=...)` or `step_size`."
         )
     return tuning._replace(step_size=float(_SIZES[fine[0]]))

@@ -36,24 +36,24 @@ def check_replicas(method: Method, name: str, target: Target) -> None:
         return
     if method.traits.metropolis_corrected:
         raise ValueError(
-            f"{name} with `replicas` is not possible: its test of a sample is of one temperature."
-            " Use CCAdL or SGHMC."
+            f"{name} with `replicas` is not possible, because its Metropolis test is for a single"
+            " temperature. Use CCAdL or SGHMC."
         )
     known = getattr(method, "noise_variance", None)
     if known is not None and not isinstance(known, str) and jnp.any(ravel(known) != 0):
         raise ValueError(
-            f"{name} with `replicas` cannot use a given `noise_variance`, which is another one at"
-            " each temperature: use noise_variance='estimated'."
+            f"{name} with `replicas` cannot use a given `noise_variance`, because the noise"
+            " differs between temperatures. Use noise_variance='estimated'."
         )
     if target.shards is not None or target.known is not None:
         raise ValueError(
-            "`replicas` cannot be used with rows that are spread over devices or keep coming: take"
-            " arrays on one device."
+            "`replicas` cannot be used with rows that are spread over devices, or with a"
+            " `GrowingRows`. Use arrays on one device."
         )
     if on_disk((target.args, target.kwargs)):
         raise ValueError(
-            "`replicas` cannot be used with rows on disk, where each replica would read its own:"
-            " load the arrays into memory."
+            "`replicas` cannot be used with rows on disk, because each replica would read its own"
+            " rows. Load the arrays into memory."
         )
 
 

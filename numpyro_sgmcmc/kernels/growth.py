@@ -68,9 +68,10 @@ def with_rows_so_far(target: Target, state: SGMCMCState) -> SGMCMCState:
     """
     known, now = state.fixed.known, target.known
     if (known is None) != (now is None):
+        begun, here = ("arrays", "a `GrowingRows`")[:: 1 if known is None else -1]
         raise ValueError(
-            "A run goes on with what it was begun with: arrays, or a `GrowingRows`. Set"
-            " `mcmc.post_warmup_state = None` to begin another one."
+            f"The run was begun with {begun}, and cannot continue with {here}. Set"
+            " `mcmc.post_warmup_state = None` to begin another run."
         )
     if known is None or now is None:
         return state
@@ -206,28 +207,28 @@ def check_growth(
     begin = f"{kernel} cannot go on when rows are added"
     if whole.scheme.draw_so_far is None:
         raise ValueError(
-            f"{begin} with subsampling={method.scheme!r}, which is of a fixed number of rows:"
-            " use 'without_replacement' or 'with_replacement'."
+            f"{begin} with subsampling={method.scheme!r}, which needs a fixed number of rows. Use"
+            " 'without_replacement' or 'with_replacement'."
         )
     if isinstance(method.strata, dict) or method.anchor_moves_every is not None:
         name = "gradient" if method.strata in ("auto", None) else "subsampling"
         raise ValueError(
-            f"{begin} with this `{name}`, which is of the rows there are: leave it out."
+            f"{begin} with this `{name}`, which is for a fixed number of rows. Leave `{name}` out."
         )
     if whole.strata or whole.centring:
         raise ValueError(
-            f"{begin} with a `tuning` that has strata, or coordinates of a hierarchy: it was found"
-            " for arrays. Let the kernel tune itself on the `GrowingRows`."
+            f"{begin} with a `tuning` for arrays, which has strata or coordinates of a hierarchy."
+            " Let the kernel tune itself on the `GrowingRows`."
         )
     growing = growing_in((args, kwargs))
     size = growing[0].known.rows
     names = [plate.name for plate in whole.model.plates]
     if len(names) != 1 or whole.model.plates[0].size != size:
         raise ValueError(
-            "A model of a `GrowingRows` needs one plate with a `subsample_size`, that of its rows,"
-            " `numpyro.plate('rows', y.shape[0], subsample_size=...)`; this one has"
+            "A model with a `GrowingRows` needs exactly one plate with a `subsample_size`,"
+            " `numpyro.plate('rows', y.shape[0], subsample_size=...)`. Here the plates are"
             f" {', '.join(f'{p.name!r} of size {p.size:,}' for p in whole.model.plates) or 'none'},"
-            f" and {int(size):,} rows."
+            f" and there are {int(size):,} rows."
         )
     worth = float(growing[0].known.worth(whole.model.dtype))
     counted = whole.model.plates[0].subsample_size * worth / int(size)
@@ -235,15 +236,15 @@ def check_growth(
         raise ValueError(
             f"With half_life={float(growing[0].known.half_life):g} the {int(size):,} rows count as"
             f" {worth:,.0f}, and a minibatch of {whole.model.plates[0].subsample_size} as"
-            f" {counted:.1f}; {FEWEST_COUNTED} are needed. Take rows older than ten half-lives"
-            " away, `rows.remove(...)`, or give the plate a larger `subsample_size`."
+            f" {counted:.1f}; at least {FEWEST_COUNTED} are needed. Remove rows older than ten"
+            " half-lives, `rows.remove(...)`, or give the plate a larger `subsample_size`."
         )
     others = [x for x in jax.tree.leaves((args, kwargs), is_leaf=_has_rows) if _has_rows(x)]
     fixed = [x for x in others if not isinstance(x, PaddedArray) and x.shape[:1] == (int(size),)]
     if fixed:
         raise ValueError(
             f"An argument of the model has {int(size):,} rows, shape {tuple(fixed[0].shape)}, and"
-            " is not in the `GrowingRows`: put all arrays that have a row for each row of the plate"
+            " is not in the `GrowingRows`. Put all arrays with a row for each row of the plate"
             " into it."
         )
     capacity = growing[0].values.shape[0]
@@ -280,8 +281,8 @@ def _check_rest(whole: Target, capacity: int, args: tuple, kwargs: dict) -> None
         options = (x, x * capacity / plate.size)
         if not any(np.isclose(y, option, rtol=_SAME, atol=1e-6) for option in options):
             raise ValueError(
-                f"What site '{name}' adds for the same rows depends on the other rows, or on how"
-                " many there are: with a `GrowingRows` the model sees the room for rows to come,"
-                " too. Compute means, scales and numbers of rows before, and pass them as"
-                " arguments; in the model read rows by the indices of the plate alone."
+                f"The log density of rows at site '{name}' depends on the other rows, or on their"
+                " number, but the arrays of a `GrowingRows` have room for more rows. Compute"
+                " means, scales and numbers of rows before the run, and pass them as arguments. In"
+                " the model read rows only by the indices of the plate."
             )

@@ -15,9 +15,9 @@ from numpyro_sgmcmc.posterior.target import Target
 _SAME = 1e-4
 
 DATA_CHANGED = (
-    "The control variate of this run belongs to other data: the run cannot go on with these. Set"
-    " `mcmc.post_warmup_state = None`, or use a new `MCMC`; with `tuning=kernel.tuning` a new"
-    " kernel need not tune itself again."
+    "The control variate of this run belongs to other data, so that the run cannot continue with"
+    " these. Set `mcmc.post_warmup_state = None`, or use a new `MCMC`. With `tuning=kernel.tuning`"
+    " a new kernel need not tune itself again."
 )
 
 

@@ -105,8 +105,8 @@ def _check_schedule(step_size: Any, warmup_steps: int) -> None:
     """
     if warmup_steps >= _MOST_WARMUP_STEPS:
         raise ValueError(
-            f"The warm-up has {warmup_steps:,} steps, of which there can be"
-            f" {_MOST_WARMUP_STEPS:,}: reduce `num_warmup` or `steps_per_sample`."
+            f"The warm-up has {warmup_steps:,} steps, and must have fewer than"
+            f" {_MOST_WARMUP_STEPS:,}. Reduce `num_warmup` or `steps_per_sample`."
         )
     if callable(step_size):
         check_schedule(step_size, warmup_steps + 1)

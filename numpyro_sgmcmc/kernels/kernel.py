@@ -83,8 +83,8 @@ class SGMCMCKernel(MCMCKernel):
         super().__init_subclass__(**options)
         if outside := {"step", "init_dynamics", "suggest"} & vars(cls).keys():
             raise TypeError(
-                f"{cls.__name__} defines {', '.join(sorted(outside))}: write it in `class"
-                " Method(SGMCMCKernel.Method)` inside of the kernel."
+                f"{cls.__name__} defines {', '.join(sorted(outside))} outside of its method. Write"
+                " it in `class Method(SGMCMCKernel.Method)`, inside of the kernel."
             )
         _document(cls)
 

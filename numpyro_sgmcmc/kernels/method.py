@@ -99,7 +99,7 @@ class Method(Settings, ABC):
             step was undone.
         :param rng_key: a single random key.
         """
-        raise NotImplementedError(f"{self.name} has no test of a sample.")
+        raise NotImplementedError(f"{self.name} has no Metropolis test: define `accept`.")
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class Method(Settings, ABC):
         :return: a step size, and a friction or None.
         """
         raise ValueError(
-            f"{self.name} does not say which step size it needs (it has no `suggest`): give"
+            f"{self.name} cannot propose a step size, because it has no `suggest`. Give"
             " `step_size`."
         )
 

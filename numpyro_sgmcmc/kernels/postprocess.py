@@ -36,8 +36,8 @@ def _warn_of_dropped_sites(view: MinibatchModel) -> None:
     if view.minibatch_dependent:
         names = ", ".join(f"'{name}'" for name in sorted(view.minibatch_dependent))
         warnings.warn(
-            f"Deterministic sites {names} depend on the minibatch and are not collected. For"
-            " their values on all data use `Predictive(full_data(model), mcmc.get_samples())`.",
+            f"Deterministic sites {names} depend on the minibatch and are not collected. Compute"
+            " their values on all data by `Predictive(full_data(model), mcmc.get_samples())`.",
             stacklevel=4,
         )
 

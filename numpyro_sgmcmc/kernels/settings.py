@@ -33,32 +33,32 @@ StepSize = float | Callable[[Array], Array | float]
 
 Bound = TypeVar("Bound", bound="Settings")
 
-#: Two schedules are told apart at every step of a run, or at so many evenly spaced ones.
+#: Largest number of steps, evenly spaced in a run, at which two schedules are compared.
 _MOST_STEPS_COMPARED = 100_000
 
-#: Not part of what the law of a run depends on; a model is known by its densities.
+#: Mark of settings that do not change the law of a run; a model is identified by its densities.
 _UNIMPORTANT = {"law": False}
 
 
 def _word(value: Any) -> str:
-    """A number or a word as it is written, anything else by its name or that of its class."""
+    """The text of a number or a word; for other values their name, or the name of their class."""
     if value is None or isinstance(value, str | bool | int | float):
         return repr(value)
     return str(getattr(value, "__name__", type(value).__name__))
 
 
 def recorded(default: Any) -> Any:
-    """A setting that goes into the record of a run, a word or a number."""
+    """A field for a setting, a word or a number, that goes into the record of a run."""
     return field(default=default, metadata={"recorded": True})
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
     """
-    The arguments that all kernels have; a method adds its own in a subclass.
+    The arguments of all kernels; a method adds its own arguments in a subclass.
 
     Equality, pickles, copies with another step size, the identity of a run and its record all
-    follow from the fields. The docstrings of the kernels have their descriptions from here.
+    follow from the fields. The docstrings of the kernels take their descriptions from here.
 
     :param model: a model with NumPyro primitives. A minibatch has ``subsample_size`` rows of each
         plate that says so; without such a plate every step uses all data. Predict with
@@ -71,28 +71,28 @@ class Settings:
         ``"diagonal"``, ``"low_rank"`` and ``"dense"`` are tuned. None is ``"dense"`` up to 2,000
         parameters, ``"low_rank"`` up to 20,000, ``"diagonal"`` above, and ``"identity"`` if step
         size and friction are given.
-    :param gradient: the estimate of the gradient. ``"minibatch"`` is the plain one,
+    :param gradient: the estimate of the gradient. ``"minibatch"`` is the plain estimate,
         ``"control_variate"`` has less noise and costs more
         (:class:`~numpyro_sgmcmc.posterior.control_variate.ControlVariate`),
         ``"second_order_control_variate"`` has the least, for up to 2,000 parameters. ``"auto"``,
         the default, takes one where it pays. ``("control_variate", passes)`` moves the anchor to
-        the current position every so many passes over the data.
+        the current position every ``passes`` passes over the data.
     :param Tuning tuning: the result of :meth:`~numpyro_sgmcmc.SGMCMCKernel.tune`, used again. A
-        control variate gets a new anchor if the data are others.
+        control variate gets a new anchor for other data.
     :param float temperature: :math:`T` of the target :math:`\\propto \\exp(-U / T)`. 1, the
         default, is the posterior.
     :param subsampling: the scheme by which rows are drawn. ``"auto"``, the default, is without
         replacement, from strata where few minibatches have some rows
         (:mod:`~numpyro_sgmcmc.tuning.rare_rows`). Strata of your own are the number of the stratum
-        of each row, an array, or a dictionary by plate. Others are ``"without_replacement"``,
+        of each row, an array, or a dictionary by plate. Other words are ``"without_replacement"``,
         ``"with_replacement"``, ``"epochs"``, ``"symmetric_sweeps"``, and ``"blocks"`` of
         neighbouring rows, for rows on disk (:mod:`~numpyro_sgmcmc.data.subsampling`).
     :param bool reparametrise: whether the tuning chooses coordinates between centred and
-        non-centred ones for hierarchies (:mod:`~numpyro_sgmcmc.posterior.reparam`). Draws are those
-        of the sites as written either way.
+        non-centred ones for hierarchies (:mod:`~numpyro_sgmcmc.posterior.reparam`). Draws have the
+        sites of the model either way.
     :param int steps_per_sample: number of steps between two samples; ``MCMC`` counts samples. None
         is twice the relaxation time with a tuned step size, so that samples are almost
-        independent; a cycle of a cyclical one; and else 1.
+        independent; one cycle with a cyclical step size; and otherwise 1.
     :param start: ``"ensemble"`` or an :class:`~numpyro_sgmcmc.Ensemble`, for networks: each chain
         starts at an optimum of its own. Then only the step size of
         :class:`~numpyro_sgmcmc.SGMCLMC` is tuned, and ``metric="diagonal"``, one for each chain.
@@ -147,18 +147,18 @@ class Settings:
         has_own = self.metric is None or isinstance(self.metric, str) and self.metric == "diagonal"
         if self.start is not None and (self.tuning is not None or not has_own):
             raise ValueError(
-                "`start` is for chains around optima of their own, for which there is no common"
-                " `metric` or `tuning`: leave these out, or give metric='diagonal', which is found"
-                " for each chain."
+                "`start` puts each chain at an optimum of its own, so that no `metric` or `tuning`"
+                " fits all chains. Leave these out, or give metric='diagonal', which is tuned for"
+                " each chain."
             )
         if self.start is not None and self.oracle not in ("auto", "minibatch"):
             raise ValueError(
-                "`start` is for chains around optima of their own, for which no anchor of a control"
-                f" variate is found: use gradient='minibatch', and not {self.gradient!r}."
+                "`start` puts each chain at an optimum of its own, without the anchor of a control"
+                f" variate that gradient={self.gradient!r} needs. Use gradient='minibatch'."
             )
 
     def set(self, **values: Any) -> None:
-        """Puts values that were checked in the place of those that were given."""
+        """Replace given values by checked ones."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -171,14 +171,14 @@ class Settings:
         """
         The step size of the first step, if it is given.
 
-        :raises ValueError: if it is that of a schedule, and not a positive number.
+        :raises ValueError: if a schedule gives no positive number for it.
         """
         if not callable(self.step_size):
             return self.step_size
         step_size = float(schedule_values(self.step_size, 1)[1][0])
         if not (math.isfinite(step_size) and step_size > 0):
             raise ValueError(
-                f"The step size schedule gives {step_size} at step 0; it must be positive."
+                f"The step size schedule gives {step_size} at step 0, and must be positive."
             )
         return step_size
 
@@ -194,12 +194,12 @@ class Settings:
 
     @property
     def anchor_moves_every(self) -> float | None:
-        """After how many passes the anchor of the control variate moves; None if it does not."""
+        """The number of passes after which the anchor moves, or None if it does not."""
         return None if isinstance(self.gradient, str) else self.gradient[1]
 
     @property
     def scheme(self) -> str:
-        """The word for the scheme by which rows are drawn, within strata too."""
+        """The word for the scheme that draws the rows, within strata too."""
         return STRATIFIED if self.strata is not None else self.subsampling
 
     @property
@@ -222,14 +222,14 @@ class Settings:
 
     @property
     def as_given(self) -> str:
-        """The arguments that decide the law of a run, without those that have their defaults."""
+        """The arguments that decide the law of a run, without defaults."""
         usual = type(self)(self.model).described()
         others = [name for name, words in self.described().items() if words != usual[name]]
         return ", ".join([_word(self.model), *(f"{k}={_word(getattr(self, k))}" for k in others)])
 
     def described(self, num_steps: int = 1) -> dict[str, str]:
         """
-        Each setting in a word that is the same in every process, of a schedule its values.
+        The settings as words that are equal in every process; schedules by their values.
 
         :param int num_steps: number of steps of the run.
         """
@@ -256,6 +256,8 @@ class Settings:
 
 def _checked_gradient(gradient: Any) -> Any:
     """
+    Check the argument ``gradient`` of a kernel.
+
     :raises ValueError: if it is neither a word nor a control variate with a number of passes.
     """
     words = ("auto", *GRADIENTS)
@@ -271,20 +273,22 @@ def _checked_gradient(gradient: Any) -> Any:
 
 def check_schedule(schedule: Callable, num_steps: int) -> None:
     """
-    :raises ValueError: if a step of a run would not be positive.
+    Check the step sizes of a schedule.
+
+    :raises ValueError: if a step size of the run is not positive.
     """
     steps, values = schedule_values(schedule, num_steps)
     wrong = ~(np.isfinite(values) & (values > 0))
     if wrong.any():
         k = int(np.argmax(wrong))
         raise ValueError(
-            f"The step size schedule gives {values[k]:g} at step {steps[k]:,} of {num_steps:,}; it"
-            " must be positive. Let it end in a small number, or run less."
+            f"The step size schedule gives {values[k]:g} at step {steps[k]:,} of {num_steps:,},"
+            " and must be positive. Let it end in a small positive number, or run fewer steps."
         )
 
 
 def schedule_values(schedule: Callable, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Steps of a run, every one or 100,000 of them, and their sizes."""
+    """All steps of a run, or 100,000 evenly spaced steps, and their sizes."""
     count = min(max(1, num_steps), _MOST_STEPS_COMPARED)
     steps = np.unique(np.linspace(0, max(0, num_steps - 1), count).astype(np.int32))
     with jax.ensure_compile_time_eval():
@@ -292,9 +296,9 @@ def schedule_values(schedule: Callable, num_steps: int) -> tuple[np.ndarray, np.
             return steps, np.asarray(jax.vmap(lambda i: _scalar(schedule(i)))(steps))
         except (TypeError, ValueError, AttributeError, jax.errors.JAXTypeError) as error:
             raise ValueError(
-                "`step_size` is a function, but not one that gives a number for the number of a"
-                f" step, which is traced: {str(error).splitlines()[0]} Write `jnp.where` for an"
-                " `if`, the functions of `jax.numpy` for those of NumPy, or take one of optax."
+                "`step_size` must be a function that JAX can trace, from the number of a step to a"
+                f" number: {str(error).splitlines()[0]} Write `jnp.where` for an `if`, and"
+                " `jax.numpy` for NumPy; or take a schedule of optax."
             ) from error
 
 
@@ -307,11 +311,11 @@ def _scalar(value: Any) -> jax.Array:
 
 def checked_noise(noise: Any, used: bool = True, remedy: str = "") -> NoiseEstimate | None:
     """
-    The estimate that ``noise`` asks for, a :class:`NoiseEstimate` or the word for its covariance.
+    The noise estimate of the argument ``noise``: an estimate, or the word for its covariance.
 
-    :param bool used: whether the method makes use of one.
-    :param str remedy: what to do where it does not.
-    :raises ValueError: if it would be ignored.
+    :param bool used: whether the method uses an estimate.
+    :param str remedy: the argument with which it would, for the error.
+    :raises ValueError: if the estimate would be ignored.
     """
     if isinstance(noise, str):
         noise = NoiseEstimate(one_of("noise", noise, COVARIANCES))
@@ -321,24 +325,26 @@ def checked_noise(noise: Any, used: bool = True, remedy: str = "") -> NoiseEstim
         return noise or NoiseEstimate()
     if noise is not None:
         raise ValueError(
-            "`noise` says how the noise of the gradient is estimated, which it is not: "
-            f"{remedy}, or leave `noise` out."
+            "`noise` would be ignored, because these arguments estimate no noise of the gradient."
+            f" Give {remedy}, or leave `noise` out."
         )
     return None
 
 
 def check_not_matrix_free(noise: NoiseEstimate | None, integrator: str, instead: str) -> None:
     """
-    :raises ValueError: if a covariance that is needed before the gradient is known only after it.
+    Check that the covariance of the noise is known before the gradient.
+
+    :raises ValueError: if it is known only after the gradient.
     """
     if noise is not None and noise.covariance == "matrix_free":
         raise ValueError(
-            f"integrator='{integrator}' needs the covariance before the gradient, which"
-            f" covariance='matrix_free' does not hold; use integrator='{instead}'."
+            f"integrator='{integrator}' needs the covariance of the noise before the gradient, and"
+            f" covariance='matrix_free' knows it only afterwards. Use integrator='{instead}'."
         )
 
 
-#: Arguments of earlier versions, and where they are now.
+#: Arguments of earlier versions, with their replacements.
 _MOVED = dict.fromkeys(("estimator", "window", "rank"), "noise=NoiseEstimate({}=...)") | {
     "covariance": "noise='full', or another word for the covariance",
     "refresh_every": "gradient=('control_variate', passes)",
@@ -348,7 +354,7 @@ _MOVED = dict.fromkeys(("estimator", "window", "rank"), "noise=NoiseEstimate({}=
 
 
 def signature_of(settings: type[Settings]) -> inspect.Signature:
-    """The arguments in an order for readers: those of the method before those of all kernels."""
+    """The signature for readers: arguments of the method, then arguments of all kernels."""
     parameters = inspect.signature(settings).parameters.values()
     shared = inspect.signature(Settings).parameters
     return inspect.Signature(
@@ -360,9 +366,9 @@ def bound(kernel: str, settings: type[Bound], args: tuple, kwargs: dict) -> Boun
     """
     The settings with these arguments.
 
-    :param kernel: its name, for errors.
+    :param kernel: the name of the kernel, for errors.
 
-    :raises TypeError: if there is no such argument, in the name of the kernel.
+    :raises TypeError: if an argument does not exist. The message names the kernel.
     :raises ValueError: if an argument has no meaning.
     """
     try:
@@ -383,8 +389,8 @@ def with_inherited_parameters(doc: str, known: list[str], signature: inspect.Sig
     """
     A docstring with a ``:param`` block for each argument, in the order of the signature.
 
-    :param doc: has some of them.
-    :param known: docstrings that have the others, the nearest first.
+    :param doc: the docstring, with some of the blocks.
+    :param known: docstrings with the other blocks, the nearest first.
     """
     block = re.compile(r"^    :(?:param|type)[^:\n]*?(\w+):.*(?:\n        .*)*\n", re.MULTILINE)
     found: dict[str, str] = {}

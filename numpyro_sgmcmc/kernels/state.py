@@ -188,10 +188,10 @@ class SGMCMCState(NamedTuple):
         if key == "kinetic_temperature" and "momentum" in parts:
             return jnp.mean(parts["momentum"] ** 2, axis=-1)
         meant = _MEANT.get(key) or next(iter(get_close_matches(key, self.names, 1)), None)
-        hint = f"Perhaps '{meant}' is meant. " if meant in self.names else ""
+        hint = f"Perhaps you mean '{meant}'. " if meant in self.names else ""
         raise ValueError(
             f"The state has no field '{key}'. {hint}It has {', '.join(self.names)}. Run again with"
-            " other `extra_fields`: what was tuned is kept."
+            " other `extra_fields`; the tuning is kept."
         )
 
     @property

@@ -106,8 +106,8 @@ class AMAGOLD(MomentumKernel):
             super().__post_init__()
             if callable(self.step_size):
                 raise ValueError(
-                    "AMAGOLD needs a constant `step_size`: a path and its reverse are to have the"
-                    " same. It has no error of the step size that a schedule could reduce."
+                    "AMAGOLD needs a constant `step_size`, because a path and its reverse must"
+                    " have the same. It has no step-size error that a schedule could reduce."
                 )
 
         @property
@@ -130,8 +130,9 @@ class AMAGOLD(MomentumKernel):
         def check(self, begun: Begun) -> None:
             if not SCHEMES[self.scheme].independent:
                 raise ValueError(
-                    f"AMAGOLD with subsampling='{self.scheme}' would not be exact: the"
-                    " minibatches of a path are to be independent. Use 'without_replacement'."
+                    f"AMAGOLD with subsampling='{self.scheme}' would not be exact, because the"
+                    " minibatches of a path must be independent. Use"
+                    " subsampling='without_replacement'."
                 )
 
         def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:

@@ -122,8 +122,8 @@ class PSGLD(SGMCMCKernel):
             )
             if self.frozen and self.gamma_term:
                 raise ValueError(
-                    "`gamma_term` makes up for a preconditioner that follows the position; with"
-                    " frozen=True it is constant and the term is zero. Use frozen=False."
+                    "`gamma_term` corrects for a preconditioner that changes with the position,"
+                    " and with frozen=True it is constant and the term is zero. Use frozen=False."
                 )
 
         def check(self, begun: Begun) -> None:

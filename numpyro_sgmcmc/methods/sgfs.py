@@ -98,9 +98,9 @@ class SGFS(SGMCMCKernel):
             self.set(noise=checked_noise(self.noise))
             if isinstance(self.strata, dict):
                 raise ValueError(
-                    "SGFS takes the Fisher information from rows that are drawn alike, which those"
-                    " of strata are not: leave `subsampling` out, or use another kernel, such as"
-                    " CCAdL."
+                    "SGFS estimates the Fisher information from rows with equal probabilities, and"
+                    " strata have unequal probabilities. Leave `subsampling` out, or use another"
+                    " kernel, such as CCAdL."
                 )
 
         @property

@@ -156,7 +156,7 @@ class SGHMC(MomentumKernel):
                 every = whole("resample_momentum", self.resample_momentum)
                 self.set(resample_momentum=every)
             one_of("integrator", self.integrator, ("euler", *SPLITTINGS))
-            remedy = "give `noise_variance='estimated'`"
+            remedy = "`noise_variance='estimated'`"
             noise = checked_noise(self.noise, self.estimates, remedy)
             self.set(noise=noise)
             if self.estimates:
@@ -363,8 +363,8 @@ def _flat_noise_variance(given: Any, target: Target) -> np.ndarray:
     latents = target.model.latents
     if set(given) != set(latents):
         raise ValueError(
-            f"`noise_variance` must have an entry for each latent site {sorted(latents)};"
-            f" found {sorted(given)}."
+            f"`noise_variance` must have an entry for each latent site {sorted(latents)}; got"
+            f" {sorted(given)}."
         )
     for name, latent in latents.items():
         try:

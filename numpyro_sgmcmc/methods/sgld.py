@@ -98,7 +98,7 @@ class SGLD(SGMCMCKernel):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.set(noise=checked_noise(self.noise, self.modified, "give `modified=True`"))
+            self.set(noise=checked_noise(self.noise, self.modified, "`modified=True`"))
 
         @property
         def traits(self) -> Traits:

@@ -129,8 +129,8 @@ class SGMCLMC(MomentumKernel):
         def check(self, begun: Begun) -> None:
             if begun.target.model.dimension < 2:
                 raise ValueError(
-                    "SGMCLMC turns a momentum of constant norm, and the model has a single"
-                    " parameter, whose momentum cannot be turned: use CCAdL or SGHMC."
+                    "SGMCLMC turns a momentum of constant norm, which needs two parameters or"
+                    " more, and the model has a single parameter. Use CCAdL or SGHMC."
                 )
 
         def suggest(self, noise: NoiseLevel) -> tuple[float, float | None]:

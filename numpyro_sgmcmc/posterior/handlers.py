@@ -167,10 +167,9 @@ class given_rows(_choose_rows):
         # the size is the number of rows here, or a number that was written out
         if here is None or plate.size not in (here, here * self.parts):
             raise ValueError(
-                f"Plate '{plate.name}' has size {plate.size}, but had size {here} when the"
-                " sampler was initialised. Call"
-                " `mcmc.warmup` again, or use a new `MCMC` object, for data of another length; two"
-                " plates of the model need two names."
+                f"Plate '{plate.name}' has size {plate.size}, but had size {here} when the sampler"
+                " was initialised. For data of another length call `mcmc.warmup` again, or use a"
+                " new `MCMC` object. Two plates of the model need two names."
             )
         self.missing[plate.name] = float(here * self.parts / plate.size)
         return self.indices[plate.name]
@@ -196,9 +195,9 @@ def check_plate(name: str, size: Any, subsample_size: Any) -> None:
         size, subsample_size = operator.index(size), operator.index(subsample_size)
     except (TypeError, jax.errors.JAXTypeError) as error:
         raise ValueError(
-            f"Plate '{name}' has size {size} and subsample_size {subsample_size}; both must be"
-            " Python integers. An argument of the model that sets one of them cannot be traced:"
-            " bind it with `functools.partial(model, batch_size=...)`."
+            f"Plate '{name}' has size {size} and subsample_size {subsample_size}, and both must be"
+            " Python integers. Bind an argument of the model that sets a size,"
+            " `functools.partial(model, batch_size=...)`, because it cannot be traced."
         ) from error
     if not 1 <= subsample_size <= size:
         raise ValueError(

@@ -105,19 +105,19 @@ def check_initial_values(
         given = sorted(z) if isinstance(z, dict) else f"a {type(z).__name__}"
         raise ValueError(
             "`init_params` must be a dict of unconstrained values for the latent sites"
-            f" {sorted(view.latents)}; found {given}."
+            f" {sorted(view.latents)}; got {given}."
         )
     batch = () if chains is None else (chains,)
     for name, latent in view.latents.items():
         if not isinstance(z[name], jax.Array | float | int):
             raise ValueError(
-                f"`init_params['{name}']` is a {type(z[name]).__name__}: give an array,"
-                " `jnp.asarray(...)` of it."
+                f"`init_params['{name}']` is a {type(z[name]).__name__}. Give an array,"
+                " `jnp.asarray(...)`."
             )
         if not jnp.issubdtype(jnp.result_type(z[name]), jnp.floating):
             raise ValueError(
-                f"`init_params['{name}']` has dtype {jnp.result_type(z[name])}, but gradients"
-                " need floating point values: write 1.0 instead of 1."
+                f"`init_params['{name}']` has dtype {jnp.result_type(z[name])}, but gradients need"
+                " floating point values. Write 1.0 instead of 1."
             )
         if jnp.shape(z[name]) != batch + latent.shape:
             raise ValueError(
@@ -126,13 +126,15 @@ def check_initial_values(
                 + (" (chains first)." if batch else ".")
             )
         if not isinstance(z[name], jax.core.Tracer) and not np.all(np.isfinite(z[name])):
-            raise ValueError(f"`init_params['{name}']` has entries that are NaN or infinite.")
+            raise ValueError(
+                f"`init_params['{name}']` has entries that are NaN or infinite. Give finite values."
+            )
 
     energy = potential(z)
     if not isinstance(energy, jax.core.Tracer) and not np.all(np.isfinite(energy)):
         raise ValueError(
-            f"The potential at `init_params` is {np.asarray(energy)}. Choose values with a"
-            " finite density, or leave `init_params` out to have the kernel find them."
+            f"The potential at `init_params` is {np.asarray(energy)}. Choose values with a finite"
+            " density, or leave `init_params` out."
         )
 
 
@@ -155,7 +157,7 @@ def _no_finite_start(sites: list[str]) -> str:
     where = (
         f"The log density is not finite at site {', '.join(sites)}."
         if sites
-        else "The gradient is not finite, though the density of every site is."
+        else "The gradient is not finite, although the density of every site is finite."
     )
     return (
         "No initial values with a finite potential and gradient were found in 100 attempts."

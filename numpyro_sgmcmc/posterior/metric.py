@@ -230,6 +230,6 @@ def from_covariance(
             return DenseMetric(middle, jnp.asarray(factor, dtype), jnp.asarray(inverse, dtype))
     what = "variance" if not smallest > 0 and covariance.ndim == 1 else "eigenvalue"
     raise ValueError(
-        "`metric` must be a positive definite covariance of the unconstrained parameters; its"
+        "`metric` must be a positive definite covariance of the unconstrained parameters, but its"
         f" smallest {what} is {smallest:.4g}."
     )

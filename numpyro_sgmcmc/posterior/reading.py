@@ -225,13 +225,13 @@ def _checked_initial(init_strategy: Callable) -> Callable:
         if (shape := jnp.shape(value)) != site["fn"].shape():
             raise ValueError(
                 f"The initial value of site '{site['name']}' has the shape {shape}, but its"
-                f" distribution the shape {site['fn'].shape()}: give `init_to_value(values=...)`"
-                " values of that shape."
+                f" distribution has the shape {site['fn'].shape()}. Give values of that shape,"
+                " `init_to_value(values=...)`."
             )
         if not isinstance(value, jax.core.Tracer) and not np.all(np.isfinite(value)):
             raise ValueError(
-                f"The initial value of site '{site['name']}' is not finite: give"
-                " `init_to_value(values=...)` other values."
+                f"The initial value of site '{site['name']}' is not finite. Give finite values,"
+                " `init_to_value(values=...)`."
             )
         return value
 

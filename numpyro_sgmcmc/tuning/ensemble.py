@@ -237,16 +237,16 @@ def _with_lost_ones_replaced(members: Members, ensemble: Ensemble) -> Members:
     )
     if not finite.any():
         raise ValueError(
-            f"None of {len(finite)} members of the ensemble has ended at finite values: give a"
+            f"None of {len(finite)} members of the ensemble ended at finite values. Give a"
             f" `start=Ensemble(learning_rate=...)` below {ensemble.learning_rate:g}, standardise"
             " the data, or give `init_strategy`."
         )
     if finite.all():
         return members
     warnings.warn(
-        f"{int((~finite).sum())} of {len(finite)} members of the ensemble have not ended at finite"
-        " values, and were dropped: their chains start at other members. A learning rate less than"
-        f" {ensemble.learning_rate:g}, `start=Ensemble(learning_rate=...)`, may keep them.",
+        f"{int((~finite).sum())} of {len(finite)} members of the ensemble did not end at finite"
+        " values and were dropped, so that their chains start at other members. A learning rate"
+        f" below {ensemble.learning_rate:g}, `start=Ensemble(learning_rate=...)`, may keep them.",
         stacklevel=2,
     )
     good = np.flatnonzero(finite)

@@ -43,29 +43,28 @@ def check_speed(
     problem, site = tuning.problem, tuning.slowest
     slowest = f", and the slowest site is '{site}'" if site else ""
     seen = (
-        f"with a step size of {tuning.step_size:.2g} a chain forgets where it was after {steps:,}"
-        f" steps, {tuning.seconds_per_sample:.2g} s for each independent draw{slowest}"
-        f"{f' ({problem})' if problem else ''}. "
+        f"with a step size of {tuning.step_size:.2g} a chain needs {steps:,} steps,"
+        f" {tuning.seconds_per_sample:.2g} s, for an independent"
+        f" draw{slowest}{f' ({problem})' if problem else ''}. "
     )
     if steps > most and is_for_noise:
         seen += (
-            "The cause is the noise of the minibatches: take larger ones, or a method and a"
-            " gradient for which they matter less, such as CCAdL and gradient='auto'."
+            "The cause is the noise of the minibatches. Use larger minibatches, or a method and a"
+            " gradient that it affects less, such as CCAdL and gradient='auto'."
         )
     else:
         seen += (
-            "The usual causes are columns that nearly depend on each other: standardise them, and"
-            " drop one; effects of a hierarchy that the tuning does not recognise: write them"
-            " `x = numpyro.sample('x', dist.Normal(mu, tau))`; and digits that single precision"
-            " does not have: `numpyro.enable_x64()`."
+            "The usual causes are columns that nearly depend on each other (standardise them, and"
+            " drop one), effects of a hierarchy that the tuning does not recognise (write `x ="
+            " numpyro.sample('x', dist.Normal(mu, tau))`), and digits beyond single precision"
+            " (call `numpyro.enable_x64()`)."
         )
     if not has_failed or on_failure == "warn":
         warnings.warn(f"The sampler moves slowly: {seen}", stacklevel=2)
         return
     raise TuningFailed(
-        f"The tuning has failed: {seen} To go on nevertheless, with"
-        f" {MOST_STEPS_PER_SAMPLE:,} steps between two samples:"
-        f" `{name}(model, on_failure='warn')`; what was found is in"
-        " `kernel.tuning`, for `tuning=`.",
+        f"The tuning has failed: {seen} `{name}(model, on_failure='warn')` goes on nevertheless,"
+        f" with {MOST_STEPS_PER_SAMPLE:,} steps between two samples. `kernel.tuning` has the"
+        " result, for `tuning=`.",
         tuning,
     )

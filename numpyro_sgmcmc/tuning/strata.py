@@ -28,8 +28,8 @@ def checked_subsampling(subsampling: Any) -> Any:
         # a name of earlier versions, with its own error for one release
         if subsampling == "importance":
             raise ValueError(
-                "subsampling='importance' was taken out: leave `subsampling` out. Strata do the"
-                " same, which the tuning finds by itself."
+                "subsampling='importance' was removed. Leave `subsampling` out: the tuning finds"
+                " strata, which do the same."
             )
         return one_of("subsampling", subsampling, ("auto", *SCHEMES))
     if subsampling is None:
@@ -46,16 +46,16 @@ def checked_subsampling(subsampling: Any) -> Any:
         numbers = array(where.strip("`"), labels)
         if numbers.ndim != 1 or numbers.dtype.kind not in "biu":
             raise ValueError(
-                f"{where} must be a vector with the number of the stratum of each row, whole"
-                f" numbers; got {numbers.dtype} of shape {numbers.shape}. Number categories with"
+                f"{where} must be a vector of whole numbers, the stratum of each row; got"
+                f" {numbers.dtype} of shape {numbers.shape}. Number categories with"
                 " `numpy.unique(labels, return_inverse=True)[1]`."
             )
         wrong = (numbers < 0) | (numbers > MOST)
         if wrong.any():
             row = int(np.argmax(wrong))
             raise ValueError(
-                f"{where} has the stratum {numbers[row]} at row {row}: numbers of strata are 0 or"
-                f" more, at most {MOST:,}, and every row has one."
+                f"{where} has the stratum {numbers[row]} at row {row}. Give each row a stratum"
+                f" from 0 to {MOST:,}."
             )
         checked[plate] = numbers.astype(np.int32)
     return checked
@@ -85,26 +85,26 @@ def given_strata(
     names = ", ".join(f"'{name}'" for name in plates) or "none"
     if None in strata and len(plates) != 1:
         raise ValueError(
-            f"`subsampling` is one array, but the plates with a `subsample_size` are {names}: give"
+            f"`subsampling` is one array, but the plates with a `subsample_size` are {names}. Give"
             " a dictionary of arrays by the name of the plate."
         )
     if target.shards is not None:
         raise ValueError(
-            "`subsampling` cannot be used with rows that are spread over devices, each of which"
-            " draws from its own rows: leave `subsampling` out, or sample on one device."
+            "Strata cannot be used with rows that are spread over devices, because each device"
+            " draws from its own rows. Leave `subsampling` out, or sample on one device."
         )
     checked = {}
     for key, labels in strata.items():
         if key is not None and key not in plates:
             raise ValueError(
-                f"`subsampling` has an entry for '{key}', which is no plate with a"
-                f" `subsample_size`; those are {names}."
+                f"`subsampling` has an entry for '{key}', but the plates with a `subsample_size`"
+                f" are {names}."
             )
         plate = next(iter(plates.values())) if key is None else plates[key]
         if len(labels) != plate.size:
             raise ValueError(
                 f"`subsampling` has {len(labels):,} entries for plate '{plate.name}', which has"
-                f" {plate.size:,} rows: give the number of the stratum of each row."
+                f" {plate.size:,} rows. Give the number of the stratum of each row."
             )
         known = None if importance is None else importance[plate.name]
         where = f"Plate '{plate.name}'"

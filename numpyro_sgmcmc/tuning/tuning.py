@@ -28,14 +28,14 @@ NOT_MIXED = 1.1
 #: Rounding error that is worth a warning, in posterior standard deviations.
 _MUCH_ROUNDING = 0.05
 
-#: Error of integrals over latent variables of groups that is worth a warning, likewise.
+#: Error of integrals over latent variables of groups that is worth a warning, in the same units.
 _WRONG_INTEGRALS = 0.05
 
 #: Slowness in a direction that is worth a warning.
 _MUCH_SLOWER = 4.0
 
 _NO_GAIN = 3.0  #: passes over the data for an independent draw beyond which minibatches do not pay
-_BY_NOISE = 0.5  #: squared step size times the noise; 1 if only noise limits the step
+_BY_NOISE = 0.5  #: squared step size times noise above which noise limits the step
 
 #: Names of gradients by the order of their control variate.
 _KINDS = ("plain minibatches", "a control variate", "a control variate of second order")
@@ -280,8 +280,8 @@ def _pilot_of(tuning: Tuning) -> str:
 
 def _slow(tuning: Tuning) -> str:
     return (
-        f"the posterior is {tuning.widest:.2g} times as wide there as it should be, and chains are"
-        f" {tuning.slowness:.2g} times as slow as elsewhere"
+        f"the posterior is {tuning.widest:.2g} times as wide there as the metric says, and chains"
+        f" are {tuning.slowness:.2g} times as slow as in other directions"
     )
 
 
@@ -305,37 +305,36 @@ _WARNINGS: tuple[tuple[Callable[["Tuning"], Any], Callable[["Tuning"], str]], ..
     (
         lambda t: t.flat,
         lambda t: (
-            f"The posterior is the same for all values of site '{t.flat}' in some direction:"
-            " neither the data nor its prior say anything of it, and what is drawn of it means"
-            " nothing. Give it a proper prior; drop columns that depend on each other, or that tell"
-            " all outcomes of one kind from those of another."
+            f"The posterior is flat in some direction of site '{t.flat}': neither the data nor its"
+            " prior determine it, and its draws mean nothing. Give it a proper prior. Drop columns"
+            " that depend on each other, or that separate the outcomes completely."
         ),
     ),
     (
         lambda t: t.multimodal,
         lambda t: (
-            "The posterior has several modes (searches from different starts ended in"
-            " different ones, with a barrier between): the chains will see one of them. Break a"
-            " symmetry of the model, take the draws for predictions only, or use"
-            " `replicas=Replicas(...)`, which visit all."
+            "The posterior has several modes, and the chains will see one of them: searches from"
+            " different starts ended in different modes, with a barrier between. Break a symmetry"
+            " of the model, use the draws for predictions only, or use `replicas=Replicas(...)`,"
+            " which visit all modes."
         ),
     ),
     (
         lambda t: t.is_far_from_gaussian,
         lambda t: (
-            f"The posterior is far from any Gaussian, and no metric fits it{_pilot_of(t)}."
-            " Chains may be slow in directions that a short run does not show: compare several long"
-            " ones. If they differ, write effects of groups so that they are recognised, and get"
-            " coordinates of their own: `x = numpyro.sample('x', dist.Normal(mu, tau))` or"
-            " `x = mu + tau * numpyro.sample('z', dist.Normal(0, 1))`, with `z` used once."
+            f"The posterior is far from any Gaussian, and no metric fits it{_pilot_of(t)}. Chains"
+            " may be slow in directions that a short run does not show: compare several long"
+            " chains. If they differ, write effects of groups as `x = numpyro.sample('x',"
+            " dist.Normal(mu, tau))`, or as `x = mu + tau * numpyro.sample('z', dist.Normal(0,"
+            " 1))` with `z` used once, which get coordinates of their own."
         ),
     ),
     (
         lambda t: t.misses_a_direction,
         lambda t: (
-            f"The metric misses a direction of site '{t.slow}': {_slow(t)}. Run longer by"
-            " as much; use `metric='dense'`, if memory allows; or leave out what the data cannot"
-            " tell apart, such as an intercept beside an effect of each level."
+            f"The metric misses a direction of site '{t.slow}': {_slow(t)}. Run longer by that"
+            " factor; use `metric='dense'`, if memory allows; or leave out parameters that the"
+            " data cannot tell apart, such as an intercept beside an effect of each level."
         ),
     ),
     (
@@ -348,16 +347,16 @@ _WARNINGS: tuple[tuple[Callable[["Tuning"], Any], Callable[["Tuning"], str]], ..
     (
         lambda t: t.needs_double_precision,
         lambda t: (
-            f"Rounding errors of the gradient are as large as {t.rounding:.2g} posterior"
-            " standard deviations in the worst coordinate, and the draws may be off by as much."
-            " Use double precision: call `numpyro.enable_x64()` before anything else."
+            f"Rounding errors of the gradient are as large as {t.rounding:.2g} posterior standard"
+            " deviations in the worst coordinate, and the draws may be off by as much. Use double"
+            " precision: call `numpyro.enable_x64()` before anything else."
         ),
     ),
     (
         lambda t: t.has_rare_rows,
         lambda t: (
             "Some parameters are known from a few rows only, those of a small group or with a rare"
-            " feature, and most minibatches have none of them: their standard deviations are wrong"
+            " feature, and most minibatches have none of them. Their standard deviations are wrong"
             f" by {_about(t.rare_rows_error)}, which no correction of the noise removes. Use"
             " strata (subsampling='auto', with an estimate of the noise from sub-batches), or a"
             " larger `subsample_size`."
@@ -368,7 +367,7 @@ _WARNINGS: tuple[tuple[Callable[["Tuning"], Any], Callable[["Tuning"], str]], ..
         lambda t: (
             "The integrals over the latent variables of groups are not exact enough: the draws are"
             f" off by as much as {t.integrals:.2g} posterior standard deviations. Use"
-            " gradient='control_variate', which corrects for what is wrong at the centre; larger"
+            " gradient='control_variate', which corrects the error at the centre, or larger"
             " minibatches; or sample some of these sites for all groups, outside of the plate."
         ),
     ),

@@ -49,17 +49,17 @@ def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuni
         return None
     instance("tuning", tuning, Tuning, "the result of `kernel.tune(...)`")
     if metric is not None:
-        raise ValueError("`tuning` has a metric already: give `metric` to the kernel that tunes.")
+        raise ValueError("`tuning` has a metric already. Give `metric` to the kernel that tunes.")
     kind = GRADIENTS[order_of(tuning.anchor)]
     if gradient not in ("auto", kind):
         raise ValueError(
-            f"`tuning` was found for gradient='{kind}': tune a kernel with gradient='{gradient}'."
+            f"`tuning` was found for gradient='{kind}'. Tune a kernel with gradient='{gradient}'."
         )
     if not isinstance(strata, str) and (strata is not None or tuning.strata):
         kind = "with strata" if tuning.strata else "without strata"
         raise ValueError(
-            f"`tuning` was found {kind}, and uses the same again: give `subsampling` to the kernel"
-            " that tunes."
+            f"`tuning` was found {kind}, and the run draws its rows in the same way. Give"
+            " `subsampling` to the kernel that tunes."
         )
     return tuning
 
@@ -80,7 +80,7 @@ def metric_for(metric: Any, target: Target) -> Any:
     if metric.shape not in ((size,), (size, size)):
         raise ValueError(
             f"`metric` has shape {metric.shape}, but the model has {size} unconstrained"
-            f" parameters: use variances, shape ({size},), or a covariance, ({size}, {size})."
+            f" parameters. Use variances, shape ({size},), or a covariance, ({size}, {size})."
         )
     return from_covariance(metric, np.zeros(size), dtype)
 

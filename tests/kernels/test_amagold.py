@@ -187,5 +187,5 @@ def test_what_would_not_be_exact():
     with pytest.raises(ValueError, match="needs a constant `step_size`"):
         AMAGOLD(mean, lambda i: 0.1 / (1 + i))
     kernel = AMAGOLD(mean, 0.01, 1.0, subsampling="epochs")
-    with pytest.raises(ValueError, match="minibatches of a path are to be independent"):
+    with pytest.raises(ValueError, match="minibatches of a path must be independent"):
         run_of(kernel, Y, samples=3, chains=1)

@@ -324,7 +324,7 @@ def functions():
     }
 
 
-#: Whose names are those of what they must be: "A run is an `MCMC` object ...".
+#: Whose names are those of what they must be: "A run must be an `MCMC` object ...".
 RUNS = ("run", "runs", "reference", "mcmc")
 
 

@@ -206,7 +206,7 @@ def test_what_has_no_meaning_is_refused(tmp_path):
     replicas = Replicas([1, 2])
     with pytest.raises(ValueError, match="AMAGOLD with `replicas` is not possible"):
         run(AMAGOLD(gaussian, 0.1, 1.0, replicas=replicas), SLOPES, samples=1)
-    with pytest.raises(ValueError, match="use noise_variance='estimated'"):
+    with pytest.raises(ValueError, match="Use noise_variance='estimated'"):
         kernel = SGHMC(gaussian, 0.1, 1.0, noise_variance=1.0, replicas=replicas)
         run(kernel, SLOPES, samples=1)
     np.save(tmp_path / "slopes.npy", SLOPES)

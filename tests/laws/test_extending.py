@@ -87,7 +87,7 @@ def test_a_new_method():
         RefreshedMomentum(gaussian_mean, h, every=0)
     with pytest.raises(TypeError, match="RefreshedMomentum: .*'friction'; the arguments are model"):
         RefreshedMomentum(gaussian_mean, h, friction=1.0)
-    with pytest.raises(ValueError, match="RefreshedMomentum does not say which step size"):
+    with pytest.raises(ValueError, match="RefreshedMomentum cannot propose a step size"):
         RefreshedMomentum(gaussian_mean).method.suggest(None)
 
 

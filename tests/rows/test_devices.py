@@ -556,12 +556,12 @@ def no_minibatch(x, y):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (full_plate, "another density.*index all data with the rows"),
-        (summary, "another density.*their mean or their number"),
-        (of_the_number, "another density"),
+        (full_plate, "on one device differs.*Index all data by the plate"),
+        (summary, "on one device differs.*means and numbers of all rows"),
+        (of_the_number, "on one device differs"),
         (other_rows, "Plate 'groups' has a `subsample_size` and 12 rows.*have 80"),
         (no_minibatch, "needs minibatches.*`numpyro.plate\\(name, 80, subsample_size"),
-        (partial(indexed, batch=18), "subsample_size=18, .* among 4 devices: use 16"),
+        (partial(indexed, batch=18), "subsample_size=18, .* among 4 devices\\. Use 16"),
     ],
 )
 def test_models_refused(model, message):
@@ -577,20 +577,24 @@ def run(kernel=None, args=None, **options):
 
 def test_runs_refused():
     some = {"step_size": 1e-4, "init_strategy": CENTRE}
-    with pytest.raises(ValueError, match=r"Not spread, though of 80 rows: args\.1; use"):
+    with pytest.raises(
+        ValueError, match=r"The arrays args\.1 have 80 rows too and are not spread: use"
+    ):
         run(args=(spread_rows(MESH, X), Y))
     with pytest.raises(ValueError, match="RowsOnDisk.* is not spread, so that all devices"):
         run(args=(RowsOnDisk(X), spread_rows(MESH, Y)))
     with pytest.raises(ValueError, match="different numbers of rows: 40, 80"):
         kernel = SGLD(lambda x, y, groups: kernel_table.model(x, y), **some)
         run(kernel, spread_rows(MESH, X, Y, np.ones(40)))
-    with pytest.raises(ValueError, match=r"use `MCMC\(..., jit_model_args=True\)`"):
+    with pytest.raises(ValueError, match=r"Use `MCMC\(..., jit_model_args=True\)`"):
         run(jit_model_args=False)
-    with pytest.raises(ValueError, match="use chain_method='vectorized'"):
+    with pytest.raises(ValueError, match="Use chain_method='vectorized'"):
         run(num_chains=2, chain_method="parallel")
     both = mesh_of(2, 4)
     args = spread_rows(both, X, Y)
-    with pytest.raises(ValueError, match="has 2 parts for chains, among which 3 cannot"):
+    with pytest.raises(
+        ValueError, match="has 2 parts for chains, and the number of chains in one program is 3"
+    ):
         kernel = SGLD(kernel_table.model, **some)
         run(kernel, args, num_chains=3, chain_method="vectorized")
     with pytest.raises(ValueError, match="the mesh .*'chains': 2.*, but the rows of another"):
@@ -603,7 +607,7 @@ def test_runs_refused():
 def test_meshes_and_arrays_refused():
     with pytest.raises(ValueError, match=r"has the axes \('x',\), but needs 'rows'"):
         spread_rows(Mesh(np.array(jax.devices()), ("x",)), X)
-    with pytest.raises(ValueError, match=r"has 78 rows, .* 4 devices: leave out 2 .*`X\[:76\]`"):
+    with pytest.raises(ValueError, match=r"has 78 rows, .* 4 devices\. Leave out 2 .*`X\[:76\]`"):
         spread_rows(MESH, X[:78])
     with pytest.raises(ValueError, match="Array 1 is a number"):
         spread_rows(MESH, X, 3.0)

@@ -567,7 +567,7 @@ def test_a_minibatch_of_which_few_rows_count():
     assert "a minibatch counts as" not in str(growth(mcmc))
     rows.append(X[5_000:9_000], Y[5_000:9_000])
     go_on(mcmc, *rows)
-    assert "a minibatch counts as 2.4 rows, of which 10 are needed" in growth(mcmc).problem
+    assert "a minibatch counts as 2.4 rows, and at least 10 are needed" in growth(mcmc).problem
 
 
 BAD_ROWS = {
@@ -643,14 +643,14 @@ def of_all(x, y):
 
 
 BAD_RUNS = {
-    "a mean of all rows": (centred, {}, "site 'y' adds for the same rows depends on the other"),
-    "a scale by their number": (by_number, {}, "site 'w' adds for the same rows depends"),
-    "a plate of all": (of_all, {}, "needs one plate with a `subsample_size`"),
-    "epochs": (linear, {"subsampling": "epochs"}, "subsampling='epochs', which is of a fixed"),
+    "a mean of all rows": (centred, {}, "log density of rows at site 'y' depends on the other"),
+    "a scale by their number": (by_number, {}, "log density of rows at site 'w' depends"),
+    "a plate of all": (of_all, {}, "needs exactly one plate with a `subsample_size`"),
+    "epochs": (linear, {"subsampling": "epochs"}, "subsampling='epochs', which needs a fixed"),
     "refresh": (
         linear,
         {"gradient": ("control_variate", 1)},
-        "with this `gradient`, which is of the rows",
+        "with this `gradient`, which is for a fixed",
     ),
 }
 
@@ -669,10 +669,12 @@ def test_what_does_not_go_together():
     rows = GrowingRows(X[:1_000], Y[:1_000])
     mcmc = begun(SGLD(linear, 1e-5), rows, 5, 5)
     mcmc.post_warmup_state = mcmc.last_state
-    with pytest.raises(ValueError, match="goes on with what it was begun with"):
+    with pytest.raises(
+        ValueError, match="was begun with a `GrowingRows`, and cannot continue with arrays"
+    ):
         mcmc.run(random.key(1), X[:1_000], Y[:1_000])
     mcmc = begun(SGLD(linear, 1e-5), (X[:1_000], Y[:1_000]), 5, 5)
-    with pytest.raises(ValueError, match="do not keep coming"):
+    with pytest.raises(ValueError, match="has no `GrowingRows`"):
         growth(mcmc)
     with pytest.raises(ValueError, match=r"1,000 rows, shape \(1000,\), and is not in the"):
         begun(SGLD(linear, 1e-5), (next(iter(rows)), Y[:1_000]), 5, 5)
@@ -885,7 +887,7 @@ def test_a_store_goes_on_when_rows_have_come(place, tmp_path):
     np.testing.assert_array_equal(store["rows"], np.repeat(ends, 30))
     for stats in (other.get_extra_fields(), to_arviz(other)["sample_stats"]):
         np.testing.assert_array_equal(np.ravel(stats["rows"]), np.repeat(ends, 30))
-    with pytest.raises(ValueError, match="The first 60 draws of each chain know fewer rows"):
+    with pytest.raises(ValueError, match="The first 60 draws of each chain are from fewer rows"):
         certify(other)
     # moments are of the draws that know all rows
     mean = one.moments["w"].sel(statistic="mean")
@@ -900,8 +902,11 @@ def test_a_store_goes_on_when_rows_have_come(place, tmp_path):
             long_run(folder / "one.zarr", 120).run(random.key(1), *rows)
         assert long_run(folder / "one.zarr", 90).stopped is None
 
-    refused("knows 2,600 rows, and there are 2,000", *GrowingRows(X[:2_000], Y[:2_000]))
+    refused("has draws from 2,600 rows, but this run has 2,000", *GrowingRows(X[:2_000], Y[:2_000]))
     others = Y[:2_700].copy()
     others[2_000] += 1
-    refused("Of the 2,600 rows that the store .* some are others", *GrowingRows(X[:2_700], others))
-    refused("was begun with a `GrowingRows`, and this run is one of arrays", X[:2_600], Y[:2_600])
+    refused(
+        "The 2,600 rows of the store .* have changed, .* from row 2,000 on",
+        *GrowingRows(X[:2_700], others),
+    )
+    refused("was begun with a `GrowingRows`, but this run has arrays", X[:2_600], Y[:2_600])

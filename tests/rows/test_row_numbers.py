@@ -149,7 +149,7 @@ def grouped(y, group, batch_size=100):
 
 def test_numbers_are_for_what_is_on_disk_only():
     y = RowsOnDisk(Computed(FAR))
-    with pytest.raises(ValueError, match="50,000,000,007 rows, more than 32 bits.*Put what"):
+    with pytest.raises(ValueError, match="50,000,000,007 rows, more than 32 bits.*Put on disk too"):
         read_model(grouped, init_to_uniform, (y, None), {})
     group = RowsOnDisk(Computed(FAR, lambda i: i % 10, np.int32))
     read_model(grouped, init_to_uniform, (y, group), {})
@@ -166,7 +166,7 @@ class Shifted:
 
 
 def test_schemes_that_have_no_such_numbers_are_refused():
-    with pytest.raises(ValueError, match="'epochs' has numbers for 2,147,483,647: use one of"):
+    with pytest.raises(ValueError, match=r"'epochs' can number at most 2,147,483,647\. Use one of"):
         kernel = SGLD(model, step_size=1e-13, subsampling="epochs")
         kernel.init(random.key(0), 0, None, (RowsOnDisk(Computed(FAR)),), {})
 

@@ -97,7 +97,9 @@ def test_shards_refused(tmp_path):
         RowsOnDisk([])
     kernel = SGLD(other_model, step_size=1e-3)
     args = RowsOnDisk(tmp_path / "b-*.npy"), RowsOnDisk(tmp_path / "d-*.npy")
-    with pytest.raises(ValueError, match="Shard 0 of .*d-.* has 5 rows, but that of .*b-.* has 6"):
+    with pytest.raises(
+        ValueError, match="Shard 0 of .*d-.* has 5 rows, but shard 0 of .*b-.* has 6"
+    ):
         kernel.runtime.read(kernel.method, args, {})
     np.save(tmp_path / "d-1.npy", np.ones(4))
     with pytest.raises(UnreadableRows, match="d-1.npy"):

@@ -114,7 +114,7 @@ def test_members_that_are_lost_are_told():
     found = ensemble.find_members
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ensemble_start, "find_members", lost)
-        with pytest.warns(UserWarning, match="1 of 3 members of the ensemble have not ended"):
+        with pytest.warns(UserWarning, match="1 of 3 members of the ensemble did not end"):
             state = states(kernel)
     assert all(np.isfinite(v).all() for v in jax.tree.leaves(state.z))
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +122,7 @@ def test_members_that_are_lost_are_told():
             optax, "apply_updates", lambda values, _: jax.tree.map(lambda v: v * jnp.nan, values)
         )
         other = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=6))
-        with pytest.raises(ValueError, match="None of 3 members of the ensemble has ended"):
+        with pytest.raises(ValueError, match="None of 3 members of the ensemble ended"):
             states(other)
 
 
@@ -131,17 +131,17 @@ def test_what_cannot_start_is_said():
         SGMCLMC(network, start="best")
     with pytest.raises(ValueError, match="`learning_rate` must be a positive finite number; got 0"):
         Ensemble(learning_rate=0)
-    with pytest.raises(ValueError, match="there is no common `metric` or `tuning`"):
+    with pytest.raises(ValueError, match="no `metric` or `tuning` fits all chains"):
         SGMCLMC(network, start="ensemble", metric="dense")
-    with pytest.raises(ValueError, match="no anchor of a control variate is found: use gradient="):
+    with pytest.raises(ValueError, match="without the anchor of a control variate .*Use gradient="):
         SGMCLMC(network, start="ensemble", gradient="control_variate")
     with pytest.raises(ValueError, match="SGHMC with start='ensemble' needs `step_size`"):
         states(SGHMC(network, start=Ensemble(steps=1)))
-    with pytest.raises(ValueError, match="even in a step of .* where 1e-12 is asked for"):
+    with pytest.raises(ValueError, match="even in a step of .* may be at most 1e-12"):
         states(SGMCLMC(network, start=Ensemble(steps=1, energy_variance=1e-12)))
     kernel = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=1))
     keys = random.split(random.key(0), 2)
-    with pytest.raises(ValueError, match="chains are traced one by one"):
+    with pytest.raises(ValueError, match="traced random keys"):
         jax.vmap(lambda key: kernel.init(key, 1, None, (X, Y), {}))(keys)
 
 
@@ -182,7 +182,7 @@ def test_rows_that_were_held_out_are_checked():
     with pytest.raises(ValueError, match=r"the parameters \{'w': \(2,\)\}, but .* \{'w': \(1,\)\}"):
         kernel.init(random.key(0), 1, None, (X, Y), {})
     kernel = SGHMC(of_columns, 1e-3, 10.0, start=Ensemble(steps=1, held_out=(X[:20], Y[:20])))
-    with pytest.raises(ValueError, match="`held_out` .*=50.*Of fewer rows than a min"):
+    with pytest.raises(ValueError, match="`held_out` .*=50.*fewer rows than a minibatch"):
         kernel.init(random.key(0), 1, None, (X, Y), {})
 
 
@@ -271,12 +271,12 @@ def test_chains_with_metrics_of_their_own_have_the_law_of_the_posterior():
 
 
 def test_a_metric_of_its_own_is_refused_where_none_is_found():
-    with pytest.raises(ValueError, match="found from the gradients of minibatches, and here each"):
+    with pytest.raises(ValueError, match="tuned from the gradients of minibatches, but each"):
         start = Ensemble(steps=1)
         model = functools.partial(network, batch_size=len(Y))
         states(SGHMC(model, 1e-3, 10.0, start=start, metric="diagonal"))
     kernel = SGHMC(linear, 0.01, 1.0, start=LINEAR_START, metric="diagonal")
-    with pytest.raises(ValueError, match="found in the descents, and there are none with `init_p"):
+    with pytest.raises(ValueError, match="tuned in the descents, and `init_params` replaces"):
         kernel.init(random.key(0), 1, {"w": jnp.zeros(3)}, (X3, Y3), {})
 
 

@@ -49,10 +49,10 @@ def checked_arrays(model: Callable | None, args: tuple, kwargs: dict) -> tuple[t
         if is_sparse(x):
             raise ValueError(
                 f"Argument '{name}' of the model is a sparse matrix, a {type(x).__name__} of shape"
-                f" {tuple(x.shape)}, of which the rows of a minibatch would take a look at all"
-                " entries: pass `.todense()` of it, as an array; or, of each row, the numbers of"
-                " its columns and the values there, padded with zeros, two arrays of shape (N, k),"
-                " for `(values[i] * w[columns[i]]).sum(-1)` in the model."
+                f" {tuple(x.shape)}, and the rows of each minibatch would cost a pass over all"
+                " entries. Pass an array, `.todense()`; or pass the column numbers and the values"
+                " of each row, padded with zeros, as two arrays of shape (N, k). In the model"
+                " write `(values[i] * w[columns[i]]).sum(-1)`."
             )
     for name, x in _named(model, args, kwargs):
         if not _is_numeric(x):
@@ -60,9 +60,9 @@ def checked_arrays(model: Callable | None, args: tuple, kwargs: dict) -> tuple[t
         if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
             raise ValueError(
                 f"Argument '{name}' of the model is a masked array with"
-                f" {int(np.ma.count_masked(x)):,} masked entries, and JAX has no mask: fill them,"
-                " `x.filled(0)`, pass `~np.ma.getmaskarray(x)` as another argument, and leave these"
-                " rows out with `numpyro.handlers.mask`."
+                f" {int(np.ma.count_masked(x)):,} masked entries, and arrays of JAX have no mask."
+                " Fill it, `x.filled(0)`, and pass `~np.ma.getmaskarray(x)` as another argument,"
+                " for `numpyro.handlers.mask`."
             )
         kept = jax.dtypes.canonicalize_dtype(x.dtype)
         if x.dtype.kind in "iu" and kept.itemsize < x.dtype.itemsize and x.size:
@@ -70,11 +70,11 @@ def checked_arrays(model: Callable | None, args: tuple, kwargs: dict) -> tuple[t
             low, high = int(x.min()), int(x.max())
             if low < limits.min or high > limits.max:
                 raise ValueError(
-                    f"Argument '{name}' of the model has {x.dtype} entries from {low:,} to {high:,}"
-                    f"{_columns(x, limits)}, of which JAX would keep 32 bits: beyond"
-                    f" {limits.max:,} they would become other numbers. Call"
-                    " `numpyro.enable_x64()` before anything else, or store codes from 0 instead,"
-                    " `np.unique(x, return_inverse=True)[1]`."
+                    f"Argument '{name}' of the model has {x.dtype} entries from {low:,} to"
+                    f" {high:,}{_columns(x, limits)}. JAX keeps 32 bits, and would turn entries"
+                    f" beyond {limits.max:,} into other numbers. Call `numpyro.enable_x64()`"
+                    " before anything else, or store codes from 0 instead, `np.unique(x,"
+                    " return_inverse=True)[1]`."
                 )
         elif x.dtype == np.float64 and kept == np.float32:
             _warn_of_rounding(name, x)
@@ -92,9 +92,9 @@ def _warn_of_rounding(name: str, x: np.ndarray) -> None:
     if lost.any():
         where = f" in column {int(np.argmax(lost))}" if x.ndim > 1 else ""
         warnings.warn(
-            f"Argument '{name}' of the model loses digits{where} in single precision: it is rounded"
-            f" there by more than {_MUCH_ROUNDING} of its standard deviation. Subtract the mean"
-            " before, `x - x.mean(0)`, or call `numpyro.enable_x64()` before anything else.",
+            f"Argument '{name}' of the model loses digits{where} in single precision: rounding"
+            f" changes it by more than {_MUCH_ROUNDING} of its standard deviation. Subtract the"
+            " mean first, `x - x.mean(0)`, or call `numpyro.enable_x64()` before anything else.",
             stacklevel=2,
         )
 
@@ -154,8 +154,8 @@ def check_data(model: Callable, args: tuple, kwargs: dict) -> None:
                 first = tuple(int(k) for k in _first_nonfinite(x))
             raise ValueError(
                 f"Argument '{name}' of the model, of shape {x.shape}, has {count} entries that are"
-                f" NaN or infinite, the first at index {first}. Drop these rows, or put any finite"
-                " value there and mask the site with `numpyro.handlers.mask`."
+                f" NaN or infinite, the first at index {first}. Drop these rows; or put any finite"
+                " value there, and mask the site with `numpyro.handlers.mask`."
             )
 
 
@@ -187,14 +187,14 @@ def shapes_of(model: Callable, args: tuple, kwargs: dict) -> str:
 def _not_an_array(value: Any) -> list[tuple[str, str]]:
     """Return the kind and the remedy of values that look like rows and are no arrays."""
     if value is None:
-        return [("None", "pass what the model observes")]
+        return [("None", "pass the observations")]
     package = type(value).__module__.partition(".")[0]
     name = f"a {package} {type(value).__name__}"
     if isinstance(value, np.ndarray) and value.dtype.kind not in _NUMBERS:
-        return [(f"an array of {value.dtype}", _from_numpy(value.dtype))]
+        return [(f"an array of dtype {value.dtype}", _from_numpy(value.dtype))]
     if isinstance(value, list | tuple) and value and all(np.isscalar(x) for x in value):
         kind = type(value).__name__
-        return [(f"a {kind} of {len(value):,} values", "pass `jnp.asarray(...)` of it")]
+        return [(f"a {kind} of {len(value):,} values", "pass an array, `jnp.asarray(...)`")]
     if package in ("pandas", "polars", "xarray", "pyarrow"):
         if str(getattr(value, "dtype", "")) == "category":
             return [(f"{name} of categories", "pass its codes, `.cat.codes.to_numpy()`")]
@@ -206,9 +206,9 @@ def _not_an_array(value: Any) -> list[tuple[str, str]]:
             )
         ]
     if package in ("h5py", "zarr"):
-        return [(name, "pass `RowsOnDisk(...)` of it, or its rows in memory, `[:]`")]
+        return [(name, "wrap it, `RowsOnDisk(...)`, or load its rows into memory, `[:]`")]
     if package == "torch":
-        return [(name, "pass `.numpy()` of it")]
+        return [(name, "pass an array, `.numpy()`")]
     if isinstance(value, dict):
         return [pair for x in value.values() for pair in _not_an_array(x)]
     return []
@@ -222,6 +222,6 @@ def _from_numpy(dtype: np.dtype) -> str:
     if dtype.names:
         return f"pass its fields as arrays, `x['{dtype.names[0]}']`"
     return (
-        "pass numbers, `x.astype(float)`, or codes of text,"
-        " `np.unique(x, return_inverse=True)[1]`, without None among them"
+        "pass numbers, `x.astype(float)`, or codes of text, `np.unique(x,"
+        " return_inverse=True)[1]`, and no entry that is None"
     )

@@ -37,29 +37,28 @@ def check_spread(whole: Target, shards: Shards) -> None:
     if len(sizes) > 1:
         raise ValueError(
             "The arrays that are spread over devices have different numbers of rows:"
-            f" {', '.join(f'{size:,}' for size in sorted(sizes))}. Spread those of the subsampled"
-            " plate, and pass the others as they are."
+            f" {', '.join(f'{size:,}' for size in sorted(sizes))}. Spread the arrays of the"
+            " subsampled plate only, and pass the others to the model without `spread_rows`."
         )
     (size,) = sizes
     if not view.plates:
         raise ValueError(
             f"The data are spread over {parts} devices, which needs minibatches, but no plate of"
-            f" the model has a `subsample_size`: write `numpyro.plate(name, {size}, subsample_size="
-            f"...)` around the data; subsample_size={size} is all of them."
+            f" the model has a `subsample_size`. Write `numpyro.plate(name, {size},"
+            f" subsample_size=...)` around the data; subsample_size={size} takes all rows."
         )
     for plate in view.plates:
         if plate.size != size:
             raise ValueError(
                 f"Plate '{plate.name}' has a `subsample_size` and {plate.size:,} rows, but the"
-                f" arrays that are spread over devices have {size:,}: only their rows can be"
-                " subsampled."
-                " Leave the `subsample_size` of this plate out."
+                f" arrays that are spread over devices have {size:,}. Only their rows can be"
+                " subsampled: leave the `subsample_size` of this plate out."
             )
         if plate.subsample_size % parts:
             near = max(parts, round(plate.subsample_size / parts) * parts)
             raise ValueError(
                 f"Plate '{plate.name}' has subsample_size={plate.subsample_size}, which cannot be"
-                f" divided among {parts} devices: use {near}."
+                f" divided evenly among {parts} devices. Use {near}."
             )
     try:
         each = whole._replace(model=view.on_each(parts), shards=shards)
@@ -71,15 +70,15 @@ def check_spread(whole: Target, shards: Shards) -> None:
         ) from error
     if not alike:
         raise ValueError(
-            "The model gives rows that one device holds another density than the same rows among"
-            f" all {size:,}. {_REMEDY}{_not_spread(whole, shards, size)}"
+            "The log density of rows on one device differs from the log density of the same rows"
+            f" among all {size:,}. {_REMEDY}{_not_spread(whole, shards, size)}"
         )
 
 
 _REMEDY = (
-    "A device sees its own rows only, as if there were no others: index all data with the rows of"
-    " the plate; take the size of the plate from the data, `X.shape[0]`; and compute whatever else"
-    " depends on all rows, their mean or their number, before, and pass it as an argument."
+    "A device sees its own rows only. Index all data by the plate, and take the size of the plate"
+    " from the data, `X.shape[0]`. Compute means and numbers of all rows before the run, and pass"
+    " them as arguments."
 )
 
 
@@ -94,7 +93,10 @@ def _not_spread(whole: Target, shards: Shards, size: int) -> str:
     ]
     if not names:
         return ""
-    return f" Not spread, though of {size:,} rows: {', '.join(names)}; use `spread_rows` for all."
+    return (
+        f" The arrays {', '.join(names)} have {size:,} rows too and are not spread: use"
+        " `spread_rows` for all."
+    )
 
 
 def _some_values(target: Target) -> Values:
@@ -119,8 +121,9 @@ def _first_are_alike(whole: Target) -> bool:
     for leaf in jax.tree.leaves((whole.args, whole.kwargs)):
         if isinstance(leaf, Array) and not leaf.is_fully_addressable:
             raise ValueError(
-                "In several processes rows are either all on disk or all in the memory of devices,"
-                " but one of the arrays is in memory: wrap it, `RowsOnDisk(array)`, and spread that"
+                "In several processes the rows must be all on disk, or all in the memory of"
+                " devices, but one array is in memory. Wrap it, `RowsOnDisk(array)`, and spread"
+                " the result"
             )
     few = min(_FEW, *(len(source.reader) // 2 for source in sources))
     if few == 0:

@@ -26,8 +26,8 @@ def check_lengths(reading: Reading) -> None:
     for plate, source in zip(reading.plate_of_source, reading.sources, strict=True):
         if plate is not None and len(source) != sizes[plate]:
             raise ValueError(
-                f"The indices of plate '{plate}', of size {sizes[plate]:,}, are used on {source!r},"
-                f" which has {len(source):,} rows: make the two lengths equal."
+                f"Plate '{plate}' has size {sizes[plate]:,}, but its indices are used on"
+                f" {source!r}, which has {len(source):,} rows. Make the two lengths equal."
             )
         if plate is None:
             continue
@@ -35,9 +35,9 @@ def check_lengths(reading: Reading) -> None:
         for k, pair in enumerate(zip(source.shard_lengths, other.shard_lengths, strict=True)):
             if pair[0] != pair[1]:
                 raise ValueError(
-                    f"Shard {k} of {source!r} has {pair[0]:,} rows, but that of {other!r} has"
-                    f" {pair[1]:,}: rows of the same number would not belong together. Is one of"
-                    " the files cut off, or of another day?"
+                    f"Shard {k} of {source!r} has {pair[0]:,} rows, but shard {k} of {other!r} has"
+                    f" {pair[1]:,}, so that rows of the same number would not belong together."
+                    " Check whether one of the files is truncated, or from another day."
                 )
 
 
@@ -65,6 +65,6 @@ def check_far(reading: Reading) -> None:
         plate = far[0]
         raise ValueError(
             f"Plate '{plate.name}' has {plate.size:,} rows, more than 32 bits can number, and the"
-            " model does something else with its indices than to index what is on disk by them,"
-            " `X[i]`. Put what depends on the number of a row, its group for instance, on disk too."
+            " model uses its indices for more than to index rows on disk, `X[i]`. Put on disk too"
+            " whatever depends on the number of a row, such as its group."
         )

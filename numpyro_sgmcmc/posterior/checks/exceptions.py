@@ -56,20 +56,19 @@ def explained(model: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
 
 def _value_needed(error: Exception) -> str:
     traced = (
-        "the rows of a minibatch are traced, arrays among the arguments of the model are too, and"
-        " with `MCMC(jit_model_args=True)` every argument is"
+        "JAX traces the rows of a minibatch, arrays among the arguments, and with"
+        " `MCMC(jit_model_args=True)` every argument"
     )
     if isinstance(error, _NEEDS_AN_ARRAY):
         return (
-            f"NumPy meets a traced value in the model{_line(error)}: {traced}. Of a NumPy function"
-            " use that of `jax.numpy`; where it has none, as for `np.unique`, compute the value"
-            " before and bind it, `functools.partial(model, classes=...)`. A NumPy array that is"
-            " not one of its arguments cannot be indexed by rows: make it a JAX array with"
-            " `jnp.asarray`, or pass it as an argument."
+            f"A function or an array of NumPy gets a traced value in the model{_line(error)}."
+            f" {traced}. Use the function of `jax.numpy`; or, as for `np.unique`, compute the"
+            " value before the run and bind it, `functools.partial(model, classes=...)`. Convert a"
+            " NumPy array that is indexed by rows, `jnp.asarray(x)`, or pass it as an argument."
         )
     return (
         "The model needs the value of an argument in Python, for a `subsample_size`, an `if` or"
-        f" `int(y.max())`{_line(error)}: {traced}. So compute the value before, and bind it,"
+        f" `int(y.max())`{_line(error)}. {traced}. Compute the value before the run and bind it,"
         " `functools.partial(model, classes=...)`; or write `jnp.where` for the `if`."
     )
 
@@ -80,9 +79,9 @@ def _said(error: Exception, model: Callable, args: tuple, kwargs: dict) -> str |
     if sources := on_disk((args, kwargs)):
         if isinstance(error, TypeError):
             return (
-                f"{', '.join(map(repr, sources))}: rows on disk can only be indexed, by the indices"
-                " of the plate, `with numpyro.plate(...) as i: ... X[i]`; `numpyro.subsample` and"
-                f" operations on the whole array need one in memory. The model raised: {text}"
+                f"Rows on disk ({', '.join(map(repr, sources))}) can only be indexed by the plate,"
+                " `with numpyro.plate(...) as i: ... X[i]`. `numpyro.subsample` and operations on"
+                f" the whole array need an array in memory. The model raised: {text}"
             )
     if strange := what_is_no_array(model, args, kwargs):
         return (
@@ -93,32 +92,32 @@ def _said(error: Exception, model: Callable, args: tuple, kwargs: dict) -> str |
         return f"A plate has no rows{_line(error)}; the arguments are {shapes}."
     if isinstance(error, AssertionError) and not text:
         return (
-            f"An assertion without words stopped the model{_line(error)}. The usual cause is two"
-            " plates, one inside the other, in one dimension: give the outer one another,"
+            f"An assertion without a message failed in the model{_line(error)}. The usual cause is"
+            " two nested plates in one dimension: give the outer plate another,"
             " `numpyro.plate('groups', G, dim=-2)`."
         )
     if "invalid shape of numpyro.subsample" in text:
         return (
-            f"{text}. The data must have as many rows as the plate, in the dimension that"
-            " `event_dim` leaves to it: make the two lengths equal."
+            f"{text}. The data must have as many rows as the plate, in the dimension before the"
+            " last `event_dim` ones. Make the two lengths equal."
         )
     if isinstance(error, ValueError | TypeError) and "broadcast" in text:
         return (
             f"The model cannot be evaluated on a minibatch{_line(error)}: {text}. Under a"
-            " subsampled plate every array must have the length of the minibatch: index it with the"
-            " plate's indices, `with numpyro.plate(...) as i: ... X[i]`, or use"
-            " `numpyro.subsample(X, event_dim=...)`."
+            " subsampled plate every array must have the length of the minibatch. Index it by the"
+            " plate, `with numpyro.plate(...) as i: ... X[i]`, or use `numpyro.subsample(X,"
+            " event_dim=...)`."
         )
     if "'scale' argument should be positive" in text:
         return (
-            f"A weight in `numpyro.handlers.scale` is not positive{_line(error)}. Rows of weight"
-            " zero are to be left out, `with numpyro.handlers.mask(mask=weight[i] > 0):`, and the"
-            " weight there be 1."
+            f"A weight in `numpyro.handlers.scale` is not positive{_line(error)}. Mask rows of"
+            " weight zero, `with numpyro.handlers.mask(mask=weight[i] > 0):`, and set their weight"
+            " to 1."
         )
     if isinstance(error, TypeError) and "integer" in text and "ind" in text.lower():
         return (
-            f"The model indexes with what are no whole numbers{_line(error)}: {text}. Labels and"
-            f" codes must be integers, `.astype(int)`; the arguments are {shapes}."
+            f"The model uses an index that is no whole number{_line(error)}: {text}. Convert"
+            f" labels and codes to integers, `.astype(int)`. The arguments are {shapes}."
         )
     if isinstance(error, ValueError) or not (line := _line(error)):
         return None

@@ -78,9 +78,9 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
     if len(plates) > 1:
         raise ValueError(
             f"Latent site '{name}' is inside two subsampled plates, '{plate}' and"
-            f" '{plates[1].name}': its values cannot be integrated out group by group. Leave the"
-            " `subsample_size` of the inner plate out, or sample the site for all rows outside of"
-            " both."
+            f" '{plates[1].name}', so that its values cannot be integrated out group by group."
+            " Leave the `subsample_size` of the inner plate out, or sample the site for all rows"
+            " outside of both."
         )
     if site["fn"].support.is_discrete:
         kind = type(without_wrappers(site["fn"])).__name__
@@ -88,16 +88,16 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
             site["fn"].enumerate_support(expand=False)
         except NotImplementedError as error:
             raise ValueError(
-                f"Latent site '{name}' in plate '{plate}' is discrete ({kind}) and has no end of"
-                " values to be summed over. Write the sum into the likelihood, as"
-                " `numpyro.distributions.NegativeBinomial2` does for a `Poisson` of a `Gamma`; or"
-                " cut it off, with a `Categorical`."
+                f"Latent site '{name}' in plate '{plate}' is discrete ({kind}) and has infinitely"
+                " many values, which cannot be summed over. Write the sum into the likelihood, as"
+                " `numpyro.distributions.NegativeBinomial2` does for a `Poisson` with a `Gamma`"
+                " rate; or truncate it, with a `Categorical`."
             ) from error
         if math.prod(site["fn"].batch_shape) > plates[0].subsample_size:
             raise ValueError(
                 f"Latent site '{name}' in plate '{plate}' is discrete ({kind}) and has several"
-                " values in each group, all combinations of which would be summed over. Sum over"
-                " each by itself in the likelihood:"
+                " values in each group, so that a step would sum over all their combinations. Sum"
+                " over each value separately in the likelihood,"
                 " `numpyro.distributions.MixtureSameFamily(weights, components)`."
             )
 
@@ -107,11 +107,12 @@ def _check_size(plate: LocalPlate) -> None:
     sites = [f"'{name}'" for name in plate.names]
     number = math.prod(size for _, size in plate.discrete)
     what = (
-        f"{plate.dimension} latent variables, of which {MOST_DIMENSIONS} at most can be integrated"
-        " out"
+        f"{plate.dimension} latent variables, and at most {MOST_DIMENSIONS} can be integrated out"
         if plate.dimension > MOST_DIMENSIONS
-        else f"{number:,} combinations of discrete values, of which {MOST_COMBINATIONS:,} at most"
-        " can be summed over"
+        else (
+            f"{number:,} combinations of discrete values, and at most {MOST_COMBINATIONS:,} can be"
+            " summed over"
+        )
         if number > MOST_COMBINATIONS
         else ""
     )
@@ -190,8 +191,8 @@ def _check_used(
     if unused := sorted(set(where) - used):
         raise ValueError(
             f"Site '{unused[0]}' in the subsampled plate '{where[unused[0]]}' has no observations:"
-            " its `obs` is None, and no observed site depends on it. Pass the data that it observes"
-            " to `mcmc.run(key, ...)`, or leave the site out."
+            " its `obs` is None, and no observed site depends on it. Pass its observations to"
+            " `mcmc.run(key, ...)`, or leave the site out."
         )
 
 
@@ -220,16 +221,16 @@ def _check_dependents(
         bounds = frozenset().union(*labels.get(f"support of {name}", [])) & set(where)
         if bounds:
             raise ValueError(
-                f"The support of the observations of site '{name}' depends on latent sites"
-                f" ({', '.join(sorted(bounds))}) of its group, over which such a density cannot be"
-                " integrated by a few points. Use one that falls off smoothly."
+                f"The support of site '{name}' depends on latent sites"
+                f" ({', '.join(sorted(bounds))}) of its group, and the nodes of a quadrature miss"
+                " the edge of such a density. Use a density that falls off smoothly."
             )
         for local in sorted(needs[name]):
             if where[local] not in frames:
                 raise ValueError(
                     f"Site '{name}' depends on the latent site '{local}' of the subsampled plate"
-                    f" '{where[local]}' but stands outside of it: groups that are not in the"
-                    " minibatch would be missing. Move it into the plate; or sample"
+                    f" '{where[local]}' but stands outside of the plate, so that groups outside of"
+                    f" the minibatch would be missing. Move '{name}' into the plate; or sample"
                     f" '{local}' for all {subsampled[where[local]].size:,} groups, outside of the"
                     " plate."
                 )
@@ -243,8 +244,8 @@ def _check_dependents(
         if len(frames) > 1 and set(frames) & set(where.values()):
             raise ValueError(
                 f"Site '{name}' is inside the subsampled plates {' and '.join(map(repr, frames))},"
-                " one of which has latent sites: the likelihood of a group needs all of its rows."
-                f" Leave the `subsample_size` of '{frames[-1]}' out, or of crossed effects sample"
-                " those of one kind for all groups, outside of its plate."
+                " and one plate has latent sites, whose integral needs all rows of a group. Leave"
+                f" the `subsample_size` of '{frames[-1]}' out. For crossed effects sample one kind"
+                " for all groups, outside of its plate."
             )
     return frozenset(hidden)

@@ -21,8 +21,8 @@ from numpyro_sgmcmc.posterior.model import unremarkable_values
 from numpyro_sgmcmc.posterior.target import Target
 
 _REMEDY = (
-    "Correct these rows or drop them; or give any value of the support there and leave them out of"
-    " the density, `with numpyro.handlers.mask(mask=is_known[i]):`."
+    "Correct or drop these rows; or give them any value in the support, and mask them, `with"
+    " numpyro.handlers.mask(mask=is_known[i]):`."
 )
 
 
@@ -51,10 +51,10 @@ def check_supports(target: Target) -> None:
     for name, latents in eval_provenance(inside, **unremarkable_values(target.model)).items():
         if latents:
             raise ValueError(
-                f"The support of the observations of site '{name}' depends on latent sites"
-                f" ({', '.join(sorted(latents))}): the rows that bound them are in few minibatches,"
-                " and draws would leave the support. Use a density that falls off smoothly, write"
-                " the bound as a prior from all rows, or sample all rows by NUTS."
+                f"The support of site '{name}' depends on latent sites"
+                f" ({', '.join(sorted(latents))}), and draws would leave it, because few"
+                " minibatches have the rows at its bounds. Use a density that falls off smoothly,"
+                " write the bound as a prior from all rows, or sample all rows by NUTS."
             )
 
 
@@ -92,10 +92,10 @@ def outside_support(target: Target, name: str, plate: str, bad: Any) -> ValueErr
 def of_a_process(bad: Any) -> ValueError:
     """Return the error of invalid rows, the first of which may be on another process."""
     return ValueError(
-        f"{bad.number:,} rows are invalid for this model: observations outside of the support of"
-        " their site, or codes beyond the end of what they index. The first is row"
-        f" {bad.first:,} in the order of the devices. Run the process that holds it alone, without"
-        f" a mesh, to see the cause. {_REMEDY}"
+        f"{bad.number:,} rows are invalid for this model: observations are outside of the support"
+        f" of their site, or codes beyond the end of an array. The first is row {bad.first:,} in"
+        " the order of the devices; run its process alone, without a mesh, to see the cause."
+        f" {_REMEDY}"
     )
 
 
@@ -103,17 +103,17 @@ def _cause(fn: Any, values: np.ndarray) -> str:
     """Return the likely cause of values outside of a support, as text."""
     support, low, high = fn.support, values.min(), values.max()
     if np.isnan(values).any():
-        return "NaN stands for missing values. "
+        return "NaN marks missing values. "
     if not fn.support.is_discrete:
         if (values == 0).any():
-            return f"A {_named(fn)} has no density at 0: model zeros by a site of their own. "
+            return f"A {_named(fn)} has no density at 0: model zeros by another site. "
         if low < 0:
             return f"A {_named(fn)} has no negative values. "
-        return f"Values go up to {high:.6g}: were they to be rescaled? "
+        return f"Values go up to {high:.6g}: rescale them if they should be smaller. "
     if (values % 1 != 0).any():
         return (
-            f"A {_named(fn)} takes whole numbers; averaged or soft labels have a density of your"
-            " own, `numpyro.factor`. "
+            f"A {_named(fn)} takes whole numbers; for averaged or soft labels write the density"
+            " yourself, `numpyro.factor`. "
         )
     last = _last(support)
     if last is not None and high == last + 1 and low >= 0:
@@ -143,12 +143,12 @@ def not_finite(target: Target, name: str, plate: str, bad: Any) -> ValueError:
     }
     site = _sites(target, rows)[name]
     value = np.asarray(site["value"])
-    seen = f", where the observation is {value.ravel()[0]:.6g}" if value.size == 1 else ""
+    seen = f", with the observation {value.ravel()[0]:.6g}" if value.size == 1 else ""
     return ValueError(
-        f"The log density of site '{name}' ({_named(site['fn'])}) is not finite in"
-        f" {bad.number:,} of {_of_all(target, plate)}, wherever it was tried; the first is row"
-        f" {bad.first}{seen}. Look at what the model computes for that row: a division by zero, the"
-        f" logarithm of a number that is not positive, an infinite value. {_REMEDY}"
+        f"The log density of site '{name}' ({_named(site['fn'])}) is not finite in {bad.number:,}"
+        f" of {_of_all(target, plate)}, at all values that were tried; the first is row"
+        f" {bad.first}{seen}. Look in the model for a division by zero, the logarithm of a number"
+        f" that is not positive, or an infinite value. {_REMEDY}"
     )
 
 
@@ -161,9 +161,9 @@ def beyond_array(target: Target, indexed: IndexedArray, bad: Any) -> ValueError:
     return ValueError(
         f"The model indexes {names.get(id(array), 'an array')} of shape {array.shape} with"
         f" {int(wrong.ravel()[0])} in row {bad.first}, and beyond its ends in {bad.number:,} rows"
-        f" in all, where its indices go from 0 to {length - 1}: JAX takes another entry in silence."
-        " Let codes count from 0, one entry for each of them; for neighbours at an end write what"
-        " is meant, `jnp.clip(i + 1, 0, last)` or `(i - 1) % length`."
+        f" in all; its indices go from 0 to {length - 1}. JAX would take another entry in silence."
+        " Let codes count from 0, with an entry for each code; for neighbours at an end write"
+        " `jnp.clip(i + 1, 0, last)` or `(i - 1) % length`."
     )
 
 
@@ -173,10 +173,10 @@ def dependent_on_number(
     """Return the error of a site whose terms depend on the number of rows of the minibatch."""
     (length, _), (other, ratio) = sizes.items()
     return ValueError(
-        f"Site '{name}' in plate '{plate}': what a row adds to the log density depends on the"
-        f" number of rows in the minibatch. In a minibatch of {other} rows it is {ratio:.3g} of"
-        f" what it is in one of {length}. The plate scales a minibatch to all rows by itself: leave"
-        " out factors such as `N / len(i)` or `1 / len(i)`."
+        f"The log density of a row of site '{name}' in plate '{plate}' depends on the number of"
+        f" rows in the minibatch: in a minibatch of {other} rows it is {ratio:.3g} times its value"
+        f" in one of {length}. The plate itself scales a minibatch to all rows. Leave out factors"
+        " such as `N / len(i)` or `1 / len(i)`."
     )
 
 
@@ -186,42 +186,40 @@ def dependent_on_others(target: Target, name: str, plate: str) -> ValueError:
     site = _sites(target, rows)[name]
     count = len(rows[plate])
     fn = site["fn"]
-    begin = f"Site '{name}' in plate '{plate}': what a row adds to the log density"
+    begin = f"Site '{name}' in plate '{plate}'"
     if name.endswith(MARGINAL):
         return ValueError(
-            f"The likelihood of a group of plate '{plate}' changes when other groups of the"
-            " minibatch are exchanged, so that minibatches are biased: a mean or a sum over the"
-            " groups of the minibatch, of data or of latent variables. Compute those of data from"
-            " all groups before, and pass them as an argument; latent variables of a group may"
-            " depend on its own data and on parameters outside of the plate."
+            f"The likelihood of a group of plate '{plate}' depends on the other groups of the"
+            " minibatch, so that minibatches are biased. The usual cause is a mean or a sum over"
+            " the groups of the minibatch: compute it for data from all groups before the run, and"
+            " pass it as an argument. Latent variables of a group may depend on its own data, and"
+            " on parameters outside of the plate, only."
         )
     factor = getattr(without_wrappers(fn), "log_factor", None)
     if factor is not None and count not in jnp.shape(factor):
         return ValueError(
             f"{begin} is a sum over the minibatch, which the plate counts once for each of its"
-            f" {count} rows: give `numpyro.factor('{name}', ...)` the vector of the rows' terms,"
-            f" shape ({count},), and not its sum."
+            f" {count} rows. Give `numpyro.factor('{name}', ...)` the vector of the terms of the"
+            f" rows, shape ({count},), instead of its sum."
         )
     if count in fn.event_shape:
         return ValueError(
-            f"{begin} is that of all {count} rows, which the plate counts once for each: the rows"
-            f" are in its event shape {fn.event_shape}. Leave out `.to_event(...)` for the rows,"
-            " which the plate declares."
+            f"{begin} has the rows in its event shape {fn.event_shape}, so that the plate counts"
+            f" the log density of all {count} rows once for each row. Leave out `.to_event(...)`"
+            " for the rows, which the plate declares."
         )
     if factor is not None:
         return ValueError(
-            f"{begin} depends on the other rows of its minibatch, and minibatches are biased. In a"
-            " partial likelihood (Cox) the risk set of a row is taken from all rows, of which a"
-            " minibatch has few. Write a likelihood whose rows do not depend on each other: of a"
-            " parametric hazard, or of a piecewise constant one, `dist.Poisson(exposure * hazard)`"
-            " of the events in each interval. If the rows form sets, as in a matched study, give"
-            " the plate one row for each set. Else use NUTS."
+            f"{begin} has rows whose log density depends on the other rows of their minibatch, so"
+            " that minibatches are biased. A partial likelihood (Cox) needs the risk set among all"
+            " rows: model a parametric or piecewise constant hazard instead,"
+            " `dist.Poisson(exposure * hazard)` for the events in each interval. For sets of rows,"
+            " as in a matched study, give the plate one row for each set; else use NUTS."
         )
     return ValueError(
-        f"{begin} changes when other rows of the minibatch are exchanged, or come in another order,"
-        " so that minibatches are biased: a mean, a softmax, a sum or a difference over the rows of"
-        " the minibatch, batch normalisation, or dropout of units by the place in the minibatch."
-        " Compute it from all rows before, `mean = X.mean(0)`, and pass it as an argument;"
-        " normalise layers by their units (`LayerNorm`), or rows by constants; leave dropout out,"
-        " `deterministic=True`: the prior stands for it."
+        f"{begin} has rows whose log density depends on the other rows of their minibatch, or on"
+        " the order of the rows, so that minibatches are biased. Compute means, softmaxes, sums"
+        " and differences of rows from all rows before the run, `mean = X.mean(0)`, and pass them"
+        " as arguments. In a network replace batch normalisation by `LayerNorm` or constants, and"
+        " leave dropout out, `deterministic=True`: the prior stands for it."
     )

@@ -35,9 +35,9 @@ def check_run(asked: Asked) -> None:
 def _check_correction(asked: Asked) -> None:
     if asked.corrects_noise and not SCHEMES[asked.subsampling].independent:
         raise ValueError(
-            f"{asked.kernel} with subsampling='{asked.subsampling}' would correct for noise that is"
-            " not there: minibatches of one pass over the data are anti-correlated. Use"
-            " subsampling='without_replacement'."
+            f"{asked.kernel} corrects for independent noise of minibatches, and with"
+            f" subsampling='{asked.subsampling}' the minibatches of a pass over the data are"
+            " anti-correlated. Use subsampling='without_replacement'."
         )
 
 
@@ -48,7 +48,7 @@ def _check_number_of_rows(asked: Asked) -> None:
             words = [name for name, scheme in SCHEMES.items() if scheme.draw_far is not None]
             raise ValueError(
                 f"Plate '{plate.name}' has {size:,} rows on a device, and"
-                f" subsampling='{asked.subsampling}' has numbers for {MOST_ROWS:,}: use one of"
+                f" subsampling='{asked.subsampling}' can number at most {MOST_ROWS:,}. Use one of"
                 f" {', '.join(words)}, or more devices."
             )
 
@@ -58,14 +58,14 @@ def _check_minibatches(asked: Asked) -> None:
         return
     if not SCHEMES[asked.subsampling].independent:
         raise ValueError(
-            f"{asked.kernel} with subsampling='{asked.subsampling}' needs minibatches, but no plate"
-            " of the model has a `subsample_size`: write `numpyro.plate(name, size,"
+            f"{asked.kernel} with subsampling='{asked.subsampling}' needs minibatches, but no"
+            " plate of the model has a `subsample_size`. Write `numpyro.plate(name, size,"
             " subsample_size=...)` around the data, or use another kernel."
         )
     warnings.warn(
-        "No plate of the model has a `subsample_size`: every step uses the gradient on all"
-        " data. For minibatches write `numpyro.plate(name, size, subsample_size=...)`"
-        " around the data.",
+        "No plate of the model has a `subsample_size`, so that every step uses the gradient on all"
+        " data. For minibatches write `numpyro.plate(name, size, subsample_size=...)` around the"
+        " data.",
         stacklevel=5,
     )
 
@@ -76,11 +76,14 @@ def _check_parameters(asked: Asked) -> None:
     if isinstance(asked.model.model, Marginal):
         names = ", ".join(f"'{plate.name}'" for plate in asked.model.model.plates)
         raise ValueError(
-            f"All latent sites of the model are inside of the subsampled plate {names}, and are"
-            " integrated out: no parameter is left to be sampled. Leave its `subsample_size`"
+            f"All latent sites of the model are inside of the subsampled plate {names} and are"
+            " integrated out, so that no parameter is left to sample. Leave its `subsample_size`"
             " out to sample them."
         )
-    raise ValueError("The model has no latent sites: there is nothing to sample.")
+    raise ValueError(
+        "The model has no latent sites, and nothing to sample. Give a parameter a prior,"
+        " `numpyro.sample(...)` without `obs`."
+    )
 
 
 #: Checks of a run, in their order.

@@ -81,20 +81,19 @@ def _check_hidden_site(name: str, site: dict, again: Any) -> None:
     if site["type"] == "plate":
         if site["args"][1] is not None:
             raise ValueError(
-                f"Plate '{name}' is hidden by `numpyro.handlers.block`, and its rows cannot"
-                " be set: leave the handler out."
+                f"Plate '{name}' is hidden by `numpyro.handlers.block`, so that its rows cannot be"
+                " set. Leave the handler out."
             )
     elif site["is_observed"]:
         raise ValueError(
-            f"Observed site '{name}' is hidden by `numpyro.handlers.block`, and the"
-            " draws would be those of the prior: leave the handler out."
+            f"Observed site '{name}' is hidden by `numpyro.handlers.block`, so that the draws"
+            " would be from the prior. Leave the handler out."
         )
     elif not jnp.array_equal(site["value"], again):
         raise ValueError(
-            f"Latent site '{name}' is hidden by `numpyro.handlers.block`: it would be"
-            " drawn anew at every step, from its prior. Leave the handler out, and pick"
-            " the sites that you want of the draws; or fix it,"
-            f" `numpyro.handlers.substitute(model, data={{'{name}': ...}})`."
+            f"Latent site '{name}' is hidden by `numpyro.handlers.block`, so that every step would"
+            " draw it from its prior. Leave the handler out, and choose sites among the draws; or"
+            f" fix it, `numpyro.handlers.substitute(model, data={{'{name}': ...}})`."
         )
 
 
@@ -116,8 +115,8 @@ def _check_scale(name: str, site: dict, subsampled: Mapping[str, Any]) -> None:
         if math.isclose(float(scale), (plate.size / plate.subsample_size) ** 2, rel_tol=1e-4):
             factor = f"{plate.size}/{plate.subsample_size}"
             raise ValueError(
-                f"Site '{name}' is scaled by {factor} twice: by plate '{plate.name}', which does it"
-                " by itself, and by `numpyro.handlers.scale`. Leave the handler out."
+                f"Site '{name}' is scaled by {factor} twice: by plate '{plate.name}' itself, and"
+                " by `numpyro.handlers.scale`. Leave the handler out."
             )
 
 
@@ -129,22 +128,22 @@ def _check_latent(name: str, site: dict) -> None:
     if site["fn"].support.is_discrete:
         kind = type(without_wrappers(site["fn"])).__name__
         raise ValueError(
-            f"Latent site '{name}' is discrete ({kind}) and has no gradient. Sum over its values in"
-            " the likelihood: for a mixture, or a class of each row,"
+            f"Latent site '{name}' is discrete ({kind}) and has no gradient. Sum over its values"
+            " in the likelihood, for a mixture or a class of each row by"
             " `numpyro.distributions.MixtureSameFamily(weights, components)`. In a plate with a"
-            " `subsample_size` it would be summed over for each of the groups."
+            " `subsample_size` the step sums over it for each group."
         )
     shape = jnp.shape(site["value"])
     if 0 in biject_to(site["fn"].support).inverse_shape(shape):
         raise ValueError(
-            f"Latent site '{name}' has nothing to be sampled: its shape is {shape}, with"
-            f" support {site['fn'].support}. Leave it out where it has no entries, or give its only"
-            f" value, `numpyro.deterministic('{name}', ...)`."
+            f"Latent site '{name}' has nothing to sample: its shape is {shape}, and its support"
+            f" {site['fn'].support}. Leave out a site without entries; write a site with a single"
+            f" possible value as `numpyro.deterministic('{name}', ...)`."
         )
     if isinstance(site["fn"], dist.Delta):
         raise ValueError(
-            f"Latent site '{name}' has a Delta distribution; use"
-            f" `numpyro.deterministic('{name}', value)` instead."
+            f"Latent site '{name}' has a Delta distribution. Use `numpyro.deterministic('{name}',"
+            " value)` instead."
         )
 
 
@@ -152,10 +151,10 @@ def _check_control_flow(name: str, site: dict, sites: Mapping[str, dict]) -> Non
     hidden = [f.name for f in site["cond_indep_stack"] if f.name not in sites]
     if hidden and site["scale"] is not None:
         raise ValueError(
-            f"Site '{name}' is in plate '{hidden[0]}', which is subsampled inside `scan` or `cond`"
-            " where its indices cannot be set: every step would see the same rows. Make the plate"
-            " outside, `rows = numpyro.plate(...)`, index the data with `with rows as i:` before"
-            " the `scan`, and write `with rows:` in its body."
+            f"Site '{name}' is in plate '{hidden[0]}', which is subsampled inside `scan` or"
+            " `cond`, so that every step would see the same rows. Make the plate outside, `rows ="
+            " numpyro.plate(...)`, and index the data before the `scan`, `with rows as i:`. Write"
+            " `with rows:` in its body."
         )
 
 
@@ -196,11 +195,11 @@ def _check_broadcast(reading: Reading) -> None:
         site = sites[name]
         raise ValueError(
             f"Site '{name}' has the batch shape {_batch_shape(site)} in plate '{plate}', whose"
-            f" minibatch has {count} rows: every observation would be compared with every row's"
-            f" parameters. Observations of shape {jnp.shape(site['value'])} were broadcast against"
-            f" parameters of shape {_own_batch_shape(site['fn'])}: give both the shape ({count},),"
-            " `y[i, 0]` or `y[i].squeeze(-1)`; or declare the dimension, `.to_event(1)` or a plate"
-            " of its own."
+            f" minibatch has {count} rows: every observation would be compared with the parameters"
+            f" of every row. Observations of shape {jnp.shape(site['value'])} were broadcast"
+            f" against parameters of shape {_own_batch_shape(site['fn'])}. Give both the shape"
+            f" ({count},), `y[i, 0]` or `y[i].squeeze(-1)`; or declare the dimension,"
+            " `.to_event(1)` or another plate."
         )
 
 
@@ -247,9 +246,9 @@ def _check_dependence_of(
         _check_length(name, site, frame, p.size)
         if plate not in used:
             raise ValueError(
-                f"Site '{name}' is inside plate '{plate}' but does not use its indices: every step"
-                " would see the same data. If the model is given minibatches (as for SVI), give it"
-                f" the full data of {p.size} rows instead and index them: {_INDEX}."
+                f"Site '{name}' is inside plate '{plate}' but does not use its indices, so that"
+                " every step would see the same data. If the model gets minibatches (as for SVI),"
+                f" give it the full data of {p.size} rows instead. Index them: {_INDEX}."
             )
         for part, labels, length in (
             ("observations", value, _length(jnp.shape(site["value"]), frame, site)),
@@ -283,16 +282,16 @@ def _check_length(name: str, site: dict, frame: Any, size: int) -> None:
     if len(shape) > 1 and shape[0] == frame.size != size:
         raise ValueError(
             f"{begin} have the shape {shape} in plate '{frame.name}', whose minibatch has"
-            f" {frame.size} rows: one entry for each row, and no more, is what a"
-            f" {type(without_wrappers(site['fn'])).__name__} of this shape has. Classes are"
-            " numbers, `y.argmax(-1)`, and not indicators; a vector for each row needs"
-            " `.to_event(1)`, or another plate with dim=-2."
+            f" {frame.size} rows, but a {type(without_wrappers(site['fn'])).__name__} of this"
+            " shape has one entry for each row. Give classes as numbers, `y.argmax(-1)`, and not"
+            " as indicators. Declare a vector for each row by `.to_event(1)`, or by another plate"
+            " with dim=-2."
         )
     indexed = "not indexed by the plate" if length == size else "of another length"
     raise ValueError(
-        f"{begin} are {indexed}: they have {length} rows where the minibatch of plate"
-        f" '{frame.name}' has {frame.size}. Use {_INDEX}; values for"
-        " `numpyro.handlers.condition` are those of a minibatch, so observe them in the model."
+        f"{begin} are {indexed}: they have {length} rows, and the minibatch of plate"
+        f" '{frame.name}' has {frame.size}. Use {_INDEX}. Observe data in the model, and not by"
+        " `numpyro.handlers.condition`, which takes the values of a minibatch."
     )
 
 
@@ -324,9 +323,9 @@ def _check_gathers(reading: Reading) -> None:
             continue
         what = f"argument '{argument}'" if argument else "an array"
         raise ValueError(
-            f"The indices of plate '{plate}', of size {sizes[plate]}, are used on {what} of"
-            f" shape {shape}, which has {length} rows. Rows beyond the end would be replaced by"
-            " the last one and rows beyond the plate never seen: make the two lengths equal."
+            f"Plate '{plate}' has size {sizes[plate]}, but its indices are used on {what} of shape"
+            f" {shape}, which has {length} rows. Rows beyond the end would be replaced by the last"
+            " one, and rows beyond the plate never used. Make the two lengths equal."
         )
 
 
@@ -334,9 +333,9 @@ def _check_is_the_same(reading: Reading) -> None:
     if fingerprints_of_captured(reading.traced()) != reading.captured:
         raise ValueError(
             "The model changes between evaluations: it draws random numbers by NumPy or Python, or"
-            " writes to what it reads. A compiled program would use the numbers of the first"
-            " evaluation in every step. Draw them before and pass them as an argument, or in the"
-            " model with `numpyro.prng_key()`."
+            " changes the values that it reads. A compiled program would use the numbers of the"
+            " first evaluation in every step. Draw them before the run and pass them as an"
+            " argument, or draw them in the model with `numpyro.prng_key()`."
         )
 
 
