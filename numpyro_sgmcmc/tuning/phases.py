@@ -10,7 +10,8 @@ Tuning is done once, before the chains start, and is the same for all of them:
    :math:`q = N(c, L L^\\top)` that minimises :math:`\\mathrm{E}_q[U] - \\log |\\det L|`, with
    :math:`U` of a part of the rows, by Newton steps; on few rows from several starts, then on
    more. Its centre exists also where the mode does not, as in hierarchical models, and units
-   make no difference.
+   make no difference. Above 12 parameters the Fisher information of the rows stands in for their
+   Hessian (:mod:`~numpyro_sgmcmc.tuning.fisher`).
 2. **Metric** (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`): the same on all data.
 
    Above 500 parameters step 1 is stochastic variational inference with NumPyro's
