@@ -20,8 +20,8 @@ from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_v
 from numpyro_sgmcmc.posterior.metric import IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
-from numpyro_sgmcmc.posterior.reparam import centred_by
 from numpyro_sgmcmc.posterior.target import Program, Target
+from numpyro_sgmcmc.tuning.find_reparam import way_between
 from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_fisher
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
@@ -261,26 +261,6 @@ def _energies_at(target: Target, rng_key: Array, points: Array, count: Array) ->
     return _mean(target, rng_key, count, seen)
 
 
-def _way_between(target: Target, centers: Array, degree: Array) -> Array:
-    """
-    Five points on the way from the first to each of the others, all in one array; straight in
-    coordinates with this degree of centring.
-    """
-    values = target.unravel(centers[0])
-    centring = {k: centred_by(jnp.full_like(values[k], degree)) for k in target.centring}
-    there = target._replace(centring=centring)
-
-    def carried(here: Target, there: Target) -> Callable[[Array], Array]:
-        def one(x: Array) -> Array:
-            return ravel(there.to_internal(here.from_internal(here.unravel(x))))
-
-        return jax.vmap(one)
-
-    first, others = jnp.split(carried(target, there)(centers), [1])
-    points = first + jnp.linspace(0, 1, 5)[:, None, None] * (others - first)
-    return carried(there, target)(points.reshape(-1, centers.shape[-1]))
-
-
 def _products(
     target: Target, rng_key: Array, center: Array, factor: Array, count: Array
 ) -> tuple[Array, Array]:
@@ -341,7 +321,7 @@ class _Search:
         self.is_smooth = bool(target.model.drawn_plates)
         self.is_fisher = uses_fisher(target)
         self._energies = target.compiled(_energies_at, "energies")
-        self._way = target.compiled(_way_between, "way")
+        self._way = target.compiled(way_between, "way")
 
     def fits(self, rng_key: Array, init_strategy: Callable, count: int) -> list[Fit]:
         """The Gaussians that searches from several starts end at, the best first."""
@@ -376,7 +356,8 @@ class _Search:
         centers = jnp.asarray(np.stack([best.center, *(fit.center for fit in others)]), self.dtype)
         apart = np.full(len(others), True)
         for degree in (0.0, 1.0) if self.target.centring else (0.0,):
-            points = self._way(centers, jnp.asarray(degree, self.dtype))
+            points = self._way(centers, 0, jnp.asarray(degree, self.dtype))
+            points = points.reshape(-1, self.dimension)
             self.passes += len(points) * self._share(count)
             apart &= are_modes(
                 np.asarray(self._energies(self.rng_key, points, count)).reshape(5, -1)

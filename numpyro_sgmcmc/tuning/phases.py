@@ -119,7 +119,7 @@ from numpyro_sgmcmc.tuning.variational import find_center
 
 NEWTON = 500  #: the most parameters whose centre is found by Newton's method
 DENSE_BY_DEFAULT = 2_000  #: the most parameters whose metric is a full matrix
-LOW_RANK_BY_DEFAULT = 20_000  #: the most whose metric has a low rank; it is diagonal above
+LOW_RANK_BY_DEFAULT = 200_000  #: the most whose metric has a low rank; it is diagonal above
 
 #: A step with a control variate of second order takes at most so many times as long as with one of
 #: first order.
