@@ -98,6 +98,7 @@ from numpyro_sgmcmc.posterior.metric import (
     IdentityMetric,
     Metric,
 )
+from numpyro_sgmcmc.posterior.reparam import centred
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import prepare_center, search_center
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
@@ -288,7 +289,10 @@ def _find_center(search: Search, known: Known) -> Known:
     """The centre, and the coordinates of hierarchies."""
     seen, request = known.seen, search.request
     _prepare(seen, request, _controls(search, known))
-    find = search_center if seen.model.dimension <= NEWTON else find_center
+    find = search_center
+    if seen.model.dimension > NEWTON:
+        # effects are independent given their scale, as variational inference takes them to be
+        find, seen = find_center, seen._replace(centring=centred(seen.centring))
     gaussian = find(seen, search.key(0), request.init_strategy)
     gaussian = gaussian._replace(part=known.share * gaussian.part)
     known = known._replace(
