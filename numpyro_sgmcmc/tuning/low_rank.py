@@ -15,13 +15,12 @@ import numpy as np
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     DiagonalMetric,
-    IdentityMetric,
     LowRankMetric,
 )
-from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
+from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, hessian_times
-from numpyro_sgmcmc.tuning.variational import descended, passes_of_descent
+from numpyro_sgmcmc.tuning.gaussian import Gaussian
+from numpyro_sgmcmc.tuning.variational import descended, hessian_product, passes_of_descent
 
 _PRODUCTS = 16  #: products with the Hessian in a round, beside those of given directions
 _ROUNDS = 8  #: the most rounds
@@ -187,18 +186,8 @@ def _looked(
     :param known: how many of them are left out.
     """
     model_key, away_key, sign_key = random.split(rng_key, 3)
-    potential, plates = target.potential(IdentityMetric()), target.model.plates
+    product = hessian_product(target, metric, model_key)
     dimension, dtype = metric.scale.shape[0], metric.scale.dtype
-
-    def product(vector: Array) -> Array:
-        def seen(rows: Rows) -> Array:
-            def at(point: Array) -> Array:
-                return potential(target.unravel(point), rows, model_key)
-
-            return hessian_times(metric.direction(vector)[:, None], at, metric.center)[:, 0]
-
-        return metric.pullback(target.mean(over_all_data(seen, plates)))
-
     first = jax.vmap(lambda x: metric.coordinates(metric.center + x))(shared)
     away = random.normal(away_key, (1, dimension), dtype)
     number = min(len(shared) + _PRODUCTS, dimension)

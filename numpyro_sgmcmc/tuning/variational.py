@@ -15,11 +15,11 @@ import optax
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, GaussianMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values
-from numpyro_sgmcmc.posterior.potential import Rows, ravel
+from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
 from numpyro_sgmcmc.tuning.fisher import uses_fisher
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes, hessian_times
 
 _STARTS = 3  #: starts of the search
 _ADAM_STEPS = 1_000  #: steps of Adam
@@ -31,6 +31,7 @@ _STEPS = 400  #: steps of a descent
 _RATES = 0.1, 0.01  #: the first and the last of its step sizes
 _WIDER, _NARROWER = 16.0, 100.0  #: factors by which a descent changes a variance at most
 
+_PROBES = 8  #: products with the Hessian of all rows that show its diagonal
 _MINIBATCHES = 40  #: minibatches whose potential shows a barrier between two centres
 
 
@@ -100,9 +101,11 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
     passes = minibatches * target.minibatch_share
     passes += _STARTS * _DESCENTS * passes_of_descent(target)
     several = np.all([are_modes(way) for way in np.asarray(energies)], axis=0)
+    curvatures = target.compiled(_curvatures)(DiagonalMetric(center, scale), rng_key)
+    scale = scale * jnp.clip(curvatures, 1 / _WIDER, _NARROWER) ** -0.5
     return Gaussian(
         DiagonalMetric(center, scale),
-        passes,
+        passes + 2 * _PROBES,
         multimodal=bool(several.any()),
         is_fisher=uses_fisher(target),
     )
@@ -202,6 +205,41 @@ def passes_of_descent(target: Target, controlled: bool = False) -> float:
     """The cost of a descent in passes over the data."""
     points = 2 * _STEPS * target.minibatch_share
     return 1 + 2 * points if controlled else points
+
+
+def hessian_product(
+    target: Target, metric: GaussianMetric, rng_key: Array
+) -> Callable[[Array], Array]:
+    """
+    The function :math:`v \\mapsto L^\top \nabla^2 U(c) L v`, with all rows.
+
+    :param target: the model with its data.
+    :param metric: centre :math:`c` and factor :math:`L`.
+    :param rng_key: the key of the model.
+    """
+    potential, plates = target.potential(IdentityMetric()), target.model.plates
+
+    def product(vector: Array) -> Array:
+        def seen(rows: Rows) -> Array:
+            def at(point: Array) -> Array:
+                return potential(target.unravel(point), rows, rng_key)
+
+            return hessian_times(metric.direction(vector)[:, None], at, metric.center)[:, 0]
+
+        return metric.pullback(target.mean(over_all_data(seen, plates)))
+
+    return product
+
+
+def _curvatures(target: Target, metric: DiagonalMetric, rng_key: Array) -> Array:
+    r"""
+    The diagonal of the Hessian in the coordinates of a metric, :math:`\mathrm{E}[v \odot A v]`
+    with random signs :math:`v`.
+    """
+    product = hessian_product(target, metric, rng_key)
+    shape, dtype = (_PROBES, *metric.center.shape), metric.center.dtype
+    signs = random.rademacher(random.fold_in(rng_key, 1), shape, dtype)
+    return lax.map(lambda v: v * product(v), signs).mean(0)
 
 
 def _energies(target: Target, rng_key: Array, points: Array) -> Array:
