@@ -14,11 +14,10 @@ Tuning is done once, before the chains start, and is the same for all of them:
    Hessian (:mod:`~numpyro_sgmcmc.tuning.fisher`).
 2. **Metric** (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`): the same on all data.
 
-   Above 500 parameters step 1 is stochastic variational inference with NumPyro's
-   ``AutoDiagonalNormal`` guide on minibatches
+   Above 500 parameters step 1 is stochastic variational inference with independent coordinates
    (:func:`~numpyro_sgmcmc.tuning.variational.find_center`). Above 2,000 step 2 finds no full matrix
    but the directions that its variances miss
-   (:func:`~numpyro_sgmcmc.tuning.low_rank.find_low_rank`), and above 20,000 there is none.
+   (:func:`~numpyro_sgmcmc.tuning.low_rank.find_low_rank`), and above 200,000 there is none.
 
    Between the two the **coordinates** of hierarchies are chosen
    (:func:`~numpyro_sgmcmc.tuning.find_reparam.find_centring`): the search is in non-centred ones,
@@ -87,6 +86,7 @@ import numpy as np
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.posterior.control_variate import (
     GRADIENTS,
+    GRADIENTS_OF_A_STEP,
     Anchor,
     order_of,
 )
@@ -125,6 +125,9 @@ LOW_RANK_BY_DEFAULT = 200_000  #: the most whose metric has a low rank; it is di
 #: A step with a control variate of second order takes at most so many times as long as with one of
 #: first order.
 _DEARER = 2.0
+
+#: Independent draws within which a control variate of second order must save its passes.
+_DRAWS = 4_000
 
 #: The phases by the names that the progress bar shows.
 PHASES = ("centre", "metric", "noise", "pilot")
@@ -520,7 +523,9 @@ def _may_be_expanded(
         )
     # with given rates there are as many steps with any noise
     without = noise._replace(mean=0.0, largest=0.0)
-    return asked or (request.gradient == "auto" and steps(noise) > _DEARER * steps(without))
+    saved = steps(noise) - _DEARER * steps(without)
+    passes = _DRAWS * saved * GRADIENTS_OF_A_STEP[1] * target.minibatch_share
+    return asked or (request.gradient == "auto" and passes > 2 * dimension)
 
 
 def _expanded(
