@@ -46,6 +46,7 @@ PAGES = (
     "network_benchmarks",
     "growing_rows",
     "modes",
+    "step_sizes",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
@@ -66,6 +67,7 @@ PARTS = {
     "overhead": "benchmarks/long_runs.py --only overhead",
     "long_runs": "benchmarks/long_runs.py --only disk",
     "kills": "benchmarks/long_runs.py --only kills",
+    "tuning_cost": "benchmarks/tuning_cost.py",
     "peers": "benchmarks/peers.py",
     "speed": "benchmarks/speed.py",
     "alternatives": "benchmarks/alternatives.py --seconds 8 --cases rare 10000x20 100000x20",

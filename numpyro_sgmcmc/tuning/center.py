@@ -20,19 +20,25 @@ from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_v
 from numpyro_sgmcmc.posterior.metric import IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
-from numpyro_sgmcmc.posterior.reparam import centred_by
 from numpyro_sgmcmc.posterior.target import Program, Target
+from numpyro_sgmcmc.tuning.find_reparam import way_between
+from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_fisher
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
     FAR_ABOVE,
+    PRODUCTS,
     Gaussian,
+    are_alike,
     are_modes,
     draws_in,
+    hessian_times,
     looks_rough,
     normal_draws,
+    ritz_values,
     whitened_hessian,
 )
-from numpyro_sgmcmc.tuning.newton import Fit, closest_gaussian, fit_of
+from numpyro_sgmcmc.tuning.lanczos import lanczos
+from numpyro_sgmcmc.tuning.newton import Fit, closest_gaussian, fit_of, has_converged
 
 _STARTS = 6  #: starts of the search, one of them from zero
 _FEWER_STARTS = 3  #: the same of many parameters
@@ -46,6 +52,9 @@ _GROWTH = 8  #: how many times more rows each search has than the one before
 
 #: Searches that have ended so close to each other, in standard deviations, have found the same.
 _SAME = 0.5
+
+_SHORTEST = 0.4  #: length of a step of Fisher's information at which a search ends
+_FISHER_DRAWS = 4  #: draws of the Gaussian where the Fisher information stands for Hessians
 
 _STEPS = 60  #: Newton steps of a search
 _FEWER_STEPS = 20  #: the same of a search that begins where another one has ended
@@ -107,16 +116,13 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     key, start_key = random.split(rng_key)
     search = _Search(target, key)
     count = search.first_count
-    starts = search.starts(start_key, init_strategy, count)
-    fits = []
-    for x, scale in starts:
-        if (found := search.fit(x, np.diag(scale), count, _STEPS)) is not None:
-            fits.append(found)
-            if search.takes_long:
-                break
+    fits = search.fits(start_key, init_strategy, count)
+    if search.is_fisher and not (fits and search.is_alike(fits[0], count)):
+        # far from the mode the scores of a scale, say, vary much more than the Hessian says
+        search.is_fisher = False
+        fits = search.fits(start_key, init_strategy, count)
     if not fits:
         raise _no_center("the potential is not finite wherever the search looks")
-    fits.sort(key=lambda fit: fit.objective)
     others = [fit for fit in fits[1:] if fit.objective < fits[0].objective + FAR_ABOVE]
     fits = fits[:1] + search.modes(fits[0], others, count)[:1]
     while (more := count * _GROWTH) < search.most_minibatches or (
@@ -133,7 +139,14 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
         raise _no_center("the search has not come near the posterior") from error
     part = min(1.0, count / search.all_minibatches)
     several = len(fits) > 1
-    return Gaussian(metric, search.passes, None, several, part=part, is_rough=search.is_rough)
+    return Gaussian(
+        metric,
+        search.passes,
+        multimodal=several,
+        part=part,
+        is_rough=search.is_rough,
+        is_fisher=search.is_fisher and not search.is_rough,
+    )
 
 
 def _distance(one: Fit, other: Fit) -> float:
@@ -211,11 +224,12 @@ def _mean(
 
 
 def _evaluated(
-    is_rough: bool, target: Target, rng_key: Array, look: _Look
+    is_rough: bool, is_fisher: bool, target: Target, rng_key: Array, look: _Look
 ) -> tuple[tuple[Array, Array, Array], Array]:
     """The mean potential, its gradient and its Hessian; and whether it looks rough."""
     potential, factor = _potential(target, rng_key), look.factor
-    draws = normal_draws(rng_key, len(factor), factor.dtype)
+    number = _FISHER_DRAWS if is_fisher else DRAWS
+    draws = normal_draws(rng_key, len(factor), factor.dtype, number)
     points = look.center + look.reach * draws @ factor.T
 
     def seen(rows: Any, k: Array) -> tuple[Array, Array, Array]:
@@ -224,12 +238,17 @@ def _evaluated(
         def added(j: Array, total: Array) -> Array:
             # at one of the draws for each minibatch, and at all draws where these are few
             point = points[(j + look.hessians * k) % len(points)]
-            return total + whitened_hessian(target, factor, point, rows, rng_key, is_rough)
+            return total + curvature(target, factor, point, rows, rng_key)
 
         hessian = lax.fori_loop(0, look.hessians, added, jnp.zeros_like(factor))
         return values.mean(), gradients @ factor, hessian / look.hessians
 
+    curvature: Callable = partial(whitened_hessian, is_rough=is_rough)
+    if is_fisher:
+        curvature = whitened_fisher
     value, gradients, hessian = _mean(target, rng_key, look.count, seen, look.part)
+    if is_fisher:
+        hessian = hessian + mean_prior(target, factor, points, rng_key)
     return (value, gradients.mean(0), hessian), looks_rough(draws, gradients, jnp.trace(hessian))
 
 
@@ -242,28 +261,28 @@ def _energies_at(target: Target, rng_key: Array, points: Array, count: Array) ->
     return _mean(target, rng_key, count, seen)
 
 
-def _way_between(target: Target, centers: Array, degree: Array) -> Array:
-    """
-    Five points on the way from the first to each of the others, all in one array; straight in
-    coordinates with this degree of centring.
-    """
-    values = target.unravel(centers[0])
-    centring = {k: centred_by(jnp.full_like(values[k], degree)) for k in target.centring}
-    there = target._replace(centring=centring)
+def _products(
+    target: Target, rng_key: Array, center: Array, factor: Array, count: Array
+) -> tuple[Array, Array]:
+    """Lanczos's matrix for the mean Hessian of so many minibatches around a Gaussian."""
+    potential = _potential(target, rng_key)
+    draws = normal_draws(rng_key, len(center), center.dtype, _FISHER_DRAWS)
+    points = center + draws @ factor.T
 
-    def carried(here: Target, there: Target) -> Callable[[Array], Array]:
-        def one(x: Array) -> Array:
-            return ravel(there.to_internal(here.from_internal(here.unravel(x))))
+    def product(vector: Array) -> Array:
+        def seen(rows: Any, k: Array) -> Array:
+            column = (factor @ vector)[:, None]
+            return hessian_times(column, lambda x: potential(x, rows), points[k % len(points)])
 
-        return jax.vmap(one)
+        return factor.T @ _mean(target, rng_key, count, seen)[:, 0]
 
-    first, others = jnp.split(carried(target, there)(centers), [1])
-    points = first + jnp.linspace(0, 1, 5)[:, None, None] * (others - first)
-    return carried(there, target)(points.reshape(-1, centers.shape[-1]))
+    start = random.normal(random.fold_in(rng_key, 1), center.shape, center.dtype)
+    return lanczos(product, start, min(PRODUCTS, len(center)))[1:]
 
 
-def _program(target: Target, is_rough: bool) -> Program:
-    return target.compiled(partial(_evaluated, is_rough), "center", is_rough)
+def _program(target: Target, is_rough: bool, is_fisher: bool) -> Program:
+    is_fisher = is_fisher and not is_rough
+    return target.compiled(partial(_evaluated, is_rough, is_fisher), "center", is_rough, is_fisher)
 
 
 def prepare_center(target: Target) -> None:
@@ -272,7 +291,7 @@ def prepare_center(target: Target) -> None:
     numbers = (np.zeros(shape, dtype) for shape in (dimension, (dimension, dimension), (), ()))
     center, factor, reach, part = numbers
     look = _Look(center, factor, reach, np.int32(0), np.int32(0), part)
-    _program(target, False).prepare(random.key(0), look)
+    _program(target, False, uses_fisher(target)).prepare(random.key(0), look)
 
 
 class _Search:
@@ -300,9 +319,29 @@ class _Search:
         self.is_rough = False
         # integrals are, and what looks rough is the noise of draws far from the posterior
         self.is_smooth = bool(target.model.drawn_plates)
-        self._evaluate = {is_rough: _program(target, is_rough) for is_rough in (False, True)}
+        self.is_fisher = uses_fisher(target)
         self._energies = target.compiled(_energies_at, "energies")
-        self._way = target.compiled(_way_between, "way")
+        self._way = target.compiled(way_between, "way")
+
+    def fits(self, rng_key: Array, init_strategy: Callable, count: int) -> list[Fit]:
+        """The Gaussians that searches from several starts end at, the best first."""
+        fits = []
+        for x, scale in self.starts(rng_key, init_strategy, count):
+            if (fit := self.fit(x, np.diag(scale), count, _STEPS)) is not None:
+                fits.append(fit)
+                if self.takes_long:
+                    break
+        return sorted(fits, key=lambda fit: fit.objective)
+
+    def is_alike(self, fit: Fit, count: int) -> bool:
+        """True if the Hessian of these rows is like the Fisher information at a Gaussian."""
+        if self.is_rough or not has_converged(fit, _SHORTEST):
+            return False
+        there = (np.asarray(x, self.dtype) for x in (fit.center, fit.factor))
+        program = self.target.compiled(_products, "products of few rows")
+        self.passes += 2 * PRODUCTS * self._share(count)
+        usual, low, high = ritz_values(program(self.rng_key, *there, np.int32(count)))
+        return are_alike(usual, low, high)
 
     def modes(self, best: Fit, others: list[Fit], count: int) -> list[Fit]:
         """
@@ -317,7 +356,8 @@ class _Search:
         centers = jnp.asarray(np.stack([best.center, *(fit.center for fit in others)]), self.dtype)
         apart = np.full(len(others), True)
         for degree in (0.0, 1.0) if self.target.centring else (0.0,):
-            points = self._way(centers, jnp.asarray(degree, self.dtype))
+            points = self._way(centers, 0, jnp.asarray(degree, self.dtype))
+            points = points.reshape(-1, self.dimension)
             self.passes += len(points) * self._share(count)
             apart &= are_modes(
                 np.asarray(self._energies(self.rng_key, points, count)).reshape(5, -1)
@@ -380,11 +420,15 @@ class _Search:
     ) -> Any:
         hessians = self.hessians if reach else 1
         # a Hessian-vector product counts as two gradients
-        self.passes += (DRAWS + 2 * self.dimension * hessians) * self._share(count)
+        is_fisher = self.is_fisher and not is_rough
+        draws = _FISHER_DRAWS if is_fisher else DRAWS
+        columns = 1 if is_fisher else 2 * self.dimension
+        self.passes += (draws + columns * hessians) * self._share(count)
         numbers = (np.asarray(x, self.dtype) for x in (center, factor, reach, part))
         center, factor, reach_, part_ = numbers
         look = _Look(center, factor, reach_, np.int32(count), np.int32(hessians), part_)
-        return jax.tree.map(np.asarray, self._evaluate[is_rough](self.rng_key, look))
+        program = _program(self.target, is_rough, self.is_fisher)
+        return jax.tree.map(np.asarray, program(self.rng_key, look))
 
     def _share(self, count: int) -> float:
         return count * self.target.minibatch_share
@@ -399,4 +443,5 @@ class _Search:
                 return fitted(center, factor)
             return fit_of(center, factor, found, self.dtype)
 
-        return closest_gaussian(fitted, np.asarray(center, float), factor, steps)
+        shortest = _SHORTEST if self.is_fisher and not self.is_rough else 0.1
+        return closest_gaussian(fitted, np.asarray(center, float), factor, steps, shortest)

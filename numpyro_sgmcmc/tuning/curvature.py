@@ -15,7 +15,7 @@ from numpyro_sgmcmc.posterior.metric import GaussianMetric, Metric
 from numpyro_sgmcmc.posterior.potential import Potential, Rows, over_all_data
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
-from numpyro_sgmcmc.tuning.low_rank import lanczos
+from numpyro_sgmcmc.tuning.lanczos import lanczos
 
 #: Products with the Hessian.
 _PRODUCTS = 20

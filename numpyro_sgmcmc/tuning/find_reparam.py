@@ -3,6 +3,7 @@
 
 """The choice of coordinates for hierarchies, from the information of the rows on each effect."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from numpyro_sgmcmc.posterior.metric import (
     from_covariance,
 )
 from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.reparam import (
     Centring,
     Coordinates,
@@ -182,3 +184,28 @@ def _moved(target: Target, centring: Centring, metric: GaussianMetric) -> Gaussi
         return DiagonalMetric(*moved(centring, metric.center, metric.scale))
     center, factor = (np.asarray(x, float) for x in moved(centring, *metric[:2]))
     return from_covariance(factor @ factor.T, center, metric.center.dtype)
+
+
+def way_between(target: Target, centers: Array, best: Any, degree: Any) -> Array:
+    """
+    Five points on the way from one centre to each, shape (5, k, d).
+
+    The way is straight in coordinates with a degree of centring.
+
+    :param centers: shape (k, d).
+    :param best: index of the centre where the ways begin.
+    :param degree: the degree of centring.
+    """
+    values = target.unravel(centers[0])
+    centring = {k: centred_by(jnp.full_like(values[k], degree)) for k in target.centring}
+    there = target._replace(centring=centring)
+
+    def carried(here: Target, there: Target) -> Callable[[Array], Array]:
+        def one(x: Array) -> Array:
+            return ravel(there.to_internal(here.from_internal(here.unravel(x))))
+
+        return jax.vmap(one)
+
+    ends = carried(target, there)(centers)
+    points = ends[best] + jnp.linspace(0, 1, 5)[:, None, None] * (ends - ends[best])
+    return carried(there, target)(points.reshape(-1, points.shape[-1])).reshape(points.shape)

@@ -24,6 +24,8 @@ from numpyro_sgmcmc.posterior.metric import (
 )
 from numpyro_sgmcmc.posterior.potential import Rows, full_data_gradient
 from numpyro_sgmcmc.posterior.target import Program, Target
+from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_fisher
+from numpyro_sgmcmc.tuning.lanczos import lanczos
 from numpyro_sgmcmc.tuning.newton import (
     Fit,
     closest_gaussian,
@@ -41,7 +43,17 @@ DRAWS = 8  #: draws of the Gaussian, in pairs of opposite sign
 _FEW_DRAWS = 2  #: the same where a pass takes long
 _ROWS_FOR_EACH = 40  #: rows for each parameter of a Hessian
 _NEWTON_STEPS = 20  #: the most Newton steps to the metric
+_ROWS_OF_FISHER = 200  #: rows for each parameter of a Fisher information, which costs less
+_MULTIPLICATIONS = 2e10  #: the most that its matrix product may take, unless there are fewer rows
 _MORE_ROWS = 4  #: how many times more rows a Hessian gets where they prove to be too few
+
+#: A step of Fisher's information, in each coordinate, from which the next one would be shorter than
+#: a tenth.
+_LAST = 0.4
+
+PRODUCTS = 10  #: products with the Hessian that compare it with the Fisher information
+_CURVED = 1.5  #: ratio of the largest eigenvalue to the mean that is no error of few rows
+_UNLIKE = 2.5  #: ratio of an eigenvalue to the mean beyond which the two are not alike
 
 #: The second derivatives of a rough potential are less than this part of those between draws.
 _ROUGH = 0.1
@@ -63,6 +75,7 @@ class Gaussian(NamedTuple):
     - **part** - of which part of the rows the posterior is.
     - **is_rough** - whether second derivatives say nothing of its shape.
     - **flat** - a direction in its coordinates along which nothing changes, or None.
+    - **is_fisher** - whether the Fisher information of the rows is like their Hessian.
     """
 
     metric: GaussianMetric
@@ -73,6 +86,7 @@ class Gaussian(NamedTuple):
     part: float = 1.0
     is_rough: bool = False
     flat: np.ndarray | None = None
+    is_fisher: bool = False
 
 
 def are_modes(energies: np.ndarray) -> np.ndarray:
@@ -92,9 +106,14 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         f(c, L) = \\frac1S \\sum_s U(c + L \\zeta_s) - \\log |\\det L|
 
     is minimised by the steps of :mod:`~numpyro_sgmcmc.tuning.newton`.
-    Potential and gradient are of all data, the Hessian of 40 rows for each parameter, or of more
-    where with these the steps do not become shorter; of groups whose latent variables are
-    integrated out, of each once at most, and one of many rows counts for several.
+    Potential and gradient are of all data. Above 12 parameters the Fisher information of up to 200
+    rows for each stands in for the Hessian (:mod:`~numpyro_sgmcmc.tuning.fisher`), and two draws
+    show the way until a step is shorter than a standard deviation. Products with the Hessian of 40
+    rows for each parameter then say whether the two are alike: the metric has the mean of the
+    Hessian along their first vector, and if an eigenvalue is 2.5 times as large or as small the
+    search goes on with Hessians, of 40 rows for each parameter, or of more where with these the
+    steps do not become shorter. Groups whose latent variables are integrated out count once at
+    most, and one of many rows counts for several.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -106,56 +125,114 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     1. *The Variational Gaussian Approximation Revisited*, Manfred Opper and
        Cedric Archambeau (2009).
     """
-    view = target.model
-    dimension, dtype = view.dimension, start.metric.center.dtype
-    minibatches = math.ceil(_ROWS_FOR_EACH * dimension / target.effective_batch_size)
-    if any(plate.points > 1 for plate in view.plates):
-        # groups are few and each costs as much as all of its rows: none of them twice
-        epoch = max(plate.size / plate.subsample_size for plate in view.plates)
-        minibatches = min(minibatches, math.ceil(epoch))
-    minibatches = max(DRAWS, minibatches)
-    number, compiled = draws_in(target), _metric_program(target, start.is_rough)
-
-    passes, before = 0.0, math.inf
-
-    def fitted(center: np.ndarray, factor: np.ndarray) -> Fit | None:
-        nonlocal minibatches, passes, before
-        there = (np.asarray(x, dtype) for x in (center, factor))
-        found = compiled(rng_key, *there, np.int32(minibatches))
-        # a Hessian-vector product counts as two gradients
-        passes += number + 2 * dimension * minibatches * target.minibatch_share
-        fit = fit_of(center, factor, found, dtype)
-        if fit is not None:
-            # steps that do not become shorter: these rows are not like all rows
-            if is_near(fit) and distance_of(fit) > before / 2:
-                minibatches = min(_MORE_ROWS * minibatches, math.ceil(1 / target.minibatch_share))
-            before = distance_of(fit)
-        return fit
-
-    found = start.metric
-    factor = np.asarray(found.factor if isinstance(found, DenseMetric) else jnp.diag(found.scale))
-    best = closest_gaussian(fitted, found.center, factor, _NEWTON_STEPS)
+    search, found = _Search(target, rng_key, start), start.metric
+    wide = np.asarray(found.factor if isinstance(found, DenseMetric) else jnp.diag(found.scale))
+    # the posterior of all rows is as much narrower
+    center, factor = np.asarray(found.center), start.part**0.5 * wide
+    best = search.by_fisher(center, factor) if search.is_fisher else None
+    shortest = _LAST
+    if best is None:
+        search.begin_with_hessians()
+        best, shortest = search.closest(center, factor), 0.1
     if best is None:
         raise ValueError(
             "Tuning found no metric: the potential is not finite near the centre that was found."
             " Give `metric=` a covariance, or reparametrise the model."
         )
-    converged = has_converged(best)
+    converged = has_converged(best, shortest)
     center, factor = moved(best, 1.0) if converged else (best.center, best.factor)
-    metric = from_covariance(factor @ factor.T, center, dtype)
-    curvature = 1.0 if converged else float(np.max(np.abs(best.e)))
-    # in all of these steps it would have become wider
-    flat = best.vectors[:, 0] if best.e[0] < _FLAT else None
+    factor = factor * search.usual**-0.5
+    curvature = search.curvature if converged else float(np.max(np.abs(best.e)))
     return Gaussian(
-        metric, passes, curvature, converged=converged, is_rough=start.is_rough, flat=flat
+        from_covariance(factor @ factor.T, center, search.dtype),
+        search.passes,
+        curvature,
+        converged=converged,
+        is_rough=start.is_rough,
+        # in all of these steps it would have become wider
+        flat=best.vectors[:, 0] if best.e[0] < _FLAT else None,
     )
+
+
+class _Search:
+    """Newton steps to the Gaussian closest to a posterior, and their cost."""
+
+    def __init__(self, target: Target, rng_key: Array, start: Gaussian) -> None:
+        self.target, self.rng_key, self.is_rough = target, rng_key, start.is_rough
+        self.dimension, self.dtype = target.model.dimension, start.metric.center.dtype
+        minibatches = math.ceil(_ROWS_FOR_EACH * self.dimension / target.effective_batch_size)
+        if any(plate.points > 1 for plate in target.model.plates):
+            # groups are few and each costs as much as all of its rows: none of them twice
+            epoch = max(plate.size / plate.subsample_size for plate in target.model.plates)
+            minibatches = min(minibatches, math.ceil(epoch))
+        self.few = max(DRAWS, minibatches)
+        self.is_fisher = start.is_fisher and not start.is_rough
+        self.all = math.ceil(1 / target.minibatch_share)
+        self.minibatches = self.few
+        if self.is_fisher:
+            more = min(_ROWS_OF_FISHER, _MULTIPLICATIONS / self.dimension**3) / _ROWS_FOR_EACH
+            self.minibatches = max(self.few, min(math.ceil(more * self.few), self.all))
+        self.passes, self.before, self.draws = 0.0, math.inf, draws_in(target)
+        self.usual, self.curvature = 1.0, 1.0
+
+    def fitted(self, center: np.ndarray, factor: np.ndarray) -> Fit | None:
+        """The potential, its gradient and its Hessian, or the Fisher information, at a Gaussian."""
+        there = (np.asarray(x, self.dtype) for x in (center, factor))
+        program = _metric_program(self.target, self.is_rough, self.is_fisher)
+        numbers = np.int32(self.minibatches), np.int32(self.draws // 2)
+        fit = fit_of(center, factor, program(self.rng_key, *there, *numbers), self.dtype)
+        # a Hessian-vector product counts as two gradients
+        columns = 1 if self.is_fisher else 2 * self.dimension
+        self.passes += self.draws + columns * self.minibatches * self.target.minibatch_share
+        if fit is not None:
+            # steps that do not become shorter: these rows are not like all rows
+            if is_near(fit) and distance_of(fit) > self.before / 2:
+                self.minibatches = max(
+                    self.minibatches, min(_MORE_ROWS * self.minibatches, self.all)
+                )
+            self.before = distance_of(fit)
+        return fit
+
+    def closest(self, center: Any, factor: Any, shortest: float = 0.1) -> Fit | None:
+        """Newton steps from a Gaussian, to the last of them that was an advance."""
+        return closest_gaussian(self.fitted, center, factor, _NEWTON_STEPS, shortest)
+
+    def by_fisher(self, center: np.ndarray, factor: np.ndarray) -> Fit | None:
+        """The Gaussian by the Fisher information, or None where that is not like the Hessian."""
+        # two draws show the way, and more of them the end of it
+        self.draws = 2
+        if (first := self.closest(center, factor, 1.0)) is None:
+            return None
+        is_near = has_converged(first, 1.0)
+        center, factor = moved(first, 1.0) if is_near else (first.center, first.factor)
+        self.draws, self.before = draws_in(self.target), math.inf
+        best = self.closest(center, factor, _LAST)
+        if best is None or not has_converged(best, _LAST):
+            return None
+        there = (np.asarray(x, self.dtype) for x in (best.center, best.factor))
+        products = self.target.compiled(_products, "products")
+        usual, low, high = ritz_values(products(self.rng_key, *there, np.int32(self.few)))
+        self.passes += 2 * PRODUCTS * self.few * self.target.minibatch_share
+        if not are_alike(usual, low, high):
+            return None
+        self.usual = usual
+        if high > _CURVED * usual:
+            self.curvature = high / usual
+        return best
+
+    def begin_with_hessians(self) -> None:
+        """Hessians from here on."""
+        self.is_fisher, self.minibatches = False, self.few
+        self.before, self.draws = math.inf, draws_in(self.target)
 
 
 def prepare_metric(target: Target) -> None:
     """Compiles the program of :func:`find_metric` beside what is done next."""
     dimension, dtype = target.model.dimension, target.model.dtype
     center, factor = np.zeros(dimension, dtype), np.zeros((dimension, dimension), dtype)
-    _metric_program(target, False).prepare(random.key(0), center, factor, np.int32(0))
+    _metric_program(target, False, uses_fisher(target)).prepare(
+        random.key(0), center, factor, np.int32(0), np.int32(1)
+    )
 
 
 def draws_in(target: Target) -> int:
@@ -163,22 +240,26 @@ def draws_in(target: Target) -> int:
     return _FEW_DRAWS if target.model.drawn_plates else DRAWS
 
 
-def _metric_program(target: Target, is_rough: bool) -> Program:
+def _metric_program(target: Target, is_rough: bool, is_fisher: bool) -> Program:
     """The mean potential of all data, its gradient and its Hessian, for :func:`find_metric`."""
-    return target.compiled(partial(_evaluated, is_rough), "metric", is_rough)
+    return target.compiled(partial(_evaluated, is_rough, is_fisher), "metric", is_rough, is_fisher)
 
 
 def _evaluated(
     is_rough: bool,
+    is_fisher: bool,
     target: Target,
     rng_key: Array,
     center: Array,
     factor: Array,
     minibatches: Array,
+    pairs: Array,
 ) -> tuple[Array, Array, Array]:
     draw_key, rows_key, model_key = random.split(rng_key, 3)
     potential, number = target.potential(IdentityMetric()), draws_in(target)
     draws = normal_draws(draw_key, len(center), center.dtype, number)
+    # neighbours have opposite signs
+    draws = draws.reshape(2, -1, len(center)).swapaxes(0, 1).reshape(number, -1)
     points = center + draws @ factor.T
 
     def whole(point: Array) -> tuple[Array, Array]:
@@ -187,17 +268,75 @@ def _evaluated(
         )
         return value, ravel_pytree(gradient)[0]
 
-    values, gradients = jax.vmap(whole)(points)
+    def added(k: Array, total: Any) -> Any:
+        pair = jax.vmap(whole)(lax.dynamic_slice_in_dim(points, 2 * k, 2))
+        return jax.tree.map(lambda x, y: x + y.mean(0) / pairs, total, pair)
+
+    none = jnp.zeros((), center.dtype), jnp.zeros_like(center)
+    value, gradient = lax.fori_loop(0, pairs, added, none)
     in_epochs = target._replace(scheme=SCHEMES["epochs"])
 
     def columns(k: Array, total: Array) -> Array:
         rows, key = in_epochs.rows(rows_key, k), random.fold_in(model_key, k)
-        point = points[k % number]
-        return total + whitened_hessian(target, factor, point, rows, key, is_rough)
+        point = points[k % (2 * pairs)]
+        return total + curvature(target, factor, point, rows, key)
 
+    curvature: Callable = partial(whitened_hessian, is_rough=is_rough)
+    if is_fisher:
+        curvature = whitened_fisher
     total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
-    values, gradients, total = target.mean((values, gradients, total))
-    return values.mean(), gradients.mean(0) @ factor, total / minibatches
+    value, gradient, total = target.mean((value, gradient, total))
+    hessian = total / minibatches
+    if is_fisher:
+        hessian = hessian + mean_prior(target, factor, points, model_key)
+    return value, gradient @ factor, hessian
+
+
+def _products(
+    target: Target, rng_key: Array, center: Array, factor: Array, minibatches: Array
+) -> tuple[Array, Array]:
+    """
+    The tridiagonal matrix of Lanczos's method for the mean Hessian of some minibatches in the
+    coordinates of a Gaussian, each minibatch at one draw of it.
+    """
+    draw_key, rows_key, model_key = random.split(rng_key, 3)
+    number = draws_in(target)
+    points = center + normal_draws(draw_key, len(center), center.dtype, number) @ factor.T
+    potential = target.potential(IdentityMetric())
+    in_epochs = target._replace(scheme=SCHEMES["epochs"])
+
+    def product(vector: Array) -> Array:
+        def added(k: Array, total: Array) -> Array:
+            rows, key = in_epochs.rows(rows_key, k), random.fold_in(model_key, k)
+
+            def at(x: Array) -> Array:
+                return potential(target.unravel(x), rows, key)
+
+            return total + hessian_times((factor @ vector)[:, None], at, points[k % number])[:, 0]
+
+        total = lax.fori_loop(0, minibatches, added, jnp.zeros_like(vector))
+        return factor.T @ target.mean(total) / minibatches
+
+    start = random.normal(model_key, center.shape, center.dtype)
+    _, diagonal, beside = lanczos(product, start, min(PRODUCTS, len(center)))
+    return diagonal, beside
+
+
+def are_alike(usual: float, low: float, high: float) -> bool:
+    """True if the eigenvalues of two matrices in each other's coordinates are near their mean."""
+    return low > usual / _UNLIKE and high < usual * _UNLIKE
+
+
+def ritz_values(found: tuple[Array, Array]) -> tuple[float, float, float]:
+    """The mean eigenvalue along the first vector, the smallest and the largest of all."""
+    diagonal, beside = (np.asarray(x, np.float64) for x in found)
+    if not all(np.all(np.isfinite(x)) for x in (diagonal, beside)):
+        return math.nan, math.nan, math.nan
+    ends = np.flatnonzero(beside == 0)
+    number = int(ends[0]) + 1 if len(ends) else len(diagonal)
+    between = beside[: number - 1]
+    e = np.linalg.eigvalsh(np.diag(diagonal[:number]) + np.diag(between, 1) + np.diag(between, -1))
+    return float(diagonal[0]), float(e[0]), float(e[-1])
 
 
 def normal_draws(rng_key: Array, dimension: int, dtype: Any, number: int = DRAWS) -> Array:

@@ -4,8 +4,10 @@
 """A Gaussian for thousands of parameters: variances, and the few directions that they miss."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
@@ -13,45 +15,49 @@ import numpy as np
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     DiagonalMetric,
-    IdentityMetric,
     LowRankMetric,
 )
-from numpyro_sgmcmc.posterior.potential import Rows, full_data_gradient, over_all_data, ravel
+from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.gaussian import DRAWS, Gaussian, hessian_times, looks_rough, normal_draws
+from numpyro_sgmcmc.tuning.gaussian import Gaussian
+from numpyro_sgmcmc.tuning.variational import descended, hessian_product, passes_of_descent
 
-_PRODUCTS = 40  #: products with the Hessian in a round
+_PRODUCTS = 16  #: products with the Hessian in a round, beside those of given directions
 _ROUNDS = 8  #: the most rounds
+_COLUMNS = 64  #: the most directions of the metric
+_FEW = 16  #: entries of a site, or of one of its axes, that have a direction each
+_MOST_SHARED = 48  #: the most directions of all sites
 
-_FAR = 1.5  #: factor beyond which an eigenvalue is far from 1
-_RESIDUAL = 0.1  #: part of an eigenvalue that its vector may leave, for it to be known
+_FAR = 2.0  #: factor beyond which an eigenvalue is far from 1
+_ROUND = 4.0  #: factor beyond which one asks for another round
+_ERROR = 0.3  #: largest relative error of an eigenvalue that is known
 _FLAT = 1e-6  #: part of the largest eigenvalue below which one is as good as none
 
-#: What is added to the gradient, as a part of its length.
-_AWAY = 1e-3
+_MOST_PASSES = 200.0  #: passes over the data after which no round is begun
 
-#: After two rounds no more are begun when they have cost so many times what the search before has.
-_COST = 2.0
-
-#: A step in each direction below which the search has come to its end, in standard deviations.
-_NEAR = 0.1
+#: Part of the trace, by differences of gradients, below which that of the Hessian says nothing.
+_ROUGH = 0.1
 
 
 def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     """
-    A Gaussian whose precision is that of the posterior along the directions that belong to many
-    parameters, and of independent coordinates else. With scales :math:`s` of the parameters, those
-    of variational inference, and the Hessian :math:`A = S \\, \\nabla^2 U(c) \\, S` in these units,
-    the eigenvectors :math:`V` of :math:`A` with eigenvalues :math:`e` far from 1 give
+    A Gaussian whose precision is that of the posterior along a few directions, and that of
+    independent coordinates else. Its factor is
 
-    .. math:: L = S \\, (I + V \\operatorname{diag}(e^{-1/2} - 1) V^\\top) .
+    .. math:: L = S \\, (I + V \\operatorname{diag}(r - 1) V^\\top) ,
 
-    They are found by Lanczos's method, with 40 products :math:`A v` on all data, from the mean
-    gradient :math:`g` at draws of the Gaussian, so that the same vectors give the Newton step
-    :math:`-A^{-1} g` of the centre; and again from where it leads, until that is shorter than 0.1
-    standard deviations in all directions, or until that has cost twice what the search before has.
-    The intercept of crossed effects and the means of thousands of their groups, say, are known
-    together much less than each for itself: two or three directions.
+    with scales :math:`s` of the parameters from the search before. Each round begins with a descent
+    (:func:`~numpyro_sgmcmc.tuning.variational.descended`) to the centre. Then it looks at the
+    Hessian in the coordinates at hand, :math:`A = L^\\top \\nabla^2 U(c) L`, by Rayleigh and Ritz
+    in the space of
+
+    - the sums of each site and of the slices of its short axes (in the first round),
+    - :math:`v, A v, \\dots, A^{15} v` with a random :math:`v`.
+
+    Eigenvalues below a half and above 2 give new directions, which the next round does not see
+    again. Rounds end when all are between a quarter and 4, or after 200 passes. The
+    intercept of crossed effects and the sums of their groups, say, are known much less than each
+    effect given all others.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -91,181 +97,172 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         >>> print(f"{found.roots[0]:.4f} is about {(1 + 99 * 100) ** -0.5:.4f}")
         0.0100 is about 0.0100
     """
-    found = start.metric
-    if isinstance(found, DenseMetric):
-        found = DiagonalMetric(found.center, jnp.sum(found.inverse**2, axis=0) ** -0.5)
-    scale, products = found.scale, min(_PRODUCTS, len(found.center))
-
-    def seen(target: Target, metric: LowRankMetric) -> tuple[Array, tuple[Array, ...]]:
-        draw_key, away_key, model_key = random.split(rng_key, 3)
-        potential, plates = target.potential(IdentityMetric()), target.model.plates
-
-        def whole(point: Array) -> tuple[Array, Array]:
-            values = target.unravel(point)
-            value, gradient = full_data_gradient(potential, plates, values, model_key)
-            return value, ravel(gradient)
-
-        draws = normal_draws(draw_key, len(scale), scale.dtype)
-        values, gradients = lax.map(lambda x: whole(metric.values(x)), draws)
-        values, gradients = target.mean((values, scale * gradients))
-        value, gradient = values.mean(), gradients.mean(0)
-
-        def times_hessian(vector: Array) -> Array:
-            def product(rows: Rows) -> Array:
-                def at(point: Array) -> Array:
-                    return potential(target.unravel(point), rows, model_key)
-
-                return hessian_times((scale * vector)[:, None], at, metric.center)[:, 0]
-
-            return scale * target.mean(over_all_data(product, plates))
-
-        # a little of every direction, since a gradient may have nothing of one of them
-        size = jnp.maximum(jnp.linalg.norm(gradient), jnp.finfo(gradient.dtype).tiny)
-        away = random.normal(away_key, gradient.shape, gradient.dtype)
-        begin = gradient + _AWAY * size * away / jnp.linalg.norm(away)
-        # of a mean over draws, whose variance is that of one divided by the many parameters
-        is_rough = looks_rough(draws, gradients, draws[0] @ times_hessian(draws[0]))
-        return is_rough, (value, gradient, *lanczos(times_hessian, begin, products))
-
-    looked, error = target.compiled(seen), float(jnp.finfo(scale.dtype).eps)
-    best, passes, length = None, 0.0, 1.0
-    # with as many columns as there may be directions: one program for all rounds
-    vectors = jnp.zeros((len(scale), products), scale.dtype)
-    metric = LowRankMetric(found.center, scale, vectors, jnp.ones(products, scale.dtype))
+    metric = start.metric
+    if isinstance(metric, DenseMetric):
+        metric = DiagonalMetric(metric.center, jnp.sum(metric.inverse**2, axis=0) ** -0.5)
+    dimension, dtype = len(metric.center), metric.scale.dtype
+    none = jnp.zeros((dimension, _COLUMNS), dtype), jnp.ones(_COLUMNS, dtype)
+    metric, shared = LowRankMetric(metric.center, metric.scale, *none), _shared_directions(target)
+    descend = target.compiled(partial(descended, controlled=_is_controlled(target)))
+    look, passes = target.compiled(_looked), 0.0
+    is_round, ends = False, (1.0, 1.0)
     for done in range(_ROUNDS):
-        is_rough, seen_here = looked(metric)
-        value, *krylov = (np.asarray(x, np.float64) for x in seen_here)
-        passes += DRAWS + 2 * (products + 1)
-        if best is None and (start.is_rough or is_rough):
-            # second derivatives say nothing of the directions
-            found = DiagonalMetric(found.center, scale)
-            return start._replace(metric=found, passes=passes, curvature=None, is_rough=True)
-        if np.isfinite(value) and all(np.all(np.isfinite(x)) for x in krylov):
-            # up to a constant, since the scales stay
-            objective = float(value) - float(jnp.sum(jnp.log(metric.roots)))
-            if best is None or objective <= best.objective + 0.1 + 4 * error * abs(objective):
-                best = _seen_at(metric, objective, *krylov)
-                length = min(1.0, 2 * length)
-                if best.has_converged or (done and passes > _COST * start.passes):
-                    break
-            else:
-                length /= 4
-        elif best is None:
+        key = random.fold_in(rng_key, done)
+        found = descend(metric, key)
+        metric = metric._replace(center=found.center)
+        passes += passes_of_descent(target, _is_controlled(target))
+        if is_round or passes > _MOST_PASSES:
+            break
+        space = look(metric, shared, key, np.int32(len(shared) if done else 0))
+        passes += 2 * (1 + len(space.basis) - (len(shared) if done else 0))
+        if not np.all(np.isfinite(space.images)):
             raise ValueError(
                 "Tuning found no metric: the potential is not finite near the centre that was"
                 " found. Give `metric=` variances, or reparametrise the model."
             )
-        else:
-            length /= 4
-        step = scale * jnp.asarray(length * best.step, scale.dtype)
-        metric = best.metric._replace(center=best.metric.center + step)
-    assert best is not None
-    known = np.asarray(best.metric.roots) != 1
-    narrowed = best.metric._replace(
-        vectors=best.metric.vectors[:, known], roots=best.metric.roots[known]
-    )
+        if start.is_rough or space.trace < _ROUGH * found.curvatures.sum():
+            # second derivatives say nothing of the directions
+            start = start._replace(is_rough=True)
+            break
+        vectors, e, ends = _far(space)
+        is_round = 1 / _ROUND < ends[0] and ends[1] < _ROUND
+        metric = _with_directions(metric, vectors, e)
+    is_used = np.asarray(metric.roots) != 1
+    narrowed = metric._replace(vectors=metric.vectors[:, is_used], roots=metric.roots[is_used])
     return start._replace(
-        metric=narrowed if known.any() else DiagonalMetric(narrowed.center, scale),
+        metric=narrowed if is_used.any() else DiagonalMetric(metric.center, metric.scale),
         passes=passes,
-        curvature=None,
-        converged=best.has_converged,
+        curvature=min(ends[1], _FAR) if is_round else None,
+        converged=is_round or start.is_rough,
     )
 
 
-def lanczos(
-    product: Callable[[Array], Array], start: Array, number: int
-) -> tuple[Array, Array, Array]:
+class _Space(NamedTuple):
     """
-    An orthonormal basis :math:`q_1, \\dots, q_m` of :math:`v, A v, \\dots, A^{m - 1} v`, in which
-    a symmetric matrix is tridiagonal,
+    The Hessian at the centre of a metric, in its coordinates.
 
-    .. math:: A q_k = \\beta_{k - 1} q_{k - 1} + \\alpha_k q_k + \\beta_k q_{k + 1} .
+    - **basis** - orthonormal vectors, or zeros, shape (m, d).
+    - **images** - their products with the Hessian, shape (m, d).
+    - **trace** - an estimate of its trace.
+    """
 
-    Each vector is made orthogonal to all before, twice, since rounding errors would let the first
-    ones come again.
+    basis: Array
+    images: Array
+    trace: Array
+
+
+def _is_controlled(target: Target) -> bool:
+    """True if a minibatch gradient can have a control variate."""
+    return bool(target.model.plates)
+
+
+def _shared_directions(target: Target) -> Array:
+    """
+    The directions in which many parameters move alike: each site, each slice of its short axes, and
+    each parameter of short sites, shape (k, d).
+    """
+    zeros = target.unravel(jnp.zeros(target.model.dimension))
+    found = []
+    for name, x in zeros.items():
+        masks = [np.ones(x.shape)]
+        for axis, size in enumerate(x.shape):
+            if 1 < size <= _FEW:
+                rest = [1] * x.ndim
+                rest[axis] = size
+                masks += [np.broadcast_to(row.reshape(rest), x.shape) for row in np.eye(size)]
+        found += [ravel(zeros | {name: jnp.asarray(mask, x.dtype)}) for mask in masks]
+    # those of the most parameters first
+    found.sort(key=lambda direction: -float(jnp.sum(direction)))
+    return jnp.stack(found[:_MOST_SHARED])
+
+
+def _looked(
+    target: Target, metric: LowRankMetric, shared: Array, rng_key: Array, known: Array
+) -> _Space:
+    """
+    The Hessian in some directions of the parameters, and in those that a random vector leads to.
+
+    :param shared: the directions.
+    :param known: how many of them are left out.
+    """
+    model_key, away_key, sign_key = random.split(rng_key, 3)
+    product = hessian_product(target, metric, model_key)
+    dimension, dtype = metric.scale.shape[0], metric.scale.dtype
+    first = jax.vmap(lambda x: metric.coordinates(metric.center + x))(shared)
+    away = random.normal(away_key, (1, dimension), dtype)
+    number = min(len(shared) + _PRODUCTS, dimension)
+    basis, images = _space(product, jnp.concatenate([first, away]), number, known)
+    signs = random.rademacher(sign_key, (dimension,), dtype)
+    return _Space(basis, images, signs @ product(signs))
+
+
+def _space(
+    product: Callable[[Array], Array], given: Array, number: int, known: Array
+) -> tuple[Array, Array]:
+    """
+    An orthonormal basis of some vectors and of the images of the last of them, and its images.
 
     :param product: :math:`x \\mapsto A x`.
-    :param start: :math:`v`, shape (d,).
-    :param int number: :math:`m`.
-    :return: the basis, shape (m, d); :math:`\\alpha`, shape (m,); and :math:`\\beta`, shape (m,),
-        the last one that by which :math:`A q_m` leaves the space. Where the space ends before, it
-        is zero there.
-
-    **References:**
-
-    1. *An Iteration Method for the Solution of the Eigenvalue Problem of Linear Differential and
-       Integral Operators*, Cornelius Lanczos (1950).
-
-    **Example:** the eigenvalues 1 and 4 of a matrix of any size end the space after two vectors.
-
-    .. doctest::
-
-        >>> import jax.numpy as jnp
-        >>> from numpyro_sgmcmc.tuning.low_rank import lanczos
-        >>> e = jnp.array([1.0, 1.0, 1.0, 4.0])
-        >>> basis, diagonal, beside = lanczos(lambda x: e * x, jnp.ones(4), 3)
-        >>> matrix = jnp.diag(diagonal) + jnp.diag(beside[:-1], 1) + jnp.diag(beside[:-1], -1)
-        >>> jnp.linalg.eigvalsh(matrix[:2, :2]).round(4).tolist(), float(beside[1])
-        ([1.0, 4.0], 0.0)
+    :param given: the vectors, shape (k, d).
+    :param int number: number of vectors in the basis, m.
+    :param known: how many of the given vectors are left out; as many are zero at the end.
+    :return: shapes (m, d) and (m, d).
     """
 
-    def one(k: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
-        basis, diagonal, beside, vector = found
-        basis = basis.at[k].set(vector)
-        image = product(vector)
-        diagonal = diagonal.at[k].set(vector @ image)
-        rest = image
+    def one(k: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        basis, images = found
+        is_given = k + known < len(given)
+        vector = jnp.where(is_given, given[jnp.minimum(k + known, len(given) - 1)], images[k - 1])
+        length = jnp.linalg.norm(vector)
         for _ in range(2):
-            rest = rest - basis.T @ (basis @ rest)
-        length = jnp.linalg.norm(rest)
-        goes_on = length > _FLAT**0.5 * jnp.linalg.norm(image)
-        beside = beside.at[k].set(jnp.where(goes_on, length, 0.0))
-        return basis, diagonal, beside, jnp.where(goes_on, rest / length, 0.0)
+            vector = vector - basis.T @ (basis @ vector)
+        left = jnp.linalg.norm(vector)
+        # what is left of a vector in the space of those before is a rounding error
+        vector = jnp.where(left > _FLAT**0.5 * length, vector / left, 0.0)
+        return basis.at[k].set(vector), images.at[k].set(product(vector))
 
-    zeros = jnp.zeros(number, start.dtype)
-    state = (
-        jnp.zeros((number, len(start)), start.dtype),
-        zeros,
-        zeros,
-        start / jnp.linalg.norm(start),
-    )
-    return lax.fori_loop(0, number, one, state)[:3]
+    zeros = jnp.zeros((number, given.shape[1]), given.dtype)
+    return lax.fori_loop(0, number - known, one, (zeros, zeros))
 
 
-class _Best(NamedTuple):
-    """A metric, what is to be minimised there, and the step in units of the scales."""
-
-    metric: LowRankMetric
-    objective: float
-    step: np.ndarray
-    has_converged: bool
-
-
-def _seen_at(
-    metric: LowRankMetric,
-    objective: float,
-    gradient: np.ndarray,
-    basis: np.ndarray,
-    diagonal: np.ndarray,
-    beside: np.ndarray,
-) -> _Best:
-    """With the directions that the Krylov space shows."""
-    ends = np.flatnonzero(beside == 0)
-    number = int(ends[0]) + 1 if len(ends) else len(diagonal)
-    diagonal, between = diagonal[:number], beside[: number - 1]
-    e, w = np.linalg.eigh(np.diag(diagonal) + np.diag(between, 1) + np.diag(between, -1))
-    vectors = basis[:number].T @ w
-    along = vectors.T @ gradient
+def _far(space: _Space) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
+    """
+    The known eigenvectors whose eigenvalues are far from 1, these, and the ends of the spectrum.
+    """
+    basis, images = (np.asarray(x, np.float64) for x in space[:2])
+    is_there = np.any(basis != 0, axis=1)
+    basis, images = basis[is_there], images[is_there]
+    matrix = basis @ images.T
+    e, w = np.linalg.eigh((matrix + matrix.T) / 2)
+    vectors = basis.T @ w
+    left = np.sum((images.T @ w - vectors * e) ** 2, axis=0)
     floor = _FLAT * float(np.max(np.abs(e)))
-    sizes = np.maximum(np.abs(e), floor)
-    is_known = beside[number - 1] * np.abs(w[-1]) < _RESIDUAL * sizes
-    is_far = ((e > _FAR) | (e < 1 / _FAR)) & (e > floor) & is_known
-    columns, roots = np.zeros(metric.vectors.shape), np.ones(metric.roots.shape)
-    columns[:, :number][:, is_far] = vectors[:, is_far]
-    roots[:number][is_far] = e[is_far] ** -0.5
-    found = metric._replace(
-        vectors=jnp.asarray(columns, metric.scale.dtype),
-        roots=jnp.asarray(roots, metric.scale.dtype),
+    # by Kato and Temple, where other eigenvalues are about 1
+    is_known = left < _ERROR * np.abs(e) * np.abs(e - 1)
+    chosen = ((e > _FAR) | (e < 1 / _FAR)) & (e > floor) & is_known
+    return vectors[:, chosen], e[chosen], (float(e[0]), float(e[-1]))
+
+
+def _with_directions(metric: LowRankMetric, vectors: np.ndarray, e: np.ndarray) -> LowRankMetric:
+    """
+    A metric with the covariance
+
+    .. math:: L \\, (I + U \\operatorname{diag}(1 / e - 1) U^\\top) L^\\top .
+
+    :param vectors: :math:`U`, orthonormal, shape (d, k).
+    :param e: eigenvalues of the precision in the coordinates of the metric, shape (k,).
+    """
+    before, roots = (np.asarray(x, np.float64) for x in (metric.vectors, metric.roots))
+    columns = np.concatenate(
+        [before, vectors + before @ ((roots - 1)[:, None] * (before.T @ vectors))], axis=1
     )
-    is_near = np.all(np.abs(along) / np.sqrt(sizes) < _NEAR) and np.all(e > 0)
-    return _Best(found, objective, -vectors @ (along / sizes), bool(is_near))
+    basis, triangle = np.linalg.qr(columns)
+    excess = np.concatenate([roots**2 - 1, 1 / e - 1])
+    more, w = np.linalg.eigh((triangle * excess) @ triangle.T)
+    logs = np.log1p(np.maximum(more, _FLAT - 1))
+    chosen = np.argsort(-np.abs(logs))[: metric.roots.shape[0]]
+    dtype = metric.scale.dtype
+    return metric._replace(
+        vectors=jnp.asarray(basis @ w[:, chosen], dtype),
+        roots=jnp.asarray(np.exp(logs[chosen] / 2), dtype),
+    )

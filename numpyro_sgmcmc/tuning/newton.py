@@ -67,11 +67,13 @@ def closest_gaussian(
     center: np.ndarray | Array,
     factor: np.ndarray | Array,
     steps: int,
+    shortest: float = 0.1,
 ) -> Fit | None:
     """
     Newton steps until they are short, or until there have been so many.
 
     :param fitted: what is seen of a Gaussian with this centre and this factor.
+    :param float shortest: the length of a step in each coordinate at which the search ends.
     :return: the last of those that were an advance, if any.
     """
     center, factor = np.asarray(center, np.float64), np.asarray(factor, np.float64)
@@ -80,7 +82,7 @@ def closest_gaussian(
         found = fitted(center, factor)
         if found is not None and (best is None or found.objective <= best.objective + found.error):
             best, length, reach = found, min(1.0, 2 * length), 4 * reach
-            if has_converged(best):
+            if has_converged(best, shortest):
                 # the last step is short: nothing can be wrong with it
                 return best
         elif best is None:  # the draws reach too far
@@ -95,8 +97,9 @@ def closest_gaussian(
     return best
 
 
-def has_converged(fit: Fit) -> bool:
-    return bool(np.max(np.abs(_newton_step(fit))) < 0.1) and is_near(fit)
+def has_converged(fit: Fit, shortest: float = 0.1) -> bool:
+    """True if the Gaussian has about the right width and the next step is shorter than this."""
+    return bool(np.max(np.abs(_newton_step(fit))) < shortest) and is_near(fit)
 
 
 def is_near(fit: Fit) -> bool:

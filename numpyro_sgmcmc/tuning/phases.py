@@ -10,14 +10,14 @@ Tuning is done once, before the chains start, and is the same for all of them:
    :math:`q = N(c, L L^\\top)` that minimises :math:`\\mathrm{E}_q[U] - \\log |\\det L|`, with
    :math:`U` of a part of the rows, by Newton steps; on few rows from several starts, then on
    more. Its centre exists also where the mode does not, as in hierarchical models, and units
-   make no difference.
+   make no difference. Above 12 parameters the Fisher information of the rows stands in for their
+   Hessian (:mod:`~numpyro_sgmcmc.tuning.fisher`).
 2. **Metric** (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`): the same on all data.
 
-   Above 500 parameters step 1 is stochastic variational inference with NumPyro's
-   ``AutoDiagonalNormal`` guide on minibatches
+   Above 500 parameters step 1 is stochastic variational inference with independent coordinates
    (:func:`~numpyro_sgmcmc.tuning.variational.find_center`). Above 2,000 step 2 finds no full matrix
    but the directions that its variances miss
-   (:func:`~numpyro_sgmcmc.tuning.low_rank.find_low_rank`), and above 20,000 there is none.
+   (:func:`~numpyro_sgmcmc.tuning.low_rank.find_low_rank`), and above 200,000 there is none.
 
    Between the two the **coordinates** of hierarchies are chosen
    (:func:`~numpyro_sgmcmc.tuning.find_reparam.find_centring`): the search is in non-centred ones,
@@ -86,6 +86,7 @@ import numpy as np
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.posterior.control_variate import (
     GRADIENTS,
+    GRADIENTS_OF_A_STEP,
     Anchor,
     order_of,
 )
@@ -97,6 +98,7 @@ from numpyro_sgmcmc.posterior.metric import (
     IdentityMetric,
     Metric,
 )
+from numpyro_sgmcmc.posterior.reparam import centred
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import prepare_center, search_center
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
@@ -118,11 +120,14 @@ from numpyro_sgmcmc.tuning.variational import find_center
 
 NEWTON = 500  #: the most parameters whose centre is found by Newton's method
 DENSE_BY_DEFAULT = 2_000  #: the most parameters whose metric is a full matrix
-LOW_RANK_BY_DEFAULT = 20_000  #: the most whose metric has a low rank; it is diagonal above
+LOW_RANK_BY_DEFAULT = 200_000  #: the most whose metric has a low rank; it is diagonal above
 
 #: A step with a control variate of second order takes at most so many times as long as with one of
 #: first order.
 _DEARER = 2.0
+
+#: Independent draws within which a control variate of second order must save its passes.
+_DRAWS = 4_000
 
 #: The phases by the names that the progress bar shows.
 PHASES = ("centre", "metric", "noise", "pilot")
@@ -287,7 +292,10 @@ def _find_center(search: Search, known: Known) -> Known:
     """The centre, and the coordinates of hierarchies."""
     seen, request = known.seen, search.request
     _prepare(seen, request, _controls(search, known))
-    find = search_center if seen.model.dimension <= NEWTON else find_center
+    find = search_center
+    if seen.model.dimension > NEWTON:
+        # effects are independent given their scale, as variational inference takes them to be
+        find, seen = find_center, seen._replace(centring=centred(seen.centring))
     gaussian = find(seen, search.key(0), request.init_strategy)
     gaussian = gaussian._replace(part=known.share * gaussian.part)
     known = known._replace(
@@ -515,7 +523,9 @@ def _may_be_expanded(
         )
     # with given rates there are as many steps with any noise
     without = noise._replace(mean=0.0, largest=0.0)
-    return asked or (request.gradient == "auto" and steps(noise) > _DEARER * steps(without))
+    saved = steps(noise) - _DEARER * steps(without)
+    passes = _DRAWS * saved * GRADIENTS_OF_A_STEP[1] * target.minibatch_share
+    return asked or (request.gradient == "auto" and passes > 2 * dimension)
 
 
 def _expanded(

@@ -4,30 +4,40 @@
 """The centre of a posterior with very many parameters, by variational inference."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
-from numpyro.infer import SVI, Trace_ELBO
-from numpyro.infer.autoguide import AutoDiagonalNormal
 import optax
 
-from numpyro_sgmcmc.posterior.checks.exceptions import one_at_a_time
-from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
-from numpyro_sgmcmc.posterior.model import with_rows
-from numpyro_sgmcmc.posterior.potential import over_all_data
+from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric, GaussianMetric, IdentityMetric
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes
+from numpyro_sgmcmc.tuning.find_reparam import way_between
+from numpyro_sgmcmc.tuning.fisher import uses_fisher
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes, hessian_times
 
-_CENTER_STARTS = 6  #: number of starts of the search
-_CENTER_STEPS = 2_000  #: number of steps of stochastic variational inference
-_LEARNING_RATE = 0.05  #: learning rate of its optimiser
+_STARTS = 3  #: starts of the search
+_ADAM_STEPS = 1_000  #: steps of Adam
+_LEARNING_RATE = 0.05  #: its first learning rate
+_FIRST_SCALE = 0.01  #: the first scale of each coordinate
+
+_DESCENTS = 2  #: descents, each in the scales that the one before has found
+_STEPS = 400  #: steps of a descent
+_RATES = 0.1, 0.01  #: the first and the last of its step sizes
+_WIDER, _NARROWER = 16.0, 100.0  #: factors by which a descent changes a variance at most
+
+_PROBES = 8  #: products with the Hessian of all rows that show its diagonal
+_MINIBATCHES = 40  #: minibatches whose potential shows a barrier between two centres
 
 
 def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaussian:
     """
-    Find the closest Gaussian with independent coordinates by variational inference.
+    Find the closest Gaussian with independent coordinates.
 
     It solves
 
@@ -36,10 +46,10 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
         \\min_{c, s} \\; \\mathrm{E}_{\\theta \\sim N(c, s^2)} [U(\\theta)]
             - \\sum_j \\log s_j,
 
-    by 2,000 steps of Adam on minibatches, with a learning rate that falls from 0.05 to 0. Six
-    searches start at different points, because some models have poor local optima, and the best one
-    counts. If another search is about as good, with a barrier in between, the posterior has several
-    modes.
+    on minibatches, by 1,000 steps of Adam and two descents of 400 steps of the natural gradient
+    (:func:`descended`). Three searches start at different points, because some models have poor
+    local optima, and the best one counts. If another search is about as good, with a barrier in
+    between, the posterior has several modes.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -51,58 +61,194 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
     1. *Automatic Differentiation Variational Inference*, Alp Kucukelbir, Dustin Tran,
        Rajesh Ranganath, Andrew Gelman and David M. Blei (2017).
     """
-    schedule = optax.cosine_decay_schedule(_LEARNING_RATE, _CENTER_STEPS)
+    start_key, rows_key = random.split(rng_key)
+    keys, data = random.split(start_key, _STARTS), (target.args, target.kwargs)
+    starts, are_finite = initial_values(target.model, keys, init_strategy, *data)
+    if not are_finite:
+        raise no_initial_values(target.model, keys, init_strategy, *data)
 
-    def run(target: Target, rng_key: Array) -> tuple[Array, ...]:
-        start_key, rows_key = random.split(rng_key)
-
-        def one(init_key: Array) -> tuple[Array, Array, Array]:
-            # all in one program, because `svi.init` alone compiles many small programs
-            model = with_rows(target.model)
-            guide = AutoDiagonalNormal(model, init_loc_fn=init_strategy, init_scale=0.01)
-            mean = optax.stateless(lambda gradient, _: target.mean(gradient))
-            svi = SVI(model, guide, optax.chain(mean, optax.adam(schedule)), Trace_ELBO())
-
-            def step(state: Any, i: Array) -> tuple[Any, Array]:
-                rows = target.rows(rows_key, i)
-                return svi.update(state, rows, *target.args, **target.kwargs)
-
-            with one_at_a_time:
-                state = svi.init(init_key, target.rows(rows_key), *target.args, **target.kwargs)
-                state, losses = lax.scan(step, state, jnp.arange(_CENTER_STEPS))
-                posterior = guide.get_posterior(svi.get_params(state))
-            loss = target.mean(losses[-_CENTER_STEPS // 10 :].mean())
-            return posterior.loc, posterior.scale, loss
-
+    def run(target: Target, starts: Values, rng_key: Array) -> tuple[Array, ...]:
         # with equal rows, so that the losses can be compared
-        starts = random.split(start_key, _CENTER_STARTS)
+        def one(start: Values) -> tuple[Array, Array, Array]:
+            center, scale = _by_adam(target, ravel(target.to_internal(start)), rng_key)
+
+            def again(state: tuple[Array, ...], k: Array) -> tuple[tuple[Array, ...], None]:
+                center, scale, _ = state
+                found = descended(target, DiagonalMetric(center, scale), random.fold_in(rng_key, k))
+                loss = found.value - jnp.sum(jnp.log(scale))
+                narrower = jnp.clip(found.curvatures, 1 / _WIDER, _NARROWER)
+                return (found.center, scale * narrower**-0.5, loss), None
+
+            found = center, scale, jnp.zeros((), scale.dtype)
+            return lax.scan(again, found, 1 + jnp.arange(_DESCENTS))[0]
+
         centers, scales, losses = target.for_each(one, starts)
         best = jnp.nanargmin(jnp.where(jnp.isfinite(losses), losses, jnp.nan))
-        energies = _energies_between(target, centers, best)
+        degrees = (0.0, 1.0) if target.centring else (0.0,)
+        ways = [way_between(target, centers, best, degree) for degree in degrees]
+        energies = jnp.stack([_energies(target, rng_key, points) for points in ways])
         return centers[best], scales[best], losses[best], energies
 
-    center, scale, loss, energies = target.compiled(run)(rng_key)
+    center, scale, loss, energies = target.compiled(run)(starts, rows_key)
     if not (np.all(np.isfinite(center)) and np.isfinite(loss)):
         raise ValueError(
-            "Tuning found no centre: variational inference with an AutoDiagonalNormal guide did not"
+            "Tuning found no centre: variational inference with independent coordinates did not"
             " converge (the loss is not finite). Start it near the posterior with"
             " `init_strategy=init_to_value(...)`, standardise the data, or give `step_size` and"
             " `friction` yourself."
         )
-    passes = _CENTER_STARTS * (_CENTER_STEPS * target.minibatch_share + 5)
-    several = bool(are_modes(np.asarray(energies)).any())
-    return Gaussian(DiagonalMetric(center, scale), passes, multimodal=several)
+    minibatches = _STARTS * _ADAM_STEPS + _MINIBATCHES * np.asarray(energies).size
+    passes = minibatches * target.minibatch_share
+    passes += _STARTS * _DESCENTS * passes_of_descent(target)
+    several = np.all([are_modes(way) for way in np.asarray(energies)], axis=0)
+    curvatures = target.compiled(_curvatures)(DiagonalMetric(center, scale), rng_key)
+    scale = scale * jnp.clip(curvatures, 1 / _WIDER, _NARROWER) ** -0.5
+    return Gaussian(
+        DiagonalMetric(center, scale),
+        passes + 2 * _PROBES,
+        multimodal=bool(several.any()),
+        is_fisher=uses_fisher(target),
+    )
 
 
-def _energies_between(target: Target, centers: Array, best: Array) -> Array:
-    """The potential of all data on the way from the best centre to each other centre."""
-    potential, view = target.potential(IdentityMetric()), target.model
+def _by_adam(target: Target, center: Array, rng_key: Array) -> tuple[Array, Array]:
+    """Centre and scales after stochastic steps of Adam."""
+    potential = target.potential(IdentityMetric())
+    optimizer = optax.adam(optax.cosine_decay_schedule(_LEARNING_RATE, _ADAM_STEPS))
 
-    def at(point: Array) -> Array:
-        values = target.unravel(point)
-        whole = over_all_data(lambda rows: potential(values, rows, random.key(0)), view.plates)
-        return target.mean(whole)
+    def step(k: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        found, memory = state
+        rows_key, draw_key, model_key = random.split(random.fold_in(rng_key, k), 3)
+        rows, draw = target.rows(rows_key), random.normal(draw_key, center.shape, center.dtype)
 
-    way = jnp.linspace(0, 1, 5)[:, None, None]
-    points = centers[best] + way * (centers - centers[best])
-    return lax.map(at, points.reshape(-1, points.shape[-1])).reshape(5, -1)
+        def loss(found: tuple[Array, Array]) -> Array:
+            point = found[0] + jnp.exp(found[1]) * draw
+            return potential(target.unravel(point), rows, model_key) - jnp.sum(found[1])
+
+        gradient = target.mean(jax.grad(loss)(found))
+        gradient = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), gradient)
+        change, memory = optimizer.update(gradient, memory)
+        return optax.apply_updates(found, change), memory
+
+    begin = center, jnp.full_like(center, np.log(_FIRST_SCALE))
+    (center, logs), _ = lax.fori_loop(0, _ADAM_STEPS, step, (begin, optimizer.init(begin)))
+    return center, jnp.exp(logs)
+
+
+class Descent(NamedTuple):
+    """
+    The means over the second half of a descent.
+
+    - **center** - the centre, in units of the parameters, shape (d,).
+    - **curvatures** - the diagonal of the Hessian in the coordinates of the metric, shape (d,).
+    - **value** - the potential.
+    """
+
+    center: Array
+    curvatures: Array
+    value: Array
+
+
+def descended(
+    target: Target, metric: GaussianMetric, rng_key: Array, controlled: bool = False
+) -> Descent:
+    """
+    Steps of the stochastic natural gradient of a Gaussian :math:`N(c, L L^\\top)`,
+
+    .. math:: x \\leftarrow x - \\epsilon_k \\,
+        \\tfrac12 \\left( g(x + \\zeta_k) + g(x - \\zeta_k) \\right) , \\qquad
+        \\theta = c + L x,
+
+    no entry of which is longer than 1. The differences of the gradients show the diagonal of the
+    mean Hessian,
+
+    .. math:: \\mathrm{E} \\big[ \\zeta_j \\, \\tfrac12 (g_j(x + \\zeta) - g_j(x - \\zeta)) \\big] .
+
+    :param target: the model with its data.
+    :param metric: centre :math:`c` and factor :math:`L`.
+    :param rng_key: a random key.
+    :param bool controlled: whether gradients have a control variate, with its anchor at :math:`c`.
+
+    **References:**
+
+    1. *The Variational Gaussian Approximation Revisited*, Manfred Opper and
+       Cedric Archambeau (2009).
+    """
+    anchor = None
+    if controlled:
+        anchor = target.anchor(target.written(target.unravel(metric.center)).effects)
+    potential, (first, last) = target.potential(metric, anchor), _RATES
+
+    def at(x: Array, rows: Rows, key: Array) -> tuple[Array, Array]:
+        value, gradient = potential.value_and_gradient(potential.values(x), rows, key)
+        return value, potential.pullback(gradient)
+
+    def step(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        x, *totals = state
+        rows_key, draw_key, model_key = random.split(random.fold_in(rng_key, k), 3)
+        rows, draw = target.rows(rows_key), random.normal(draw_key, x.shape, x.dtype)
+        ends = at(x + draw, rows, model_key), at(x - draw, rows, model_key)
+        (value, gradient), (other_value, other) = target.mean(ends)
+        rate = 1 / (1 / first + (1 / last - 1 / first) * k / _STEPS)
+        x = x - jnp.clip(jnp.nan_to_num(rate * (gradient + other) / 2), -1.0, 1.0)
+        seen = x, draw * (gradient - other) / 2, (value + other_value) / 2
+        is_late = 2 * k >= _STEPS
+        return x, *(t + jnp.where(is_late, s, 0.0) for t, s in zip(totals, seen, strict=True))
+
+    zeros, zero = jnp.zeros_like(metric.center), jnp.zeros((), metric.center.dtype)
+    _, *totals = lax.fori_loop(0, _STEPS, step, (zeros, zeros, zeros, zero))
+    x, curvatures, value = (2 * total / _STEPS for total in totals)
+    return Descent(metric.values(x), curvatures, value)
+
+
+def passes_of_descent(target: Target, controlled: bool = False) -> float:
+    """The cost of a descent in passes over the data."""
+    points = 2 * _STEPS * target.minibatch_share
+    return 1 + 2 * points if controlled else points
+
+
+def hessian_product(
+    target: Target, metric: GaussianMetric, rng_key: Array
+) -> Callable[[Array], Array]:
+    """
+    The function :math:`v \\mapsto L^\top \nabla^2 U(c) L v`, with all rows.
+
+    :param target: the model with its data.
+    :param metric: centre :math:`c` and factor :math:`L`.
+    :param rng_key: the key of the model.
+    """
+    potential, plates = target.potential(IdentityMetric()), target.model.plates
+
+    def product(vector: Array) -> Array:
+        def seen(rows: Rows) -> Array:
+            def at(point: Array) -> Array:
+                return potential(target.unravel(point), rows, rng_key)
+
+            return hessian_times(metric.direction(vector)[:, None], at, metric.center)[:, 0]
+
+        return metric.pullback(target.mean(over_all_data(seen, plates)))
+
+    return product
+
+
+def _curvatures(target: Target, metric: DiagonalMetric, rng_key: Array) -> Array:
+    r"""
+    The diagonal of the Hessian in the coordinates of a metric, :math:`\mathrm{E}[v \odot A v]`
+    with random signs :math:`v`.
+    """
+    product = hessian_product(target, metric, rng_key)
+    shape, dtype = (_PROBES, *metric.center.shape), metric.center.dtype
+    signs = random.rademacher(random.fold_in(rng_key, 1), shape, dtype)
+    return lax.map(lambda v: v * product(v), signs).mean(0)
+
+
+def _energies(target: Target, rng_key: Array, points: Array) -> Array:
+    """The potential at some points, shape (m, k, d), by the same minibatches."""
+    potential, at = target.potential(IdentityMetric()), points.reshape(-1, points.shape[-1])
+
+    def seen(k: Array) -> Array:
+        rows = target.rows(random.fold_in(rng_key, k))
+        return lax.map(lambda x: potential(target.unravel(x), rows, rng_key), at)
+
+    values = lax.map(seen, jnp.arange(_MINIBATCHES)).mean(0)
+    return target.mean(values).reshape(points.shape[:-1])

@@ -1,0 +1,120 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The Fisher information in the place of Hessians: right models, wrong models, and the cost."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import init_to_uniform
+import pytest
+
+from numpyro_sgmcmc import CCAdL
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.potential import hessian_of, ravel
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.tuning import center, gaussian
+from numpyro_sgmcmc.tuning.center import search_center
+from numpyro_sgmcmc.tuning.fisher import uses_fisher, whitened_fisher, whitened_prior
+from numpyro_sgmcmc.tuning.gaussian import find_metric
+
+COMPILE_QUICKLY = True
+
+N, D = 20_000, 20
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((N, D)).astype(np.float32)
+RATES = np.exp(0.3 * X[:, 0])
+#: Counts of the model; counts that vary more than it says, along one direction most; and counts
+#: that vary so much more that the two matrices have little in common.
+RIGHT = RNG.poisson(RATES).astype(np.float32)
+SIGNS = RNG.choice([-1, 1], N)
+WIDER = RNG.poisson(3 * RATES * (1 + 0.9 * SIGNS * np.minimum(1, np.abs(X[:, 1]))))
+WIDER = WIDER.astype(np.float32)
+WILD = RNG.poisson(RATES * np.exp(0.6 * RNG.standard_normal(N) * (1 + np.abs(X[:, 1]))))
+WILD = WILD.astype(np.float32)
+
+
+def counts(x, y):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=200) as i:
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + x[i] @ w)), obs=y[i])
+
+
+def target_of(y):
+    data = jnp.asarray(X), jnp.asarray(y)
+    return Target(read_model(counts, init_to_uniform, data, {}), data, {})
+
+
+def tuned(target):
+    start = search_center(target, random.key(0), init_to_uniform)
+    return find_metric(target, random.key(1), start)
+
+
+def spectrum(target, found):
+    """Eigenvalues of the mean Hessian of all rows in the coordinates of the metric."""
+    rows = {"rows": jnp.arange(N)}
+    metric, draws = found.metric, random.normal(random.key(7), (4, D + 1))
+
+    def at(zeta):
+        values = target.unravel(metric.values(zeta))
+        potential = target.potential(gaussian.IdentityMetric())
+        return hessian_of(potential, values, rows, random.key(0))
+
+    hessian = np.mean([at(s * z) for z in draws for s in (1, -1)], axis=0)
+    factor = np.asarray(metric.factor)
+    return np.linalg.eigvalsh(factor.T @ hessian @ factor)
+
+
+def test_of_a_right_model_it_is_the_hessian():
+    """The information of all rows, of which each stands for itself, and the prior's precision."""
+    target = target_of(RIGHT)
+    values = {"level": jnp.zeros(()), "w": jnp.asarray([0.3] + [0.0] * (D - 1))}
+    point, rows, unit = ravel(values), {"rows": jnp.arange(N)}, jnp.eye(D + 1)
+    fisher = np.asarray(whitened_fisher(target, unit, point, rows, random.key(0)))
+    prior = np.asarray(whitened_prior(target, unit, point, random.key(0)))
+    scores = (RIGHT - RATES)[:, None] * np.column_stack([np.ones(N), X])
+    scores -= scores.mean(0)
+    np.testing.assert_allclose(fisher, scores.T @ scores, rtol=1e-3, atol=N * 2e-4)
+    np.testing.assert_allclose(prior, np.eye(D + 1), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "y",
+    [RIGHT, WIDER, pytest.param(WILD, marks=pytest.mark.slow)],
+    ids=["right", "wrong", "wild"],
+)
+def test_metric_of_right_and_wrong_models(y):
+    target = target_of(y)
+    assert uses_fisher(target)
+    found = tuned(target)
+    e = spectrum(target, found)
+    assert found.converged and e[0] > 0.5 and e[-1] < 2
+    assert np.exp(np.log(e).mean()) == pytest.approx(1, abs=0.1)
+
+
+def test_a_wrong_model_is_noticed(monkeypatch):
+    """Without the products with the Hessian the metric would be that of the scores."""
+    target = target_of(WIDER)
+    for module in (gaussian, center):
+        monkeypatch.setattr(module, "ritz_values", lambda found: (1.0, 1.0, 1.0))
+    e = spectrum(target, tuned(target))
+    assert np.exp(np.log(e).mean()) < 0.7
+
+
+def test_passes_do_not_grow_with_the_parameters():
+    def logistic(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=200) as i:
+            numpyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
+
+    passes = []
+    for size in (20, 60):
+        x = jax.random.normal(random.key(size), (N, size))
+        y = (random.uniform(random.key(1), (N,)) < jax.nn.sigmoid(x[:, 0])).astype(jnp.float32)
+        tuning = CCAdL(logistic, progress_bar=False).tune(random.key(0), x, y)
+        passes.append(tuning.passes["centre"] + tuning.passes["metric"])
+    assert passes[1] < 1.5 * passes[0] < 60

@@ -1,0 +1,134 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The centre and the metric of more parameters than a matrix is made for."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import init_to_uniform
+import pytest
+from runs import target_of
+
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric
+from numpyro_sgmcmc.posterior.reparam import centred
+from numpyro_sgmcmc.tuning import low_rank
+from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
+from numpyro_sgmcmc.tuning.gaussian import Gaussian
+from numpyro_sgmcmc.tuning.low_rank import find_low_rank
+from numpyro_sgmcmc.tuning.variational import find_center
+
+GROUPS, EACH, TAU = 300, 20, 0.5
+
+
+def effects(group, y):
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    a = numpyro.sample("a", dist.Normal(0, tau).expand([GROUPS]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=200) as i:
+        numpyro.sample("y", dist.Normal(a[group[i]], 1), obs=y[i])
+
+
+@pytest.fixture(scope="module")
+def searched():
+    rng = np.random.default_rng(0)
+    group = np.repeat(np.arange(GROUPS), EACH)
+    truth = TAU * rng.standard_normal(GROUPS)
+    y = jnp.asarray(truth[group] + rng.standard_normal(len(group)), jnp.float32)
+    target = non_centred(target_of(effects, jnp.asarray(group), y))
+    target = target._replace(centring=centred(target.centring))
+    return target, find_center(target, random.key(0), init_to_uniform), y
+
+
+def test_the_scale_of_a_hierarchy(searched):
+    """The marginal posterior of the scale is known to 6 %, and its mode is near the truth."""
+    target, found, y = searched
+    written = target.written(target.unravel(found.metric.center))
+    means = np.asarray(y).reshape(GROUPS, EACH).mean(1)
+    expected = np.sqrt(max(means.var() - 1 / EACH, 0))
+    assert abs(float(written.values["tau"]) - np.log(expected)) < 0.2
+    assert not found.multimodal
+
+
+def test_conditional_standard_deviations(searched):
+    target, found, _ = searched
+    tau = float(jnp.exp(target.written(target.unravel(found.metric.center)).values["tau"]))
+    scales = np.asarray(target.unravel(found.metric.scale)["a"])
+    # 8 products with random signs: errors from what other parameters add
+    assert np.allclose(scales, (EACH + tau**-2) ** -0.5, rtol=0.15)
+
+
+def test_coordinates_of_the_centre(searched):
+    """The same effects in all coordinates, which the search moves through."""
+    target, found, y = searched
+    there, moved = find_centring(target, found)
+    degree = np.asarray(there.centring["a"].degree)
+    assert np.all(degree > 0.6)  # 20 rows of variance 1, and effects of variance 1 / 4
+    a = there.written(there.unravel(moved.metric.center)).effects["a"]
+    means = np.asarray(y).reshape(GROUPS, EACH).mean(1)
+    shrunk = means * EACH / (EACH + TAU**-2)
+    # minibatches: their noise of half a standard deviation at most
+    assert np.sqrt(np.mean((a - shrunk) ** 2)) < 0.5 * (EACH + TAU**-2) ** -0.5
+
+
+COLUMNS, LEVELS, ROWS = 6, 40, 4_000
+
+
+def categorical(columns, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([LEVELS, COLUMNS]).to_event(2))
+    with numpyro.plate("rows", len(y), subsample_size=200) as i:
+        mean = mu + w[columns[i], jnp.arange(COLUMNS)].sum(-1)
+        numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+
+def condition(find):
+    """Of the exact precision in the coordinates of a metric, and the distance from the mean."""
+    rng = np.random.default_rng(1)
+    share = 1 / np.arange(1, LEVELS + 1)
+    columns = rng.choice(LEVELS, (ROWS, COLUMNS), p=share / share.sum())
+    x = np.zeros((ROWS, 1 + LEVELS * COLUMNS))
+    x[:, 0] = 1
+    for k in range(COLUMNS):
+        x[np.arange(ROWS), 1 + columns[:, k] * COLUMNS + k] = 1
+    y = x @ rng.standard_normal(x.shape[1]) + rng.standard_normal(ROWS)
+    precision = x.T @ x + np.diag([0.01, *np.ones(LEVELS * COLUMNS)])
+    mean = np.linalg.solve(precision, x.T @ y)
+    target = target_of(categorical, jnp.asarray(columns), jnp.asarray(y, jnp.float32))
+    sds = np.diag(precision) ** -0.5
+    # each for itself, with errors, and not at the centre
+    center = mean + sds * rng.standard_normal(len(sds))
+    scale = sds * np.exp(0.1 * rng.standard_normal(len(sds)))
+    alone = DiagonalMetric(jnp.asarray(center, jnp.float32), jnp.asarray(scale, jnp.float32))
+    metric = find(target, alone)
+    factor = np.asarray(jax.vmap(metric.direction, 1, 1)(jnp.eye(len(sds))), float)
+    e = np.linalg.eigvalsh(factor.T @ precision @ factor)
+    off = np.linalg.solve(factor, np.asarray(metric.center, float) - mean)
+    return e[-1] / e[0], np.abs(off).max()
+
+
+def test_columns_whose_sums_are_alike():
+    """Each column adds up to the intercept: six directions that the rows hardly know."""
+
+    def found(target, alone):
+        return find_low_rank(target, random.key(0), Gaussian(alone, 0.0)).metric
+
+    ratio, off = condition(found)
+    assert ratio < 6 and off < 0.5
+    assert condition(lambda target, alone: alone)[0] > 100
+
+
+def test_directions_of_all_rounds(monkeypatch):
+    """Without the sums of sites, rounds find what is left by what they did not see before."""
+
+    def found(target, alone):
+        return find_low_rank(target, random.key(0), Gaussian(alone, 0.0)).metric
+
+    monkeypatch.setattr(low_rank, "_MOST_SHARED", 1)
+    monkeypatch.setattr(low_rank, "_MOST_PASSES", 1_000.0)
+    monkeypatch.setattr(low_rank, "_ROUNDS", 1)
+    first = condition(found)[0]
+    monkeypatch.setattr(low_rank, "_ROUNDS", 10)
+    assert condition(found)[0] < 6 < first
