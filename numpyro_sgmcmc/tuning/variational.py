@@ -35,6 +35,10 @@ _PROBES = 8  #: products with the Hessian of all rows that show its diagonal
 _MINIBATCHES = 40  #: minibatches whose potential shows a barrier between two centres
 
 
+#: Centre, scales, and loss.
+_State = tuple[Array, Array, Array]
+
+
 def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaussian:
     """
     Find the closest Gaussian with independent coordinates.
@@ -72,7 +76,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
         def one(start: Values) -> tuple[Array, Array, Array]:
             center, scale = _by_adam(target, ravel(target.to_internal(start)), rng_key)
 
-            def again(state: tuple[Array, ...], k: Array) -> tuple[tuple[Array, ...], None]:
+            def again(state: _State, k: Array) -> tuple[_State, None]:
                 center, scale, _ = state
                 found = descended(target, DiagonalMetric(center, scale), random.fold_in(rng_key, k))
                 loss = found.value - jnp.sum(jnp.log(scale))
