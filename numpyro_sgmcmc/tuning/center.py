@@ -360,7 +360,7 @@ class _Search:
             points = points.reshape(-1, self.dimension)
             self.passes += len(points) * self._share(count)
             apart &= are_modes(
-                np.asarray(self._energies(self.rng_key, points, count)).reshape(5, -1)
+                np.asarray(self._energies(self.rng_key, points, count)).reshape(5, -1)[:, 1:]
             )
         return [fit for fit, is_mode in zip(others, apart, strict=True) if is_mode]
 
