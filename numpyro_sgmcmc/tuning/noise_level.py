@@ -24,8 +24,7 @@ from numpyro_sgmcmc.tuning.curvature import find_curvature
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
 _NOISE_DRAWS = 64  #: draws at which the noise is measured
-_LINES = 6  #: lines along which the gradient of all data is looked at
-_SHORT_LINES = 4  #: short lines, on which it is linear but for its rounding errors
+_LINES = 8  #: lines along which the gradient of all data is looked at
 _SHORT = 0.01  #: scale on which a gradient is linear, but for its rounding errors
 
 #: The noise of a control variate grows with the distance from its anchor: where it is too large for
@@ -151,7 +150,7 @@ def measure_noise(
         for mean, largest in variances
     ]
     minibatches = _NOISE_DRAWS * (sum(GRADIENTS_OF_A_STEP[:2]) if controlled else 1)
-    points = 1 + 2 * (_LINES + _SHORT_LINES)
+    points = 1 + 4 * _LINES
     passes = points + minibatches * target.minibatch_share + cost
     if controlled:
         return MeasuredNoise(levels[0], levels[1], anchor, rounding, passes, widest)
@@ -179,8 +178,8 @@ def _measured(
     line_key = random.fold_in(rng_key, 1)
     ends = random.normal(line_key, (_LINES, *center.shape), center.dtype)
     # at draws: a centre may lie where nothing is rounded, at zero for one
-    bases = jnp.concatenate([jnp.zeros_like(ends), ends[:_SHORT_LINES]])
-    lines = jnp.concatenate([ends, _SHORT * ends[-_SHORT_LINES:]])
+    bases = jnp.concatenate([jnp.zeros_like(ends), ends])
+    lines = jnp.concatenate([ends, _SHORT * jnp.roll(ends, 1, axis=0)])
     points = jnp.concatenate([bases[:1], bases + lines / 2, bases + lines])
     sketch = target._replace(model=target.model.sketch)
     values = jax.vmap(lambda x: target.unravel(draws.values(x)))(points)
@@ -192,7 +191,7 @@ def _measured(
     slopes = jax.vmap(lambda x: draws.pullback(ravel_pytree(x)[0]))(gradients)
     middle, last = slopes[1 : len(lines) + 1], slopes[len(lines) + 1 :]
     at_center = jnp.broadcast_to(slopes[:1], ends.shape)
-    first = jnp.concatenate([at_center, last[:_SHORT_LINES]])
+    first = jnp.concatenate([at_center, last[:_LINES]])
     seconds = last - 2 * middle + first
     rounded = (seconds[_LINES:] ** 2).mean(axis=0)
     # what is alike in all directions moves the centre, and bends nothing

@@ -336,5 +336,5 @@ def test_too_much_noise_is_said(monkeypatch):
     monkeypatch.setattr(_coupled_chains, "_FEW_ROWS", 0)
     monkeypatch.setattr(_coupled_chains, "_COVERS", 1e-9)
     normal = np.random.default_rng(0).standard_normal((4, 100, 3))
-    with pytest.raises(ValueError, match="take larger minibatches"):
+    with pytest.raises(ValueError, match="Use a larger `subsample_size`"):
         debiased(with_draws(steep, (X, Y), {"w": mean + sd * normal}))

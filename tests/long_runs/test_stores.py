@@ -277,7 +277,7 @@ def begun(tmp_path_factory):
 @pytest.mark.parametrize("change", LATE)
 def test_another_model_of_later_rows_is_refused(change, begun):
     folder, y = begun
-    with pytest.raises(ValueError, match="holds another run: .*another program of the model"):
+    with pytest.raises(ValueError, match="holds another run: .*different program of the model"):
         long_run(folder, late(LATE[change]), num_samples=70).run(KEY, y)
 
 
@@ -299,7 +299,7 @@ def test_the_density_of_later_rows_tells_models_apart(begun):
     [
         (
             "posterior/mu/c/0/0/0 of before",
-            "`posterior/mu/c/0/0/0` .draws 0 to 19 of each chain.: is",
+            "`posterior/mu/c/0/0/0` .draws 0 to 19 of each chain.: differs",
         ),
         ("posterior/mu/c/0/0/0 and posterior/mu/c/0/1/0 exchanged", "draws 20 to 34 of each chain"),
         ("posterior/chain/c/0 deleted", "`posterior/chain/c/0` .coordinates.: FileNotFoundError"),

@@ -129,7 +129,7 @@ def test_what_is_masked_may_be_outside():
 
 
 def test_a_support_that_depends_on_latent_sites():
-    with pytest.raises(ValueError, match=r"support of .* site 'y' depends on latent sites \(w\)"):
+    with pytest.raises(ValueError, match=r"support of site 'y' depends on latent sites \(w\)"):
         look(model_of(uniform), np.abs(REAL) + 0.1)
 
 
@@ -196,7 +196,7 @@ def test_rows_that_are_counted_more_than_once():
     with pytest.raises(ValueError, match=r"vector of the terms of the rows, shape \(50,\)"):
         look(summed, X, REAL)
     event = model_of(lambda w, i, x, y: observed(dist.Normal(x[i] @ w, 1).to_event(1), y[i]))
-    with pytest.raises(ValueError, match=r"event shape \(50,\). Leave out"):
+    with pytest.raises(ValueError, match=r"event shape \(50,\).*Leave out"):
         look(event, X, REAL)
 
 
@@ -445,7 +445,7 @@ def test_a_rare_value_in_any_column():
     def centred(b, x, y):
         seen("y", dist.Normal(b * (x[:, 7] - x[:, 7].mean()), 1), y)
 
-    with pytest.raises(ValueError, match="other rows of the minibatch"):
+    with pytest.raises(ValueError, match="other rows of their minibatch"):
         look(one_plate(centred), x, LATE)
     look(one_plate(lambda b, x, y: seen("y", dist.Normal(b * x[:, 7], 1), y)), x, LATE)
 
@@ -504,5 +504,5 @@ def centred_effects(mu, y):
 
 @pytest.mark.parametrize("coupled", [centred_classes, centred_effects])
 def test_latent_variables_of_groups_do_not_depend_on_others(coupled):
-    with pytest.raises(ValueError, match="likelihood of a group of plate 'groups' changes|'y' in"):
+    with pytest.raises(ValueError, match="likelihood of a group of plate 'groups' depends|'y' in"):
         look(grouped(2, coupled), REAL[:40])

@@ -599,7 +599,7 @@ def test_runs_refused():
         run(kernel, args, num_chains=3, chain_method="vectorized")
     with pytest.raises(ValueError, match="the mesh .*'chains': 2.*, but the rows of another"):
         run(args=(spread_rows(MESH, X), spread_rows(both, Y)))
-    with pytest.raises(ValueError, match="at least 2, for each of the devices"):
+    with pytest.raises(ValueError, match="at least 2 for each of the devices"):
         kernel = CCAdL(partial(indexed, batch=4), friction=1.0, **some)
         run(kernel)
 
