@@ -403,7 +403,7 @@ def test_a_file_that_is_written_again(tmp_path):
         x.read([3])
     x = npy(tmp_path, ROWS)
     path.write_bytes(b"0" * path.stat().st_size)
-    with pytest.raises(UnreadableRows, match="its header was .* and is of another kind"):
+    with pytest.raises(UnreadableRows, match="its header was .* and is now of another kind"):
         x.read([3])
 
 
