@@ -1,0 +1,89 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+A page of the gallery: its picture, and ``CCAdL`` beside NUTS on its model.
+
+    python benchmarks/gallery.py NAME
+
+Runs the block of ``docs/models/NAME.md`` in an empty folder, copies its picture, and runs NUTS on
+``model`` with ``batch_size=None``. Compared are the sites that both draw. Seconds to the first draw
+are those of ``mcmc.run``, compilation included, without those of the draws.
+"""
+
+from contextlib import chdir, redirect_stdout
+from functools import partial
+from pathlib import Path
+import re
+import shutil
+import sys
+from tempfile import TemporaryDirectory
+import time
+from types import SimpleNamespace
+
+import jax
+import matplotlib
+from measure import seconds_of_draws, table
+import numpy as np
+import numpyro
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import MCMC, NUTS
+
+from numpyro_sgmcmc import summary
+
+PAGES = Path(__file__).parents[1] / "docs" / "models"
+#: Steps of warm-up and draws of each of the chains of NUTS, of pages where it is slow.
+STEPS, CHAINS, ASKED = {}, 2, 400
+HEADER = ["", "seconds to the first draw", f"to {ASKED} effective", "effective in all"]
+
+
+class Timed(MCMC):
+    def run(self, *args, **options):
+        start = time.perf_counter()
+        super().run(*args, **options)
+        jax.block_until_ready(self.get_samples())
+        self.seconds = time.perf_counter() - start
+
+
+def of_page(name):
+    """What the block of a page defines, after its picture is copied."""
+    code = re.search(r"^```python\n(.*?)^```", (PAGES / f"{name}.md").read_text(), re.M | re.S)[1]
+    numpyro.infer.MCMC, found = Timed, {}
+    with TemporaryDirectory() as folder, chdir(folder), redirect_stdout(sys.stderr):
+        exec(compile(code, f"{name}.md", "exec"), found)
+        shutil.copy(f"{name}.png", PAGES)
+    return found
+
+
+def main(name) -> None:
+    matplotlib.use("Agg")
+    page = of_page(name)
+    ours, data, (warmup, number) = page["mcmc"], page["data"], STEPS.get(name, (500, 500))
+    nuts = Timed(
+        NUTS(partial(page["model"], batch_size=None)), num_warmup=warmup, num_samples=number,
+        num_chains=CHAINS, chain_method="sequential", progress_bar=False,
+    )  # fmt: skip
+    nuts.run(jax.random.key(1), *data)
+    last, few = jax.tree.map(lambda x: x[0], nuts.last_state), min(50, number)
+    one_chain = SimpleNamespace(sampler=nuts.sampler, last_state=last)
+    of_few = seconds_of_draws(one_chain, data, few, rounds=1)
+    drawing = seconds_of_draws(ours, data, ours.num_samples), of_few * CHAINS * number / few
+    draws = [mcmc.get_samples(group_by_chain=True) for mcmc in (ours, nuts)]
+    names, rows, moments = [site for site in draws[0] if site in draws[1]], [], []
+    for mcmc, found, seconds in zip((ours, nuts), draws, drawing, strict=True):
+        found = [np.asarray(found[site], float) for site in names]
+        found = np.concatenate([x.reshape(*x.shape[:2], -1) for x in found], axis=-1)
+        moments += [found.mean((0, 1)), found.std((0, 1))]
+        vary = moments[1] > 1e-6 * (1 + abs(moments[0]))
+        size, before = effective_sample_size(found[..., vary]).min(), mcmc.seconds - seconds
+        rows.append([f"{before:.1f}", f"{before + ASKED * seconds / size:.1f}", f"{size:,.0f}"])
+    mean, sd, right, right_sd = (x[vary] for x in moments)
+    off, ratio = (np.abs(mean - right) / right_sd).max(), sd / right_sd
+    rows[0] = ["CCAdL", *rows[0], f"{off:.2f}", f"{ratio.min():.2f} to {ratio.max():.2f}"]
+    print(table([*HEADER, "means off, sd", "ratios of sd"], [rows[0], ["NUTS", *rows[1], "", ""]]))
+    print(f"Over {mean.size} numbers. NUTS has {CHAINS} chains of {warmup} + {number} steps.")
+    print(f"The verdict on CCAdL: {summary(ours).verdict}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
