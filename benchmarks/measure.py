@@ -32,20 +32,30 @@ def machine() -> str:
     )
 
 
-def interleaved(programs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
+def interleaved(
+    programs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, np.ndarray]:
     """Seconds of each program in each round; every round runs all of them in turn."""
     for run in programs.values():
         jax.block_until_ready(run())
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         for name, run in programs.items():
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: np.array(values) for name, values in seconds.items()}
 
 
-def seconds_of_draws(mcmc: MCMC, args: tuple, draws: int, rounds: int = 3) -> float:
+def seconds_of_draws(
+    mcmc: MCMC,
+    args: tuple,
+    draws: int,
+    rounds: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """
     Seconds for more draws after a run, compiled before: the median of some rounds of NumPyro's
     loop without a progress bar, which ``run`` would compile anew each time.
@@ -61,7 +71,7 @@ def seconds_of_draws(mcmc: MCMC, args: tuple, draws: int, rounds: int = 3) -> fl
         return fori_collect(0, draws, sample, (state,), **kept)
 
     program = jax.jit(more)
-    found = interleaved({"draws": lambda: program(mcmc.last_state, args)}, rounds)
+    found = interleaved({"draws": lambda: program(mcmc.last_state, args)}, rounds, clock)
     return float(np.median(found["draws"]))
 
 

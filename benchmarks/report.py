@@ -48,6 +48,13 @@ PAGES = (
     "modes",
     "step_sizes",
 )
+#: Pages of kinds of models, each of which has a part of its own.
+GALLERY = [
+    path.stem
+    for path in sorted((ROOT / "docs" / "models").glob("*.md"))
+    if f"<!-- bench gallery:{path.stem} -->" in path.read_text()
+]
+PAGES += tuple(f"models/{name}" for name in GALLERY)
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
 #: The command of each part; a word in braces is an option of this script.
@@ -109,7 +116,7 @@ PARTS = {
     "largest_step": (
         "benchmarks/largest_step.py --data {data}/mnist.npz --picture docs/largest_step.png"
     ),
-}
+} | {f"gallery:{name}": f"benchmarks/gallery.py {name}" for name in GALLERY}
 
 
 def replaced(text: str, part: str, found: str) -> str:

@@ -172,7 +172,9 @@ def test_numbers_come_from_benchmarks():
     shown = {}
     for path in map(ROOT.joinpath, PAGES):
         text = path.read_text()
-        for part, block in re.findall(r"<!-- bench (\w+) -->\n(.*?)<!-- end -->", text, re.DOTALL):
+        for part, block in re.findall(
+            r"<!-- bench ([\w:]+) -->\n(.*?)<!-- end -->", text, re.DOTALL
+        ):
             assert part in report.PARTS
             script = report.PARTS[part].split()[0]
             assert re.search(rf"\n\*`python {script}.*`: Python .* JAX .* 20\d\d.*\*\n$", block), (
@@ -180,7 +182,7 @@ def test_numbers_come_from_benchmarks():
             )
             assert shown.setdefault(part, block) == block, f"{part} differs between documents"
         # those of refusals are written by `python tests/bad_inputs.py`
-        marks = r"<!-- (?:bench \w+|seconds) -->.*?<!-- end -->"
+        marks = r"<!-- (?:bench [\w:]+|seconds) -->.*?<!-- end -->"
         others = re.sub(marks, "", text, flags=re.DOTALL)
         for row in re.findall(r"^\|.*\|$", others, re.MULTILINE):
             assert not re.search(r"\| *[\d.,]+ *\|", row), f"{path.name}: {row}"
