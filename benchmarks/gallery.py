@@ -35,6 +35,9 @@ matplotlib.use("Agg")
 PAGES = Path(__file__).parents[1] / "docs" / "models"
 #: Pages where NUTS is slow, and has fewer steps.
 SLOW = "random_intercepts", "random_slopes", "crossed_effects", "survival"
+SLOW += "item_response", "choices", "smooth_functions", "network"
+#: What is compared where it is not all sites: of a network its predictions.
+SITES = {"network": ["curve"]}
 CHAINS, ASKED = 2, 400
 HEADER = "", "first draw, s", f"to {ASKED} ESS, s", "ESS", "means off, sd", "ratios of sd"
 
@@ -70,7 +73,8 @@ def main(name) -> None:
     cost = partial(seconds_of_draws, args=data, rounds=1, clock=time.process_time)
     drawing = cost(ours, draws=ours.num_samples), cost(one, draws=50) * CHAINS * number / 50
     draws = [mcmc.get_samples(group_by_chain=True) for mcmc in (ours, nuts)]
-    names, rows, moments = [site for site in draws[0] if site in draws[1]], [], []
+    both = [site for site in draws[0] if site in draws[1]]
+    names, rows, moments = SITES.get(name, both), [], []
     for mcmc, found, seconds in zip((ours, nuts), draws, drawing, strict=True):
         found = [np.asarray(found[site], float) for site in names]
         found = np.concatenate([x.reshape(*x.shape[:2], -1) for x in found], axis=-1)
@@ -80,10 +84,11 @@ def main(name) -> None:
         rows.append([f"{before:.1f}", f"{before + ASKED * seconds / size:.1f}", f"{size:,.0f}"])
     mean, sd, right, right_sd = (x[vary] for x in moments)
     off, ratio = (abs(mean - right) / right_sd).max(), sd / right_sd
+    kernel = type(ours.sampler).__name__
     compared = f"{off:.2f}", f"{ratio.min():.2f} to {ratio.max():.2f}"
-    print(table(HEADER, [["CCAdL", *rows[0], *compared], ["NUTS", *rows[1], "", ""]]))
+    print(table(HEADER, [[kernel, *rows[0], *compared], ["NUTS", *rows[1], "", ""]]))
     print(f"Seconds of the processor. NUTS: {CHAINS} chains of {number} + {number} steps.")
-    print(f"{mean.size} numbers are compared. The verdict on CCAdL: {summary(ours).verdict}")
+    print(f"{mean.size} numbers are compared. The verdict on {kernel}: {summary(ours).verdict}")
 
 
 if __name__ == "__main__":
