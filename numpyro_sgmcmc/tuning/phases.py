@@ -78,6 +78,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+import warnings
 
 from jax import Array, random
 import jax.numpy as jnp
@@ -126,6 +127,12 @@ LOW_RANK_BY_DEFAULT = 200_000  #: the most whose metric has a low rank; it is di
 #: first order.
 _DEARER = 2.0
 
+#: Passes over the rows that few models need.
+_MANY_PASSES = 300.0
+
+#: Passes and rows for which NUTS is likely to be quicker.
+_PASSES_OF_NUTS, _ROWS_OF_NUTS = 1_000.0, 10_000
+
 #: Independent draws within which a control variate of second order must save its passes.
 _DRAWS = 4_000
 
@@ -168,7 +175,7 @@ class Search(NamedTuple):
     - **suggest** - the method's step size and friction for a level of noise; None if both are
       given.
     - **pilot** - from a tuning, without a report, to its pilot.
-    - **report** - is told the name of each phase when it begins.
+    - **report** - is told the name of each phase when it begins, and the passes before it.
     - **rng_key** - a random key.
     - **from_sample** - whether a sample of the rows may do for what needs no more.
     """
@@ -176,7 +183,7 @@ class Search(NamedTuple):
     request: TuningRequest
     suggest: Suggestion | None
     pilot: Callable[[Tuning], Pilot]
-    report: Callable[[str], None]
+    report: Callable[[str, float], None]
     rng_key: Array
     from_sample: bool = True
 
@@ -223,6 +230,11 @@ class Known(NamedTuple):
     tuning: Any = None
     is_sample: bool = False
 
+    @property
+    def spent(self) -> float:
+        """The cost of the phases until now, in passes."""
+        return sum(self.passes.values())
+
     def after(self, phase: str, passes: float, **values: Any) -> "Known":
         """The findings after a phase, with its cost in passes."""
         spent = self.passes | {phase: self.passes.get(phase, 0.0) + passes}
@@ -239,7 +251,7 @@ def run_phases(
     request: TuningRequest,
     suggest: Suggestion | None,
     pilot: Callable[[Tuning], Pilot],
-    report: Callable[[str], None] = lambda phase: None,
+    report: Callable[[str, float], None] = lambda phase, spent: None,
 ) -> Tuning:
     """
     All phases, one after the other; again without a sample of the rows if that misleads.
@@ -272,7 +284,7 @@ def _begin(search: Search, target: Target) -> Known:
     :raises ValueError: if there are too many rows to be looked at again and again.
     """
     request, dimension = search.request, target.model.dimension
-    search.report("centre")
+    search.report("centre", 0.0)
     if request.reparametrise:
         target = non_centred(target)
     target = target._replace(model=target.model.with_rule(target.model.search_rule))
@@ -310,7 +322,7 @@ def _find_shape(search: Search, known: Known) -> Known:
     seen, gaussian = known.seen, known.gaussian
     shaped = _shape_of(search.request.metric, seen.model.dimension)
     if shaped is not None:
-        search.report("metric")
+        search.report("metric", known.spent)
         gaussian = shaped(seen, search.key(1), gaussian)
         known = known.after("metric", known.share * gaussian.passes)
         if isinstance(gaussian.metric, DenseMetric):
@@ -324,10 +336,23 @@ def _find_shape(search: Search, known: Known) -> Known:
     return known._replace(metric=_chosen(search.request.metric, known.gaussian.metric))
 
 
+def _compare_with_nuts(search: Search, known: Known) -> Known:
+    """Warn that NUTS is likely to be quicker, where few rows have taken many passes."""
+    rows = max((plate.size for plate in known.target.model.plates), default=0)
+    if known.spent > _PASSES_OF_NUTS and rows <= _ROWS_OF_NUTS:
+        warnings.warn(
+            f"NUTS is likely to be quicker here: the tuning has taken {known.spent:,.0f} passes"
+            f" over {rows:,} rows, about a hundred are usual, and it goes on. For"
+            f" {_ROWS_OF_NUTS:,} rows or fewer use `NUTS(full_data(model))`.",
+            stacklevel=2,
+        )
+    return known
+
+
 def _find_noise(search: Search, known: Known) -> Known:
     """The noise of the gradient, and whether a control variate takes it out."""
     request = search.request
-    search.report("noise")
+    search.report("noise", known.spent)
     at = known.gaussian, known.metric, _controls(search, known)
     measured = measure_noise(known.seen, search.key(2), *at)
     plain, controlled, anchor, rounding, cost, widest = measured
@@ -369,7 +394,7 @@ def _find_mode_of_all_rows(search: Search, known: Known) -> Known:
     point, cost = near_the_mode(known.target, known.first, order_of(known.anchor))
     known = known.after("all rows", cost)
     if point is None:
-        raise _UnlikeItsSample(sum(known.passes.values()))
+        raise _UnlikeItsSample(known.spent)
     return known._replace(
         gaussian=point.at_the_mode,
         anchor=None if known.anchor is None else point.anchor,
@@ -439,7 +464,7 @@ def _fly(search: Search, known: Known) -> Known:
     """Short chains with the step size that was found, where it was not given."""
     tuning = known.tuning._replace(passes=known.passes)
     if search.request.step_size is None:
-        search.report("pilot")
+        search.report("pilot", known.spent)
         tuning = run_pilot(known.target, search.key(3), tuning, search.pilot(tuning))
     return known._replace(tuning=tuning)
 
@@ -448,6 +473,7 @@ def _fly(search: Search, known: Known) -> Known:
 _PHASES = (
     _find_center,
     _find_shape,
+    _compare_with_nuts,
     _find_noise,
     _find_expansion,
     _find_mode_of_all_rows,
@@ -543,12 +569,13 @@ def _expanded(
 
 
 @contextmanager
-def tuning_bar(shown: bool) -> Iterator[Callable[[str], None]]:
-    """A progress bar of the phases, which disappears when they are done."""
+def tuning_bar(shown: bool) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar of the phases and their passes, which disappears when they are done."""
     with bar(shown, len(PHASES), "tuning") as seen:
 
-        def report(phase: str) -> None:
-            seen.set_description(f"tuning: {phase}")
+        def report(phase: str, spent: float) -> None:
+            unusual = ", unusually many" if spent > _MANY_PASSES else ""
+            seen.set_description(f"tuning: {phase}, after {spent:,.0f} passes{unusual}")
             seen.n = PHASES.index(phase)
             seen.refresh()
 

@@ -4,6 +4,7 @@
 """The result of a tuning for a model and its data, and its warnings."""
 
 from collections.abc import Callable
+import math
 from typing import Any, NamedTuple
 import warnings
 
@@ -24,6 +25,7 @@ from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
 #: such as a funnel, a banana or a neural network.
 _FAR_FROM_GAUSSIAN = 0.6
 NOT_MIXED = 1.1
+_NOT_MIXED_OF_MANY = 1.5  #: the same R-hat for a metric that is not a full matrix
 
 #: Rounding error that is worth a warning, in posterior standard deviations.
 _MUCH_ROUNDING = 0.05
@@ -35,6 +37,7 @@ _WRONG_INTEGRALS = 0.05
 _MUCH_SLOWER = 4.0
 
 _NO_GAIN = 3.0  #: passes over the data for an independent draw beyond which minibatches do not pay
+_LONG_STEP = 0.3  #: step size in posterior standard deviations that needs no explanation
 _BY_NOISE = 0.5  #: squared step size times noise above which noise limits the step
 
 #: Names of gradients by the order of their control variate.
@@ -172,8 +175,11 @@ class Tuning(NamedTuple):
     @property
     def is_far_from_gaussian(self) -> bool:
         """True if the metric is only a rough guess, and chains are slow because of it."""
-        if self.noise is None or not isinstance(self.start, DenseMetric):
-            return False  # short chains say little about thousands of coordinates
+        if self.noise is None:
+            return False
+        if not isinstance(self.start, DenseMetric):
+            # the largest R-hat of thousands of coordinates is above 1.1 by chance
+            return self.r_hat is not None and self.r_hat > _NOT_MIXED_OF_MANY
         if self.r_hat is not None:
             return self.r_hat > NOT_MIXED
         return self.noise.nonlinearity > _FAR_FROM_GAUSSIAN or not self.converged
@@ -216,18 +222,19 @@ class Tuning(NamedTuple):
         return "; ".join(problems + ([pilot] if pilot else [])) or None
 
     def __str__(self) -> str:
-        lines = [f"step size {self.step_size:.3g}"]
+        rates = f"step size {self.step_size:.3g}{_judged_step(self)}"
         if self.friction is not None:
-            lines[0] += f", friction {self.friction:.3g}"
+            rates += f", friction {self.friction:.3g}"
         if self.steps_per_sample > 1:
-            lines[0] += f", {self.steps_per_sample} steps per sample"
-        lines[0] += f", {name_of(self.metric).replace('_', ' ')} metric"
+            rates += f", {self.steps_per_sample} steps per sample"
+        lines = [f"{rates}, {name_of(self.metric).replace('_', ' ')} metric"]
         if self.noise is not None and self.plain_noise is not None:
-            kind = _KINDS[order_of(self.anchor)]
             lines.append(
-                f"noise variance {self.noise.mean:.3g} with {kind}, {self.plain_noise.mean:.3g} of"
-                " plain minibatches (in units of the curvature)"
+                f"noise of the gradient: {self.noise.mean:.3g} times the curvature"
+                f" ({_judged_noise(self.noise)}), with {_KINDS[order_of(self.anchor)]}"
             )
+            if self.anchor is not None:
+                lines[-1] += f"; {self.plain_noise.mean:.3g} with {_KINDS[0]}"
         for name, coordinates in self.centring.items():
             low, middle, high = np.quantile(np.asarray(coordinates.degree), [0, 0.5, 1])
             lines.append(
@@ -236,12 +243,13 @@ class Tuning(NamedTuple):
             )
         if self.seconds_per_sample:
             seconds = 400 * self.seconds_per_sample * self.slowness
-            lines.append(f"about {seconds:.2g} s for 400 effective samples of a chain")
+            lines.append(f"speed: about {seconds:.2g} s for 400 effective samples of a chain")
         if self.passes:
             phases = ", ".join(f"{name} {cost:.3g}" for name, cost in self.passes.items())
-            lines.append(f"{sum(self.passes.values()):.3g} passes over the data: {phases}")
+            lines.append(f"cost: {sum(self.passes.values()):.3g} passes over the data ({phases})")
         if self.report is not None:
-            lines.append(f"pilot: {self.report.problem() or self.report.summary()}")
+            problem = self.report.problem()
+            lines.append(f"pilot: {problem or f'{self.report.summary()} (good: it must be 1)'}")
         if self.is_far_from_gaussian:
             lines.append(f"far from any Gaussian{_pilot_of(self)}: slow directions may remain")
         if self.misses_a_direction:
@@ -270,6 +278,24 @@ class TuningFailed(ValueError):
     def __init__(self, message: str, tuning: Tuning) -> None:
         super().__init__(message)
         self.tuning = tuning
+
+
+def _judged_step(tuning: Tuning) -> str:
+    """The judgement of a tuned step size: whether it is long, and otherwise its limit."""
+    if tuning.noise is None or tuning.report is None:
+        return ""
+    # the step size of methods without momentum is a squared length
+    length = tuning.step_size if tuning.friction is not None else math.sqrt(tuning.step_size)
+    if length >= _LONG_STEP:
+        return " (long)"
+    if tuning.halvings:
+        return " (short: the pilot halved it)"
+    is_noise = tuning.step_size**2 * tuning.noise.largest > _BY_NOISE
+    return " (short because of the noise)" if is_noise else " (short: far from a Gaussian)"
+
+
+def _judged_noise(noise: NoiseLevel) -> str:
+    return "small" if noise.mean < 0.1 else "moderate" if noise.mean < 1 else "large"
 
 
 def _pilot_of(tuning: Tuning) -> str:

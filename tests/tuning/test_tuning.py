@@ -3,6 +3,7 @@
 
 """Kernels that tune themselves: what they find, that they find it again, and what they sample."""
 
+from contextlib import nullcontext
 from functools import partial
 import warnings
 
@@ -33,7 +34,6 @@ from numpyro_sgmcmc import (
     CCAdL,
     full_data,
 )
-from numpyro_sgmcmc.kernels import self_tuning
 from numpyro_sgmcmc.posterior import potential
 from numpyro_sgmcmc.posterior import target as target_module
 from numpyro_sgmcmc.posterior.control_variate import ControlVariate
@@ -47,8 +47,8 @@ from numpyro_sgmcmc.posterior.metric import (
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.potential import full_data_gradient
 from numpyro_sgmcmc.posterior.target import Target, _quick_compilation
-from numpyro_sgmcmc.stein import start_sums, stein_report
-from numpyro_sgmcmc.tuning import phases
+from numpyro_sgmcmc.stein import SteinReport, start_sums, stein_report
+from numpyro_sgmcmc.tuning import phases, speed
 from numpyro_sgmcmc.tuning.curvature import find_curvature
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
@@ -976,13 +976,13 @@ def test_a_sampler_that_hardly_moves(monkeypatch):
     """Columns that nearly depend on each other, and a metric that does not know of it."""
     x = np.column_stack([X[:, 1], X[:, 1] + 0.02 * RNG.standard_normal(N)])
     kernel = CCAdL(logistic, metric="diagonal", progress_bar=False)
-    monkeypatch.setattr(self_tuning, "_LONG", 0.0)
+    monkeypatch.setattr(speed, "_LONG", 0.0)
     with pytest.warns(UserWarning, match=r"moves slowly: with a step size of .* [\d,]+ steps"):
         tuning = kernel.tune(random.key(0), x, Y)
     assert tuning.steps_per_sample > 100
     assert 0 < tuning.seconds_per_sample < 10
     assert "s for 400 effective samples of a chain" in str(tuning)
-    monkeypatch.setattr(self_tuning, "_FAILED", tuning.steps_per_sample - 1)
+    monkeypatch.setattr(speed, "_FAILED", tuning.steps_per_sample - 1)
     kernel = CCAdL(logistic, metric="diagonal", progress_bar=False)
     with pytest.raises(ValueError, match=r"has failed: .* site is 'w'.*on_failure='warn'"):
         run(kernel, x, Y)
@@ -1089,6 +1089,51 @@ def test_when_minibatches_do_not_pay():
     ):
         assert NO_GAIN._replace(**other).minibatches_pay
     assert not NO_GAIN._replace(step_size=0.07 / 4, halvings=2).minibatches_pay
+
+
+@pytest.mark.parametrize(
+    ("step", "friction", "halvings", "largest", "said"),
+    [
+        (0.5, 1.0, 0, 0.1, "long"),
+        (0.2, None, 0, 0.1, "long"),  # a squared length
+        (0.01, None, 0, 0.1, "short: far from a Gaussian"),
+        (0.1, 1.0, 0, 0.1, "short: far from a Gaussian"),
+        (0.1, 1.0, 0, 90.0, "short because of the noise"),
+        (0.1, 1.0, 2, 90.0, "short: the pilot halved it"),
+    ],
+)
+def test_what_is_said_of_a_step_size(step, friction, halvings, largest, said):
+    one = np.ones(1)
+    tuning = Tuning(
+        step, friction, IdentityMetric(), halvings=halvings,
+        noise=NoiseLevel(0.05, largest, 1.0, 0.4), plain_noise=NoiseLevel(2.0, 9.0, 1.0, 0.4),
+        report=SteinReport(1.0, 0.01, one, one, np.eye(1), 100),
+    )  # fmt: skip
+    rates, noise, pilot = str(tuning).splitlines()
+    assert rates.startswith(f"step size {step} ({said})")
+    assert "0.05 times the curvature (small), with plain minibatches" in noise
+    assert pilot == "pilot: configurational temperature 1.00 +- 0.01 (good: it must be 1)"
+
+
+def test_chains_that_do_not_agree_without_a_full_matrix():
+    """The largest of thousands of R-hats is above 1.1 by chance, and not above 1.5."""
+    start = DiagonalMetric(jnp.zeros(2_000), jnp.ones(2_000))
+    apart = NO_GAIN._replace(passes_per_sample=0.0, start=start, r_hat=2.0, slowest="tau")
+    assert "far from any Gaussian" in apart.problem
+    with pytest.warns(UserWarning, match="chains of the pilot is 2, in site 'tau'"):
+        warn_of(apart)
+    assert apart._replace(r_hat=1.3).problem is None
+
+
+@pytest.mark.parametrize(
+    ("passes", "size", "is_said"), [(1_200, 400, True), (1_200, 20_000, False), (300, 400, False)]
+)
+def test_many_passes_over_few_rows_are_said(passes, size, is_said):
+    target = target_of(logistic, jnp.zeros((size, 1)), jnp.zeros(size))
+    known = phases.Known(target, target, 1.0, {"centre": passes})
+    with pytest.warns() if is_said else nullcontext() as said:
+        assert phases._compare_with_nuts(None, known) is known
+    assert not is_said or "has taken 1,200 passes over 400 rows" in str(said[0].message)
 
 
 @pytest.mark.nightly

@@ -103,9 +103,9 @@ def _said(error: Exception, model: Callable, args: tuple, kwargs: dict) -> str |
         )
     if isinstance(error, ValueError | TypeError) and "broadcast" in text:
         return (
-            f"The model cannot be evaluated on a minibatch{_line(error)}: {text}. Under a"
-            " subsampled plate every array must have the length of the minibatch. Index it by the"
-            " plate, `with numpyro.plate(...) as i: ... X[i]`, or use `numpyro.subsample(X,"
+            f"The model cannot be evaluated on a minibatch{_line(error)}: {text.rstrip('.')}."
+            " Under a subsampled plate every array must have the length of the minibatch. Index it"
+            " by the plate, `with numpyro.plate(...) as i: ... X[i]`, or use `numpyro.subsample(X,"
             " event_dim=...)`."
         )
     if "'scale' argument should be positive" in text:
