@@ -82,11 +82,11 @@ class Source(ABC):
         return False
 
     @abstractmethod
-    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+    def read_into(self, out: np.ndarray, numbers: np.ndarray) -> None:
         """
         Read rows into an array.
 
-        :param found: destination of the rows, shape ``(n, ...)``, with the data type of the device.
+        :param out: destination of the rows, shape ``(n, ...)``, with the data type of the device.
         :param numbers: row numbers, in the order of the destination.
         """
 
@@ -260,7 +260,7 @@ class _File(Source):
                 " another run with the new one."
             )
 
-    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+    def read_into(self, out: np.ndarray, numbers: np.ndarray) -> None:
         held = self._opened()  # stays open here even if other threads open files
         descriptor = held.descriptor
         self._check(descriptor, numbers[0])
@@ -272,9 +272,9 @@ class _File(Source):
                 os.posix_fadvise(descriptor, place, length, os.POSIX_FADV_WILLNEED)
         if sum(lengths) < _SHORT_STRETCH * len(lengths):
             parts = map(os.pread, repeat(descriptor), lengths, places)
-            found[...] = np.frombuffer(b"".join(parts), self.dtype).reshape(found.shape)
+            out[...] = np.frombuffer(b"".join(parts), self.dtype).reshape(out.shape)
             return
-        values = found if found.dtype == self.dtype else np.empty(found.shape, self.dtype)
+        values = out if out.dtype == self.dtype else np.empty(out.shape, self.dtype)
         buffer: Any = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         begin = 0
         for length, place in zip(lengths, places, strict=True):
@@ -284,8 +284,8 @@ class _File(Source):
                 if not count:
                     raise OSError("the file ends before them")
                 begin, place = begin + count, place + count
-        if values is not found:
-            found[...] = values
+        if values is not out:
+            out[...] = values
 
 
 def _is_elsewhere(descriptor: int, places: list[int]) -> bool:
@@ -335,7 +335,7 @@ class _Indexed(Source):
         except OSError:  # a deleted file does not change
             return self._bytes
 
-    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+    def read_into(self, out: np.ndarray, numbers: np.ndarray) -> None:
         if self.is_in_memory:
             if (now := self._file_bytes()) < self._bytes:
                 raise UnreadableRows(
@@ -343,7 +343,7 @@ class _Indexed(Source):
                     f" it was opened and now has {now:,}. Put the old file back, or begin another"
                     " run with the new one."
                 )
-            found[...] = np.take(self._held, numbers, axis=0)
+            out[...] = np.take(self._held, numbers, axis=0)
             return
         shape = tuple(self._held.shape)
         if self.grows and shape[0] > self.shape[0]:
@@ -365,7 +365,7 @@ class _Indexed(Source):
                 f" between {wanted[0]:,} and {wanted[-1]:,}, instead of"
                 f" {(len(wanted), *self.shape[1:])}."
             )
-        found[...] = values if len(values) == len(order) and _increases(numbers) else values[order]
+        out[...] = values if len(values) == len(order) and _increases(numbers) else values[order]
 
 
 class _Table(Source):
@@ -384,13 +384,13 @@ class _Table(Source):
                 f"Column '{missing[0]}' of {self.name} has missing values. Fill or drop them."
             )
 
-    def read_into(self, found: np.ndarray, numbers: np.ndarray) -> None:
+    def read_into(self, out: np.ndarray, numbers: np.ndarray) -> None:
         if numbers[-1] - numbers[0] == len(numbers) - 1 and _increases(numbers):
             part = self._table.slice(int(numbers[0]), len(numbers))
         else:
             part = self._table.take(numbers)
         for k, column in enumerate(part.columns):
-            found[:, k] = column
+            out[:, k] = column
 
 
 def _described(header: bytes) -> str:

@@ -119,7 +119,7 @@ from numpyro_sgmcmc.tuning.subsample import near_the_mode, point_at, sample_of, 
 from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.variational import find_center
 
-NEWTON = 500  #: the most parameters whose centre is found by Newton's method
+NEWTON = 500  #: the most parameters whose centre Newton's method finds
 DENSE_BY_DEFAULT = 2_000  #: the most parameters whose metric is a full matrix
 LOW_RANK_BY_DEFAULT = 200_000  #: the most whose metric has a low rank; it is diagonal above
 
@@ -583,7 +583,7 @@ def tuning_bar(shown: bool) -> Iterator[Callable[[str, float], None]]:
 
 
 def _shape_of(metric: Metric | str | None, dimension: int) -> Callable | None:
-    """The search for the Gaussian; None if the first search has found it."""
+    """The search for the Gaussian; None if the first search was enough."""
     if metric == "dense" or (dimension <= DENSE_BY_DEFAULT and metric != "low_rank"):
         return find_metric
     if metric == "low_rank" or dimension <= LOW_RANK_BY_DEFAULT:
