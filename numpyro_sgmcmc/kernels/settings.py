@@ -69,7 +69,7 @@ class Settings:
     :param metric: an estimate of the posterior covariance of the unconstrained parameters:
         variances, shape ``(d,)``, a matrix, ``(d, d)``, or a fitted autoguide ``(guide, params)``.
         ``"diagonal"``, ``"low_rank"`` and ``"dense"`` are tuned. None is ``"dense"`` up to 2,000
-        parameters, ``"low_rank"`` up to 20,000, ``"diagonal"`` above, and ``"identity"`` if step
+        parameters, ``"low_rank"`` up to 200,000, ``"diagonal"`` above, and ``"identity"`` if step
         size and friction are given.
     :param gradient: the estimate of the gradient. ``"minibatch"`` is the plain estimate,
         ``"control_variate"`` has less noise and costs more
