@@ -574,8 +574,9 @@ def tuning_bar(shown: bool) -> Iterator[Callable[[str, float], None]]:
     with bar(shown, len(PHASES), "tuning") as seen:
 
         def report(phase: str, spent: float) -> None:
-            unusual = ", unusually many" if spent > _MANY_PASSES else ""
-            seen.set_description(f"tuning: {phase}, after {spent:,.0f} passes{unusual}")
+            so_far = f", after {spent:,.0f} passes" if spent else ""
+            unusual = " (unusually many)" if spent > _MANY_PASSES else ""
+            seen.set_description(f"tuning: {phase}{so_far}{unusual}")
             seen.n = PHASES.index(phase)
             seen.refresh()
 
