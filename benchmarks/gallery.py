@@ -15,7 +15,6 @@ from contextlib import chdir, redirect_stdout
 from functools import partial
 from pathlib import Path
 import re
-import shutil
 import sys
 from tempfile import TemporaryDirectory
 import time
@@ -28,6 +27,7 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
+from PIL import Image
 
 from numpyro_sgmcmc import summary
 
@@ -51,12 +51,13 @@ class Timed(MCMC):
 
 
 def of_page(name):
-    """What the block of a page defines, after its picture is copied."""
+    """What the block of a page defines, after its picture is kept."""
     code = re.search(r"^```python\n(.*?)^```", (PAGES / f"{name}.md").read_text(), re.M | re.S)[1]
     numpyro.infer.MCMC, found = Timed, {}
     with TemporaryDirectory() as folder, chdir(folder), redirect_stdout(sys.stderr):
         exec(compile(code, f"{name}.md", "exec"), found)
-        shutil.copy(f"{name}.png", PAGES)
+        with Image.open(f"{name}.png") as picture:  # 64 colours, a third of the bytes
+            picture.convert("RGB").quantize(64).save(PAGES / f"{name}.png", optimize=True)
     return found
 
 
