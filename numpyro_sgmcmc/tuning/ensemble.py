@@ -169,7 +169,6 @@ def find_members(
     :param shown: whether to show a progress bar.
     :raises ValueError: if no descent ends at finite values.
     """
-
     schedule = optax.cosine_decay_schedule(ensemble.learning_rate, ensemble.steps)
     optimiser = optax.adam(schedule)  # the prior of the model decays the weights
     last = min(_LAST, ensemble.steps)
@@ -214,13 +213,11 @@ def find_members(
             descents = program(descents, rng_keys, jnp.asarray(bounds), arguments)
             jax.block_until_ready(descents.values)
             seen.update(int(bounds[1] - bounds[0]))
-    values, _, steps = descents.best
-    potentials = np.asarray(descents.potential)
-    curvatures = None
+    (values, _, steps), curvatures = descents.best, None
     if with_curvature:
         program = compiled("curvatures", jax.vmap(_curvature, (None, 0, 0)), target)
-        keys = jax.vmap(lambda key: random.fold_in(key, 1))(rng_keys)
-        curvatures = program(values, keys)
+        curvatures = program(values, jax.vmap(lambda key: random.fold_in(key, 1))(rng_keys))
+    potentials = np.asarray(descents.potential)
     members = Members(values, potentials, np.asarray(steps), curvatures)
     return _with_lost_ones_replaced(members, ensemble)
 

@@ -130,12 +130,16 @@ def error_of_integrals(
     normal = random.normal(rng_key, (dimension, count), start.center.dtype)
     directions = jnp.asarray(np.linalg.qr(np.asarray(normal))[0].T)
     mean, change = (np.asarray(x, float) for x in target.compiled(errors)(directions))
+    seen = max(rows_in(plate) / plate.size for plate in view.sketch.plates)
+    points = 2 * count + controlled + (0 if change.ndim > 1 else 2 * _POWER_STEPS)
+    return _largest_shift(mean, change), 2.0 * points * seen
+
+
+def _largest_shift(mean: np.ndarray, change: np.ndarray) -> float:
+    """The largest shift by a mean error, and a matrix :math:`J` or some of its eigenvalues."""
     values = change
     if change.ndim > 1:
         values, vectors = np.linalg.eigh(change)
         mean = (vectors.T @ mean) / np.maximum(1 + values, _LEAST_PRECISION)
     ratios = np.maximum(1 + values, _LEAST_PRECISION) ** -0.5
-    error = max(np.linalg.norm(mean), np.abs(ratios - 1).max())
-    seen = max(rows_in(plate) / plate.size for plate in view.sketch.plates)
-    points = 2 * count + controlled + (0 if change.ndim > 1 else 2 * _POWER_STEPS)
-    return float(error), 2.0 * points * seen
+    return float(max(np.linalg.norm(mean), np.abs(ratios - 1).max()))
