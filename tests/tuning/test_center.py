@@ -184,10 +184,8 @@ def test_nowhere_finite():
 
 
 # over 26 keys the logarithms of the ratios had a standard deviation of 0.12
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "find, most", [(find_metric, 1.5), pytest.param(find_low_rank, 2.5, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("find, most", [(find_metric, 1.5), (find_low_rank, 2.5)])
 def test_a_rough_likelihood(find, most, monkeypatch):
     """
     Absolute residuals have no second derivatives, and yet the posterior has a width; that of low

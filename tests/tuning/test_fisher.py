@@ -85,7 +85,11 @@ def test_of_a_right_model_it_is_the_hessian():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "y",
-    [RIGHT, WIDER, pytest.param(WILD, marks=pytest.mark.nightly)],
+    [
+        pytest.param(RIGHT, marks=pytest.mark.nightly),
+        WIDER,
+        pytest.param(WILD, marks=pytest.mark.nightly),
+    ],
     ids=["right", "wrong", "wild"],
 )
 def test_metric_of_right_and_wrong_models(y):
