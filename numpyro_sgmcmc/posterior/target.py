@@ -295,6 +295,10 @@ class Target(NamedTuple):
 
         return Quick(everywhere), data, (rest, shards)
 
+    def keeping_programs(self) -> "Target":
+        """The target with a place for its compiled programs."""
+        return self if self.programs is not None else self._replace(programs={})
+
     def compiled(
         self, function: Callable, name: str = "", *facts: Any, outputs: Any = EVERYWHERE
     ) -> "Program":

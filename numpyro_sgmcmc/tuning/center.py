@@ -298,7 +298,8 @@ class _Search:
     """Searches on the rows of so many minibatches, each of which counts once."""
 
     def __init__(self, target: Target, rng_key: Array) -> None:
-        self.target, self.rng_key = target, rng_key
+        self.target = target = target.keeping_programs()  # many steps of one program
+        self.rng_key = rng_key
         self.dimension = target.model.dimension
         self.dtype = target.model.dtype
         share = target.minibatch_share

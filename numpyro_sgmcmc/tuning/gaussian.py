@@ -158,7 +158,8 @@ class _Search:
     """Newton steps to the Gaussian closest to a posterior, and their cost."""
 
     def __init__(self, target: Target, rng_key: Array, start: Gaussian) -> None:
-        self.target, self.rng_key, self.is_rough = target, rng_key, start.is_rough
+        self.target = target = target.keeping_programs()  # many steps of one program
+        self.rng_key, self.is_rough = rng_key, start.is_rough
         self.dimension, self.dtype = target.model.dimension, start.metric.center.dtype
         minibatches = math.ceil(_ROWS_FOR_EACH * self.dimension / target.effective_batch_size)
         if any(plate.points > 1 for plate in target.model.plates):

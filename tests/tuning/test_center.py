@@ -149,7 +149,7 @@ def test_classes_of_large_groups_have_several_modes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("centred", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("centred", [True, False])
 def test_a_hierarchy_has_one(centred):
     """Its density is highest where the groups do not differ; few draws come from there."""
     group = np.arange(N) % 30
@@ -184,7 +184,6 @@ def test_nowhere_finite():
 
 
 # over 26 keys the logarithms of the ratios had a standard deviation of 0.12
-@pytest.mark.nightly
 @pytest.mark.parametrize("find, most", [(find_metric, 1.5), (find_low_rank, 2.5)])
 def test_a_rough_likelihood(find, most, monkeypatch):
     """

@@ -82,14 +82,9 @@ def test_of_a_right_model_it_is_the_hessian():
     np.testing.assert_allclose(prior, np.eye(D + 1), atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "y",
-    [
-        pytest.param(RIGHT, marks=pytest.mark.nightly),
-        WIDER,
-        pytest.param(WILD, marks=pytest.mark.nightly),
-    ],
+    [RIGHT, WIDER, pytest.param(WILD, marks=pytest.mark.slow)],
     ids=["right", "wrong", "wild"],
 )
 def test_metric_of_right_and_wrong_models(y):
