@@ -38,7 +38,7 @@ _MUCH_SLOWER = 4.0
 
 _NO_GAIN = 3.0  #: passes over the data for an independent draw beyond which minibatches do not pay
 _LONG_STEP = 0.3  #: step size in posterior standard deviations that needs no explanation
-_BY_NOISE = 0.5  #: squared step size times noise above which noise limits the step
+_LIMITS = 0.5  #: squared step size times noise, or curvature, above which this limits the step
 
 #: Names of gradients by the order of their control variate.
 _KINDS = ("plain minibatches", "a control variate", "a control variate of second order")
@@ -170,7 +170,7 @@ class Tuning(NamedTuple):
         if self.noise is None or self.passes_per_sample < _NO_GAIN:
             return True
         longest = self.step_size * 2**self.halvings
-        return self.friction is None or longest**2 * self.noise.largest < _BY_NOISE
+        return self.friction is None or longest**2 * self.noise.largest < _LIMITS
 
     @property
     def is_far_from_gaussian(self) -> bool:
@@ -290,8 +290,11 @@ def _judged_step(tuning: Tuning) -> str:
         return " (long)"
     if tuning.halvings:
         return " (short: the pilot halved it)"
-    is_noise = tuning.step_size**2 * tuning.noise.largest > _BY_NOISE
-    return " (short because of the noise)" if is_noise else " (short: far from a Gaussian)"
+    if length**2 * tuning.noise.largest > _LIMITS:
+        return " (short because of the noise)"
+    if length**2 * tuning.noise.curvature > _LIMITS:
+        return " (short: the metric misses a narrow direction)"
+    return " (short: far from a Gaussian)"
 
 
 def _judged_noise(noise: NoiseLevel) -> str:

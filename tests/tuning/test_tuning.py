@@ -1092,21 +1092,23 @@ def test_when_minibatches_do_not_pay():
 
 
 @pytest.mark.parametrize(
-    ("step", "friction", "halvings", "largest", "said"),
+    ("step", "friction", "halvings", "largest", "curvature", "said"),
     [
-        (0.5, 1.0, 0, 0.1, "long"),
-        (0.2, None, 0, 0.1, "long"),  # a squared length
-        (0.01, None, 0, 0.1, "short: far from a Gaussian"),
-        (0.1, 1.0, 0, 0.1, "short: far from a Gaussian"),
-        (0.1, 1.0, 0, 90.0, "short because of the noise"),
-        (0.1, 1.0, 2, 90.0, "short: the pilot halved it"),
+        (0.5, 1.0, 0, 0.1, 1.0, "long"),
+        (0.2, None, 0, 0.1, 1.0, "long"),  # a squared length
+        (0.01, None, 0, 0.1, 1.0, "short: far from a Gaussian"),
+        (0.01, None, 0, 90.0, 1.0, "short because of the noise"),
+        (0.1, 1.0, 0, 0.1, 1.0, "short: far from a Gaussian"),
+        (0.1, 1.0, 0, 0.1, 90.0, "short: the metric misses a narrow direction"),
+        (0.1, 1.0, 0, 90.0, 1.0, "short because of the noise"),
+        (0.1, 1.0, 2, 90.0, 1.0, "short: the pilot halved it"),
     ],
 )
-def test_what_is_said_of_a_step_size(step, friction, halvings, largest, said):
+def test_what_is_said_of_a_step_size(step, friction, halvings, largest, curvature, said):
     one = np.ones(1)
     tuning = Tuning(
         step, friction, IdentityMetric(), halvings=halvings,
-        noise=NoiseLevel(0.05, largest, 1.0, 0.4), plain_noise=NoiseLevel(2.0, 9.0, 1.0, 0.4),
+        noise=NoiseLevel(0.05, largest, curvature, 0.4), plain_noise=NoiseLevel(2.0, 9.0, 1.0, 0.4),
         report=SteinReport(1.0, 0.01, one, one, np.eye(1), 100),
     )  # fmt: skip
     rates, noise, pilot = str(tuning).splitlines()
@@ -1125,11 +1127,24 @@ def test_chains_that_do_not_agree_without_a_full_matrix():
     assert apart._replace(r_hat=1.3).problem is None
 
 
+def groups(x, y):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("groups", len(y), subsample_size=50) as i:
+        effect = numpyro.sample("effect", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Bernoulli(logits=mean + effect + x[i, 0]), obs=y[i])
+
+
 @pytest.mark.parametrize(
-    ("passes", "size", "is_said"), [(1_200, 400, True), (1_200, 20_000, False), (300, 400, False)]
+    ("model", "passes", "size", "is_said"),
+    [
+        (logistic, 1_200, 400, True),
+        (logistic, 1_200, 20_000, False),
+        (logistic, 300, 400, False),
+        (groups, 1_200, 400, False),  # of any number of rows
+    ],
 )
-def test_many_passes_over_few_rows_are_said(passes, size, is_said):
-    target = target_of(logistic, jnp.zeros((size, 1)), jnp.zeros(size))
+def test_many_passes_over_few_rows_are_said(model, passes, size, is_said):
+    target = target_of(model, jnp.zeros((size, 1)), jnp.zeros(size))
     known = phases.Known(target, target, 1.0, {"centre": passes})
     with pytest.warns() if is_said else nullcontext() as said:
         assert phases._compare_with_nuts(None, known) is known
