@@ -23,21 +23,17 @@ from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
 from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_fisher
+from numpyro_sgmcmc.tuning.fisher_check import compare, compared, excess
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
     FAR_ABOVE,
-    PRODUCTS,
     Gaussian,
-    are_alike,
     are_modes,
     draws_in,
-    hessian_times,
     looks_rough,
     normal_draws,
-    ritz_values,
     whitened_hessian,
 )
-from numpyro_sgmcmc.tuning.lanczos import lanczos
 from numpyro_sgmcmc.tuning.newton import Fit, closest_gaussian, fit_of, has_converged
 
 _STARTS = 6  #: starts of the search, one of them from zero
@@ -55,6 +51,9 @@ _SAME = 0.5
 
 _SHORTEST = 0.4  #: length of a step of Fisher's information at which a search ends
 _FISHER_DRAWS = 4  #: draws of the Gaussian where the Fisher information stands for Hessians
+
+#: Ratio of an eigenvalue of the Hessian to that of Fisher's information that makes steps too slow.
+_UNLIKE = 5.0
 
 _STEPS = 60  #: Newton steps of a search
 _FEWER_STEPS = 20  #: the same of a search that begins where another one has ended
@@ -241,14 +240,15 @@ def _evaluated(
             return total + curvature(target, factor, point, rows, rng_key)
 
         hessian = lax.fori_loop(0, look.hessians, added, jnp.zeros_like(factor))
-        return values.mean(), gradients @ factor, hessian / look.hessians
+        return values.mean(), gradients, hessian / look.hessians
 
     curvature: Callable = partial(whitened_hessian, is_rough=is_rough)
     if is_fisher:
         curvature = whitened_fisher
     value, gradients, hessian = _mean(target, rng_key, look.count, seen, look.part)
     if is_fisher:
-        hessian = hessian + mean_prior(target, factor, points, rng_key)
+        hessian = hessian + mean_prior(target, factor, points, gradients, rng_key)
+    gradients = gradients @ factor
     return (value, gradients.mean(0), hessian), looks_rough(draws, gradients, jnp.trace(hessian))
 
 
@@ -262,22 +262,26 @@ def _energies_at(target: Target, rng_key: Array, points: Array, count: Array) ->
 
 
 def _products(
-    target: Target, rng_key: Array, center: Array, factor: Array, count: Array
-) -> tuple[Array, Array]:
-    """Lanczos's matrix for the mean Hessian of so many minibatches around a Gaussian."""
-    potential = _potential(target, rng_key)
+    target: Target,
+    rng_key: Array,
+    rows_key: Array,
+    center: Array,
+    factor: Array,
+    count: Array,
+    start: Array,
+    steps: Array,
+) -> tuple[Array, Array, Array]:
+    """Comparison of Hessian and Fisher information of so many minibatches around a Gaussian."""
     draws = normal_draws(rng_key, len(center), center.dtype, _FISHER_DRAWS)
     points = center + draws @ factor.T
 
     def product(vector: Array) -> Array:
         def seen(rows: Any, k: Array) -> Array:
-            column = (factor @ vector)[:, None]
-            return hessian_times(column, lambda x: potential(x, rows), points[k % len(points)])
+            return excess(target, factor, points[k % len(points)], rows, rng_key, vector)
 
-        return factor.T @ _mean(target, rng_key, count, seen)[:, 0]
+        return _mean(target, rows_key, count, seen)
 
-    start = random.normal(random.fold_in(rng_key, 1), center.shape, center.dtype)
-    return lanczos(product, start, min(PRODUCTS, len(center)))[1:]
+    return compared(product, start, steps)
 
 
 def _program(target: Target, is_rough: bool, is_fisher: bool) -> Program:
@@ -338,11 +342,15 @@ class _Search:
         """True if the Hessian of these rows is like the Fisher information at a Gaussian."""
         if self.is_rough or not has_converged(fit, _SHORTEST):
             return False
-        there = (np.asarray(x, self.dtype) for x in (fit.center, fit.factor))
+        there = [np.asarray(x, self.dtype) for x in (fit.center, fit.factor)]
         program = self.target.compiled(_products, "products of few rows")
-        self.passes += 2 * PRODUCTS * self._share(count)
-        usual, low, high = ritz_values(program(self.rng_key, *there, np.int32(count)))
-        return are_alike(usual, low, high)
+
+        def products(key: Array, start: Array, steps: int) -> Any:
+            return program(self.rng_key, key, *there, np.int32(count), start, np.int32(steps))
+
+        found = compare(products, self.rng_key, self.dimension, self.dtype)
+        self.passes += found.gradients * self._share(count)
+        return found.is_alike(_UNLIKE)
 
     def modes(self, best: Fit, others: list[Fit], count: int) -> list[Fit]:
         """

@@ -44,9 +44,8 @@ def whitened_fisher(
        Robert Hall and Jerry Hausman (1974).
     """
     potential, values = target.potential(IdentityMetric()), target.unravel(point)
+    drawn, stands_for = rows_stand_for(target, rows)
     (plate,) = target.model.plates
-    drawn = counted(target.kinds, rows)[plate.name]
-    weights = jnp.ones(drawn.size, factor.dtype) if drawn.weights is None else drawn.weights
 
     def score(row: DrawnRows) -> Array:
         alone = {plate.name: jax.tree.map(lambda x: x[None], row)}
@@ -56,17 +55,37 @@ def whitened_fisher(
 
     chunk = max(1, min(drawn.size, _NUMBERS // len(point)))
     scores = lax.map(score, drawn._replace(weights=None), batch_size=chunk)
-    stands_for = plate.size / drawn.size * weights
     scores = scores - stands_for @ scores / stands_for.sum()
     return (scores * stands_for[:, None]).T @ scores
 
 
-def whitened_prior(target: Target, factor: Array, point: Array, rng_key: Array) -> Array:
-    """
-    The Hessian of what no row adds to the potential, in the coordinates of a Gaussian.
+def rows_stand_for(target: Target, rows: Rows) -> tuple[DrawnRows, Array]:
+    """The rows of the only plate, and the number of rows that each stands for."""
+    (plate,) = target.model.plates
+    drawn = counted(target.kinds, rows)[plate.name]
+    none = jnp.ones(drawn.size, target.model.dtype)
+    weights = none if drawn.weights is None else drawn.weights
+    return drawn, plate.size / drawn.size * weights
 
+
+def whitened_prior(
+    target: Target, factor: Array, point: Array, gradient: Array, rng_key: Array
+) -> Array:
+    """
+    The part of the Hessian that is not the rows' own, in the coordinates of a Gaussian,
+
+    .. math:: L^\\top \\Big( \\nabla^2 U_0 + \\sum_k \\frac{\\partial \\ell}{\\partial x_k}
+        \\nabla^2 x_k \\Big) L ,
+
+    with :math:`U_0` the prior's potential, :math:`\\ell` that of the rows and :math:`x` the effects
+    of hierarchies. In effects the Fisher information of the rows stands in for their Hessian. Other
+    coordinates are curved, which is exact here.
+
+    :param target: the model with its data.
     :param factor: :math:`L`, shape ``(d, d)``.
     :param point: :math:`\\theta`, one flat vector.
+    :param gradient: of the potential there, a flat vector.
+    :param rng_key: the key of the model.
     """
     potential = target.potential(IdentityMetric())
     rows = {name: x[:1] for name, x in target.model.first_rows().items()}
@@ -75,13 +94,35 @@ def whitened_prior(target: Target, factor: Array, point: Array, rng_key: Array) 
         energy, terms = potential.with_row_terms(target.unravel(x), rows, rng_key)
         return energy + sum(jnp.sum(term) for term in terms.values())
 
-    _, product = jax.linearize(jax.grad(prior), point)
+    def from_effects(x: Array) -> Array:
+        return ravel(target.to_internal(target.centred.from_internal(target.unravel(x))))
+
+    curved = prior
+    if target.centring:
+        _, pullback = jax.vjp(from_effects, effects_at(target, point))
+        (slope,) = pullback(gradient - jax.grad(prior)(point))
+
+        def curved(x: Array) -> Array:
+            return prior(x) + slope @ effects_at(target, x)
+
+    _, product = jax.linearize(jax.grad(curved), point)
     return factor.T @ jax.vmap(product, 1, 1)(factor)
 
 
-def mean_prior(target: Target, factor: Array, points: Array, rng_key: Array) -> Array:
-    """The mean of :func:`whitened_prior` over some points, shape ``(S, d)``."""
-    return lax.map(lambda x: whitened_prior(target, factor, x, rng_key), points).mean(0)
+def effects_at(target: Target, point: Array) -> Array:
+    """The effects of hierarchies, and what is no effect, as one flat vector."""
+    return ravel(target.written(target.unravel(point)).effects)
+
+
+def mean_prior(
+    target: Target, factor: Array, points: Array, gradients: Array, rng_key: Array
+) -> Array:
+    """The mean of :func:`whitened_prior` over some points, shape ``(S, d)``, as of gradients."""
+
+    def at(pair: tuple[Array, Array]) -> Array:
+        return whitened_prior(target, factor, *pair, rng_key)
+
+    return lax.map(at, (points, gradients)).mean(0)
 
 
 def uses_fisher(target: Target) -> bool:

@@ -25,7 +25,7 @@ from numpyro_sgmcmc.posterior.metric import (
 from numpyro_sgmcmc.posterior.potential import Rows, full_data_gradient
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_fisher
-from numpyro_sgmcmc.tuning.lanczos import lanczos
+from numpyro_sgmcmc.tuning.fisher_check import Comparison, compare, compared, excess
 from numpyro_sgmcmc.tuning.newton import (
     Fit,
     closest_gaussian,
@@ -51,9 +51,9 @@ _MORE_ROWS = 4  #: how many times more rows a Hessian gets where they prove to b
 #: a tenth.
 _LAST = 0.4
 
-PRODUCTS = 10  #: products with the Hessian that compare it with the Fisher information
-_CURVED = 1.5  #: ratio of the largest eigenvalue to the mean that is no error of few rows
-_UNLIKE = 2.5  #: ratio of an eigenvalue to the mean beyond which the two are not alike
+#: Ratio of an eigenvalue of the Hessian to the mean beyond which the Fisher information is not like
+#: it, and how many times it gets what it lacks.
+_UNLIKE, _CORRECTIONS = 2.5, 4
 
 #: The second derivatives of a rough potential are less than this part of those between draws.
 _ROUGH = 0.1
@@ -151,6 +151,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         is_rough=start.is_rough,
         # in all of these steps it would have become wider
         flat=best.vectors[:, 0] if best.e[0] < _FLAT else None,
+        is_fisher=search.is_fisher,
     )
 
 
@@ -175,13 +176,16 @@ class _Search:
             self.minibatches = max(self.few, min(math.ceil(more * self.few), self.all))
         self.passes, self.before, self.draws = 0.0, math.inf, draws_in(target)
         self.usual, self.curvature = 1.0, 1.0
+        self.missing = np.zeros((self.dimension, self.dimension))
 
     def fitted(self, center: np.ndarray, factor: np.ndarray) -> Fit | None:
         """The potential, its gradient and its Hessian, or the Fisher information, at a Gaussian."""
         there = (np.asarray(x, self.dtype) for x in (center, factor))
         program = _metric_program(self.target, self.is_rough, self.is_fisher)
         numbers = np.int32(self.minibatches), np.int32(self.draws // 2)
-        fit = fit_of(center, factor, program(self.rng_key, *there, *numbers), self.dtype)
+        value, gradient, hessian = program(self.rng_key, *there, *numbers)
+        hessian = np.asarray(hessian, np.float64) + factor.T @ self.missing @ factor
+        fit = fit_of(center, factor, (value, gradient, hessian), self.dtype)
         # a Hessian-vector product counts as two gradients
         columns = 1 if self.is_fisher else 2 * self.dimension
         self.passes += self.draws + columns * self.minibatches * self.target.minibatch_share
@@ -210,20 +214,36 @@ class _Search:
         best = self.closest(center, factor, _LAST)
         if best is None or not has_converged(best, _LAST):
             return None
-        there = (np.asarray(x, self.dtype) for x in (best.center, best.factor))
-        products = self.target.compiled(_products, "products")
-        usual, low, high = ritz_values(products(self.rng_key, *there, np.int32(self.few)))
-        self.passes += 2 * PRODUCTS * self.few * self.target.minibatch_share
-        if not are_alike(usual, low, high):
-            return None
-        self.usual = usual
-        if high > _CURVED * usual:
-            self.curvature = high / usual
-        return best
+        for _ in range(_CORRECTIONS):
+            found = self.compared(best)
+            if found.is_alike(_UNLIKE):
+                self.usual, self.curvature = found.usual, found.curvature
+                return best
+            if not found.is_alike(math.inf):
+                break
+            inverse = np.linalg.inv(best.factor)
+            self.missing = self.missing + inverse.T @ found.missing @ inverse
+            best = self.closest(best.center, best.factor, _LAST)
+            if best is None or not has_converged(best, _LAST):
+                break
+        return None
+
+    def compared(self, fit: Fit) -> Comparison:
+        """The Fisher information, with what it has proved to lack, beside the Hessian."""
+        arrays = fit.center, fit.factor, fit.factor.T @ self.missing @ fit.factor
+        there = [np.asarray(x, self.dtype) for x in arrays]
+        program = self.target.compiled(_products, "products")
+
+        def products(key: Array, start: Array, steps: int) -> Any:
+            return program(self.rng_key, key, *there, np.int32(self.few), start, np.int32(steps))
+
+        found = compare(products, self.rng_key, self.dimension, self.dtype)
+        self.passes += found.gradients * self.few * self.target.minibatch_share
+        return found
 
     def begin_with_hessians(self) -> None:
         """Hessians from here on."""
-        self.is_fisher, self.minibatches = False, self.few
+        self.is_fisher, self.minibatches, self.missing = False, self.few, 0 * self.missing
         self.before, self.draws = math.inf, draws_in(self.target)
 
 
@@ -270,11 +290,15 @@ def _evaluated(
         return value, ravel_pytree(gradient)[0]
 
     def added(k: Array, total: Any) -> Any:
-        pair = jax.vmap(whole)(lax.dynamic_slice_in_dim(points, 2 * k, 2))
-        return jax.tree.map(lambda x, y: x + y.mean(0) / pairs, total, pair)
+        two = lax.dynamic_slice_in_dim(points, 2 * k, 2)
+        values, gradients = jax.vmap(whole)(two)
+        there = values.mean(0), gradients.mean(0), jnp.zeros_like(factor)
+        if is_fisher:
+            there = *there[:2], mean_prior(target, factor, two, gradients, model_key)
+        return jax.tree.map(lambda x, y: x + y / pairs, total, there)
 
-    none = jnp.zeros((), center.dtype), jnp.zeros_like(center)
-    value, gradient = lax.fori_loop(0, pairs, added, none)
+    none = jnp.zeros((), center.dtype), jnp.zeros_like(center), jnp.zeros_like(factor)
+    value, gradient, prior = lax.fori_loop(0, pairs, added, none)
     in_epochs = target._replace(scheme=SCHEMES["epochs"])
 
     def columns(k: Array, total: Array) -> Array:
@@ -286,58 +310,39 @@ def _evaluated(
     if is_fisher:
         curvature = whitened_fisher
     total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
-    value, gradient, total = target.mean((value, gradient, total))
-    hessian = total / minibatches
-    if is_fisher:
-        hessian = hessian + mean_prior(target, factor, points, model_key)
+    value, gradient, hessian = target.mean((value, gradient, prior + total / minibatches))
     return value, gradient @ factor, hessian
 
 
 def _products(
-    target: Target, rng_key: Array, center: Array, factor: Array, minibatches: Array
-) -> tuple[Array, Array]:
+    target: Target,
+    rng_key: Array,
+    rows_key: Array,
+    center: Array,
+    factor: Array,
+    missing: Array,
+    minibatches: Array,
+    start: Array,
+    steps: Array,
+) -> tuple[Array, Array, Array]:
     """
-    The tridiagonal matrix of Lanczos's method for the mean Hessian of some minibatches in the
-    coordinates of a Gaussian, each minibatch at one draw of it.
+    Comparison of Hessian and Fisher information of some minibatches, each at one draw of a
+    Gaussian.
     """
-    draw_key, rows_key, model_key = random.split(rng_key, 3)
+    draw_key, model_key = random.split(rng_key)
     number = draws_in(target)
     points = center + normal_draws(draw_key, len(center), center.dtype, number) @ factor.T
-    potential = target.potential(IdentityMetric())
     in_epochs = target._replace(scheme=SCHEMES["epochs"])
 
     def product(vector: Array) -> Array:
         def added(k: Array, total: Array) -> Array:
             rows, key = in_epochs.rows(rows_key, k), random.fold_in(model_key, k)
-
-            def at(x: Array) -> Array:
-                return potential(target.unravel(x), rows, key)
-
-            return total + hessian_times((factor @ vector)[:, None], at, points[k % number])[:, 0]
+            return total + excess(target, factor, points[k % number], rows, key, vector)
 
         total = lax.fori_loop(0, minibatches, added, jnp.zeros_like(vector))
-        return factor.T @ target.mean(total) / minibatches
+        return target.mean(total) / minibatches - missing @ vector
 
-    start = random.normal(model_key, center.shape, center.dtype)
-    _, diagonal, beside = lanczos(product, start, min(PRODUCTS, len(center)))
-    return diagonal, beside
-
-
-def are_alike(usual: float, low: float, high: float) -> bool:
-    """True if the eigenvalues of two matrices in each other's coordinates are near their mean."""
-    return low > usual / _UNLIKE and high < usual * _UNLIKE
-
-
-def ritz_values(found: tuple[Array, Array]) -> tuple[float, float, float]:
-    """The mean eigenvalue along the first vector, the smallest and the largest of all."""
-    diagonal, beside = (np.asarray(x, np.float64) for x in found)
-    if not all(np.all(np.isfinite(x)) for x in (diagonal, beside)):
-        return math.nan, math.nan, math.nan
-    ends = np.flatnonzero(beside == 0)
-    number = int(ends[0]) + 1 if len(ends) else len(diagonal)
-    between = beside[: number - 1]
-    e = np.linalg.eigvalsh(np.diag(diagonal[:number]) + np.diag(between, 1) + np.diag(between, -1))
-    return float(diagonal[0]), float(e[0]), float(e[-1])
+    return compared(product, start, steps)
 
 
 def normal_draws(rng_key: Array, dimension: int, dtype: Any, number: int = DRAWS) -> Array:

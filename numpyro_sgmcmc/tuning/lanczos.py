@@ -13,7 +13,7 @@ _FLAT = 1e-6
 
 
 def lanczos(
-    product: Callable[[Array], Array], start: Array, number: int
+    product: Callable[[Array], Array], start: Array, number: int, steps: Array | int | None = None
 ) -> tuple[Array, Array, Array]:
     """
     An orthonormal basis :math:`q_1, \\dots, q_m` of :math:`v, A v, \\dots, A^{m - 1} v`, in which
@@ -27,6 +27,7 @@ def lanczos(
     :param product: :math:`x \\mapsto A x`.
     :param start: :math:`v`, shape (d,).
     :param int number: :math:`m`.
+    :param steps: vectors after which to stop, :math:`m` if None. What comes after is zero.
     :return: the basis, shape (m, d); :math:`\\alpha`, shape (m,); and :math:`\\beta`, shape (m,),
         the last one that by which :math:`A q_m` leaves the space. Where the space ends before, it
         is zero there.
@@ -69,4 +70,4 @@ def lanczos(
         zeros,
         start / jnp.linalg.norm(start),
     )
-    return lax.fori_loop(0, number, one, state)[:3]
+    return lax.fori_loop(0, number if steps is None else steps, one, state)[:3]

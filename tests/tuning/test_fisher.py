@@ -19,6 +19,8 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning import center, gaussian
 from numpyro_sgmcmc.tuning.center import search_center
 from numpyro_sgmcmc.tuning.fisher import uses_fisher, whitened_fisher, whitened_prior
+from numpyro_sgmcmc.tuning.find_reparam import non_centred
+from numpyro_sgmcmc.tuning.fisher_check import Comparison
 from numpyro_sgmcmc.tuning.gaussian import find_metric
 
 COMPILE_QUICKLY = True
@@ -75,7 +77,8 @@ def test_of_a_right_model_it_is_the_hessian():
     values = {"level": jnp.zeros(()), "w": jnp.asarray([0.3] + [0.0] * (D - 1))}
     point, rows, unit = ravel(values), {"rows": jnp.arange(N)}, jnp.eye(D + 1)
     fisher = np.asarray(whitened_fisher(target, unit, point, rows, random.key(0)))
-    prior = np.asarray(whitened_prior(target, unit, point, random.key(0)))
+    nothing = jnp.zeros(D + 1)  # there are no coordinates that a gradient could curve
+    prior = np.asarray(whitened_prior(target, unit, point, nothing, random.key(0)))
     scores = (RIGHT - RATES)[:, None] * np.column_stack([np.ones(N), X])
     scores -= scores.mean(0)
     np.testing.assert_allclose(fisher, scores.T @ scores, rtol=1e-3, atol=N * 2e-4)
@@ -99,10 +102,74 @@ def test_metric_of_right_and_wrong_models(y):
 def test_a_wrong_model_is_noticed(monkeypatch):
     """Without the products with the Hessian the metric would be that of the scores."""
     target = target_of(WIDER)
+    alike = Comparison(1.0, np.zeros(0), np.zeros((0, D + 1)), 0.0)
     for module in (gaussian, center):
-        monkeypatch.setattr(module, "ritz_values", lambda found: (1.0, 1.0, 1.0))
+        monkeypatch.setattr(module, "compare", lambda *_: alike)
     e = spectrum(target, tuned(target))
     assert np.exp(np.log(e).mean()) < 0.7
+
+
+def effects(group, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    x = numpyro.sample("x", dist.Normal(mu, tau).expand([GROUPS]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=500) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[group[i]]), obs=y[i])
+
+
+GROUPS = 60
+
+
+def target_of_effects():
+    """Groups of 1 to 2,000 rows, in non-centred coordinates."""
+    rng = np.random.default_rng(1)
+    sizes = np.geomspace(1, 2_000, GROUPS).astype(int)
+    group = np.repeat(np.arange(GROUPS), sizes)
+    logits = (-1 + 0.5 * rng.standard_normal(GROUPS))[group]
+    y = (rng.random(len(group)) < 1 / (1 + np.exp(-logits))).astype(np.float32)
+    data = jnp.asarray(group), jnp.asarray(y)
+    target = Target(read_model(effects, init_to_uniform, data, {}), data, {})
+    return non_centred(target), len(y)
+
+
+def test_the_curvature_of_coordinates_is_exact():
+    """
+    What the Hessian has beside the rows' own in the effects, and what the priors' Hessian lacks.
+    """
+    target, number = target_of_effects()
+    values = {"mu": jnp.array(-1.0), "tau": jnp.log(0.5), "x": jnp.linspace(-1, 1, GROUPS)}
+    point, unit, rows = ravel(values), jnp.eye(GROUPS + 2), {"rows": jnp.arange(number)}
+    potential = target.potential(gaussian.IdentityMetric())
+    hessian = np.asarray(hessian_of(potential, values, rows, random.key(0)))
+    gradient = ravel(jax.grad(potential)(values, rows, random.key(0)))
+    rest = np.asarray(whitened_prior(target, unit, point, gradient, random.key(0)))
+
+    # the rows' own, by hand: groups with sums of p (1 - p), and the derivative of their effects
+    p = 1 / (1 + np.exp(-(-1.0 + 0.5 * np.asarray(values["x"]))))
+    counts = np.bincount(np.asarray(target.args[0]), minlength=GROUPS)
+    into = jax.jacobian(lambda x: target.written(target.unravel(x)).effects["x"])(point)
+    own = np.asarray(into).T @ np.diag(counts * p * (1 - p)) @ np.asarray(into)
+    scale = np.abs(hessian).max()
+    np.testing.assert_allclose(rest + own, hessian, atol=1e-5 * scale)
+    straight = target._replace(centring={})
+    prior = np.asarray(whitened_prior(straight, unit, point, gradient, random.key(0)))
+    assert np.abs(prior + own - hessian).max() > 1e-2 * scale
+
+
+def test_effects_that_few_rows_know(monkeypatch):
+    """The search keeps to the Fisher information, and ends at the metric of the Hessian."""
+    target, number = target_of_effects()
+    found = tuned(target)
+    assert found.converged and found.is_fisher
+    monkeypatch.setattr(center, "uses_fisher", lambda _: False)
+    hessians = tuned(target)
+    assert hessians.converged and not hessians.is_fisher
+    assert found.passes < hessians.passes / 5
+    away = np.linalg.solve(hessians.metric.factor, found.metric.center - hessians.metric.center)
+    assert np.abs(away).max() < 0.5
+    between = np.linalg.solve(hessians.metric.factor, found.metric.factor)
+    sizes = np.linalg.svd(between, compute_uv=False)
+    assert 0.7 < sizes[-1] and sizes[0] < 1.4
 
 
 def test_passes_do_not_grow_with_the_parameters():

@@ -1,0 +1,131 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Comparison of the Fisher information of the rows with their Hessian."""
+
+from collections.abc import Callable
+from functools import partial
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, random
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.potential import Rows
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.tuning.fisher import effects_at, rows_stand_for
+from numpyro_sgmcmc.tuning.lanczos import lanczos
+
+PRODUCTS = 10  #: products with the Hessian that compare it with the Fisher information
+_CURVED = 1.5  #: ratio of an eigenvalue to the mean that is no error of few rows
+
+#: Gradients that a product takes.
+_GRADIENTS = 4.0
+
+#: Lanczos's method on the rows of a random key, from a vector, for so many steps.
+Products = Callable[[Array, Array, int], tuple[Array, Array, Array]]
+
+
+class Comparison(NamedTuple):
+    """
+    Eigenvalues of the Hessian in coordinates in which the Fisher information is the identity.
+
+    - **usual** - their mean along a random vector.
+    - **far** - those that are far from it, shape ``(k,)``.
+    - **vectors** - the unit vectors of these, shape ``(k, d)``.
+    - **gradients** - the cost, in gradients of the rows that are compared.
+    """
+
+    usual: float
+    far: np.ndarray
+    vectors: np.ndarray
+    gradients: float
+
+    @property
+    def curvature(self) -> float:
+        """The largest eigenvalue as a multiple of the mean, 1 if none is far from it."""
+        return max(1.0, float(np.max(self.far / self.usual, initial=0.0)))
+
+    @property
+    def missing(self) -> np.ndarray:
+        """What the Fisher information lacks to be a multiple of the Hessian, shape ``(d, d)``."""
+        return (self.vectors.T * (self.far / self.usual - 1)) @ self.vectors
+
+    def is_alike(self, ratio: float) -> bool:
+        """True if the eigenvalues are at most so many times as large or small as their mean."""
+        low, high = self.usual / ratio, self.usual * ratio
+        return 0 < self.usual < math.inf and bool(np.all((self.far > low) & (self.far < high)))
+
+
+def compare(products: Products, rng_key: Array, dimension: int, dtype: Any) -> Comparison:
+    """
+    Compare the Fisher information of the rows with their Hessian.
+
+    The first vectors of Lanczos's method fit the noise of few rows. An eigenvalue that is far from
+    the mean is therefore looked at again, along its vector on other rows.
+
+    :param products: Lanczos's method for :math:`I + L^\\top (H - F) L`, of :func:`excess`.
+    :param rng_key: a random key.
+    :param int dimension: the number of parameters.
+    :param dtype: of the parameters.
+    """
+    first_key, second_key, vector_key = random.split(rng_key, 3)
+    start = random.normal(vector_key, (dimension,), dtype)
+    found = products(first_key, start, PRODUCTS)
+    basis, diagonal, beside = (np.asarray(x, np.float64) for x in found)
+    if not (np.all(np.isfinite(diagonal)) and np.all(np.isfinite(beside))):
+        none = np.zeros((0, dimension))
+        return Comparison(math.nan, none[:, 0], none, _GRADIENTS * PRODUCTS)
+    number = int(np.argmax(beside == 0)) + 1 if np.any(beside == 0) else len(diagonal)
+    between = beside[: number - 1]
+    matrix = np.diag(diagonal[:number]) + np.diag(between, 1) + np.diag(between, -1)
+    e, vectors = np.linalg.eigh(matrix)
+    usual = float(diagonal[0])
+    vectors = (vectors.T @ basis[:number])[(e > _CURVED * usual) | (e < usual / _CURVED)]
+    again = [products(second_key, jnp.asarray(v, dtype), 1)[1][0] for v in vectors]
+    return Comparison(
+        usual, np.asarray(again, np.float64), vectors, _GRADIENTS * (PRODUCTS + len(again))
+    )
+
+
+def compared(product: Callable[[Array], Array], start: Array, steps: Array) -> Any:
+    """Lanczos's method for the identity and a further product."""
+    return lanczos(lambda x: x + product(x), start, min(PRODUCTS, len(start)), steps)
+
+
+def excess(
+    target: Target, factor: Array, point: Array, rows: Rows, rng_key: Array, vector: Array
+) -> Array:
+    """
+    The product of a vector with the Hessian of the rows less their Fisher information,
+
+    .. math:: L^\\top \\Big( \\sum_i c_i \\big( -\\nabla^2 \\log p(x_i \\mid \\theta)
+        - (s_i - \\bar s)(s_i - \\bar s)^\\top \\big) \\Big) L \\, v ,
+
+    both in effects, as in :func:`~numpyro_sgmcmc.tuning.fisher.whitened_fisher`.
+
+    :param target: the model with its data.
+    :param factor: :math:`L`, shape ``(d, d)``.
+    :param point: :math:`\\theta`, one flat vector.
+    :param rows: the rows of a minibatch.
+    :param rng_key: the key of the model.
+    :param vector: :math:`v`, shape ``(d,)``.
+    """
+    potential = target.centred.potential(IdentityMetric())
+    drawn, stands_for = rows_stand_for(target, rows)
+    (plate,) = target.model.plates
+    start, derivative = jax.linearize(partial(effects_at, target), point)
+
+    def terms(x: Array) -> Array:
+        values = target.unravel(start + derivative(factor @ x))
+        return potential.with_row_terms(values, {plate.name: drawn}, rng_key)[1][plate.name]
+
+    zero = jnp.zeros_like(point)
+    _, along = jax.linearize(terms, zero)
+    slopes = along(vector)
+    each = jnp.where(stands_for > 0, slopes / stands_for, 0.0)
+    (fisher,) = jax.linear_transpose(along, zero)(each - slopes.sum() / stands_for.sum())
+    return -jax.jvp(jax.grad(lambda x: terms(x).sum()), (zero,), (vector,))[1] - fisher
