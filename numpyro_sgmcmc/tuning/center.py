@@ -22,7 +22,7 @@ from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
-from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_fisher
+from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_rows
 from numpyro_sgmcmc.tuning.fisher_check import compare, compared, excess
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
@@ -244,7 +244,7 @@ def _evaluated(
 
     curvature: Callable = partial(whitened_hessian, is_rough=is_rough)
     if is_fisher:
-        curvature = whitened_fisher
+        curvature = whitened_rows
     value, gradients, hessian = _mean(target, rng_key, look.count, seen, look.part)
     if is_fisher:
         hessian = hessian + mean_prior(target, factor, points, gradients, rng_key)

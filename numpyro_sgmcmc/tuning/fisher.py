@@ -10,13 +10,23 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
-from numpyro_sgmcmc.posterior.potential import Rows, counted, ravel
+from numpyro_sgmcmc.posterior.potential import Rows, ravel
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.tuning.gauss_newton import has_numbers, rows_stand_for, whitened_gauss_newton
 
 _FEW = 12  #: parameters up to which a Hessian costs as little
 
 #: Scores are held for as many rows at once as make this many numbers.
 _NUMBERS = 2**22
+
+
+def whitened_rows(target: Target, factor: Array, point: Array, rows: Rows, rng_key: Array) -> Array:
+    """
+    What stands in for the Hessian of the rows of a minibatch, in the coordinates of a Gaussian: the
+    Gauss-Newton matrix (:mod:`~numpyro_sgmcmc.tuning.gauss_newton`), or their Fisher information.
+    """
+    form = whitened_gauss_newton if has_numbers(target) else whitened_fisher
+    return form(target, factor, point, rows, rng_key)
 
 
 def whitened_fisher(
@@ -57,15 +67,6 @@ def whitened_fisher(
     scores = lax.map(score, drawn._replace(weights=None), batch_size=chunk)
     scores = scores - stands_for @ scores / stands_for.sum()
     return (scores * stands_for[:, None]).T @ scores
-
-
-def rows_stand_for(target: Target, rows: Rows) -> tuple[DrawnRows, Array]:
-    """The rows of the only plate, and the number of rows that each stands for."""
-    (plate,) = target.model.plates
-    drawn = counted(target.kinds, rows)[plate.name]
-    none = jnp.ones(drawn.size, target.model.dtype)
-    weights = none if drawn.weights is None else drawn.weights
-    return drawn, plate.size / drawn.size * weights
 
 
 def whitened_prior(

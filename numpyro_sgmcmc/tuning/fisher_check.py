@@ -16,7 +16,8 @@ import numpy as np
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.potential import Rows
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.fisher import effects_at, rows_stand_for
+from numpyro_sgmcmc.tuning.fisher import effects_at
+from numpyro_sgmcmc.tuning.gauss_newton import has_numbers, likelihood, rows_stand_for
 from numpyro_sgmcmc.tuning.lanczos import lanczos
 
 PRODUCTS = 10  #: products with the Hessian that compare it with the Fisher information
@@ -100,12 +101,11 @@ def excess(
     target: Target, factor: Array, point: Array, rows: Rows, rng_key: Array, vector: Array
 ) -> Array:
     """
-    The product of a vector with the Hessian of the rows less their Fisher information,
+    The product of a vector with the Hessian of the rows less what stands in for it,
 
-    .. math:: L^\\top \\Big( \\sum_i c_i \\big( -\\nabla^2 \\log p(x_i \\mid \\theta)
-        - (s_i - \\bar s)(s_i - \\bar s)^\\top \\big) \\Big) L \\, v ,
+    .. math:: L^\\top \\big( -\\sum_i c_i \\nabla^2 \\log p(x_i \\mid \\theta) - F \\big) L \\, v ,
 
-    both in effects, as in :func:`~numpyro_sgmcmc.tuning.fisher.whitened_fisher`.
+    as functions of the effects, as in :func:`~numpyro_sgmcmc.tuning.fisher.whitened_rows`.
 
     :param target: the model with its data.
     :param factor: :math:`L`, shape ``(d, d)``.
@@ -114,18 +114,28 @@ def excess(
     :param rng_key: the key of the model.
     :param vector: :math:`v`, shape ``(d,)``.
     """
-    potential = target.centred.potential(IdentityMetric())
+    here = target.centred
+    potential = here.potential(IdentityMetric())
     drawn, stands_for = rows_stand_for(target, rows)
     (plate,) = target.model.plates
+    rows = {plate.name: drawn}
     start, derivative = jax.linearize(partial(effects_at, target), point)
+    zero = jnp.zeros_like(point)
+
+    def at(x: Array) -> Array:
+        return start + derivative(factor @ x)
 
     def terms(x: Array) -> Array:
-        values = target.unravel(start + derivative(factor @ x))
-        return potential.with_row_terms(values, {plate.name: drawn}, rng_key)[1][plate.name]
+        return potential.with_row_terms(target.unravel(at(x)), rows, rng_key)[1][plate.name]
 
-    zero = jnp.zeros_like(point)
-    _, along = jax.linearize(terms, zero)
-    slopes = along(vector)
-    each = jnp.where(stands_for > 0, slopes / stands_for, 0.0)
-    (fisher,) = jax.linear_transpose(along, zero)(each - slopes.sum() / stands_for.sum())
-    return -jax.jvp(jax.grad(lambda x: terms(x).sum()), (zero,), (vector,))[1] - fisher
+    if has_numbers(target):
+        numbers, energy = likelihood(here, rows, rng_key)
+        eta, along = jax.linearize(lambda x: numbers(at(x)), zero)
+        inner = jax.jvp(jax.grad(energy), (eta,), (along(vector),))[1]
+    else:
+        _, along = jax.linearize(terms, zero)
+        slopes = along(vector)
+        each = jnp.where(stands_for > 0, slopes / stands_for, 0.0)
+        inner = each - slopes.sum() / stands_for.sum()
+    (instead,) = jax.linear_transpose(along, zero)(inner)
+    return -jax.jvp(jax.grad(lambda x: terms(x).sum()), (zero,), (vector,))[1] - instead

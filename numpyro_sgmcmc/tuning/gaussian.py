@@ -24,7 +24,7 @@ from numpyro_sgmcmc.posterior.metric import (
 )
 from numpyro_sgmcmc.posterior.potential import Rows, full_data_gradient
 from numpyro_sgmcmc.posterior.target import Program, Target
-from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_fisher
+from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_rows
 from numpyro_sgmcmc.tuning.fisher_check import Comparison, compare, compared, excess
 from numpyro_sgmcmc.tuning.newton import (
     Fit,
@@ -308,7 +308,7 @@ def _evaluated(
 
     curvature: Callable = partial(whitened_hessian, is_rough=is_rough)
     if is_fisher:
-        curvature = whitened_fisher
+        curvature = whitened_rows
     total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
     value, gradient, hessian = target.mean((value, gradient, prior + total / minibatches))
     return value, gradient @ factor, hessian

@@ -18,9 +18,10 @@ from numpyro_sgmcmc.posterior.potential import hessian_of, ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning import center, gaussian
 from numpyro_sgmcmc.tuning.center import search_center
-from numpyro_sgmcmc.tuning.fisher import uses_fisher, whitened_fisher, whitened_prior
 from numpyro_sgmcmc.tuning.find_reparam import non_centred
+from numpyro_sgmcmc.tuning.fisher import uses_fisher, whitened_fisher, whitened_prior
 from numpyro_sgmcmc.tuning.fisher_check import Comparison
+from numpyro_sgmcmc.tuning.gauss_newton import has_numbers
 from numpyro_sgmcmc.tuning.gaussian import find_metric
 
 COMPILE_QUICKLY = True
@@ -46,9 +47,17 @@ def counts(x, y):
         numpyro.sample("y", dist.Poisson(jnp.exp(level + x[i] @ w)), obs=y[i])
 
 
-def target_of(y):
+def factors(x, y):
+    """The same as :func:`counts`, without a distribution of the rows."""
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=200) as i:
+        numpyro.factor("y", dist.Poisson(jnp.exp(level + x[i] @ w)).log_prob(y[i]))
+
+
+def target_of(y, model=factors):
     data = jnp.asarray(X), jnp.asarray(y)
-    return Target(read_model(counts, init_to_uniform, data, {}), data, {})
+    return Target(read_model(model, init_to_uniform, data, {}), data, {})
 
 
 def tuned(target):
@@ -90,9 +99,10 @@ def test_of_a_right_model_it_is_the_hessian():
     [RIGHT, WIDER, pytest.param(WILD, marks=pytest.mark.slow)],
     ids=["right", "wrong", "wild"],
 )
-def test_metric_of_right_and_wrong_models(y):
-    target = target_of(y)
-    assert uses_fisher(target)
+@pytest.mark.parametrize("model", [counts, factors])
+def test_metric_of_right_and_wrong_models(model, y):
+    target = target_of(y, model)
+    assert uses_fisher(target) and has_numbers(target) == (model is counts)
     found = tuned(target)
     e = spectrum(target, found)
     assert found.converged and e[0] > 0.5 and e[-1] < 2

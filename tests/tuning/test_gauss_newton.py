@@ -1,0 +1,143 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""The Gauss-Newton matrix of rows is their Hessian where distributions are linear in parameters."""
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.handlers import mask
+from numpyro.infer import init_to_uniform
+import pytest
+
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.tuning.fisher_check import excess
+from numpyro_sgmcmc.tuning.gauss_newton import has_numbers, whitened_gauss_newton
+
+COMPILE_QUICKLY = True
+
+N, D = 60, 13
+X = 0.3 * random.normal(random.key(0), (N, D))
+
+
+class NoTree(dist.Distribution):
+    """A distribution that loses its parameter when it is taken to pieces."""
+
+    arg_constraints = {}
+    support = dist.constraints.real
+
+    def __init__(self, location):
+        self.location = location
+        super().__init__(jnp.shape(location), ())
+
+    def sample(self, key, sample_shape=()):
+        return self.location + random.normal(key, sample_shape + self.batch_shape)
+
+    def log_prob(self, value):
+        return -0.5 * (value - self.location) ** 2
+
+
+def mixed(eta, scale):
+    parts = dist.Normal(jnp.stack([eta, eta + 1], -1), scale)
+    return dist.MixtureSameFamily(dist.Categorical(jnp.array([0.3, 0.7])), parts)
+
+
+def laid_flat(eta, scale):
+    three = jnp.stack([eta, -eta, 0 * eta], -1)
+    return dist.Normal(three, scale).to_event(1)
+
+
+#: Distributions of a row with a linear predictor and a scale of its own.
+LAWS = {
+    "normal": lambda eta, scale: dist.Normal(eta, scale),
+    "logistic": lambda eta, scale: dist.Bernoulli(logits=eta),
+    "probabilities": lambda eta, scale: dist.Bernoulli(probs=jax.nn.sigmoid(eta)),
+    "rate": lambda eta, scale: dist.Poisson(jnp.exp(eta)),
+    "trials": lambda eta, scale: dist.Binomial(7, logits=eta),
+    "overdispersed": lambda eta, scale: dist.NegativeBinomial2(jnp.exp(eta), scale),
+    "heavy tails": lambda eta, scale: dist.StudentT(4.0, eta, scale),
+    "scale": lambda eta, scale: dist.Normal(0.0, jnp.exp(eta)),
+    "positive": lambda eta, scale: dist.LogNormal(eta, scale),
+    "zeros": lambda eta, scale: dist.ZeroInflatedPoisson(0.2, jnp.exp(eta)),
+    "mixture": mixed,
+    "several": laid_flat,
+    "truncated": lambda eta, scale: dist.TruncatedNormal(eta, scale, low=-9.0),
+}
+
+
+def target_of(law, y):
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("rows", N, subsample_size=20) as i, mask(mask=i % 7 > 0):
+            numpyro.sample("y", law(x[i] @ w, scale), obs=y[i])
+
+    data = X, y
+    return Target(read_model(model, init_to_uniform, data, {}), data, {})
+
+
+def observed(law):
+    return law(X @ jnp.full(D, 0.5), 0.7).sample(random.key(1))
+
+
+def of_rows(target, point):
+    """The Hessian of the potential of all rows, and the Gauss-Newton matrix."""
+    key, rows = random.key(0), {"rows": jnp.arange(N)}
+    potential = target.potential(IdentityMetric())
+
+    def energy(x):
+        return -potential.with_row_terms(target.unravel(x), rows, key)[1]["rows"].sum()
+
+    unit = jnp.eye(len(point))
+    return jax.hessian(energy)(point), whitened_gauss_newton(target, unit, point, rows, key)
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_it_is_the_hessian_far_from_the_mode(law):
+    target = target_of(law, observed(law))
+    assert has_numbers(target)
+    point = ravel({"w": jnp.linspace(-1, 1, D), "scale": jnp.array(0.4)})
+    hessian, found = of_rows(target, point)
+    assert np.abs(hessian).max() > 1
+    np.testing.assert_allclose(found, hessian, atol=2e-4 * np.abs(hessian).max())
+
+
+def test_what_is_not_linear_is_seen_by_the_product():
+    """The product of the comparison is the difference to the Hessian."""
+
+    def bent(eta, scale):
+        return dist.Normal(jnp.tanh(3 * eta), scale)
+
+    target = target_of(bent, observed(bent))
+    point = ravel({"w": jnp.linspace(-1, 1, D), "scale": jnp.array(0.4)})
+    hessian, found = of_rows(target, point)
+    assert np.abs(found - hessian).max() > 0.05 * np.abs(hessian).max()
+    vector, unit = random.normal(random.key(2), point.shape), jnp.eye(len(point))
+    rest = excess(target, unit, point, {"rows": jnp.arange(N)}, random.key(0), vector)
+    scale = np.abs(hessian @ vector).max()
+    np.testing.assert_allclose(rest, (hessian - found) @ vector, atol=1e-4 * scale)
+
+
+def test_models_without_these_numbers():
+    """Factors, distributions that are no trees, and too many numbers for each row."""
+    y = observed(LAWS["normal"])
+
+    def factor(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+        with numpyro.plate("rows", N, subsample_size=20) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+            numpyro.factor("more", -((x[i] @ w) ** 2))
+
+    assert not has_numbers(Target(read_model(factor, init_to_uniform, (X, y), {}), (X, y), {}))
+    assert not has_numbers(target_of(lambda eta, scale: NoTree(eta), y))
+
+    def wide(eta, scale):
+        return dist.Normal(jnp.stack([eta] * 30, -1), scale).to_event(1)
+
+    assert not has_numbers(target_of(wide, observed(wide)))
