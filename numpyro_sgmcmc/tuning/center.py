@@ -49,6 +49,9 @@ _GROWTH = 8  #: how many times more rows each search has than the one before
 #: Searches that have ended so close to each other, in standard deviations, have found the same.
 _SAME = 0.5
 
+#: The part of the rows from which the next search may take all, where a step costs few passes.
+_ENOUGH = 1 / 8
+
 _SHORTEST = 0.4  #: length of a step of Fisher's information at which a search ends
 _FISHER_DRAWS = 4  #: draws of the Gaussian where the Fisher information stands for Hessians
 
@@ -311,7 +314,8 @@ class _Search:
         fewest = _FEWEST_GROUPS if target.model.drawn_plates else _FEWEST_ROWS
         rows = max(fewest, _ROWS_FOR_EACH * self.dimension)
         # where what comes next, at its fewer points, costs twice as much
-        self.most_minibatches = self.all_minibatches * draws_in(target) / DRAWS / 2
+        part = _ENOUGH if uses_fisher(target) else draws_in(target) / DRAWS / 2
+        self.most_minibatches = part * self.all_minibatches
         first = min(rows / target.effective_batch_size, self.all_minibatches)
         self.first_count = max(1, math.ceil(first))
         self.hessians = math.ceil(DRAWS / self.first_count)
