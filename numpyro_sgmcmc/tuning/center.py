@@ -22,8 +22,8 @@ from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
-from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_rows
-from numpyro_sgmcmc.tuning.fisher_check import compare, compared, excess
+from numpyro_sgmcmc.tuning.gauss_newton import mean_prior, uses_gauss_newton, whitened_rows
+from numpyro_sgmcmc.tuning.gauss_newton_check import compare, compared, excess
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
     FAR_ABOVE,
@@ -52,10 +52,10 @@ _SAME = 0.5
 #: The part of the rows from which the next search may take all, where a step costs few passes.
 _ENOUGH = 1 / 8
 
-_SHORTEST = 0.4  #: length of a step of Fisher's information at which a search ends
-_FISHER_DRAWS = 4  #: draws of the Gaussian where the Fisher information stands for Hessians
+_SHORTEST = 0.4  #: length of a Gauss-Newton step at which a search ends
+_FEWER_DRAWS = 4  #: draws of the Gaussian where a Gauss-Newton matrix stands in for Hessians
 
-#: Ratio of an eigenvalue of the Hessian to that of Fisher's information that makes steps too slow.
+#: Ratio of an eigenvalue of the Hessian to the mean beyond which Gauss-Newton steps are too slow.
 _UNLIKE = 5.0
 
 _STEPS = 60  #: Newton steps of a search
@@ -119,9 +119,9 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     search = _Search(target, key)
     count = search.first_count
     fits = search.fits(start_key, init_strategy, count)
-    if search.is_fisher and not (fits and search.is_alike(fits[0], count)):
+    if search.is_gauss_newton and not (fits and search.is_alike(fits[0], count)):
         # far from the mode the scores of a scale, say, vary much more than the Hessian says
-        search.is_fisher = False
+        search.is_gauss_newton = False
         fits = search.fits(start_key, init_strategy, count)
     if not fits:
         raise _no_center("the potential is not finite wherever the search looks")
@@ -147,7 +147,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
         multimodal=several,
         part=part,
         is_rough=search.is_rough,
-        is_fisher=search.is_fisher and not search.is_rough,
+        is_gauss_newton=search.is_gauss_newton and not search.is_rough,
     )
 
 
@@ -226,11 +226,11 @@ def _mean(
 
 
 def _evaluated(
-    is_rough: bool, is_fisher: bool, target: Target, rng_key: Array, look: _Look
+    is_rough: bool, is_gauss_newton: bool, target: Target, rng_key: Array, look: _Look
 ) -> tuple[tuple[Array, Array, Array], Array]:
     """The mean potential, its gradient and its Hessian; and whether it looks rough."""
     potential, factor = _potential(target, rng_key), look.factor
-    number = _FISHER_DRAWS if is_fisher else DRAWS
+    number = _FEWER_DRAWS if is_gauss_newton else DRAWS
     draws = normal_draws(rng_key, len(factor), factor.dtype, number)
     points = look.center + look.reach * draws @ factor.T
 
@@ -246,10 +246,10 @@ def _evaluated(
         return values.mean(), gradients, hessian / look.hessians
 
     curvature: Callable = partial(whitened_hessian, is_rough=is_rough)
-    if is_fisher:
+    if is_gauss_newton:
         curvature = whitened_rows
     value, gradients, hessian = _mean(target, rng_key, look.count, seen, look.part)
-    if is_fisher:
+    if is_gauss_newton:
         hessian = hessian + mean_prior(target, factor, points, gradients, rng_key)
     gradients = gradients @ factor
     return (value, gradients.mean(0), hessian), looks_rough(draws, gradients, jnp.trace(hessian))
@@ -274,8 +274,8 @@ def _products(
     start: Array,
     steps: Array,
 ) -> tuple[Array, Array, Array]:
-    """Comparison of Hessian and Fisher information of so many minibatches around a Gaussian."""
-    draws = normal_draws(rng_key, len(center), center.dtype, _FISHER_DRAWS)
+    """Comparison of Hessian and Gauss-Newton matrix of so many minibatches around a Gaussian."""
+    draws = normal_draws(rng_key, len(center), center.dtype, _FEWER_DRAWS)
     points = center + draws @ factor.T
 
     def product(vector: Array) -> Array:
@@ -287,9 +287,9 @@ def _products(
     return compared(product, start, steps)
 
 
-def _program(target: Target, is_rough: bool, is_fisher: bool) -> Program:
-    is_fisher = is_fisher and not is_rough
-    return target.compiled(partial(_evaluated, is_rough, is_fisher), "center", is_rough, is_fisher)
+def _program(target: Target, is_rough: bool, is_gauss_newton: bool) -> Program:
+    facts = is_rough, is_gauss_newton and not is_rough
+    return target.compiled(partial(_evaluated, *facts), "center", *facts)
 
 
 def prepare_center(target: Target) -> None:
@@ -298,7 +298,7 @@ def prepare_center(target: Target) -> None:
     numbers = (np.zeros(shape, dtype) for shape in (dimension, (dimension, dimension), (), ()))
     center, factor, reach, part = numbers
     look = _Look(center, factor, reach, np.int32(0), np.int32(0), part)
-    _program(target, False, uses_fisher(target)).prepare(random.key(0), look)
+    _program(target, False, uses_gauss_newton(target)).prepare(random.key(0), look)
 
 
 class _Search:
@@ -314,7 +314,7 @@ class _Search:
         fewest = _FEWEST_GROUPS if target.model.drawn_plates else _FEWEST_ROWS
         rows = max(fewest, _ROWS_FOR_EACH * self.dimension)
         # where what comes next, at its fewer points, costs twice as much
-        part = _ENOUGH if uses_fisher(target) else draws_in(target) / DRAWS / 2
+        part = _ENOUGH if uses_gauss_newton(target) else draws_in(target) / DRAWS / 2
         self.most_minibatches = part * self.all_minibatches
         first = min(rows / target.effective_batch_size, self.all_minibatches)
         self.first_count = max(1, math.ceil(first))
@@ -328,7 +328,7 @@ class _Search:
         self.is_rough = False
         # integrals are, and what looks rough is the noise of draws far from the posterior
         self.is_smooth = bool(target.model.drawn_plates)
-        self.is_fisher = uses_fisher(target)
+        self.is_gauss_newton = uses_gauss_newton(target)
         self._energies = target.compiled(_energies_at, "energies")
         self._way = target.compiled(way_between, "way")
 
@@ -343,7 +343,7 @@ class _Search:
         return sorted(fits, key=lambda fit: fit.objective)
 
     def is_alike(self, fit: Fit, count: int) -> bool:
-        """True if the Hessian of these rows is like the Fisher information at a Gaussian."""
+        """True if the Hessian of these rows is like their Gauss-Newton matrix at a Gaussian."""
         if self.is_rough or not has_converged(fit, _SHORTEST):
             return False
         there = [np.asarray(x, self.dtype) for x in (fit.center, fit.factor)]
@@ -433,14 +433,14 @@ class _Search:
     ) -> Any:
         hessians = self.hessians if reach else 1
         # a Hessian-vector product counts as two gradients
-        is_fisher = self.is_fisher and not is_rough
-        draws = _FISHER_DRAWS if is_fisher else DRAWS
-        columns = 1 if is_fisher else 2 * self.dimension
+        is_gauss_newton = self.is_gauss_newton and not is_rough
+        draws = _FEWER_DRAWS if is_gauss_newton else DRAWS
+        columns = 1 if is_gauss_newton else 2 * self.dimension
         self.passes += (draws + columns * hessians) * self._share(count)
         numbers = (np.asarray(x, self.dtype) for x in (center, factor, reach, part))
         center, factor, reach_, part_ = numbers
         look = _Look(center, factor, reach_, np.int32(count), np.int32(hessians), part_)
-        program = _program(self.target, is_rough, self.is_fisher)
+        program = _program(self.target, is_rough, self.is_gauss_newton)
         return jax.tree.map(np.asarray, program(self.rng_key, look))
 
     def _share(self, count: int) -> float:
@@ -456,5 +456,5 @@ class _Search:
                 return fitted(center, factor)
             return fit_of(center, factor, found, self.dtype)
 
-        shortest = _SHORTEST if self.is_fisher and not self.is_rough else 0.1
+        shortest = _SHORTEST if self.is_gauss_newton and not self.is_rough else 0.1
         return closest_gaussian(fitted, np.asarray(center, float), factor, steps, shortest)

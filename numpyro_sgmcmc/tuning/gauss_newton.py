@@ -1,7 +1,14 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The Gauss-Newton matrix of the rows, in the place of the Hessian of their potential."""
+"""
+The Gauss-Newton matrix of the rows, in the place of the Hessian of their potential.
+
+The searches for a centre and a metric need the mean Hessian of many rows, whose columns are as many
+as there are parameters. The sum of two parts costs a few gradients instead: the Gauss-Newton matrix
+of the rows, or their Fisher information (:mod:`~numpyro_sgmcmc.tuning.fisher`) where the model has
+no distribution for them, and the exact Hessian of everything else.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,14 +21,33 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
+from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.posterior.handlers import log_density, without_wrappers
-from numpyro_sgmcmc.posterior.potential import Rows, counted
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.potential import Rows, counted, ravel
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.tuning.fisher import rows_stand_for, whitened_fisher
 
-_MANY = 16  #: numbers that are given to the distributions of a row, from which there are too many
+_FEW = 12  #: parameters up to which a Hessian costs as little
+_MANY = 16  #: the most parameters of a row's distributions
 
 #: Derivatives are held for as many rows at once as make this many numbers.
 _NUMBERS = 2**22
+
+
+def uses_gauss_newton(target: Target) -> bool:
+    """True if a Gauss-Newton matrix stands in for the Hessian of the rows."""
+    model = target.model
+    # each row is looked at by itself, which takes long where it is read from disk
+    in_memory = not on_disk((target.args, target.kwargs))
+    has_rows = len(model.plates) == 1 and not model.drawn_plates
+    return has_rows and in_memory and model.dimension > _FEW
+
+
+def whitened_rows(target: Target, factor: Array, point: Array, rows: Rows, rng_key: Array) -> Array:
+    """The Gauss-Newton matrix or the Fisher information of the rows of a minibatch."""
+    form = whitened_gauss_newton if has_distributions(target) else whitened_fisher
+    return form(target, factor, point, rows, rng_key)
 
 
 def whitened_gauss_newton(
@@ -34,11 +60,10 @@ def whitened_gauss_newton(
         J_i = \\frac{\\partial \\eta_i}{\\partial \\theta}, \\quad
         H_i = -\\nabla^2_\\eta \\log p(x_i \\mid \\eta_i) ,
 
-    with :math:`\\eta_i(\\theta)` the numbers that the model gives to the distributions of a row,
+    with :math:`\\eta_i(\\theta)` the unconstrained parameters of the distributions of a row,
     such as location and logarithm of the scale, and :math:`c_i` the number of rows that each stands
-    for. It is the
-    Hessian of the rows where these numbers are linear in the parameters, whether the model is right
-    or wrong, and costs one gradient for each number of a row.
+    for. It is the Hessian where :math:`\\eta_i` is linear, whether the model is right or wrong. It
+    costs one gradient for each entry of :math:`\\eta_i`.
 
     :param target: the model with its data.
     :param factor: :math:`L`, shape ``(d, d)``.
@@ -70,21 +95,72 @@ def whitened_gauss_newton(
     return weighted.reshape(-1, len(point)).T @ slopes.reshape(-1, len(point))
 
 
-def rows_stand_for(target: Target, rows: Rows) -> tuple[DrawnRows, Array]:
-    """The rows of the only plate, and the number of rows that each stands for."""
-    (plate,) = target.model.plates
-    drawn = counted(target.kinds, rows)[plate.name]
-    none = jnp.ones(drawn.size, target.model.dtype)
-    weights = none if drawn.weights is None else drawn.weights
-    return drawn, plate.size / drawn.size * weights
+def whitened_prior(
+    target: Target, factor: Array, point: Array, gradient: Array, rng_key: Array
+) -> Array:
+    """
+    The part of the Hessian that is not the rows' own, in the coordinates of a Gaussian,
+
+    .. math:: L^\\top \\Big( \\nabla^2 U_0 + \\sum_k \\frac{\\partial \\ell}{\\partial x_k}
+        \\nabla^2 x_k \\Big) L ,
+
+    with :math:`U_0` the prior's potential, :math:`\\ell` that of the rows and :math:`x` the effects
+    of hierarchies. The rows' own part is the Gauss-Newton matrix, which takes effects to be linear
+    in the coordinates. This one has their curvature.
+
+    :param target: the model with its data.
+    :param factor: :math:`L`, shape ``(d, d)``.
+    :param point: :math:`\\theta`, one flat vector.
+    :param gradient: of the potential there, a flat vector.
+    :param rng_key: the key of the model.
+    """
+    potential = target.potential(IdentityMetric())
+    rows = {name: x[:1] for name, x in target.model.first_rows().items()}
+
+    def prior(x: Array) -> Array:
+        energy, terms = potential.with_row_terms(target.unravel(x), rows, rng_key)
+        return energy + sum(jnp.sum(term) for term in terms.values())
+
+    def from_effects(x: Array) -> Array:
+        return ravel(target.to_internal(target.centred.from_internal(target.unravel(x))))
+
+    curved = prior
+    if target.centring:
+        _, pullback = jax.vjp(from_effects, effects_at(target, point))
+        (slope,) = pullback(gradient - jax.grad(prior)(point))
+
+        def curved(x: Array) -> Array:
+            return prior(x) + slope @ effects_at(target, x)
+
+    _, product = jax.linearize(jax.grad(curved), point)
+    return factor.T @ jax.vmap(product, 1, 1)(factor)
+
+
+def mean_prior(
+    target: Target, factor: Array, points: Array, gradients: Array, rng_key: Array
+) -> Array:
+    """The mean of :func:`whitened_prior` over some points, shape ``(S, d)``, as of gradients."""
+
+    def at(pair: tuple[Array, Array]) -> Array:
+        return whitened_prior(target, factor, *pair, rng_key)
+
+    return lax.map(at, (points, gradients)).mean(0)
+
+
+def effects_at(target: Target, point: Array) -> Array:
+    """The effects of hierarchies, and what is no effect, as one flat vector."""
+    return ravel(target.written(target.unravel(point)).effects)
 
 
 def likelihood(
     target: Target, rows: Rows, rng_key: Array
 ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
     """
-    The numbers that are given to the distributions of some rows as a function of the parameters,
-    one flat vector, and the potential of the rows as a function of these numbers.
+    The likelihood of some rows in two parts.
+
+    :return: :math:`\\eta(\\theta)`, one flat vector for all rows, and their potential at
+        :math:`\\eta`.
+    :raises TypeError: if a factor stands in the place of a distribution.
     """
     (plate,) = target.model.plates
     data = counted(target.kinds, rows), rng_key, target.args, target.kwargs
@@ -95,7 +171,7 @@ def likelihood(
         inside = {k: x for k, x in sites.items() if x["type"] == "sample" and plate.name in _of(x)}
         for name, site in inside.items():
             if isinstance(without_wrappers(site["fn"]), dist.Unit):
-                raise TypeError(f"'{name}' is a factor, and no distribution")
+                raise TypeError(f"'{name}' is a factor and has no distribution")
         return inside
 
     def numbers(point: Array) -> Array:
@@ -119,8 +195,10 @@ def likelihood(
 
 def _parameters(sites: dict[str, dict]) -> tuple[list[Any], list[Any], Any]:
     """
-    The arrays in the distributions of sites, the transform of each from the real numbers, None
-    where there is no derivative, and how the distributions are made of them.
+    The parameters of the distributions of sites.
+
+    :return: the arrays; the transform of each from the real numbers, None for integers; and the
+        structure that makes distributions of arrays.
     """
     laws = {name: site["fn"] for name, site in sites.items()}
     leaves, tree = jax.tree.flatten(laws)
@@ -135,18 +213,18 @@ def _parameters(sites: dict[str, dict]) -> tuple[list[Any], list[Any], Any]:
 
 
 def _link(leaf: Any, support: Any) -> Any:
-    """The transform from the real numbers that models usually have: an exponential, a logistic."""
+    """The transform from the real numbers to a support, such as an exponential."""
     if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
         return None
-    # a support that depends on other arguments, or that mixes entries, is left as it is
+    # a support that depends on other parameters or that couples entries has none
     with suppress(NotImplementedError):
         if support is not None and support.event_dim == 0:
             return dist.biject_to(support)
     return dist.transforms.IdentityTransform()
 
 
-def has_numbers(target: Target) -> bool:
-    """True if few numbers are given to the distributions of a row, and say all of it."""
+def has_distributions(target: Target) -> bool:
+    """True if each row has distributions with few parameters."""
     (plate,) = target.model.plates
 
     def of_row(row: Array) -> tuple[Array, Array]:
@@ -154,7 +232,7 @@ def has_numbers(target: Target) -> bool:
         eta = numbers(jnp.zeros(target.model.dimension, target.model.dtype))
         return eta, energy(eta)
 
-    # a distribution that is no tree of its parameters cannot be made again from them
+    # distributions of users need not be trees of their parameters
     with suppress(Exception):
         return jax.eval_shape(of_row, jnp.zeros((), jnp.int32))[0].size <= _MANY
     return False

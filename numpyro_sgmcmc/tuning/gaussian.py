@@ -24,8 +24,8 @@ from numpyro_sgmcmc.posterior.metric import (
 )
 from numpyro_sgmcmc.posterior.potential import Rows, full_data_gradient
 from numpyro_sgmcmc.posterior.target import Program, Target
-from numpyro_sgmcmc.tuning.fisher import mean_prior, uses_fisher, whitened_rows
-from numpyro_sgmcmc.tuning.fisher_check import Comparison, compare, compared, excess
+from numpyro_sgmcmc.tuning.gauss_newton import mean_prior, uses_gauss_newton, whitened_rows
+from numpyro_sgmcmc.tuning.gauss_newton_check import Comparison, compare, compared, excess
 from numpyro_sgmcmc.tuning.newton import (
     Fit,
     closest_gaussian,
@@ -43,15 +43,15 @@ DRAWS = 8  #: draws of the Gaussian, in pairs of opposite sign
 _FEW_DRAWS = 2  #: the same where a pass takes long
 _ROWS_FOR_EACH = 40  #: rows for each parameter of a Hessian
 _NEWTON_STEPS = 20  #: the most Newton steps to the metric
-_ROWS_OF_FISHER = 200  #: rows for each parameter of a Fisher information, which costs less
+_MORE_FOR_EACH = 200  #: the same of a Gauss-Newton matrix, which costs less
 _MULTIPLICATIONS = 2e10  #: the most that its matrix product may take, unless there are fewer rows
 _MORE_ROWS = 4  #: how many times more rows a Hessian gets where they prove to be too few
 
-#: A step of Fisher's information, in each coordinate, from which the next one would be shorter than
+#: A Gauss-Newton step, in each coordinate, from which the next one would be shorter than
 #: a tenth.
 _LAST = 0.4
 
-#: Ratio of an eigenvalue of the Hessian to the mean beyond which the Fisher information is not like
+#: Ratio of an eigenvalue of the Hessian to the mean beyond which the Gauss-Newton matrix is unlike
 #: it, and how many times it gets what it lacks.
 _UNLIKE, _CORRECTIONS = 2.5, 4
 
@@ -75,7 +75,7 @@ class Gaussian(NamedTuple):
     - **part** - of which part of the rows the posterior is.
     - **is_rough** - whether second derivatives say nothing of its shape.
     - **flat** - a direction in its coordinates along which nothing changes, or None.
-    - **is_fisher** - whether the Fisher information of the rows is like their Hessian.
+    - **is_gauss_newton** - whether the Gauss-Newton matrix of the rows is like their Hessian.
     """
 
     metric: GaussianMetric
@@ -86,7 +86,7 @@ class Gaussian(NamedTuple):
     part: float = 1.0
     is_rough: bool = False
     flat: np.ndarray | None = None
-    is_fisher: bool = False
+    is_gauss_newton: bool = False
 
 
 def are_modes(energies: np.ndarray) -> np.ndarray:
@@ -106,14 +106,16 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         f(c, L) = \\frac1S \\sum_s U(c + L \\zeta_s) - \\log |\\det L|
 
     is minimised by the steps of :mod:`~numpyro_sgmcmc.tuning.newton`.
-    Potential and gradient are of all data. Above 12 parameters the Fisher information of up to 200
-    rows for each stands in for the Hessian (:mod:`~numpyro_sgmcmc.tuning.fisher`), and two draws
-    show the way until a step is shorter than a standard deviation. Products with the Hessian of 40
-    rows for each parameter then say whether the two are alike: the metric has the mean of the
-    Hessian along their first vector, and if an eigenvalue is 2.5 times as large or as small the
-    search goes on with Hessians, of 40 rows for each parameter, or of more where with these the
-    steps do not become shorter. Groups whose latent variables are integrated out count once at
-    most, and one of many rows counts for several.
+    Potential and gradient are of all data. Hessians are of 40 rows for each parameter, and of more
+    where with these the steps do not become shorter. Groups whose latent variables are integrated
+    out count once at most, and one of many rows counts for several.
+
+    Above 12 parameters a Gauss-Newton matrix of up to 200 rows for each stands in for the Hessian
+    (:mod:`~numpyro_sgmcmc.tuning.gauss_newton`), and two draws show the way until a step is shorter
+    than a standard deviation. Products with the Hessian then say whether the two are alike. The
+    matrix gets what it lacks along vectors whose eigenvalues are 1.5 times as large or as small as
+    their mean. If after four times one is still 2.5 times as large or as small, the search goes on
+    with Hessians.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -129,7 +131,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     wide = np.asarray(found.factor if isinstance(found, DenseMetric) else jnp.diag(found.scale))
     # the posterior of all rows is as much narrower
     center, factor = np.asarray(found.center), start.part**0.5 * wide
-    best = search.by_fisher(center, factor) if search.is_fisher else None
+    best = search.by_gauss_newton(center, factor) if search.is_gauss_newton else None
     shortest = _LAST
     if best is None:
         search.begin_with_hessians()
@@ -151,7 +153,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         is_rough=start.is_rough,
         # in all of these steps it would have become wider
         flat=best.vectors[:, 0] if best.e[0] < _FLAT else None,
-        is_fisher=search.is_fisher,
+        is_gauss_newton=search.is_gauss_newton,
     )
 
 
@@ -168,26 +170,26 @@ class _Search:
             epoch = max(plate.size / plate.subsample_size for plate in target.model.plates)
             minibatches = min(minibatches, math.ceil(epoch))
         self.few = max(DRAWS, minibatches)
-        self.is_fisher = start.is_fisher and not start.is_rough
+        self.is_gauss_newton = start.is_gauss_newton and not start.is_rough
         self.all = math.ceil(1 / target.minibatch_share)
         self.minibatches = self.few
-        if self.is_fisher:
-            more = min(_ROWS_OF_FISHER, _MULTIPLICATIONS / self.dimension**3) / _ROWS_FOR_EACH
+        if self.is_gauss_newton:
+            more = min(_MORE_FOR_EACH, _MULTIPLICATIONS / self.dimension**3) / _ROWS_FOR_EACH
             self.minibatches = max(self.few, min(math.ceil(more * self.few), self.all))
         self.passes, self.before, self.draws = 0.0, math.inf, draws_in(target)
         self.usual, self.curvature = 1.0, 1.0
         self.missing = np.zeros((self.dimension, self.dimension))
 
     def fitted(self, center: np.ndarray, factor: np.ndarray) -> Fit | None:
-        """The potential, its gradient and its Hessian, or the Fisher information, at a Gaussian."""
+        """The potential, its gradient and its Hessian, or what stands in for it, at a Gaussian."""
         there = (np.asarray(x, self.dtype) for x in (center, factor))
-        program = _metric_program(self.target, self.is_rough, self.is_fisher)
+        program = _metric_program(self.target, self.is_rough, self.is_gauss_newton)
         numbers = np.int32(self.minibatches), np.int32(self.draws // 2)
         value, gradient, hessian = program(self.rng_key, *there, *numbers)
         hessian = np.asarray(hessian, np.float64) + factor.T @ self.missing @ factor
         fit = fit_of(center, factor, (value, gradient, hessian), self.dtype)
         # a Hessian-vector product counts as two gradients
-        columns = 1 if self.is_fisher else 2 * self.dimension
+        columns = 1 if self.is_gauss_newton else 2 * self.dimension
         self.passes += self.draws + columns * self.minibatches * self.target.minibatch_share
         if fit is not None:
             # steps that do not become shorter: these rows are not like all rows
@@ -202,8 +204,8 @@ class _Search:
         """Newton steps from a Gaussian, to the last of them that was an advance."""
         return closest_gaussian(self.fitted, center, factor, _NEWTON_STEPS, shortest)
 
-    def by_fisher(self, center: np.ndarray, factor: np.ndarray) -> Fit | None:
-        """The Gaussian by the Fisher information, or None where that is not like the Hessian."""
+    def by_gauss_newton(self, center: np.ndarray, factor: np.ndarray) -> Fit | None:
+        """The Gaussian by Gauss-Newton steps, or None where these are not like Newton steps."""
         # two draws show the way, and more of them the end of it
         self.draws = 2
         if (first := self.closest(center, factor, 1.0)) is None:
@@ -229,7 +231,7 @@ class _Search:
         return None
 
     def compared(self, fit: Fit) -> Comparison:
-        """The Fisher information, with what it has proved to lack, beside the Hessian."""
+        """Comparison of the Gauss-Newton matrix, with what it lacked so far, with the Hessian."""
         arrays = fit.center, fit.factor, fit.factor.T @ self.missing @ fit.factor
         there = [np.asarray(x, self.dtype) for x in arrays]
         program = self.target.compiled(_products, "products")
@@ -243,7 +245,7 @@ class _Search:
 
     def begin_with_hessians(self) -> None:
         """Hessians from here on."""
-        self.is_fisher, self.minibatches, self.missing = False, self.few, 0 * self.missing
+        self.is_gauss_newton, self.minibatches, self.missing = False, self.few, 0 * self.missing
         self.before, self.draws = math.inf, draws_in(self.target)
 
 
@@ -251,7 +253,7 @@ def prepare_metric(target: Target) -> None:
     """Compiles the program of :func:`find_metric` beside what is done next."""
     dimension, dtype = target.model.dimension, target.model.dtype
     center, factor = np.zeros(dimension, dtype), np.zeros((dimension, dimension), dtype)
-    _metric_program(target, False, uses_fisher(target)).prepare(
+    _metric_program(target, False, uses_gauss_newton(target)).prepare(
         random.key(0), center, factor, np.int32(0), np.int32(1)
     )
 
@@ -261,14 +263,15 @@ def draws_in(target: Target) -> int:
     return _FEW_DRAWS if target.model.drawn_plates else DRAWS
 
 
-def _metric_program(target: Target, is_rough: bool, is_fisher: bool) -> Program:
+def _metric_program(target: Target, is_rough: bool, is_gauss_newton: bool) -> Program:
     """The mean potential of all data, its gradient and its Hessian, for :func:`find_metric`."""
-    return target.compiled(partial(_evaluated, is_rough, is_fisher), "metric", is_rough, is_fisher)
+    facts = is_rough, is_gauss_newton
+    return target.compiled(partial(_evaluated, *facts), "metric", *facts)
 
 
 def _evaluated(
     is_rough: bool,
-    is_fisher: bool,
+    is_gauss_newton: bool,
     target: Target,
     rng_key: Array,
     center: Array,
@@ -293,7 +296,7 @@ def _evaluated(
         two = lax.dynamic_slice_in_dim(points, 2 * k, 2)
         values, gradients = jax.vmap(whole)(two)
         there = values.mean(0), gradients.mean(0), jnp.zeros_like(factor)
-        if is_fisher:
+        if is_gauss_newton:
             there = *there[:2], mean_prior(target, factor, two, gradients, model_key)
         return jax.tree.map(lambda x, y: x + y / pairs, total, there)
 
@@ -307,7 +310,7 @@ def _evaluated(
         return total + curvature(target, factor, point, rows, key)
 
     curvature: Callable = partial(whitened_hessian, is_rough=is_rough)
-    if is_fisher:
+    if is_gauss_newton:
         curvature = whitened_rows
     total = lax.fori_loop(0, minibatches, columns, jnp.zeros_like(factor))
     value, gradient, hessian = target.mean((value, gradient, prior + total / minibatches))
@@ -326,7 +329,7 @@ def _products(
     steps: Array,
 ) -> tuple[Array, Array, Array]:
     """
-    Comparison of Hessian and Fisher information of some minibatches, each at one draw of a
+    Comparison of Hessian and Gauss-Newton matrix of some minibatches, each at one draw of a
     Gaussian.
     """
     draw_key, model_key = random.split(rng_key)

@@ -18,7 +18,7 @@ from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
-from numpyro_sgmcmc.tuning.fisher import uses_fisher
+from numpyro_sgmcmc.tuning.gauss_newton import uses_gauss_newton
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes, hessian_times
 
 _STARTS = 3  #: starts of the search
@@ -111,7 +111,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
         DiagonalMetric(center, scale),
         passes + 2 * _PROBES,
         multimodal=bool(several.any()),
-        is_fisher=uses_fisher(target),
+        is_gauss_newton=uses_gauss_newton(target),
     )
 
 

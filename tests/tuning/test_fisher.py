@@ -19,9 +19,9 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning import center, gaussian
 from numpyro_sgmcmc.tuning.center import search_center
 from numpyro_sgmcmc.tuning.find_reparam import non_centred
-from numpyro_sgmcmc.tuning.fisher import uses_fisher, whitened_fisher, whitened_prior
-from numpyro_sgmcmc.tuning.fisher_check import Comparison
-from numpyro_sgmcmc.tuning.gauss_newton import has_numbers
+from numpyro_sgmcmc.tuning.fisher import whitened_fisher
+from numpyro_sgmcmc.tuning.gauss_newton import has_distributions, uses_gauss_newton, whitened_prior
+from numpyro_sgmcmc.tuning.gauss_newton_check import Comparison
 from numpyro_sgmcmc.tuning.gaussian import find_metric
 
 COMPILE_QUICKLY = True
@@ -102,7 +102,7 @@ def test_of_a_right_model_it_is_the_hessian():
 @pytest.mark.parametrize("model", [counts, factors])
 def test_metric_of_right_and_wrong_models(model, y):
     target = target_of(y, model)
-    assert uses_fisher(target) and has_numbers(target) == (model is counts)
+    assert uses_gauss_newton(target) and has_distributions(target) == (model is counts)
     found = tuned(target)
     e = spectrum(target, found)
     assert found.converged and e[0] > 0.5 and e[-1] < 2
@@ -170,10 +170,10 @@ def test_effects_that_few_rows_know(monkeypatch):
     """The search keeps to the Fisher information, and ends at the metric of the Hessian."""
     target, number = target_of_effects()
     found = tuned(target)
-    assert found.converged and found.is_fisher
-    monkeypatch.setattr(center, "uses_fisher", lambda _: False)
+    assert found.converged and found.is_gauss_newton
+    monkeypatch.setattr(center, "uses_gauss_newton", lambda _: False)
     hessians = tuned(target)
-    assert hessians.converged and not hessians.is_fisher
+    assert hessians.converged and not hessians.is_gauss_newton
     assert found.passes < hessians.passes / 5
     away = np.linalg.solve(hessians.metric.factor, found.metric.center - hessians.metric.center)
     assert np.abs(away).max() < 0.5

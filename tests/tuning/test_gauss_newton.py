@@ -17,8 +17,8 @@ from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.fisher_check import excess
-from numpyro_sgmcmc.tuning.gauss_newton import has_numbers, whitened_gauss_newton
+from numpyro_sgmcmc.tuning.gauss_newton import has_distributions, whitened_gauss_newton
+from numpyro_sgmcmc.tuning.gauss_newton_check import excess
 
 COMPILE_QUICKLY = True
 
@@ -101,7 +101,7 @@ def of_rows(target, point):
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 def test_it_is_the_hessian_far_from_the_mode(law):
     target = target_of(law, observed(law))
-    assert has_numbers(target)
+    assert has_distributions(target)
     point = ravel({"w": jnp.linspace(-1, 1, D), "scale": jnp.array(0.4)})
     hessian, found = of_rows(target, point)
     assert np.abs(hessian).max() > 1
@@ -134,10 +134,12 @@ def test_models_without_these_numbers():
             numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
             numpyro.factor("more", -((x[i] @ w) ** 2))
 
-    assert not has_numbers(Target(read_model(factor, init_to_uniform, (X, y), {}), (X, y), {}))
-    assert not has_numbers(target_of(lambda eta, scale: NoTree(eta), y))
+    assert not has_distributions(
+        Target(read_model(factor, init_to_uniform, (X, y), {}), (X, y), {})
+    )
+    assert not has_distributions(target_of(lambda eta, scale: NoTree(eta), y))
 
     def wide(eta, scale):
         return dist.Normal(jnp.stack([eta] * 30, -1), scale).to_event(1)
 
-    assert not has_numbers(target_of(wide, observed(wide)))
+    assert not has_distributions(target_of(wide, observed(wide)))

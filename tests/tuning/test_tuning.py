@@ -52,9 +52,10 @@ from numpyro_sgmcmc.tuning import phases, speed
 from numpyro_sgmcmc.tuning.curvature import find_curvature
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
-from numpyro_sgmcmc.tuning.phases import TuningRequest, run_phases
+from numpyro_sgmcmc.tuning.phases import run_phases
 from numpyro_sgmcmc.tuning.pilot import run_pilot
 from numpyro_sgmcmc.tuning.pilot_rhat import PilotRun
+from numpyro_sgmcmc.tuning.request import Known, TuningRequest
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
 RNG = np.random.default_rng(0)
@@ -532,7 +533,7 @@ def test_where_the_gradient_is_taken(order):
 def test_no_hessian_of_too_many_parameters(monkeypatch):
     monkeypatch.setattr(phases, "DENSE_BY_DEFAULT", 3)
     target, noise = Model(logistic, X, Y).target, NoiseLevel(1.0, 100.0, 1.0, 0.1)
-    asked = phases.TuningRequest(None, None, None, "second_order_control_variate", init_to_uniform)
+    asked = TuningRequest(None, None, None, "second_order_control_variate", init_to_uniform)
 
     def steps(noise):
         return 1 + noise.largest
@@ -1145,7 +1146,7 @@ def groups(x, y):
 )
 def test_many_passes_over_few_rows_are_said(model, passes, size, is_said):
     target = target_of(model, jnp.zeros((size, 1)), jnp.zeros(size))
-    known = phases.Known(target, target, 1.0, {"centre": passes})
+    known = Known(target, target, 1.0, {"centre": passes})
     with pytest.warns() if is_said else nullcontext() as said:
         assert phases._compare_with_nuts(None, known) is known
     assert not is_said or "has taken 1,200 passes over 400 rows" in str(said[0].message)

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Comparison of the Fisher information of the rows with their Hessian."""
+"""Comparison of the Gauss-Newton matrix of the rows with their Hessian."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +16,11 @@ import numpy as np
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.potential import Rows
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.fisher import effects_at
-from numpyro_sgmcmc.tuning.gauss_newton import has_numbers, likelihood, rows_stand_for
+from numpyro_sgmcmc.tuning.fisher import rows_stand_for
+from numpyro_sgmcmc.tuning.gauss_newton import effects_at, has_distributions, likelihood
 from numpyro_sgmcmc.tuning.lanczos import lanczos
 
-PRODUCTS = 10  #: products with the Hessian that compare it with the Fisher information
+PRODUCTS = 10  #: products with the Hessian for a comparison
 _CURVED = 1.5  #: ratio of an eigenvalue to the mean that is no error of few rows
 
 #: Gradients that a product takes.
@@ -32,7 +32,7 @@ Products = Callable[[Array, Array, int], tuple[Array, Array, Array]]
 
 class Comparison(NamedTuple):
     """
-    Eigenvalues of the Hessian in coordinates in which the Fisher information is the identity.
+    Eigenvalues of the Hessian in coordinates in which what stands in for it is the identity.
 
     - **usual** - their mean along a random vector.
     - **far** - those that are far from it, shape ``(k,)``.
@@ -52,7 +52,7 @@ class Comparison(NamedTuple):
 
     @property
     def missing(self) -> np.ndarray:
-        """What the Fisher information lacks to be a multiple of the Hessian, shape ``(d, d)``."""
+        """The rest of the Hessian, as far as it is known, shape ``(d, d)``."""
         return (self.vectors.T * (self.far / self.usual - 1)) @ self.vectors
 
     def is_alike(self, ratio: float) -> bool:
@@ -63,7 +63,7 @@ class Comparison(NamedTuple):
 
 def compare(products: Products, rng_key: Array, dimension: int, dtype: Any) -> Comparison:
     """
-    Compare the Fisher information of the rows with their Hessian.
+    Compare the Gauss-Newton matrix of the rows with their Hessian.
 
     The first vectors of Lanczos's method fit the noise of few rows. An eigenvalue that is far from
     the mean is therefore looked at again, along its vector on other rows.
@@ -105,7 +105,8 @@ def excess(
 
     .. math:: L^\\top \\big( -\\sum_i c_i \\nabla^2 \\log p(x_i \\mid \\theta) - F \\big) L \\, v ,
 
-    as functions of the effects, as in :func:`~numpyro_sgmcmc.tuning.fisher.whitened_rows`.
+    with :math:`F` of :func:`~numpyro_sgmcmc.tuning.gauss_newton.whitened_rows`. Both are of the
+    effects of hierarchies.
 
     :param target: the model with its data.
     :param factor: :math:`L`, shape ``(d, d)``.
@@ -128,7 +129,7 @@ def excess(
     def terms(x: Array) -> Array:
         return potential.with_row_terms(target.unravel(at(x)), rows, rng_key)[1][plate.name]
 
-    if has_numbers(target):
+    if has_distributions(target):
         numbers, energy = likelihood(here, rows, rng_key)
         eta, along = jax.linearize(lambda x: numbers(at(x)), zero)
         inner = jax.jvp(jax.grad(energy), (eta,), (along(vector),))[1]
