@@ -119,7 +119,9 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     search = _Search(target, key)
     count = search.first_count
     fits = search.fits(start_key, init_strategy, count)
-    if search.is_gauss_newton and not (fits and search.is_alike(fits[0], count)):
+    if search.is_rough:
+        search.is_gauss_newton = False
+    elif search.is_gauss_newton and not (fits and search.is_alike(fits[0], count)):
         # far from the mode the scores of a scale, say, vary much more than the Hessian says
         search.is_gauss_newton = False
         fits = search.fits(start_key, init_strategy, count)
@@ -344,7 +346,7 @@ class _Search:
 
     def is_alike(self, fit: Fit, count: int) -> bool:
         """True if the Hessian of these rows is like their Gauss-Newton matrix at a Gaussian."""
-        if self.is_rough or not has_converged(fit, _SHORTEST):
+        if not has_converged(fit, _SHORTEST):
             return False
         there = [np.asarray(x, self.dtype) for x in (fit.center, fit.factor)]
         program = self.target.compiled(_products, "products of few rows")
