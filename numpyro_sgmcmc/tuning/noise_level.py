@@ -59,6 +59,10 @@ ACCEPTED_BIAS = 0.02
 #: with nu = 0.67 the standard deviation of its scale 9 % too small at h = 0.31, and right at 0.19.
 _SHORTENING = 20.0
 
+#: Noise whose variance is not the same everywhere is not taken out everywhere. At nu = 0.9 and
+#: h^2 v = 0.5 and 0.7 a standard deviation was 0.82 and 0.78 of what it should be.
+_UNEVEN = 6.0
+
 #: The steps are not shortened further than to 0.05 for the nonlinearity alone.
 _MOST_SHORTENING = 400.0
 
@@ -67,19 +71,22 @@ def whitened_step(noise: NoiseLevel, longest: float = 0.5) -> float:
     """
     The step size of a symmetric integrator,
 
-    .. math:: h^{-2} = \\max(h_0^{-2}, \\; \\min(20 \\nu (1 + 2 \\nu), 400), \\; \\lambda, \\; v) ,
+    .. math:: h^{-2} = \\max(h_0^{-2}, \\; \\min(20 \\nu (1 + 2 \\nu), 400), \\; \\lambda,
+        \\; v (1 + 6 \\min(\\nu, 1)^2)) ,
 
-    since the error of methods that are exact for Gaussians is in proportion to
-    :math:`h^2 \\nu` for a small nonlinearity :math:`\\nu`; no more than one over the standard
-    deviation of the noise, :math:`v` its largest variance, and so that
-    :math:`h^2 \\lambda \\le 1` for the curvature :math:`\\lambda`.
+    with the largest variance :math:`v` of the noise. The error of methods that are exact for
+    Gaussians is in proportion to :math:`h^2 \\nu` for a small nonlinearity :math:`\\nu`. The
+    curvature :math:`\\lambda` asks for :math:`h^2 \\lambda \\le 1`, and the noise for
+    :math:`h^2 v \\le 1`, or less where the posterior is no Gaussian and the noise differs between
+    places.
 
     :param noise: the noise of the gradient.
     :param float longest: :math:`h_0`, a half for methods that are not exact for Gaussians.
     """
     nu = noise.nonlinearity
     bends = min(_SHORTENING * nu * (1 + 2 * nu), _MOST_SHORTENING)
-    return 1 / math.sqrt(max(longest**-2, bends, noise.curvature, noise.largest))
+    uneven = 1 + _UNEVEN * min(nu, 1.0) ** 2
+    return 1 / math.sqrt(max(longest**-2, bends, noise.curvature, uneven * noise.largest))
 
 
 def euler_step(noise: NoiseLevel, friction: float) -> float:

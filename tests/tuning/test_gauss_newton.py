@@ -65,6 +65,14 @@ LAWS = {
     "scale": lambda eta, scale: dist.Normal(0.0, jnp.exp(eta)),
     "positive": lambda eta, scale: dist.LogNormal(eta, scale),
     "zeros": lambda eta, scale: dist.ZeroInflatedPoisson(0.2, jnp.exp(eta)),
+    "classes": lambda eta, scale: dist.Categorical(logits=jnp.stack([eta, -eta, 0 * eta], -1)),
+    "transformed": lambda eta, scale: dist.TransformedDistribution(
+        dist.StudentT(5.0, eta, scale), dist.transforms.ExpTransform()
+    ),
+    "shape": lambda eta, scale: dist.Gamma(jnp.exp(eta), scale),
+    "correlated": lambda eta, scale: dist.MultivariateNormal(
+        jnp.stack([eta, 2 * eta], -1), precision_matrix=jnp.array([[2.0, 0.5], [0.5, 1.0]])
+    ),
     "mixture": mixed,
     "several": laid_flat,
     "truncated": lambda eta, scale: dist.TruncatedNormal(eta, scale, low=-9.0),
@@ -105,6 +113,28 @@ def test_it_is_the_hessian_far_from_the_mode(law):
     point = ravel({"w": jnp.linspace(-1, 1, D), "scale": jnp.array(0.4)})
     hessian, found = of_rows(target, point)
     assert np.abs(hessian).max() > 1
+    np.testing.assert_allclose(found, hessian, atol=2e-4 * np.abs(hessian).max())
+
+
+def test_several_sites_in_planes_of_their_own():
+    """A second site with another plate inside, rows that count more, and a scale of groups."""
+
+    def model(x, y, z):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("rows", N, subsample_size=20, dim=-1) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ w, scale), obs=y[i])
+            with numpyro.plate("questions", 3, dim=-2), numpyro.handlers.scale(scale=2.0):
+                bias = jnp.array([[-1.0], [0.0], [1.0]])
+                numpyro.sample("z", dist.Bernoulli(logits=x[i] @ w + bias), obs=z[:, i])
+
+    y = observed(LAWS["normal"])
+    z = (random.uniform(random.key(3), (3, N)) < 0.4).astype(jnp.float32)
+    data = X, y, z
+    target = Target(read_model(model, init_to_uniform, data, {}), data, {})
+    assert has_distributions(target)
+    point = ravel({"w": jnp.linspace(-1, 1, D), "scale": jnp.array(0.4)})
+    hessian, found = of_rows(target, point)
     np.testing.assert_allclose(found, hessian, atol=2e-4 * np.abs(hessian).max())
 
 
