@@ -22,7 +22,12 @@ from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
-from numpyro_sgmcmc.tuning.gauss_newton import mean_prior, uses_gauss_newton, whitened_rows
+from numpyro_sgmcmc.tuning.gauss_newton import (
+    has_distributions,
+    mean_prior,
+    uses_gauss_newton,
+    whitened_rows,
+)
 from numpyro_sgmcmc.tuning.gauss_newton_check import compare, compared, excess
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
@@ -345,9 +350,9 @@ class _Search:
         return sorted(fits, key=lambda fit: fit.objective)
 
     def is_alike(self, fit: Fit, count: int) -> bool:
-        """True if the Hessian of these rows is like their Gauss-Newton matrix at a Gaussian."""
-        if not has_converged(fit, _SHORTEST):
-            return False
+        """True if the search has converged, and no Fisher information has misled it."""
+        if not has_converged(fit, _SHORTEST) or has_distributions(self.target):
+            return has_converged(fit, _SHORTEST)
         there = [np.asarray(x, self.dtype) for x in (fit.center, fit.factor)]
         program = self.target.compiled(_products, "products of few rows")
 
