@@ -85,9 +85,6 @@ import numpy as np
 
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.posterior.control_variate import (
-    GRADIENTS,
-    GRADIENTS_OF_A_STEP,
-    Anchor,
     order_of,
 )
 from numpyro_sgmcmc.posterior.handlers import Plate
@@ -101,8 +98,14 @@ from numpyro_sgmcmc.posterior.metric import (
 from numpyro_sgmcmc.posterior.reparam import centred
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import prepare_center, search_center
+from numpyro_sgmcmc.tuning.expansion import (
+    DEARER,
+    DENSE_BY_DEFAULT,
+    expanded,
+    worth_of_expansion,
+)
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, prepare_metric
+from numpyro_sgmcmc.tuning.gaussian import find_metric, prepare_metric
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 from numpyro_sgmcmc.tuning.noise_level import (
     NoiseLevel,
@@ -120,21 +123,13 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.variational import find_center
 
 NEWTON = 500  #: the most parameters whose centre Newton's method finds
-DENSE_BY_DEFAULT = 2_000  #: the most parameters whose metric is a full matrix
 LOW_RANK_BY_DEFAULT = 200_000  #: the most whose metric has a low rank; it is diagonal above
-
-#: A step with a control variate of second order takes at most so many times as long as with one of
-#: first order.
-_DEARER = 2.0
 
 #: Passes over the rows that few models need.
 _MANY_PASSES = 300.0
 
 #: Passes and rows for which NUTS is likely to be quicker.
 _PASSES_OF_NUTS, _ROWS_OF_NUTS = 1_000.0, 10_000
-
-#: Independent draws within which a control variate of second order must save its passes.
-_DRAWS = 4_000
 
 #: The phases by the names that the progress bar shows.
 PHASES = ("centre", "metric", "noise", "pilot")
@@ -260,12 +255,16 @@ def _find_expansion(search: Search, known: Known) -> Known:
     """A control variate of second order, where it is asked for or pays."""
     request, noise, anchor = search.request, known.noise, known.anchor
     steps_with = partial(_steps, search, known.metric, known.gaussian.metric)
-    if anchor is None or not _may_be_expanded(known.seen, request, steps_with, noise):
+    if anchor is None:
         return known
-    at = search.key(2), known.gaussian, known.metric, anchor, noise
-    further, level, cost = _expanded(known.seen, *at)
-    if request.gradient != "auto" or steps_with(noise) > _DEARER * steps_with(level):
-        anchor, noise = further, level
+    worth = worth_of_expansion(known.seen, request.gradient, steps_with, noise)
+    further, cost = expanded(known.seen, anchor, worth)
+    if further is not None:
+        at = search.key(2), known.gaussian, known.metric, further, noise
+        level, more = noise_with(known.seen, *at)
+        cost += more
+        if request.gradient != "auto" or steps_with(noise) > DEARER * steps_with(level):
+            anchor, noise = further, level
     return known.after("noise", known.share * cost, anchor=anchor, noise=noise)
 
 
@@ -427,50 +426,6 @@ def _steps(search: Search, metric: Metric, start: GaussianMetric, noise: NoiseLe
     """The number of steps in which a chain forgets where it was, with a level of noise."""
     step_size, friction = search.rates(noise)
     return Tuning(step_size, friction, metric, start).relaxation_time / step_size
-
-
-def _may_be_expanded(
-    target: Target, request: TuningRequest, steps: Callable[[NoiseLevel], float], noise: NoiseLevel
-) -> bool:
-    """
-    True if a control variate of second order is asked for or could pay.
-
-    :raises ValueError: if it is asked for, and there is none.
-    """
-    asked = request.gradient == GRADIENTS[2]
-    dimension, drawn = target.model.dimension, target.model.drawn_plates
-    if drawn or dimension > DENSE_BY_DEFAULT:
-        if not asked:
-            return False
-        reason = (
-            f"integrals of plate '{drawn[0].name}' are drawn, whose second derivatives are noise"
-            if drawn
-            else f"the model has {dimension:,} parameters, and no more than {DENSE_BY_DEFAULT:,}"
-            " are held as a matrix"
-        )
-        raise ValueError(
-            f"gradient='{GRADIENTS[2]}' needs the Hessian of all data at the centre, but {reason}:"
-            f" use gradient='{GRADIENTS[1]}'."
-        )
-    # with given rates there are as many steps with any noise
-    without = noise._replace(mean=0.0, largest=0.0)
-    saved = steps(noise) - _DEARER * steps(without)
-    passes = _DRAWS * saved * GRADIENTS_OF_A_STEP[1] * target.minibatch_share
-    return asked or (request.gradient == "auto" and passes > 2 * dimension)
-
-
-def _expanded(
-    target: Target,
-    rng_key: Array,
-    gaussian: Gaussian,
-    metric: Metric,
-    anchor: Anchor,
-    noise: NoiseLevel,
-) -> tuple[Anchor, NoiseLevel, float]:
-    """The anchor with a Hessian, the level of noise with it, and the cost in passes."""
-    further = target.compiled(partial(Target.anchor, order=2))(anchor.values)
-    level, cost = noise_with(target, rng_key, gaussian, metric, further, noise)
-    return further, level, cost + 2.0 * target.model.dimension
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from numpyro_sgmcmc.data.converters import array, instance, one_of, shown
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS, order_of
 from numpyro_sgmcmc.posterior.metric import IdentityMetric, Metric, from_covariance
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.phases import DENSE_BY_DEFAULT
+from numpyro_sgmcmc.tuning.expansion import DENSE_BY_DEFAULT
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 

@@ -48,7 +48,7 @@ from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.potential import full_data_gradient
 from numpyro_sgmcmc.posterior.target import Target, _quick_compilation
 from numpyro_sgmcmc.stein import SteinReport, start_sums, stein_report
-from numpyro_sgmcmc.tuning import phases, speed
+from numpyro_sgmcmc.tuning import expansion, phases, speed
 from numpyro_sgmcmc.tuning.curvature import find_curvature
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
@@ -531,16 +531,16 @@ def test_where_the_gradient_is_taken(order):
 
 
 def test_no_hessian_of_too_many_parameters(monkeypatch):
-    monkeypatch.setattr(phases, "DENSE_BY_DEFAULT", 3)
+    monkeypatch.setattr(expansion, "DENSE_BY_DEFAULT", 3)
     target, noise = Model(logistic, X, Y).target, NoiseLevel(1.0, 100.0, 1.0, 0.1)
-    asked = TuningRequest(None, None, None, "second_order_control_variate", init_to_uniform)
+    asked = "second_order_control_variate"
 
     def steps(noise):
         return 1 + noise.largest
 
     with pytest.raises(ValueError, match="has 4 parameters, and no more than 3 are held"):
-        phases._may_be_expanded(target, asked, steps, noise)
-    assert not phases._may_be_expanded(target, asked._replace(gradient="auto"), steps, noise)
+        expansion.worth_of_expansion(target, asked, steps, noise)
+    assert expansion.worth_of_expansion(target, "auto", steps, noise) == 0
 
 
 def test_the_integrator_suits_the_noise(tuning):
@@ -783,6 +783,7 @@ def test_no_noise_at_all(kernel):
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:NUTS is likely")  # 200 rows
 def test_too_many_parameters_for_a_matrix():
     """Variances, and some directions of a chain of correlations, which has no few that are all."""
     size, coupling = 2_100, 0.4
