@@ -259,7 +259,7 @@ def _evaluated(
     if is_gauss_newton:
         hessian = hessian + mean_prior(target, factor, points, gradients, rng_key)
     gradients = gradients @ factor
-    return (value, gradients.mean(0), hessian), looks_rough(draws, gradients, jnp.trace(hessian))
+    return (value, gradients.mean(0), hessian), looks_rough(draws, gradients, hessian)
 
 
 def _energies_at(target: Target, rng_key: Array, points: Array, count: Array) -> Array:

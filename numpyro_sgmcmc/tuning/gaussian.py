@@ -428,15 +428,15 @@ def whitened_hessian(
     return found
 
 
-def looks_rough(draws: Array, gradients: Array, trace: Array) -> Array:
+def looks_rough(draws: Array, gradients: Array, hessian: Array) -> Array:
     """
     True if gradients change much more between draws than the Hessian says.
 
     Gradients of absolute values do. The mean :math:`\\mathrm{E} \\, \\zeta^\\top g(\\zeta)` is the
-    trace of a right Hessian.
+    trace of a right Hessian. Far from a mode entries of its diagonal are negative, and not small.
 
     :param draws: :math:`\\zeta_s`, shape ``(8, d)``.
     :param gradients: there, in the coordinates, shape ``(8, d)``.
-    :param trace: of the mean Hessian in the coordinates.
+    :param hessian: the mean Hessian in the coordinates, shape ``(d, d)``.
     """
-    return trace < _ROUGH * jnp.sum(draws * gradients) / len(draws)
+    return jnp.abs(jnp.diagonal(hessian)).sum() < _ROUGH * jnp.sum(draws * gradients) / len(draws)

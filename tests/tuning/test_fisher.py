@@ -22,7 +22,7 @@ from numpyro_sgmcmc.tuning.find_reparam import non_centred
 from numpyro_sgmcmc.tuning.fisher import whitened_fisher
 from numpyro_sgmcmc.tuning.gauss_newton import has_distributions, uses_gauss_newton, whitened_prior
 from numpyro_sgmcmc.tuning.gauss_newton_check import Comparison
-from numpyro_sgmcmc.tuning.gaussian import find_metric
+from numpyro_sgmcmc.tuning.gaussian import find_metric, looks_rough
 
 COMPILE_QUICKLY = True
 
@@ -180,6 +180,28 @@ def test_effects_that_few_rows_know(monkeypatch):
     between = np.linalg.solve(hessians.metric.factor, found.metric.factor)
     sizes = np.linalg.svd(between, compute_uv=False)
     assert 0.7 < sizes[-1] and sizes[0] < 1.4
+
+
+def test_indefinite_is_not_rough():
+    """Far from the mode of heavy tails the trace of the Hessian is negative, and not near zero."""
+    draws = jnp.concatenate([jnp.eye(4), -jnp.eye(4)])
+    slopes = 10 * draws
+    assert looks_rough(draws, slopes, jnp.zeros((4, 4)))
+    assert not looks_rough(draws, slopes, jnp.diag(jnp.array([2.0, 2.0, 2.0, -300.0])))
+
+
+def test_heavy_tails_keep_to_gauss_newton_steps():
+    def heavy(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+        scale = numpyro.sample("scale", dist.HalfNormal(2))
+        nu = numpyro.sample("nu", dist.Gamma(2, 0.1))
+        with numpyro.plate("rows", len(y), subsample_size=200) as i:
+            numpyro.sample("y", dist.StudentT(nu, x[i] @ w, scale), obs=y[i])
+
+    y = X[:, 0] + RNG.standard_t(4, N).astype(np.float32)
+    found = tuned(target_of(y, heavy))
+    assert found.converged and found.is_gauss_newton and not found.is_rough
+    assert found.passes < 60
 
 
 def test_passes_do_not_grow_with_the_parameters():
