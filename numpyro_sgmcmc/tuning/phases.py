@@ -113,7 +113,7 @@ from numpyro_sgmcmc.tuning.noise_level import (
     noise_with,
     prepare_noise,
 )
-from numpyro_sgmcmc.tuning.pilot import Pilot, run_pilot, site_of, unusual_passes
+from numpyro_sgmcmc.tuning.pilot import Pilot, run_pilot, site_of
 from numpyro_sgmcmc.tuning.progress import bar
 from numpyro_sgmcmc.tuning.quadrature_error import rule_of_steps
 from numpyro_sgmcmc.tuning.rare_rows import TOLERABLE, error_of, find_rare_rows
@@ -228,6 +228,22 @@ def _find_shape(search: Search, known: Known) -> Known:
         first = point_at(target, gaussian)
         known = known.after("all rows", 1.0, first=first, gaussian=first.at_the_mode)
     return known._replace(metric=_chosen(search.request.metric, known.gaussian.metric))
+
+
+def _compare_with_nuts(search: Search, known: Known) -> Known:
+    """Warn that NUTS is likely to be quicker, where few rows have taken many passes."""
+    model = known.target.model
+    rows = max((plate.size for plate in model.plates), default=0)
+    # a group may have any number of rows
+    has_groups = bool(model.drawn_plates) or any(plate.points > 1 for plate in model.plates)
+    if known.spent > _PASSES_OF_NUTS and rows <= _ROWS_OF_NUTS and not has_groups:
+        warnings.warn(
+            f"NUTS is likely to be quicker here: the tuning has taken {known.spent:,.0f} passes"
+            f" over {rows:,} rows, about a hundred are usual, and it goes on. For"
+            f" {_ROWS_OF_NUTS:,} rows or fewer use `NUTS(full_data(model))`.",
+            stacklevel=2,
+        )
+    return known
 
 
 def _find_noise(search: Search, known: Known) -> Known:
@@ -345,25 +361,6 @@ def _find_strata(search: Search, known: Known) -> Known:
     return known.after("noise", cost, target=target, noise=noise, tuning=tuning)
 
 
-def _compare_with_nuts(search: Search, known: Known) -> Known:
-    """Warn that NUTS is likely to be quicker, where few rows have taken many passes."""
-    model = known.target.model
-    rows = max((plate.size for plate in model.plates), default=0)
-    # a group may have any number of rows
-    has_groups = bool(model.drawn_plates) or any(plate.points > 1 for plate in model.plates)
-    passes = known.spent
-    if search.request.step_size is None:
-        passes += unusual_passes(known.target, known.tuning)
-    if passes > _PASSES_OF_NUTS and rows <= _ROWS_OF_NUTS and not has_groups:
-        warnings.warn(
-            f"NUTS is likely to be quicker here: the tuning takes more than {passes:,.0f} passes"
-            f" over {rows:,} rows, where about a hundred are usual. For {_ROWS_OF_NUTS:,} rows or"
-            " fewer use `NUTS(full_data(model))`.",
-            stacklevel=2,
-        )
-    return known
-
-
 def _fly(search: Search, known: Known) -> Known:
     """Short chains with the step size that was found, where it was not given."""
     tuning = known.tuning._replace(passes=known.passes)
@@ -377,12 +374,12 @@ def _fly(search: Search, known: Known) -> Known:
 _PHASES = (
     _find_center,
     _find_shape,
+    _compare_with_nuts,
     _find_noise,
     _find_expansion,
     _find_mode_of_all_rows,
     _find_rates,
     _find_strata,
-    _compare_with_nuts,
     _fly,
 )
 

@@ -68,6 +68,7 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
     assert noise is not None
     # with one, chains agree where the posterior is a Gaussian
     has_matrix = isinstance(tuning.start, DenseMetric)
+    cost = PILOT_CHAINS * GRADIENTS_OF_A_STEP[order_of(tuning.anchor)] * target.minibatch_share
     passes = 0.0
     tried: list[Tuning] = []
     for halvings in range(_HALVINGS + 1):
@@ -76,7 +77,7 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
         for longer in _LONGER:
             steps, is_long_enough = pilot_steps(noise, step_size / tuning.width, longer)
             seen = pilot(step_size, steps, random.fold_in(key, longer))
-            passes += steps * _cost(target, tuning)
+            passes += steps * cost
             r_hat, slowest = _worst_r_hat(target, seen)
             # not by chance, and not because their memory is somewhat longer
             if r_hat is None or r_hat <= NOT_MIXED or not (has_matrix and is_long_enough):
@@ -118,18 +119,6 @@ def pilot_steps(noise: NoiseLevel, step_size: float, longer: int = 1) -> tuple[i
     needed = longer * _PILOT_TIME / step_size
     fewest = _PILOT_STEPS * min(max(1.0, noise.mean / 4), 10.0)
     return int(min(max(fewest, needed), _MOST_PILOT_STEPS)), needed <= _MOST_PILOT_STEPS
-
-
-def unusual_passes(target: Target, tuning: Tuning) -> float:
-    """The passes of a pilot with short steps beyond those of the shortest pilot."""
-    assert tuning.noise is not None
-    steps, _ = pilot_steps(tuning.noise, tuning.step_size / tuning.width)
-    return (steps - _PILOT_STEPS) * _cost(target, tuning)
-
-
-def _cost(target: Target, tuning: Tuning) -> float:
-    """The passes of a step of all chains of a pilot."""
-    return PILOT_CHAINS * GRADIENTS_OF_A_STEP[order_of(tuning.anchor)] * target.minibatch_share
 
 
 def _is_no_better(tried: list[Tuning]) -> bool:
