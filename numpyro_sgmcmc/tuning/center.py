@@ -78,9 +78,10 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
         U_S(\\theta) = -\\log p(\\theta) - \\sum_{i \\in S} \\log p(x_i \\mid \\theta)
 
     on few of them from several starts, and from the best of these on eight times as many, and
-    again, until they are half of all (fewer of groups whose latent variables are integrated out by
-    draws), or all where there seem to be several modes. The posterior of few rows is wide, and that
-    of eight times as many lies within a few of its standard deviations, so that Newton's method
+    again, until they are an eighth of all, or half of all where steps take Hessians. They are fewer
+    of groups whose latent variables are integrated out by draws, and all where there seem to be
+    several modes. The posterior of few rows is wide, and that of eight times as many lies within a
+    few of its standard deviations, so that Newton's method
     (:func:`~numpyro_sgmcmc.tuning.gaussian.find_metric`) never has far to go.
 
     With NumPyro's default strategy the starts are the point zero of the unconstrained parameters
@@ -320,9 +321,6 @@ class _Search:
         self.all_minibatches = 1 / share
         fewest = _FEWEST_GROUPS if target.model.drawn_plates else _FEWEST_ROWS
         rows = max(fewest, _ROWS_FOR_EACH * self.dimension)
-        # where what comes next, at its fewer points, costs twice as much
-        part = _ENOUGH if uses_gauss_newton(target) else draws_in(target) / DRAWS / 2
-        self.most_minibatches = part * self.all_minibatches
         first = min(rows / target.effective_batch_size, self.all_minibatches)
         self.first_count = max(1, math.ceil(first))
         self.hessians = math.ceil(DRAWS / self.first_count)
@@ -338,6 +336,13 @@ class _Search:
         self.is_gauss_newton = uses_gauss_newton(target)
         self._energies = target.compiled(_energies_at, "energies")
         self._way = target.compiled(way_between, "way")
+
+    @property
+    def most_minibatches(self) -> float:
+        """Minibatches from which the next search may take all rows."""
+        is_cheap = self.is_gauss_newton and not self.is_rough
+        part = _ENOUGH if is_cheap else draws_in(self.target) / DRAWS / 2
+        return part * self.all_minibatches
 
     def fits(self, rng_key: Array, init_strategy: Callable, count: int) -> list[Fit]:
         """The Gaussians that searches from several starts end at, the best first."""

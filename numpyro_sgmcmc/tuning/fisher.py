@@ -48,10 +48,10 @@ def whitened_fisher(
         alone = {plate.name: jax.tree.map(lambda x: x[None], row)}
         # of a single row that stands for all, and of the prior, which the mean takes out
         slope = jax.grad(potential)(values, alone, rng_key)
-        return ravel(slope) @ factor / plate.size
+        return ravel(slope) @ factor / rows_of(target)
 
     chunk = max(1, min(drawn.size, _NUMBERS // len(point)))
-    scores = lax.map(score, drawn._replace(weights=None), batch_size=chunk)
+    scores = lax.map(score, each_once(drawn), batch_size=chunk)
     scores = scores - stands_for @ scores / stands_for.sum()
     return (scores * stands_for[:, None]).T @ scores
 
@@ -62,4 +62,15 @@ def rows_stand_for(target: Target, rows: Rows) -> tuple[DrawnRows, Array]:
     drawn = counted(target.kinds, rows)[plate.name]
     none = jnp.ones(drawn.size, target.model.dtype)
     weights = none if drawn.weights is None else drawn.weights
-    return drawn, plate.size / drawn.size * weights
+    return drawn, rows_of(target) / drawn.size * weights
+
+
+def rows_of(target: Target) -> float:
+    """The number of rows that a row alone stands for: those of all devices, or of all data."""
+    (plate,) = target.model.plates
+    return float(plate.size * target.model.parts)
+
+
+def each_once(drawn: DrawnRows) -> DrawnRows:
+    """The rows without their weights."""
+    return drawn._replace(weights=jnp.ones(drawn.size))

@@ -26,7 +26,7 @@ from numpyro_sgmcmc.posterior.handlers import log_density, without_wrappers
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.potential import Rows, counted, ravel
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.fisher import rows_stand_for, whitened_fisher
+from numpyro_sgmcmc.tuning.fisher import each_once, rows_of, rows_stand_for, whitened_fisher
 
 _FEW = 12  #: parameters up to which a Hessian costs as little
 _MANY = 16  #: the most parameters of a row's distributions
@@ -60,8 +60,8 @@ def whitened_gauss_newton(
         J_i = \\frac{\\partial \\eta_i}{\\partial \\theta}, \\quad
         H_i = -\\nabla^2_\\eta \\log p(x_i \\mid \\eta_i) ,
 
-    with :math:`\\eta_i(\\theta)` the unconstrained parameters of the distributions of a row,
-    such as location and logarithm of the scale, and :math:`c_i` the number of rows that each stands
+    with :math:`\\eta_i(\\theta)` the parameters of the distributions of a row, such as location and
+    logarithm of the scale, and :math:`c_i` the number of rows that each stands
     for. It is the Hessian where :math:`\\eta_i` is linear, whether the model is right or wrong. It
     costs one gradient for each entry of :math:`\\eta_i`.
 
@@ -84,13 +84,10 @@ def whitened_gauss_newton(
         numbers, energy = likelihood(target, alone, rng_key)
         eta, pullback = jax.vjp(numbers, point)
         (slopes,) = jax.vmap(pullback)(jnp.eye(eta.size, dtype=eta.dtype))
-        # a row alone stands for all
-        return slopes @ factor, jax.hessian(energy)(eta) / plate.size
+        return slopes @ factor, jax.hessian(energy)(eta) / rows_of(target)
 
     chunk = max(1, min(drawn.size, _NUMBERS // (_MANY * len(point))))
-    slopes, inner = lax.map(of_row, drawn._replace(weights=None), batch_size=chunk)
-    # a rate of zero has no logarithm, and no derivative
-    slopes, inner = (jnp.where(jnp.isfinite(x), x, 0.0) for x in (slopes, inner))
+    slopes, inner = lax.map(of_row, each_once(drawn), batch_size=chunk)
     weighted = jnp.einsum("i,ijk,ikd->ijd", stands_for, inner, slopes)
     return weighted.reshape(-1, len(point)).T @ slopes.reshape(-1, len(point))
 
@@ -176,7 +173,8 @@ def likelihood(
 
     def numbers(point: Array) -> Array:
         leaves, links, _ = _parameters(sites_at(point))
-        return ravel_pytree([link.inv(x) for x, link in zip(leaves, links, strict=True) if link])[0]
+        each = zip(leaves, links, strict=True)
+        return ravel_pytree([_unconstrained(link, x) for x, link in each if link])[0]
 
     # shapes, and what is observed, are the same at any parameters
     sites = sites_at(jnp.zeros(target.model.dimension, target.model.dtype))
@@ -221,6 +219,12 @@ def _link(leaf: Any, support: Any) -> Any:
         if support is not None and support.event_dim == 0:
             return dist.biject_to(support)
     return dist.transforms.IdentityTransform()
+
+
+def _unconstrained(link: Any, leaf: Any) -> Array:
+    """The real number of a parameter; that of another one, which is constant, at a bound."""
+    is_inside = jnp.isfinite(link.inv(leaf))
+    return link.inv(jnp.where(is_inside, leaf, link(jnp.zeros_like(leaf))))
 
 
 def has_distributions(target: Target) -> bool:

@@ -105,8 +105,8 @@ def excess(
 
     .. math:: L^\\top \\big( -\\sum_i c_i \\nabla^2 \\log p(x_i \\mid \\theta) - F \\big) L \\, v ,
 
-    with :math:`F` of :func:`~numpyro_sgmcmc.tuning.gauss_newton.whitened_rows`. Both are of the
-    effects of hierarchies.
+    with :math:`F` of :func:`~numpyro_sgmcmc.tuning.gauss_newton.whitened_rows`. Effects are
+    taken to be linear in the coordinates of hierarchies.
 
     :param target: the model with its data.
     :param factor: :math:`L`, shape ``(d, d)``.

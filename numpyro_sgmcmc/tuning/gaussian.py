@@ -433,7 +433,8 @@ def looks_rough(draws: Array, gradients: Array, hessian: Array) -> Array:
     True if gradients change much more between draws than the Hessian says.
 
     Gradients of absolute values do. The mean :math:`\\mathrm{E} \\, \\zeta^\\top g(\\zeta)` is the
-    trace of a right Hessian. Far from a mode entries of its diagonal are negative, and not small.
+    trace of a right Hessian. Absolute values are summed, since entries of the diagonal may be
+    large and negative far from a mode.
 
     :param draws: :math:`\\zeta_s`, shape ``(8, d)``.
     :param gradients: there, in the coordinates, shape ``(8, d)``.

@@ -274,6 +274,8 @@ def _find_expansion(search: Search, known: Known) -> Known:
     if anchor is None:
         return known
     worth = worth_of_expansion(known.seen, request.gradient, steps_with, noise)
+    if known.is_sample and worth <= 2 * known.seen.model.dimension:
+        return known  # the Hessian of all rows is still to come, column by column
     further, cost = expanded(known.seen, anchor, worth)
     if further is not None:
         at = search.key(2), known.gaussian, known.metric, further, noise
