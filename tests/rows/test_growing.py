@@ -50,6 +50,7 @@ from numpyro_sgmcmc.posterior.control_variate import Anchor
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.potential import hessian_of
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.tuning.expansion import _by_gauss_newton
 
 COMPILE_QUICKLY = True
 BATCH = 100
@@ -206,6 +207,9 @@ def test_sums_of_old_rows_and_new_ones(model, half_life):
 
     expected = jax.jit(lambda: summed(plain, 1_700))()
     close(jax.jit(lambda: growing.anchor(effects, order))(), expected)
+    if model is logistic:  # each row counts once there, and not squared
+        by_gauss_newton = jax.jit(lambda: _by_gauss_newton(growing, growing.anchor(effects)))
+        close(by_gauss_newton()[0], expected.hessian)
     first_rows = tuple(jnp.asarray(x[:1_300]) for x in data)
     first = Target(
         read_model(model, init_to_uniform, first_rows, {}),
