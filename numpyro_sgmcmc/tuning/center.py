@@ -364,9 +364,9 @@ class _Search:
         def products(key: Array, start: Array, steps: int) -> Any:
             return program(self.rng_key, key, *there, np.int32(count), start, np.int32(steps))
 
-        found = compare(products, self.rng_key, self.dimension, self.dtype)
-        self.passes += found.gradients * self._share(count)
-        return found.is_alike(_UNLIKE)
+        likeness = compare(products, self.rng_key, self.dimension, self.dtype)
+        self.passes += likeness.gradients * self._share(count)
+        return likeness.is_alike(_UNLIKE)
 
     def modes(self, best: Fit, others: list[Fit], count: int) -> list[Fit]:
         """

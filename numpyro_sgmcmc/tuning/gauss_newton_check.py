@@ -75,8 +75,8 @@ def compare(products: Products, rng_key: Array, dimension: int, dtype: Any) -> C
     """
     first_key, second_key, vector_key = random.split(rng_key, 3)
     start = random.normal(vector_key, (dimension,), dtype)
-    found = products(first_key, start, PRODUCTS)
-    basis, diagonal, beside = (np.asarray(x, np.float64) for x in found)
+    ends = products(first_key, start, PRODUCTS)
+    basis, diagonal, beside = (np.asarray(x, np.float64) for x in ends)
     if not (np.all(np.isfinite(diagonal)) and np.all(np.isfinite(beside))):
         none = np.zeros((0, dimension))
         return Comparison(math.nan, none[:, 0], none, _GRADIENTS * PRODUCTS)

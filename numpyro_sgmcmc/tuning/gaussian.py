@@ -217,14 +217,14 @@ class _Search:
         if best is None or not has_converged(best, _LAST):
             return None
         for _ in range(_CORRECTIONS):
-            found = self.compared(best)
-            if found.is_alike(_UNLIKE):
-                self.usual, self.curvature = found.usual, found.curvature
+            likeness = self.compared(best)
+            if likeness.is_alike(_UNLIKE):
+                self.usual, self.curvature = likeness.usual, likeness.curvature
                 return best
-            if not found.is_alike(math.inf):
+            if not likeness.is_alike(math.inf):
                 break
             inverse = np.linalg.inv(best.factor)
-            self.missing = self.missing + inverse.T @ found.missing @ inverse
+            self.missing = self.missing + inverse.T @ likeness.missing @ inverse
             best = self.closest(best.center, best.factor, _LAST)
             if best is None or not has_converged(best, _LAST):
                 break
@@ -239,9 +239,9 @@ class _Search:
         def products(key: Array, start: Array, steps: int) -> Any:
             return program(self.rng_key, key, *there, np.int32(self.few), start, np.int32(steps))
 
-        found = compare(products, self.rng_key, self.dimension, self.dtype)
-        self.passes += found.gradients * self.few * self.target.minibatch_share
-        return found
+        likeness = compare(products, self.rng_key, self.dimension, self.dtype)
+        self.passes += likeness.gradients * self.few * self.target.minibatch_share
+        return likeness
 
     def begin_with_hessians(self) -> None:
         """Hessians from here on."""
