@@ -125,9 +125,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     search = _Search(target, key)
     count = search.first_count
     fits = search.fits(start_key, init_strategy, count)
-    if search.is_rough:
-        search.is_gauss_newton = False
-    elif search.is_gauss_newton and not (fits and search.is_alike(fits[0], count)):
+    if search.is_gauss_newton and not (fits and search.is_reliable(fits[0], count)):
         # far from the mode the scores of a scale, say, vary much more than the Hessian says
         search.is_gauss_newton = False
         fits = search.fits(start_key, init_strategy, count)
@@ -155,7 +153,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
         multimodal=several,
         part=part,
         is_rough=search.is_rough,
-        is_gauss_newton=search.is_gauss_newton and not search.is_rough,
+        is_gauss_newton=search.is_gauss_newton,
     )
 
 
@@ -296,7 +294,7 @@ def _products(
 
 
 def _program(target: Target, is_rough: bool, is_gauss_newton: bool) -> Program:
-    facts = is_rough, is_gauss_newton and not is_rough
+    facts = is_rough, is_gauss_newton
     return target.compiled(partial(_evaluated, *facts), "center", *facts)
 
 
@@ -340,8 +338,7 @@ class _Search:
     @property
     def most_minibatches(self) -> float:
         """Minibatches from which the next search may take all rows."""
-        is_cheap = self.is_gauss_newton and not self.is_rough
-        part = _ENOUGH if is_cheap else draws_in(self.target) / DRAWS / 2
+        part = _ENOUGH if self.is_gauss_newton else draws_in(self.target) / DRAWS / 2
         return part * self.all_minibatches
 
     def fits(self, rng_key: Array, init_strategy: Callable, count: int) -> list[Fit]:
@@ -354,10 +351,12 @@ class _Search:
                     break
         return sorted(fits, key=lambda fit: fit.objective)
 
-    def is_alike(self, fit: Fit, count: int) -> bool:
+    def is_reliable(self, fit: Fit, count: int) -> bool:
         """True if the search has converged, and no Fisher information has misled it."""
-        if not has_converged(fit, _SHORTEST) or has_distributions(self.target):
-            return has_converged(fit, _SHORTEST)
+        if not has_converged(fit, _SHORTEST):
+            return False
+        if has_distributions(self.target):
+            return True
         there = [np.asarray(x, self.dtype) for x in (fit.center, fit.factor)]
         program = self.target.compiled(_products, "products of few rows")
 
@@ -445,9 +444,8 @@ class _Search:
     ) -> Any:
         hessians = self.hessians if reach else 1
         # a Hessian-vector product counts as two gradients
-        is_gauss_newton = self.is_gauss_newton and not is_rough
-        draws = _FEWER_DRAWS if is_gauss_newton else DRAWS
-        columns = 1 if is_gauss_newton else 2 * self.dimension
+        draws = _FEWER_DRAWS if self.is_gauss_newton else DRAWS
+        columns = 1 if self.is_gauss_newton else 2 * self.dimension
         self.passes += (draws + columns * hessians) * self._share(count)
         numbers = (np.asarray(x, self.dtype) for x in (center, factor, reach, part))
         center, factor, reach_, part_ = numbers
@@ -464,9 +462,9 @@ class _Search:
         def fitted(center: np.ndarray, factor: np.ndarray) -> Fit | None:
             found, rough = self._look(self.is_rough, center, factor, 1, count)
             if rough and not self.is_rough and not self.is_smooth:
-                self.is_rough = True
+                self.is_rough, self.is_gauss_newton = True, False
                 return fitted(center, factor)
             return fit_of(center, factor, found, self.dtype)
 
-        shortest = _SHORTEST if self.is_gauss_newton and not self.is_rough else 0.1
+        shortest = _SHORTEST if self.is_gauss_newton else 0.1
         return closest_gaussian(fitted, np.asarray(center, float), factor, steps, shortest)

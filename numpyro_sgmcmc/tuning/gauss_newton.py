@@ -31,7 +31,7 @@ from numpyro_sgmcmc.tuning.fisher import each_once, rows_of, rows_stand_for, whi
 _FEW = 12  #: parameters up to which a Hessian costs as little
 _MANY = 16  #: the most parameters of a row's distributions
 
-#: Derivatives are held for as many rows at once as make this many numbers.
+#: Derivatives are taken of as many rows at once as make this many numbers.
 _NUMBERS = 2**22
 
 
@@ -70,6 +70,28 @@ def whitened_gauss_newton(
     :param point: :math:`\\theta`, one flat vector.
     :param rows: the rows of the minibatch.
     :param rng_key: the key of the model.
+
+    **Example:** the matrix of a regression with unit scale is :math:`X^\\top X`.
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import init_to_uniform
+        >>> from numpyro_sgmcmc.posterior.model import read_model
+        >>> from numpyro_sgmcmc.posterior.target import Target
+        >>> from numpyro_sgmcmc.tuning.gauss_newton import whitened_gauss_newton
+
+        >>> def model(x, y):
+        ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=2) as i:
+        ...         numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+        >>> data = jnp.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]), jnp.zeros(3)
+        >>> target = Target(read_model(model, init_to_uniform, data, {}), data, {})
+        >>> rows = {"rows": jnp.arange(3)}
+        >>> at = jnp.eye(2), jnp.zeros(2), rows, jax.random.key(0)
+        >>> whitened_gauss_newton(target, *at).round(3).tolist()
+        [[3.0, 3.0], [3.0, 5.0]]
 
     **References:**
 

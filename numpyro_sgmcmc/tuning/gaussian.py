@@ -170,7 +170,7 @@ class _Search:
             epoch = max(plate.size / plate.subsample_size for plate in target.model.plates)
             minibatches = min(minibatches, math.ceil(epoch))
         self.few = max(DRAWS, minibatches)
-        self.is_gauss_newton = start.is_gauss_newton and not start.is_rough
+        self.is_gauss_newton = start.is_gauss_newton
         self.all = math.ceil(1 / target.minibatch_share)
         self.minibatches = self.few
         if self.is_gauss_newton:

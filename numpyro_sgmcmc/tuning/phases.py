@@ -84,9 +84,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
-from numpyro_sgmcmc.posterior.control_variate import (
-    order_of,
-)
+from numpyro_sgmcmc.posterior.control_variate import order_of
 from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
