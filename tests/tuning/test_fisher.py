@@ -143,9 +143,7 @@ def target_of_effects():
 
 
 def test_the_curvature_of_coordinates_is_exact():
-    """
-    What the Hessian has beside the rows' own in the effects, and what the priors' Hessian lacks.
-    """
+    """With the rows' own curvature it adds up to the Hessian; the prior's alone does not."""
     target, number = target_of_effects()
     values = {"mu": jnp.array(-1.0), "tau": jnp.log(0.5), "x": jnp.linspace(-1, 1, GROUPS)}
     point, unit, rows = ravel(values), jnp.eye(GROUPS + 2), {"rows": jnp.arange(number)}
@@ -167,8 +165,8 @@ def test_the_curvature_of_coordinates_is_exact():
 
 
 def test_effects_that_few_rows_know(monkeypatch):
-    """The search keeps to the Fisher information, and ends at the metric of the Hessian."""
-    target, number = target_of_effects()
+    """Gauss-Newton steps end at the metric of Newton steps, for a fifth of the passes."""
+    target, _ = target_of_effects()
     found = tuned(target)
     assert found.converged and found.is_gauss_newton
     monkeypatch.setattr(center, "uses_gauss_newton", lambda _: False)

@@ -116,8 +116,8 @@ def test_it_is_the_hessian_far_from_the_mode(law):
     np.testing.assert_allclose(found, hessian, atol=2e-4 * np.abs(hessian).max())
 
 
-def test_several_sites_in_planes_of_their_own():
-    """A second site with another plate inside, rows that count more, and a scale of groups."""
+def test_a_second_site_in_another_plate():
+    """Its plate is inside that of the rows, and its entries count twice."""
 
     def model(x, y, z):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
@@ -154,8 +154,8 @@ def test_what_is_not_linear_is_seen_by_the_product():
     np.testing.assert_allclose(rest, (hessian - found) @ vector, atol=1e-4 * scale)
 
 
-def test_models_without_these_numbers():
-    """Factors, distributions that are no trees, and too many numbers for each row."""
+def test_models_whose_rows_have_no_such_distributions():
+    """Factors, distributions that are no trees, and too many parameters of a row."""
     y = observed(LAWS["normal"])
 
     def factor(x, y):
