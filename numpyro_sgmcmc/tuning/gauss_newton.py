@@ -90,8 +90,8 @@ def whitened_gauss_newton(
         >>> target = Target(read_model(model, init_to_uniform, data, {}), data, {})
         >>> rows = {"rows": jnp.arange(3)}
         >>> at = jnp.eye(2), jnp.zeros(2), rows, jax.random.key(0)
-        >>> whitened_gauss_newton(target, *at).round(3).tolist()
-        [[3.0, 3.0], [3.0, 5.0]]
+        >>> whitened_gauss_newton(target, *at).round().astype(int).tolist()
+        [[3, 3], [3, 5]]
 
     **References:**
 

@@ -783,6 +783,7 @@ def test_no_noise_at_all(kernel):
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:NUTS is likely")  # 200 rows
 def test_too_many_parameters_for_a_matrix():
     """Variances, and some directions of a chain of correlations, which has no few that are all."""
     size, coupling = 2_100, 0.4
