@@ -12,6 +12,7 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
@@ -22,13 +23,7 @@ from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
-from numpyro_sgmcmc.tuning.gauss_newton import (
-    has_distributions,
-    mean_prior,
-    uses_gauss_newton,
-    whitened_rows,
-)
-from numpyro_sgmcmc.tuning.gauss_newton_check import compare, compared, excess
+from numpyro_sgmcmc.tuning.gauss_newton import mean_prior, uses_gauss_newton, whitened_rows
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
     FAR_ABOVE,
@@ -46,6 +41,8 @@ _FEWER_STARTS = 3  #: the same of many parameters
 _MANY_PARAMETERS = 50  #: how many that is
 _MANY_POINTS = 32  #: evaluations of a group beyond which there is one start
 
+_WIDEST = 2.0  #: the most that starts reach in a parameter with a bound, such as a logarithm
+
 _FEWEST_ROWS = 1_000  #: the fewest rows of the first search
 _FEWEST_GROUPS = 200  #: the same of groups whose latent variables are integrated out by draws
 _ROWS_FOR_EACH = 10  #: the fewest rows for each parameter
@@ -59,9 +56,6 @@ _ENOUGH = 1 / 8
 
 _SHORTEST = 0.4  #: length of a Gauss-Newton step at which a search ends
 _FEWER_DRAWS = 4  #: draws of the Gaussian where a Gauss-Newton matrix stands in for Hessians
-
-#: Ratio of an eigenvalue of the Hessian to the mean beyond which Gauss-Newton steps are too slow.
-_UNLIKE = 5.0
 
 _STEPS = 60  #: Newton steps of a search
 _FEWER_STEPS = 20  #: the same of a search that begins where another one has ended
@@ -86,8 +80,9 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
 
     With NumPyro's default strategy the starts are the point zero of the unconstrained parameters
     and points around it, as far as the width that the Hessian there gives to the posterior of a
-    single row. All of it goes with the units of data and parameters: if a column of a regression
-    is multiplied by a number, so is every step divided by it.
+    single row, and at most 2 for a parameter with bounds. All of it goes with the units of data and
+    parameters: if a column of a regression is multiplied by a number, so is every step divided by
+    it.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -125,7 +120,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     search = _Search(target, key)
     count = search.first_count
     fits = search.fits(start_key, init_strategy, count)
-    if search.is_gauss_newton and not (fits and search.is_reliable(fits[0], count)):
+    if search.is_gauss_newton and not (fits and has_converged(fits[0], _SHORTEST)):
         # far from the mode the scores of a scale, say, vary much more than the Hessian says
         search.is_gauss_newton = False
         fits = search.fits(start_key, init_strategy, count)
@@ -261,6 +256,24 @@ def _evaluated(
     return (value, gradients.mean(0), hessian), looks_rough(draws, gradients, hessian)
 
 
+def _is_bounded(target: Target) -> np.ndarray:
+    """Which coordinates are of sites with bounds, so that they have no units."""
+    model, found = target.model, {}
+
+    def read(values: Values) -> Array:
+        rows, key = model.first_rows(), random.key(0)
+        energy, sites = model.potential_and_sites(values, rows, key, target.args, target.kwargs)
+        for name in model.latents:
+            link = dist.biject_to(sites[name]["fn"].support)
+            link = getattr(link, "base_transform", link)  # of the entries of a vector
+            found[name] = not isinstance(link, dist.transforms.IdentityTransform)
+        return energy
+
+    jax.eval_shape(read, {k: jnp.zeros(x.shape, x.dtype) for k, x in model.latents.items()})
+    each = (np.full(model.latents[k].size, found[k]) for k in sorted(found))
+    return np.concatenate(list(each))
+
+
 def _energies_at(target: Target, rng_key: Array, points: Array, count: Array) -> Array:
     potential = _potential(target, rng_key)
 
@@ -268,29 +281,6 @@ def _energies_at(target: Target, rng_key: Array, points: Array, count: Array) ->
         return lax.map(lambda x: potential(x, rows), points)
 
     return _mean(target, rng_key, count, seen)
-
-
-def _products(
-    target: Target,
-    rng_key: Array,
-    rows_key: Array,
-    center: Array,
-    factor: Array,
-    count: Array,
-    start: Array,
-    steps: Array,
-) -> tuple[Array, Array, Array]:
-    """Comparison of Hessian and Gauss-Newton matrix of so many minibatches around a Gaussian."""
-    draws = normal_draws(rng_key, len(center), center.dtype, _FEWER_DRAWS)
-    points = center + draws @ factor.T
-
-    def product(vector: Array) -> Array:
-        def seen(rows: Any, k: Array) -> Array:
-            return excess(target, factor, points[k % len(points)], rows, rng_key, vector)
-
-        return _mean(target, rows_key, count, seen)
-
-    return compared(product, start, steps)
 
 
 def _program(target: Target, is_rough: bool, is_gauss_newton: bool) -> Program:
@@ -332,6 +322,7 @@ class _Search:
         # integrals are, and what looks rough is the noise of draws far from the posterior
         self.is_smooth = bool(target.model.drawn_plates)
         self.is_gauss_newton = uses_gauss_newton(target)
+        self.is_bounded = _is_bounded(target)
         self._energies = target.compiled(_energies_at, "energies")
         self._way = target.compiled(way_between, "way")
 
@@ -350,22 +341,6 @@ class _Search:
                 if self.takes_long:
                     break
         return sorted(fits, key=lambda fit: fit.objective)
-
-    def is_reliable(self, fit: Fit, count: int) -> bool:
-        """True if the search has converged, and no Fisher information has misled it."""
-        if not has_converged(fit, _SHORTEST):
-            return False
-        if has_distributions(self.target):
-            return True
-        there = [np.asarray(x, self.dtype) for x in (fit.center, fit.factor)]
-        program = self.target.compiled(_products, "products of few rows")
-
-        def products(key: Array, start: Array, steps: int) -> Any:
-            return program(self.rng_key, key, *there, np.int32(count), start, np.int32(steps))
-
-        likeness = compare(products, self.rng_key, self.dimension, self.dtype)
-        self.passes += likeness.gradients * self._share(count)
-        return likeness.is_alike(_UNLIKE)
 
     def modes(self, best: Fit, others: list[Fit], count: int) -> list[Fit]:
         """
@@ -431,7 +406,8 @@ class _Search:
         known = diagonal > 0
         if not known.any():
             return np.ones(self.dimension)
-        return np.where(known, diagonal, np.median(diagonal[known])) ** -0.5
+        scale = np.where(known, diagonal, np.median(diagonal[known])) ** -0.5
+        return np.where(self.is_bounded, np.minimum(scale, _WIDEST), scale)
 
     def _look(
         self,

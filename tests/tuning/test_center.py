@@ -212,6 +212,24 @@ def test_a_rough_likelihood(find, most, monkeypatch):
     assert (widths() > 3 * expected).any()  # as if the rows said nothing
 
 
+def test_scales_start_within_reach():
+    """The curvature of a prior in the logarithm of a scale is no width of it, and has no units."""
+
+    def model(y):
+        means = numpyro.sample("means", dist.Normal(0, 1e6).expand([2]).to_event(1))
+        unknown = numpyro.sample("scales", dist.HalfNormal(50).expand([2]).to_event(1))
+        a = numpyro.sample("a", dist.Normal(0, unknown).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(means[0] + a[0], 1e4), obs=y[i])
+
+    target = non_centred(target_of(model, jnp.zeros(N)))
+    starts = _Search(target, random.key(0)).starts(random.key(1), init_to_uniform, 1)
+    zero, *others = (target.unravel(x) for x, _ in starts)
+    assert len(others) == 5 and all(np.all(x == 0) for x in zero.values())
+    reach = {k: np.abs([x[k] for x in others]).max() for k in zero}
+    assert 1 < reach["scales"] < 2 * 4 and 1e4 < reach["means"] < 1e7
+
+
 @pytest.mark.nightly
 def test_a_hierarchy_in_raw_units():
     """Growth of rats: effects around 240 and 90; searches begin at zero, with scales of 1."""
