@@ -126,8 +126,9 @@ LOW_RANK_BY_DEFAULT = 200_000  #: the most whose metric has a low rank; it is di
 #: Passes over the rows that few models need.
 _MANY_PASSES = 300.0
 
-#: Passes and rows for which NUTS is likely to be quicker.
-_PASSES_OF_NUTS, _ROWS_OF_NUTS = 1_000.0, 10_000
+#: Gradients of NUTS's warm-up, of 1,000 trees with ten steps each, and the most rows for which
+#: they take less time than so many passes of the tuning.
+_PASSES_OF_NUTS, _ROWS_OF_NUTS = 10_000.0, 10_000
 
 #: The phases by the names that the progress bar shows.
 PHASES = ("centre", "metric", "noise", "pilot")

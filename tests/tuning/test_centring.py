@@ -343,7 +343,6 @@ def run(case, samples=1_500, kernel=CCAdL, **options):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "NUTS is likely to be quicker")  # 240 rows
         mcmc.run(random.key(1), *DATA)
     return mcmc
 

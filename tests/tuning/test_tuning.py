@@ -783,7 +783,6 @@ def test_no_noise_at_all(kernel):
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:NUTS is likely")  # 200 rows
 def test_too_many_parameters_for_a_matrix():
     """Variances, and some directions of a chain of correlations, which has no few that are all."""
     size, coupling = 2_100, 0.4
@@ -1091,6 +1090,19 @@ def test_when_minibatches_do_not_pay():
     ):
         assert NO_GAIN._replace(**other).minibatches_pay
     assert not NO_GAIN._replace(step_size=0.07 / 4, halvings=2).minibatches_pay
+
+
+def test_when_nuts_is_quicker(monkeypatch):
+    """Many passes over few rows, and neither few passes nor many rows."""
+    kernel = CCAdL(logistic, progress_bar=False)
+    passes = sum(kernel.tune(random.key(0), X, Y).passes.values())  # warnings are errors
+    monkeypatch.setattr(phases, "_PASSES_OF_NUTS", 1.0)
+    monkeypatch.setattr(phases, "_ROWS_OF_NUTS", N - 1)
+    CCAdL(logistic, progress_bar=False).tune(random.key(0), X, Y)
+    monkeypatch.setattr(phases, "_ROWS_OF_NUTS", N)
+    with pytest.warns(UserWarning, match=rf"NUTS is likely to be quicker here: .* over {N:,} rows"):
+        tuning = CCAdL(logistic, progress_bar=False).tune(random.key(0), X, Y)
+    assert sum(tuning.passes.values()) == passes
 
 
 @pytest.mark.parametrize(
