@@ -8,8 +8,9 @@ Passes over 100,000 rows before the first draw of ``CCAdL(model)``, and its prom
 
 Minibatches have 500 rows. The ten categorical columns have 200,000 rows and minibatches of 1,000,
 with levels whose frequencies follow Zipf's law. The promise is the time of 400 effective samples of
-one chain. The time that came is that of the parameter with the fewest effective samples, in a run
-of up to 1,000 samples or a minute.
+one chain. The time that came is that of the site with the fewest effective samples, in a run of up
+to 1,000 samples or a minute. Of a site it is the first percentile, since among thousands of
+estimates some are small by chance.
 """
 
 import argparse
@@ -109,13 +110,14 @@ CASES = {
 
 
 def seconds_to(size, model, data, tuning):
-    """Seconds of one chain to an effective sample size of the slowest parameter."""
+    """Seconds of one chain to an effective sample size of the slowest site."""
     draws = int(np.clip(60 / tuning.seconds_per_sample, 100, 1_000))
     kernel = CCAdL(model, tuning=tuning, progress_bar=False)
     mcmc = MCMC(kernel, num_warmup=draws // 5, num_samples=draws, progress_bar=False)
     mcmc.run(random.key(1), *data)
     samples = mcmc.get_samples(group_by_chain=True).values()
-    came = min(float(effective_sample_size(np.asarray(x)).min()) for x in samples)
+    sizes = (effective_sample_size(np.asarray(x)) for x in samples)
+    came = min(float(np.quantile(x, 0.01)) for x in sizes)
     return size / came * seconds_of_draws(mcmc, data, draws, rounds=1)
 
 
