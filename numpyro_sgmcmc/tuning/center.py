@@ -41,7 +41,10 @@ _FEWER_STARTS = 3  #: the same of many parameters
 _MANY_PARAMETERS = 50  #: how many that is
 _MANY_POINTS = 32  #: evaluations of a group beyond which there is one start
 
-_WIDEST = 2.0  #: the most that starts reach in a parameter with a bound, such as a logarithm
+_WIDEST = 2.0  #: the largest width of starts in a parameter with bounds, such as a logarithm
+
+#: Transforms of sites without bounds, whose parameters have units.
+_LINEAR = dist.transforms.IdentityTransform, dist.transforms.ZeroSumTransform
 
 _FEWEST_ROWS = 1_000  #: the fewest rows of the first search
 _FEWEST_GROUPS = 200  #: the same of groups whose latent variables are integrated out by draws
@@ -80,9 +83,9 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
 
     With NumPyro's default strategy the starts are the point zero of the unconstrained parameters
     and points around it, as far as the width that the Hessian there gives to the posterior of a
-    single row, and at most 2 for a parameter with bounds. All of it goes with the units of data and
-    parameters: if a column of a regression is multiplied by a number, so is every step divided by
-    it.
+    single row, which is at most 2 in a parameter with bounds. All of it goes with the units of data
+    and parameters: if a column of a regression is multiplied by a number, so is every step divided
+    by it.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -258,7 +261,7 @@ def _evaluated(
 
 def _is_bounded(target: Target) -> np.ndarray:
     """Which coordinates are of sites with bounds, so that they have no units."""
-    model, found = target.model, {}
+    model, found = target.model.with_rule("none"), {}
 
     def read(values: Values) -> Array:
         rows, key = model.first_rows(), random.key(0)
@@ -266,7 +269,7 @@ def _is_bounded(target: Target) -> np.ndarray:
         for name in model.latents:
             link = dist.biject_to(sites[name]["fn"].support)
             link = getattr(link, "base_transform", link)  # of the entries of a vector
-            found[name] = not isinstance(link, dist.transforms.IdentityTransform)
+            found[name] = not isinstance(link, _LINEAR)
         return energy
 
     jax.eval_shape(read, {k: jnp.zeros(x.shape, x.dtype) for k, x in model.latents.items()})

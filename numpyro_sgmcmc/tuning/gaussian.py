@@ -56,7 +56,7 @@ _LAST = 0.4
 _UNLIKE, _CORRECTIONS = 2.5, 4
 
 #: The second derivatives of a rough potential are less than this part of those between draws.
-_ROUGH = 0.1
+ROUGH = 0.1
 
 #: An eigenvalue of the Hessian in the coordinates of the Gaussian that is none.
 _FLAT = 0.05
@@ -75,7 +75,7 @@ class Gaussian(NamedTuple):
     - **part** - of which part of the rows the posterior is.
     - **is_rough** - whether second derivatives say nothing of its shape.
     - **flat** - a direction in its coordinates along which nothing changes, or None.
-    - **is_gauss_newton** - whether the Gauss-Newton matrix of the rows is like their Hessian.
+    - **is_gauss_newton** - whether a Gauss-Newton matrix of the rows stood in for their Hessian.
     """
 
     metric: GaussianMetric
@@ -440,4 +440,4 @@ def looks_rough(draws: Array, gradients: Array, hessian: Array) -> Array:
     :param gradients: there, in the coordinates, shape ``(8, d)``.
     :param hessian: the mean Hessian in the coordinates, shape ``(d, d)``.
     """
-    return jnp.abs(jnp.diagonal(hessian)).sum() < _ROUGH * jnp.sum(draws * gradients) / len(draws)
+    return jnp.abs(jnp.diagonal(hessian)).sum() < ROUGH * jnp.sum(draws * gradients) / len(draws)

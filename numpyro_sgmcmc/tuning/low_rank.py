@@ -19,7 +19,7 @@ from numpyro_sgmcmc.posterior.metric import (
 )
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.gaussian import Gaussian
+from numpyro_sgmcmc.tuning.gaussian import ROUGH, Gaussian
 from numpyro_sgmcmc.tuning.variational import descended, hessian_product, passes_of_descent
 
 _PRODUCTS = 16  #: products with the Hessian in a round, beside those of given directions
@@ -34,9 +34,6 @@ _ERROR = 0.3  #: largest relative error of an eigenvalue that is known
 _FLAT = 1e-6  #: part of the largest eigenvalue below which one is as good as none
 
 _MOST_PASSES = 200.0  #: passes over the data after which no round is begun
-
-#: Part of the trace, by differences of gradients, below which that of the Hessian says nothing.
-_ROUGH = 0.1
 
 
 def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
@@ -80,7 +77,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         >>> from numpyro_sgmcmc.posterior.metric import DiagonalMetric
         >>> from numpyro_sgmcmc.posterior.model import read_model
         >>> from numpyro_sgmcmc.posterior.target import Target
-        >>> from numpyro_sgmcmc.tuning.gaussian import Gaussian
+        >>> from numpyro_sgmcmc.tuning.gaussian import ROUGH, Gaussian
         >>> from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 
         >>> def model(y):
@@ -102,7 +99,9 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         metric = DiagonalMetric(metric.center, jnp.sum(metric.inverse**2, axis=0) ** -0.5)
     dimension, dtype = len(metric.center), metric.scale.dtype
     none = jnp.zeros((dimension, _COLUMNS), dtype), jnp.ones(_COLUMNS, dtype)
-    metric, shared = LowRankMetric(metric.center, metric.scale, *none), _shared_directions(target)
+    # the posterior of all rows is narrower than that of a part
+    scale, shared = start.part**0.5 * metric.scale, _shared_directions(target)
+    metric = LowRankMetric(metric.center, scale, *none)
     descend = target.compiled(partial(descended, controlled=_is_controlled(target)))
     look, passes = target.compiled(_looked), 0.0
     is_round, ends = False, (1.0, 1.0)
@@ -120,7 +119,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
                 "Tuning found no metric: the potential is not finite near the centre that was"
                 " found. Give `metric=` variances, or reparametrise the model."
             )
-        if start.is_rough or space.trace < _ROUGH * found.curvatures.sum():
+        if start.is_rough or space.trace < ROUGH * found.curvatures.sum():
             # second derivatives say nothing of the directions
             start = start._replace(is_rough=True)
             break

@@ -232,10 +232,10 @@ def _find_shape(search: Search, known: Known) -> Known:
 def _compare_with_nuts(search: Search, known: Known) -> Known:
     """Warn that NUTS is likely to be quicker, where few rows have taken many passes."""
     model = known.target.model
-    rows = max((plate.size for plate in model.plates), default=0)
+    rows = max((plate.size * known.target.parts for plate in model.plates), default=0)
     # a group may have any number of rows
     has_groups = bool(model.drawn_plates) or any(plate.points > 1 for plate in model.plates)
-    if known.spent > _PASSES_OF_NUTS and rows <= _ROWS_OF_NUTS and not has_groups:
+    if known.spent > _PASSES_OF_NUTS and 0 < rows <= _ROWS_OF_NUTS and not has_groups:
         warnings.warn(
             f"NUTS is likely to be quicker here: the tuning has taken {known.spent:,.0f} passes"
             f" over {rows:,} rows, about a hundred are usual, and it goes on. For"

@@ -19,7 +19,7 @@ from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
 from numpyro_sgmcmc.tuning.gauss_newton import uses_gauss_newton
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes, hessian_times
+from numpyro_sgmcmc.tuning.gaussian import ROUGH, Gaussian, are_modes, hessian_times
 
 _STARTS = 3  #: starts of the search
 _ADAM_STEPS = 1_000  #: steps of Adam
@@ -32,6 +32,7 @@ _RATES = 0.1, 0.01  #: the first and the last of its step sizes
 _WIDER, _NARROWER = 16.0, 100.0  #: factors by which a descent changes a variance at most
 
 _PROBES = 8  #: products with the Hessian of all rows that show its diagonal
+_SURE = 4.0  #: standard errors at which an entry of the diagonal is as it was seen
 _MINIBATCHES = 40  #: minibatches whose potential shows a barrier between two centres
 
 
@@ -51,9 +52,10 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
             - \\sum_j \\log s_j,
 
     on minibatches, by 1,000 steps of Adam and two descents of 400 steps of the natural gradient
-    (:func:`descended`). Three searches start at different points, because some models have poor
-    local optima, and the best one counts. If another search is about as good, with a barrier in
-    between, the posterior has several modes.
+    (:func:`descended`). Eight products with the Hessian of all rows then correct the scales. Three
+    searches start at different points, because some models have poor local optima, and the best one
+    counts. If another search is about as good, with a barrier in between, the posterior has several
+    modes.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -106,12 +108,16 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
     passes += _STARTS * _DESCENTS * passes_of_descent(target)
     several = np.all([are_modes(way) for way in np.asarray(energies)], axis=0)
     curvatures = target.compiled(_curvatures)(DiagonalMetric(center, scale), rng_key)
-    scale = scale * jnp.clip(curvatures, 1 / _WIDER, _NARROWER) ** -0.5
+    # differences of gradients have made them 1
+    is_rough = bool(np.mean(curvatures) < ROUGH)
+    if not is_rough:
+        scale = scale * jnp.clip(curvatures, 1 / _WIDER, _NARROWER) ** -0.5
     return Gaussian(
         DiagonalMetric(center, scale),
         passes + 2 * _PROBES,
         multimodal=bool(several.any()),
-        is_gauss_newton=uses_gauss_newton(target),
+        is_rough=is_rough,
+        is_gauss_newton=uses_gauss_newton(target) and not is_rough,
     )
 
 
@@ -214,8 +220,8 @@ def passes_of_descent(target: Target, controlled: bool = False) -> float:
 def hessian_product(
     target: Target, metric: GaussianMetric, rng_key: Array
 ) -> Callable[[Array], Array]:
-    """
-    The function :math:`v \\mapsto L^\top \nabla^2 U(c) L v`, with all rows.
+    r"""
+    The function :math:`v \mapsto L^\top \nabla^2 U(c) L v`, with all rows.
 
     :param target: the model with its data.
     :param metric: centre :math:`c` and factor :math:`L`.
@@ -238,16 +244,20 @@ def hessian_product(
 def _curvatures(target: Target, metric: DiagonalMetric, rng_key: Array) -> Array:
     r"""
     The diagonal of the Hessian in the coordinates of a metric, :math:`\mathrm{E}[v \odot A v]`
-    with random signs :math:`v`. It is shrunk towards 1 where its distance from 1 is the random
-    error of few signs.
+    with random signs :math:`v`. Entries whose distance from 1 may be the random error of few signs
+    are shrunk towards 1.
     """
     product = hessian_product(target, metric, rng_key)
     shape, dtype = (_PROBES, *metric.center.shape), metric.center.dtype
     signs = random.rademacher(random.fold_in(rng_key, 1), shape, dtype)
     seen = lax.map(lambda v: v * product(v), signs)
-    away, error = seen.mean(0) - 1, jnp.mean(seen.var(0)) / (_PROBES - 1)
-    spread = jnp.mean(away**2)
-    return 1 + jnp.where(spread > error, 1 - error / spread, 0.0) * away
+    away, variance = seen.mean(0) - 1, seen.var(0) / (_PROBES - 1)
+    # of eight signs the error itself is not known well
+    error = jnp.maximum(variance, jnp.median(variance))
+    is_far = away**2 > _SURE**2 * error
+    spread = jnp.maximum(jnp.mean(away**2 - error, where=~is_far), 0.0)
+    known = spread / jnp.maximum(spread + error, jnp.finfo(dtype).tiny)
+    return 1 + jnp.where(is_far, 1.0, known) * away
 
 
 def _energies(target: Target, rng_key: Array, points: Array) -> Array:

@@ -15,7 +15,7 @@ from runs import target_of
 
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric
 from numpyro_sgmcmc.posterior.reparam import centred
-from numpyro_sgmcmc.tuning import low_rank
+from numpyro_sgmcmc.tuning import low_rank, variational
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
@@ -73,6 +73,46 @@ def test_coordinates_of_the_centre(searched):
     assert np.sqrt(np.mean((a - shrunk) ** 2)) < 0.5 * (EACH + TAU**-2) ** -0.5
 
 
+def test_random_errors_of_the_diagonal_are_shrunk():
+    """Neighbours that are correlated, one entry that all others disturb, and three narrow ones."""
+    size, others = 600, np.arange(3, 599)
+    hessian = np.eye(size) + 0.4 * (np.eye(size, k=1) + np.eye(size, k=-1))
+    hessian[-1, :-1] = hessian[:-1, -1] = 0.1
+    hessian[:3] *= 50**0.5
+    hessian[:, :3] *= 50**0.5
+    hessian = jnp.asarray(hessian, jnp.float32)
+
+    def quadratic():
+        x = numpyro.sample("x", dist.Normal(0, 1e4).expand([size]).to_event(1))
+        numpyro.factor("quadratic", -x @ hessian @ x / 2)
+
+    metric = DiagonalMetric(jnp.zeros(size), jnp.ones(size))
+    for seed in range(3):
+        key = random.key(seed)
+        found = np.asarray(variational._curvatures(target_of(quadratic), metric, key))
+        assert np.abs(found[others] - 1).max() < 0.4 and np.abs(found[:3] / 50 - 1).max() < 0.5
+        assert abs(found[-1] - 1) < 1
+        assert np.std(found[others]) < 0.08  # eight signs alone have errors of 0.2
+
+
+def test_rows_without_second_derivatives():
+    """Absolute residuals: the scales are those of the gradients, and no matrix of the rows."""
+    columns, rows = 501, 6_000
+    x = np.random.default_rng(0).choice([-1.0, 1.0], (rows, columns)).astype(np.float32)
+    y = np.random.default_rng(1).laplace(size=rows).astype(np.float32)
+
+    def medians(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 5).expand([columns]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=200) as i:
+            numpyro.sample("y", dist.Laplace(x[i] @ w, 1), obs=y[i])
+
+    target = target_of(medians, jnp.asarray(x), jnp.asarray(y))
+    found = find_center(target, random.key(0), init_to_uniform)
+    assert found.is_rough and not found.is_gauss_newton
+    # a unit of information for each row
+    assert 0.8 < np.median(found.metric.scale) * rows**0.5 < 1.5
+
+
 COLUMNS, LEVELS, ROWS = 6, 40, 4_000
 
 
@@ -118,6 +158,16 @@ def test_columns_whose_sums_are_alike():
     ratio, off = condition(found)
     assert ratio < 6 and off < 0.5
     assert condition(lambda target, alone: alone)[0] > 100
+
+
+def test_a_part_of_the_rows():
+    """The Gaussian of an eighth of the rows is as much too wide."""
+
+    def found(target, alone):
+        few = alone._replace(scale=8**0.5 * alone.scale)
+        return find_low_rank(target, random.key(0), Gaussian(few, 0.0, part=1 / 8)).metric
+
+    assert condition(found)[0] < 6
 
 
 def test_directions_of_all_rounds(monkeypatch):
