@@ -123,7 +123,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     search = _Search(target, key)
     count = search.first_count
     fits = search.fits(start_key, init_strategy, count)
-    if search.is_gauss_newton and not (fits and has_converged(fits[0], _SHORTEST)):
+    if search.is_gauss_newton and not (fits and has_converged(fits[0], search.shortest)):
         # far from the mode the scores of a scale, say, vary much more than the Hessian says
         search.is_gauss_newton = False
         fits = search.fits(start_key, init_strategy, count)
@@ -335,15 +335,24 @@ class _Search:
         part = _ENOUGH if self.is_gauss_newton else draws_in(self.target) / DRAWS / 2
         return part * self.all_minibatches
 
+    @property
+    def shortest(self) -> float:
+        """The length of a step at which a search ends."""
+        return _SHORTEST if self.is_gauss_newton else 0.1
+
     def fits(self, rng_key: Array, init_strategy: Callable, count: int) -> list[Fit]:
-        """The Gaussians that searches from several starts end at, the best first."""
+        """
+        The Gaussians that searches from several starts end at, the best first.
+
+        One that has not converged is behind those that are nearly as good and have.
+        """
         fits = []
         for x, scale in self.starts(rng_key, init_strategy, count):
             if (fit := self.fit(x, np.diag(scale), count, _STEPS)) is not None:
                 fits.append(fit)
                 if self.takes_long:
                     break
-        return sorted(fits, key=lambda fit: fit.objective)
+        return sorted(fits, key=lambda x: x.objective + (not has_converged(x, self.shortest)))
 
     def modes(self, best: Fit, others: list[Fit], count: int) -> list[Fit]:
         """
@@ -445,5 +454,5 @@ class _Search:
                 return fitted(center, factor)
             return fit_of(center, factor, found, self.dtype)
 
-        shortest = _SHORTEST if self.is_gauss_newton else 0.1
-        return closest_gaussian(fitted, np.asarray(center, float), factor, steps, shortest)
+        center = np.asarray(center, float)
+        return closest_gaussian(fitted, center, factor, steps, self.shortest)
