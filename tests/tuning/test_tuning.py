@@ -1092,19 +1092,6 @@ def test_when_minibatches_do_not_pay():
     assert not NO_GAIN._replace(step_size=0.07 / 4, halvings=2).minibatches_pay
 
 
-def test_when_nuts_is_quicker(monkeypatch):
-    """Many passes over few rows, and neither few passes nor many rows."""
-    kernel = CCAdL(logistic, progress_bar=False)
-    passes = sum(kernel.tune(random.key(0), X, Y).passes.values())  # warnings are errors
-    monkeypatch.setattr(phases, "_PASSES_OF_NUTS", 1.0)
-    monkeypatch.setattr(phases, "_ROWS_OF_NUTS", N - 1)
-    CCAdL(logistic, progress_bar=False).tune(random.key(0), X, Y)
-    monkeypatch.setattr(phases, "_ROWS_OF_NUTS", N)
-    with pytest.warns(UserWarning, match=rf"NUTS is likely to be quicker here: .* over {N:,} rows"):
-        tuning = CCAdL(logistic, progress_bar=False).tune(random.key(0), X, Y)
-    assert sum(tuning.passes.values()) == passes
-
-
 @pytest.mark.parametrize(
     ("step", "friction", "halvings", "largest", "curvature", "said"),
     [
@@ -1151,10 +1138,10 @@ def groups(x, y):
 @pytest.mark.parametrize(
     ("model", "passes", "size", "is_said"),
     [
-        (logistic, 1_200, 400, True),
-        (logistic, 1_200, 20_000, False),
-        (logistic, 300, 400, False),
-        (groups, 1_200, 400, False),  # of any number of rows
+        (logistic, 12_000, 400, True),
+        (logistic, 12_000, 20_000, False),
+        (logistic, 3_000, 400, False),  # the warm-up of NUTS takes more
+        (groups, 12_000, 400, False),  # of any number of rows
     ],
 )
 def test_many_passes_over_few_rows_are_said(model, passes, size, is_said):
@@ -1162,7 +1149,7 @@ def test_many_passes_over_few_rows_are_said(model, passes, size, is_said):
     known = Known(target, target, 1.0, {"centre": passes})
     with pytest.warns() if is_said else nullcontext() as said:
         assert phases._compare_with_nuts(None, known) is known
-    assert not is_said or "has taken 1,200 passes over 400 rows" in str(said[0].message)
+    assert not is_said or "has taken 12,000 passes over 400 rows" in str(said[0].message)
 
 
 @pytest.mark.nightly
