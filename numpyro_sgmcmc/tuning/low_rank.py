@@ -189,7 +189,7 @@ def _looked(
     dimension, dtype = metric.scale.shape[0], metric.scale.dtype
     first = jax.vmap(lambda x: metric.coordinates(metric.center + x))(shared)
     away = random.normal(away_key, (1, dimension), dtype)
-    number = min(len(shared) + _PRODUCTS, dimension)
+    number = len(shared) + min(_PRODUCTS, dimension)
     basis, images = _space(product, jnp.concatenate([first, away]), number, known)
     signs = random.rademacher(sign_key, (dimension,), dtype)
     return _Space(basis, images, signs @ product(signs))

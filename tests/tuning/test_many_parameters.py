@@ -170,6 +170,24 @@ def test_a_part_of_the_rows():
     assert condition(found)[0] < 6
 
 
+def test_fewer_parameters_than_directions():
+    """Rounds that leave out the directions of the first one look at others, up to all."""
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0, 10).expand([4]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(w @ jnp.array([1.0, 10.0, 100.0, 1.0]), 1), obs=y[i])
+
+    target = target_of(model, jnp.zeros(1_000))
+    start = Gaussian(DiagonalMetric(jnp.ones(4), jnp.full(4, 1e-3)), 0.0)
+    metric = find_low_rank(target, random.key(0), start).metric
+    normal = np.array([1.0, 10.0, 100.0, 1.0])
+    precision = 1_000 * np.outer(normal, normal) + np.eye(4) / 100
+    factor = np.asarray(jax.vmap(metric.direction, 1, 1)(jnp.eye(4)), float)
+    # the widest directions are 10, which no round knows: narrow ones are as they should be
+    assert np.linalg.eigvalsh(factor.T @ precision @ factor)[-1] < 4
+
+
 def test_directions_of_all_rounds(monkeypatch):
     """Without the sums of sites, rounds find what is left by what they did not see before."""
 

@@ -183,7 +183,8 @@ def test_other_metrics(metric, nuts):
     found = run(kernel, X, Y, samples=2_000).get_samples(True)["w"]
     assert_same_posterior(found, nuts)
     curvature = kernel.tuning.noise.curvature
-    assert 0.8 < curvature < 1.25 if metric == "low_rank" else curvature > least
+    # eigenvalues of up to 2 get no direction of their own
+    assert 0.8 < curvature < 2.1 if metric == "low_rank" else curvature > least, curvature
 
 
 def untimed(tuning):
@@ -226,7 +227,7 @@ def test_other_data_of_the_same_sums(tuning):
     np.testing.assert_allclose(anchor.gradient["w"], slope["w"], rtol=1e-3, atol=0.5)
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(random.key(0), X, other)
-    with pytest.raises(ValueError, match="the run cannot go on with"):
+    with pytest.raises(ValueError, match="the run cannot continue with"):
         mcmc.run(random.key(0), X, Y)
 
 
