@@ -77,7 +77,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         >>> from numpyro_sgmcmc.posterior.metric import DiagonalMetric
         >>> from numpyro_sgmcmc.posterior.model import read_model
         >>> from numpyro_sgmcmc.posterior.target import Target
-        >>> from numpyro_sgmcmc.tuning.gaussian import ROUGH, Gaussian
+        >>> from numpyro_sgmcmc.tuning.gaussian import Gaussian
         >>> from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 
         >>> def model(y):

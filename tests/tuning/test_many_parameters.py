@@ -184,7 +184,7 @@ def test_fewer_parameters_than_directions():
     normal = np.array([1.0, 10.0, 100.0, 1.0])
     precision = 1_000 * np.outer(normal, normal) + np.eye(4) / 100
     factor = np.asarray(jax.vmap(metric.direction, 1, 1)(jnp.eye(4)), float)
-    # the widest directions are 10, which no round knows: narrow ones are as they should be
+    # rounds end when no eigenvalue is above 4
     assert np.linalg.eigvalsh(factor.T @ precision @ factor)[-1] < 4
 
 
