@@ -47,7 +47,8 @@ def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
     if all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
         return hasher.hexdigest()
     # each process has hashed its own rows only, and all must return one answer
-    digests = process_allgather(np.frombuffer(hasher.digest(), np.uint8))
+    with jax.ensure_compile_time_eval():  # NumPyro may be tracing its loop around this
+        digests = process_allgather(np.frombuffer(hasher.digest(), np.uint8))
     return hashlib.blake2b(digests.tobytes()).hexdigest()
 
 

@@ -105,8 +105,8 @@ def check_rows(
     if here.kinds != there.kinds or np.any(here.digest != there.digest):
         differs = here.first_difference(there) if here.kinds == there.kinds else 0
         raise ValueError(
-            f"The {before.rows:,} rows of the store {path} have changed, in values or order, from"
-            f" row {differs:,} on. Put the old rows back, {remedy}."
+            f"The {before.rows:,} rows of the store {path} have changed, in values or order, at row"
+            f" {differs:,} or later. Put the old rows back, {remedy}."
         )
 
 

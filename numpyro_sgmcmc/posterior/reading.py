@@ -50,10 +50,16 @@ class Reading:
     taken: dict[str, Array]
     indices: tuple[list[Any], ...]
 
-    def given(self, rows: Mapping[str, Array], args: tuple, kwargs: dict) -> dict[str, dict]:
-        """Return the sites for given rows of each plate and given arguments."""
-        values = {k: lax.stop_gradient(s["value"]) for k, s in self._latent_sites.items()}
-        at = substitute(given_rows(self.fixed, self.plates, rows), data=values)
+    def given(
+        self,
+        rows: Mapping[str, Array],
+        args: tuple,
+        kwargs: dict,
+        values: Mapping[str, Array] | None = None,
+    ) -> dict[str, dict]:
+        """Return the sites for given rows of each plate, given arguments and latent values."""
+        latent = {k: lax.stop_gradient(v) for k, v in (values or self._initial).items()}
+        at = substitute(given_rows(self.fixed, self.plates, rows), data=latent)
         with explained(self.model, args, kwargs):
             return trace(seed(at, random.key(0))).get_trace(*args, **kwargs)
 
@@ -61,6 +67,11 @@ class Reading:
     def _latent_sites(self) -> dict[str, dict]:
         sites = self.sites.items()
         return {k: s for k, s in sites if s["type"] == "sample" and not s["is_observed"]}
+
+    @property
+    def _initial(self) -> dict[str, Array]:
+        """The initial value of every latent site."""
+        return {k: jnp.asarray(s["value"]) for k, s in self._latent_sites.items()}
 
     @cached_property
     def latents(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -102,13 +113,18 @@ class Reading:
         return {k: log_density(site) for k, site in seen.items() if site["type"] == "sample"}
 
     def traced(self) -> Any:
-        """Trace the program from rows and arrays to all values and distributions of the model."""
+        """
+        Trace the program of all values and distributions of the model.
+
+        Its inputs are rows, arrays among the arguments, and latent values. As constants these
+        would be captured, and the fingerprints would depend on the initial values.
+        """
         leaves, tree = jax.tree.flatten((self.args, self.kwargs))
         positions = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
-        def values(rows: dict[str, Array], arrays: list[Array]) -> list[Array]:
+        def values(rows: dict[str, Array], arrays: list[Array], latent: dict) -> list[Array]:
             filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
-            sites = self.given(rows, *jax.tree.unflatten(tree, list(filled.values())))
+            sites = self.given(rows, *jax.tree.unflatten(tree, list(filled.values())), latent)
             return [
                 x
                 for s in sites.values()
@@ -118,7 +134,7 @@ class Reading:
 
         # a new function avoids JAX's cache of traces
         arrays = [leaves[k] for k in positions]
-        return jax.make_jaxpr(lambda *inputs: values(*inputs))(self.rows, arrays)
+        return jax.make_jaxpr(lambda *inputs: values(*inputs))(self.rows, arrays, self._initial)
 
     @cached_property
     def program(self) -> Any:

@@ -51,8 +51,8 @@ def check_data(mcmc: MCMC, asked: str, target: Target | None = None) -> None:
     data = fingerprint_of(target.args, target.kwargs)
     if data is not None and data + target.model.captured != seen:
         raise ValueError(
-            "The data differ from the data of the run: they were changed in place, or the kernel"
-            f" was used for other data. {asked} the run with its own data, or run again."
+            "The model or the data differ from those of the run: the data were changed in place, or"
+            f" the kernel was used for others. {asked} the run with its own data, or run again."
         )
 
 

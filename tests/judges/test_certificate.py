@@ -172,7 +172,7 @@ def test_data_that_were_changed_since():
     functions.append(partial(to_arviz, posterior_predictive=True))
     for function in functions:
         with pytest.raises(
-            ValueError, match="differ from the data of the run: they were changed in"
+            ValueError, match="differ from those of the run: the data were changed in"
         ):
             function(mcmc)
     with pytest.warns(UserWarning, match="changed in place since the run: `observed_data` is left"):

@@ -150,7 +150,7 @@ def test_noise_of_the_exchange_does_not_heat_the_chain(monkeypatch):
 @pytest.mark.nightly
 def test_weights_of_modes():
     replicas = Replicas(np.geomspace(1, 20, 6))
-    options = {"covariance": "full", "steps_per_sample": 20}
+    options = {"noise": "full", "steps_per_sample": 20}
     mcmc = run(CCAdL(mixture, 0.3, 1.0, replicas=replicas, **options), SLOPES, samples=5_000)
     weights = weights_of(mcmc)
     assert np.abs(weights.mean(axis=0) - WEIGHTS).max() < 0.05, weights
@@ -168,7 +168,7 @@ def test_weights_of_modes():
 @pytest.mark.nightly
 def test_a_tuning_warns_of_several_modes_only_where_chains_see_one():
     y, options = two_groups(), {"gradient": "minibatch", "progress_bar": False}
-    with pytest.warns(UserWarning, match="The posterior has several modes .*`replicas=Replicas"):
+    with pytest.warns(UserWarning, match="The posterior has several modes, .*`replicas=Replicas"):
         assert CCAdL(two_components, **options).tune(random.key(0), y).multimodal
     kernel = CCAdL(two_components, replicas=Replicas([1, 10, 100]), **options)
     with warnings.catch_warnings():

@@ -102,8 +102,7 @@ def test_of_other_noise_so_much_less_is_added():
     y = data([1.5, 1.0, 0.5, 0.5])
     off, error, _ = variances(kernel_of(0.1, batch_size=80), y)
     assert off[0] - 1 > 8 * error[0]
-    options = {"covariance": "full"}
-    ratio, error, mcmc = variances(kernel_of(0.1, 80, **options), y)
+    ratio, error, mcmc = variances(kernel_of(0.1, 80, noise="full"), y)
     assert np.all(np.abs(ratio - 1) < 4 * error + 0.015)
     assert 0 < float(mcmc.get_extra_fields()["friction_used"].mean()) < 1
 

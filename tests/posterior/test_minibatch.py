@@ -17,7 +17,7 @@ from numpyro.contrib.control_flow import scan
 from numpyro.contrib.module import random_flax_module, random_nnx_module
 import numpyro.distributions as dist
 from numpyro.infer import Predictive, log_likelihood
-from numpyro.infer.initialization import init_to_uniform
+from numpyro.infer.initialization import init_to_median, init_to_uniform
 from numpyro.infer.util import log_density, potential_energy
 import pytest
 
@@ -211,6 +211,14 @@ def read(model, args):
     z, found = initial_values(seen, random.key(3), init_to_uniform, args, {})
     assert found
     return seen, z, args
+
+
+@each_model
+def test_initial_values_are_no_data(model, args):
+    """The fingerprint of what a model captures, by which a run knows its data."""
+    args = as_arrays(args)
+    captured = read_model(model, init_to_uniform, args, {}).captured
+    assert read_model(model, init_to_median, args, {}).captured == captured
 
 
 def partition(seen):

@@ -479,6 +479,7 @@ def test_a_run_goes_on_and_is_pickled():
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:Minibatches do not pay")  # of 40 rows among 80
 def test_tuned():
     """The tuning sees all data, and finds what it finds without devices."""
     here = kernel_table.tuning()

@@ -161,8 +161,8 @@ def test_a_device_sees_its_own_rows():
 # --- a sample -----------------------------------------------------------------------------
 
 
-def tuned(args, **options):
-    kernel = CCAdL(model, progress_bar=False, **options)
+def tuned(args):
+    kernel = CCAdL(model, progress_bar=False)
     mcmc = run_mcmc(kernel, *args, warmup=200, samples=3_000, jit_model_args=True)
     return kernel.tuning, np.asarray(mcmc.get_samples()["w"], float)
 
@@ -175,10 +175,8 @@ def test_rows_are_read_three_times(devices, small_samples, read):
     that of all rows.
     """
     x, y = rows_of()
-    args, options = (RowsOnDisk(x), RowsOnDisk(y)), {}
-    if devices:
-        args, options = spread_rows(MESH, *args), {"mesh": MESH}
-    tuning, draws = tuned(args, **options)
+    args = RowsOnDisk(x), RowsOnDisk(y)
+    tuning, draws = tuned(spread_rows(MESH, *args) if devices else args)
     passes = 1 + tuning.passes["all rows"]
     assert passes in (3, 4)
     if not devices:  # the rows of one of them are two chunks with hardly any in the second

@@ -400,7 +400,9 @@ def exact_sds(grouped):
 
 @pytest.mark.nightly
 # groups of three rows, all alike, are
-@pytest.mark.filterwarnings("ignore:The posterior is far from any Gaussian")
+@pytest.mark.filterwarnings(
+    "ignore:The posterior is far from any Gaussian", "ignore:Minibatches do not pay"
+)
 def test_small_groups(grouped, tuned):
     """Right with the strata that the tuning finds; without, steps must be short."""
     whole = tuned.strata["rows"].allocation

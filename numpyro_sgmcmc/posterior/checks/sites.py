@@ -308,7 +308,7 @@ def _check_gathers(reading: Reading) -> None:
     jaxpr, ordered = reading.program.jaxpr, sorted(reading.rows)
     tags = dict(zip(jaxpr.invars, ordered, strict=False))
     found_names = [names.get(id(x), "") for x in leaves if isinstance(x, jax.Array)]
-    arguments = dict(zip(jaxpr.invars[len(ordered) :], found_names, strict=True))
+    arguments = dict(zip(jaxpr.invars[len(ordered) :], found_names, strict=False))
     sizes = {p.name: p.size for p in reading.plates}
     gathers = _gathers(jaxpr, tags, arguments)
     neighbours = {argument for plate, *_, argument in gathers if plate is None and argument}
