@@ -124,7 +124,8 @@ class Reading:
 
         def values(rows: dict[str, Array], arrays: list[Array], latent: dict) -> list[Array]:
             filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
-            sites = self.given(rows, *jax.tree.unflatten(tree, list(filled.values())), latent)
+            args, kwargs = jax.tree.unflatten(tree, list(filled.values()))
+            sites = self.given(rows, args, kwargs, latent)
             return [
                 x
                 for s in sites.values()

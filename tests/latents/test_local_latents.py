@@ -249,9 +249,9 @@ def marked(case):
     return pytest.param(case, marks=pytest.mark.nightly if case in NIGHTLY else ())
 
 
-def flat_potential(model, y, parts=1):
+def flat_potential(model, y, parts=1, rule="step"):
     """The mean over a partition of the groups into minibatches, of a flat vector."""
-    view = read_model(model, init_to_uniform, (y,), {})
+    view = read_model(model, init_to_uniform, (y,), {}).with_rule(rule)
     zeros = unremarkable_values(view)
 
     rows = {p.name: jnp.arange(p.size).reshape(-1, parts).T for p in view.plates}
@@ -281,7 +281,9 @@ def test_the_marginal(case):
     """The minibatch potential averages to the exact marginal one, with its derivatives."""
     model, marginal, y = CASES[case]
     parts = 1 if case == "two plates" else 3
-    potential, x = flat_potential(model, y, parts)
+    # the nodes of a step leave 4e-4 where the rows know a sum of two effects only
+    rule = "fine" if case == "standard effects, by hand" else "step"
+    potential, x = flat_potential(model, y, parts, rule)
     unflat = ravel_pytree(unremarkable_values(read_model(model, init_to_uniform, (y,), {})))[1]
     expected = derivatives(lambda x: potential_energy(marginal, (y,), {}, unflat(x)), x)
     # up to rounding
@@ -889,6 +891,7 @@ def test_results_by_group(run):
     assert found["a"].shape == (5, N)
 
 
+@pytest.mark.filterwarnings("ignore:Minibatches do not pay")  # of 20 groups among 60
 @pytest.mark.nightly
 def test_draws_of_classes():
     """Discrete sites, given the continuous ones."""

@@ -230,7 +230,7 @@ def test_begin_anew_keeps_the_old(tmp_path):
     assert not np.array_equal(old.read("posterior/mu"), new.read("posterior/mu"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("of value")
-    with pytest.raises(ValueError, match="is not a store of `LongRun`"):
+    with pytest.raises(ValueError, match="not a store of `LongRun`"):
         run(long_run(tmp_path / "other"))
 
 
