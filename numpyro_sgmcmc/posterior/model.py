@@ -119,6 +119,19 @@ class MinibatchModel(NamedTuple):
         parts = self.parts * Fraction(plate.size, rows)
         return self._replace(plates=(sample,), parts=parts, on_disk=on_disk)
 
+    def with_small_minibatches(self, share: float, least: int) -> "MinibatchModel":
+        """
+        Return the model with smaller minibatches, where they have more rows than a search needs.
+
+        :param share: share of the rows of a plate.
+        :param least: the fewest rows, unless the minibatch has fewer.
+        """
+        plates = (
+            p._replace(subsample_size=min(p.subsample_size, max(least, math.ceil(share * p.size))))
+            for p in self.plates
+        )
+        return self._replace(plates=tuple(plates))
+
     @property
     def dimension(self) -> int:
         """The number of unconstrained parameters."""

@@ -241,8 +241,15 @@ class Target(NamedTuple):
 
     @property
     def minibatch_share(self) -> float:
-        """The share of all rows in a minibatch: the cost of a step in passes."""
-        return max((rows.share for rows in self.kinds.values()), default=1.0)
+        """
+        The share of all rows in a minibatch: the cost of a step in passes.
+
+        Plates count by the values that they observe.
+        """
+        kinds = self.kinds
+        values = {plate.name: plate.size * plate.members for plate in self.model.plates}
+        shares = (kinds[name].share * number for name, number in values.items())
+        return sum(shares) / sum(values.values()) if values else 1.0
 
     @property
     def effective_batch_size(self) -> float:

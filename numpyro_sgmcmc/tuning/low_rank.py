@@ -20,7 +20,12 @@ from numpyro_sgmcmc.posterior.metric import (
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import ROUGH, Gaussian
-from numpyro_sgmcmc.tuning.variational import descended, hessian_product, passes_of_descent
+from numpyro_sgmcmc.tuning.variational import (
+    descended,
+    hessian_product,
+    passes_of_descent,
+    searched,
+)
 
 _PRODUCTS = 16  #: products with the Hessian in a round, beside those of given directions
 _ROUNDS = 8  #: the most rounds
@@ -94,7 +99,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         >>> print(f"{found.roots[0]:.4f} is about {(1 + 99 * 100) ** -0.5:.4f}")
         0.0100 is about 0.0100
     """
-    metric = start.metric
+    metric, target = start.metric, searched(target)
     if isinstance(metric, DenseMetric):
         metric = DiagonalMetric(metric.center, jnp.sum(metric.inverse**2, axis=0) ** -0.5)
     dimension, dtype = len(metric.center), metric.scale.dtype

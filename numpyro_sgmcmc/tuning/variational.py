@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, GaussianMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values
@@ -34,6 +35,9 @@ _WIDER, _NARROWER = 16.0, 100.0  #: factors by which a descent changes a varianc
 _PROBES = 8  #: products with the Hessian of all rows that show its diagonal
 _SURE = 4.0  #: standard errors at which an entry of the diagonal is as it was seen
 _MINIBATCHES = 40  #: minibatches whose potential shows a barrier between two centres
+
+_SHARE = 0.02  #: share of all rows that is enough for a step
+_FEWEST = 16  #: the fewest rows or groups of a plate in a step
 
 
 #: Centre, scales, and loss.
@@ -68,6 +72,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
        Rajesh Ranganath, Andrew Gelman and David M. Blei (2017).
     """
     start_key, rows_key = random.split(rng_key)
+    target = searched(target)
     keys, data = random.split(start_key, _STARTS), (target.args, target.kwargs)
     starts, are_finite = initial_values(target.model, keys, init_strategy, *data)
     if not are_finite:
@@ -119,6 +124,16 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
         is_rough=is_rough,
         is_gauss_newton=uses_gauss_newton(target) and not is_rough,
     )
+
+
+def searched(target: Target) -> Target:
+    """The model whose minibatches have no more rows than a step of these searches needs."""
+    if target.strata:  # sizes of the minibatches belong to them
+        return target
+    model = target.model.with_small_minibatches(_SHARE, _FEWEST)
+    if model.plates == target.model.plates:
+        return target
+    return target._replace(model=model, scheme=SCHEMES["without_replacement"])
 
 
 def _by_adam(target: Target, center: Array, rng_key: Array) -> tuple[Array, Array]:
