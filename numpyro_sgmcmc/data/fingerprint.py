@@ -4,6 +4,7 @@
 """Fingerprints of data, settings and programs."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
 import hashlib
 import math
@@ -47,8 +48,9 @@ def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
     if all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
         return hasher.hexdigest()
     # each process has hashed its own rows only, and all must return one answer
-    with jax.ensure_compile_time_eval():  # NumPyro may be tracing its loop around this
-        digests = process_allgather(np.frombuffer(hasher.digest(), np.uint8))
+    with ThreadPoolExecutor(1) as outside:  # this thread may be tracing a program around this
+        digest = np.frombuffer(hasher.digest(), np.uint8)
+        digests = outside.submit(process_allgather, digest).result()
     return hashlib.blake2b(digests.tobytes()).hexdigest()
 
 

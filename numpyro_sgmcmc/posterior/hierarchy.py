@@ -72,7 +72,8 @@ def hierarchy_of(
 
     :raises ValueError: if an argument that the model needs in Python is traced.
     """
-    model, (args, kwargs) = view.prepared(rows, rng_key, args, kwargs)
+    # integrals over latent variables of groups are no part of it, and take long to trace
+    model, (args, kwargs) = view.with_rule("none").prepared(rows, rng_key, args, kwargs)
 
     def run(values: Values) -> dict[str, tuple[Array, Array]]:
         def given(site: dict) -> Any:
