@@ -263,7 +263,7 @@ def _is_bounded(target: Target) -> np.ndarray:
     """Which coordinates are of sites with bounds, so that they have no units."""
     model, found = target.model.with_rule("none"), {}
 
-    def read(values: Values) -> Array:
+    def read(target: Target, values: Values) -> Array:
         rows, key = model.first_rows(), random.key(0)
         energy, sites = model.potential_and_sites(values, rows, key, target.args, target.kwargs)
         for name in model.latents:
@@ -272,7 +272,8 @@ def _is_bounded(target: Target) -> np.ndarray:
             found[name] = not isinstance(link, _LINEAR)
         return energy
 
-    jax.eval_shape(read, {k: jnp.zeros(x.shape, x.dtype) for k, x in model.latents.items()})
+    program, data, _ = target.program(read)
+    jax.eval_shape(program, data, model.latents)
     each = (np.full(model.latents[k].size, found[k]) for k in sorted(found))
     return np.concatenate(list(each))
 
