@@ -48,6 +48,8 @@ class Plate(NamedTuple):
     seen: int | None = None
     #: number of rows from which these rows are a sample, or None
     of: int | None = None
+    #: whether rows are groups with latent variables, which interact with no row of another plate
+    is_group: bool = False
 
     @property
     def worth(self) -> float:

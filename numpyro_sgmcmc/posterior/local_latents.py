@@ -16,7 +16,7 @@ place of all sites of the plate. A group is a row for every sampler. Discrete si
 Continuous sites are integrated by :func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -163,14 +163,16 @@ class Marginal:
         }
         return tuple(plate._replace(points=points.get(plate.name, 1)) for plate in plates)
 
-    def with_members(self, plates: Iterable[Plate], sites: Mapping[str, dict]) -> tuple[Plate, ...]:
-        """Return plates with the number of observed values of a group, by the model's sites."""
-        counts = {}
+    def with_members(self, plates: Sequence[Plate], sites: Mapping[str, dict]) -> tuple[Plate, ...]:
+        """Return plates with the facts of their groups, and the number of values of a group."""
+        counts, sizes = {}, {p.name: p.subsample_size for p in plates}
         for plate in self.plates:
             observed = sites[plate.name + MARGINAL]["infer"][_OBSERVED]
             counts[plate.name] = sum(jnp.size(site["value"]) for site in observed.values())
+        members = {name: max(1, count // sizes[name]) for name, count in counts.items()}
         return tuple(
-            p._replace(members=max(1, counts.get(p.name, 1) // p.subsample_size)) for p in plates
+            p._replace(members=members[p.name], is_group=True) if p.name in members else p
+            for p in plates
         )
 
     @property

@@ -193,7 +193,9 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
 
     .. math:: \\bar f = \\sum_k \\frac{n_k}{N} f(S_k) .
 
-    For the minibatch potential, and for its linear functions, this is the value on all data.
+    For the minibatch potential, and for its linear functions, this is the value on all data. Groups
+    with latent variables interact with no row of another plate. Chunks of several plates of groups
+    are therefore taken together, the first with the first, and not in all pairs.
 
     :param function: function of any number of rows of each plate that returns a tree of arrays.
     :param plates: the subsampled plates.
@@ -213,18 +215,20 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
         2.0
     """
     total = None
+    groups = [plate for plate in plates if plate.is_group]
+    together = groups if len(groups) > 1 else []
+    axes = [_chunks(plate) for plate in plates if plate not in together]
+    axes += [[_joint_chunks(together)]] if together else []
     # each plate has a part of whole chunks, and a rest
-    for parts in product(*map(_parts, plates)):
-        count = math.prod(count for _, count, *_ in parts)
-        weight = math.prod(
-            length / rows_in(plate) for plate, (_, _, length, _) in zip(plates, parts, strict=True)
-        )
+    for parts in product(*axes):
+        count = math.prod(part.number for part in parts)
+        weight = math.prod(part.weight for part in parts)
 
         def weighted(k: Array, parts: Any = parts, weight: float = weight) -> Any:
             rows: dict[str, DrawnRows] = {}
-            for plate, (start, chunks, length, apart) in zip(plates, parts, strict=True):
-                k, chunk = k // chunks, k % chunks
-                rows[plate.name] = counted_rows(plate.size, chunk, apart, start, length)
+            for part in parts:
+                k, chunk = k // part.number, k % part.number
+                rows |= part.rows(chunk)
             return jax.tree.map(lambda x: weight * x, function(rows))
 
         def added(total: Any, k: Array, weighted: Any = weighted) -> Any:
@@ -235,6 +239,57 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
             total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         total, _ = lax.scan(added, total, jnp.arange(count))
     return total
+
+
+class _Chunks(NamedTuple):
+    """
+    Chunks of equal size, of one plate or of several.
+
+    - **number** - number of chunks.
+    - **weight** - weight of a chunk in the mean.
+    - **rows** - function from the number of a chunk to its rows by plate.
+    """
+
+    number: int
+    weight: float
+    rows: Callable[[Array], dict[str, DrawnRows]]
+
+
+def _chunks(plate: Plate) -> list[_Chunks]:
+    """Return the whole chunks of a plate, and the rest."""
+    found = []
+    for start, count, length, apart in _parts(plate):
+
+        def rows(k: Array, at: Any = (apart, start, length)) -> dict[str, DrawnRows]:
+            return {plate.name: counted_rows(plate.size, k, *at)}
+
+        found.append(_Chunks(count, length / rows_in(plate), rows))
+    return found
+
+
+def _joint_chunks(plates: Sequence[Plate]) -> _Chunks:
+    """
+    Return chunks with rows of all plates, as many as the plate with the most chunks needs.
+
+    The last chunk of a plate is filled up with rows of weight 0.
+    """
+    count = max(sum(part[1] for part in _parts(plate)) for plate in plates)
+
+    def rows(k: Array) -> dict[str, DrawnRows]:
+        found = {}
+        for plate in plates:
+            seen = min(plate.seen or plate.size, plate.size)
+            length = -(-seen // count)
+            if seen < plate.size:
+                apart = (plate.size - length) // max(1, count - 1)
+                found[plate.name] = DrawnRows(k * apart + jnp.arange(length))
+                continue
+            numbers = k * length + jnp.arange(length)
+            weights = jnp.where(numbers < plate.size, count * length / plate.size, 0.0)
+            found[plate.name] = DrawnRows(jnp.minimum(numbers, plate.size - 1), weights=weights)
+        return found
+
+    return _Chunks(count, 1 / count, rows)
 
 
 def rows_in(plate: Plate) -> int:

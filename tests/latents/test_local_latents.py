@@ -41,7 +41,7 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
-from numpyro_sgmcmc.posterior import quadrature
+from numpyro_sgmcmc.posterior import potential, quadrature
 from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric, from_covariance
@@ -288,6 +288,36 @@ def test_the_marginal(case):
     expected = derivatives(lambda x: potential_energy(marginal, (y,), {}, unflat(x)), x)
     # up to rounding
     assert max(errors(derivatives(potential, x), expected)) < 1e-4
+
+
+@pytest.mark.parametrize("chunk", [64, 24 * 5, 17 * 5])
+def test_a_pass_over_two_plates_of_groups(chunk, monkeypatch):
+    """It is one program, whose chunks have rows of both plates, each row once."""
+    monkeypatch.setattr(potential, "_CHUNK", chunk)
+    monkeypatch.setattr(potential, "_FEWEST", 4)
+    view = read_model(two_plates, init_to_uniform, (Y,), {}).with_rule("few")
+    z, traced = unremarkable_values(view), []
+
+    def of_rows(rows):
+        traced.append(sum(x.size for x in rows.values()))
+        energy = view.potential(z, rows, random.key(0), (Y,), {})
+        numbers = {p.name: jnp.zeros(p.size).at[rows[p.name].numbers] for p in view.plates}
+        weights = {k: 1.0 if x.weights is None else x.weights for k, x in rows.items()}
+        # each row N / n times in n rows, in the mean over chunks
+        return energy, {k: at.add(weights[k]) / rows[k].size for k, at in numbers.items()}
+
+    energy, times = over_all_data(of_rows, view.plates)
+    expected = potential_energy(two_plates_marginal, (Y,), {}, z)
+    np.testing.assert_allclose(energy, expected, rtol=1e-5)
+    for plate in view.plates:
+        np.testing.assert_allclose(times[plate.name], 1 / plate.size, rtol=1e-6)
+    assert len(set(traced)) == 1 and len(traced) <= 2
+    # a part of the groups, evenly spaced
+    some = [plate._replace(seen=16) for plate in view.plates]
+    _, times = over_all_data(of_rows, some)
+    for plate in some:
+        assert 4 <= np.count_nonzero(times[plate.name]) <= plate.size
+        np.testing.assert_allclose(times[plate.name].sum(), 1, rtol=1e-6)
 
 
 def test_series_of_groups():
