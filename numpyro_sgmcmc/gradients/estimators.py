@@ -87,7 +87,8 @@ def sub_batch_gradient(
 
     :math:`\\hat V` is unbiased. The noise of several plates is estimated one plate at a
     time, with the full minibatch of the others, and added up. Rows of nested plates
-    interact, and the noise of the interaction is counted once for each plate.
+    interact, and the noise of the interaction is counted once for each plate. Groups of several
+    plates do not interact, and their sub-batches leave the other plates out.
 
     In stratified minibatches each sub-batch is of one stratum, and the spread is the spread within
     the strata: with :math:`m_h` sub-batches of mean :math:`\\tilde g_h` in stratum :math:`h`,
@@ -109,11 +110,13 @@ def sub_batch_gradient(
     """
 
     def gradient(position: Array) -> Evaluation:
-        noise, evaluation = None, None
-        for name in _noisy(rows, factors):
+        noise, evaluation, total, names = None, None, None, _noisy(rows, factors)
+        is_sum = len(names) == len(rows) > 1 and potential.group_plates.issuperset(rows)
+        for name in names:
+            own = potential.of_groups(name) if is_sum else potential
             strata = groups.get(name)
             count = strata[-1].stop if strata else sub_batches(rows[name].size)
-            potentials, gradients = jax.vmap(_on_rows_of(name, potential, position, rows))(
+            potentials, gradients = jax.vmap(_on_rows_of(name, own, position, rows))(
                 _shaped(rows[name], (count, -1)), random.split(rng_key, count)
             )
             mean = column_sums(gradients) / count
@@ -127,6 +130,11 @@ def sub_batch_gradient(
             noise = one if noise is None else representation.add(1.0, noise, 1.0, one)
             # the sub-batches of every plate average to one minibatch gradient
             evaluation = Evaluation(potentials.mean(), mean)
+            total = evaluation if total is None else jax.tree.map(jnp.add, total, evaluation)
+        if is_sum:
+            # each has the prior, which counts once
+            prior = minibatch_gradient(potential.of_groups(None), rows, rng_key)(position)
+            evaluation = jax.tree.map(lambda x, y: x - (len(names) - 1) * y, total, prior)
         if evaluation is None:
             nothing = representation.zeros(position.shape[0], position.dtype)
             return minibatch_gradient(potential, rows, rng_key)(position)._replace(noise=nothing)

@@ -173,6 +173,13 @@ class ControlVariate(NamedTuple):
         at, known = self._expanded(both, away), self._known(away)[0]
         return energy - at[0] + known, jax.tree.map(jnp.subtract, terms, at[1])
 
+    @property
+    def group_plates(self) -> frozenset[str]:
+        return self.base.group_plates
+
+    def of_groups(self, name: str | None, /) -> "ControlVariate":
+        return self._replace(base=self.base.of_groups(name))
+
     def _expanded(self, function: Callable[[Any], Any], away: Any) -> Any:
         """Return the expansion of a function around the anchor."""
 

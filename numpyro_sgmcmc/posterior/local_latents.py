@@ -96,6 +96,7 @@ class Marginal:
     - **rule** - rule of the integrals (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`).
       ``"point"`` replaces them by the integrand at a point of each group, ``"none"`` by zeros.
     - **at_once** - number of groups whose integrals are computed together; all if None.
+    - **left_out** - plates whose integrals are replaced by zeros.
 
     **Example:** a normal mean of normal means.
 
@@ -122,6 +123,7 @@ class Marginal:
     hidden: frozenset[str]
     rule: str = "step"
     at_once: int | None = None
+    left_out: frozenset[str] = frozenset()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.at_once is not None:
@@ -131,7 +133,7 @@ class Marginal:
             result = self.model(*args, **kwargs)
         for plate in self.plates:
             terms = jnp.zeros(seen.plates[plate.name].frame.size, seen.dtype)
-            if self.rule != "none":
+            if self.rule != "none" and plate.name not in self.left_out:
                 terms = self._log_densities(plate, seen, args, kwargs)
             shape = (-1, *(1,) * (-seen.plates[plate.name].frame.dim - 1))
             with _inside(seen.plates[plate.name], seen.observed[plate.name]):

@@ -155,6 +155,13 @@ class MinibatchModel(NamedTuple):
         model = replace(self.model, rule=rule)
         return self._replace(model=model, plates=model.with_points(self.plates))
 
+    def of_groups(self, name: str | None) -> "MinibatchModel":
+        """Return the model with the groups of one plate only, or of none."""
+        if not isinstance(self.model, Marginal):
+            return self
+        left_out = frozenset(plate.name for plate in self._local) - {name}
+        return self._replace(model=replace(self.model, left_out=left_out))
+
     @property
     def search_rule(self) -> str:
         """

@@ -108,6 +108,13 @@ class Potential(Protocol):
     ) -> tuple[Array, dict[str, Array]]:
         """Return the minibatch potential, and the log density of each row by plate, ``(n,)``."""
 
+    @property
+    def group_plates(self) -> frozenset[str]:
+        """The plates of groups, to which the potential adds a term each."""
+
+    def of_groups(self, name: str | None, /) -> "Potential":
+        """Return the potential with the groups of one plate only, or of none."""
+
 
 class ModelPotential(NamedTuple):
     """Minibatch potential of a model, as a function of the coordinates of a metric."""
@@ -133,6 +140,13 @@ class ModelPotential(NamedTuple):
 
     def __call__(self, values: Values, rows: Rows, rng_key: Array, /) -> Array:
         return self.with_effects(values, rows, rng_key)[0]
+
+    @property
+    def group_plates(self) -> frozenset[str]:
+        return frozenset(plate.name for plate in self.model.local_plates)
+
+    def of_groups(self, name: str | None, /) -> "ModelPotential":
+        return self._replace(model=self.model.of_groups(name))
 
     @property
     def centred(self) -> "ModelPotential":

@@ -47,6 +47,13 @@ class Tempered(NamedTuple):
         return self._divided(self.potential.with_row_terms(values, rows, rng_key))
 
     @property
+    def group_plates(self) -> frozenset[str]:
+        return self.potential.group_plates
+
+    def of_groups(self, name: str | None, /) -> "Tempered":
+        return self._replace(potential=self.potential.of_groups(name))
+
+    @property
     def scale(self) -> Array:
         """The factor :math:`\\sqrt T` from a position to a position of the base potential."""
         return jnp.sqrt(self.temperature)

@@ -5,6 +5,7 @@
 
 import collections
 from dataclasses import replace
+from functools import partial
 import importlib
 import itertools
 import math
@@ -41,6 +42,8 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
+from numpyro_sgmcmc.gradients.covariance import Diagonal
+from numpyro_sgmcmc.gradients.estimators import sub_batch_gradient
 from numpyro_sgmcmc.posterior import potential, quadrature
 from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.local_latents import Marginal
@@ -48,6 +51,7 @@ from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric, from
 from numpyro_sgmcmc.posterior.model import read_model, unremarkable_values
 from numpyro_sgmcmc.posterior.potential import over_all_data, rows_in
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.tempered import Tempered
 from numpyro_sgmcmc.results.draws_on_disk import on_disk
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, whitened_hessian
 from numpyro_sgmcmc.tuning.quadrature_error import error_of_integrals, rule_of_steps
@@ -318,6 +322,24 @@ def test_a_pass_over_two_plates_of_groups(chunk, monkeypatch):
     for plate in some:
         assert 4 <= np.count_nonzero(times[plate.name]) <= plate.size
         np.testing.assert_allclose(times[plate.name].sum(), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["plain", "controlled", "tempered"])
+def test_sub_batches_of_two_plates_of_groups(kind, monkeypatch):
+    """Those of one plate leave out the other; potential, gradient and noise are the same."""
+    target = target_of(two_plates, Y)
+    metric, rows = IdentityMetric(), target.rows(random.key(1))
+    z = unremarkable_values(target.model)
+    anchor = target.anchor(jax.tree.map(lambda x: x + 0.1, z)) if kind == "controlled" else None
+    energy = target.potential(metric, anchor)
+    if kind == "tempered":
+        energy = Tempered(energy, jnp.asarray(2.0))
+    at = energy, rows, random.key(2), target.factors, Diagonal()
+    x = ravel_pytree(z)[0]
+    found = jax.jit(lambda x: sub_batch_gradient(*at)(x))(x)
+    monkeypatch.setattr(potential.ModelPotential, "group_plates", frozenset())
+    expected = jax.jit(lambda x: sub_batch_gradient(*at)(x))(x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4), found, expected)
 
 
 def test_series_of_groups():
