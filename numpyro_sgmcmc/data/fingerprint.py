@@ -4,7 +4,6 @@
 """Fingerprints of data, settings and programs."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
 import hashlib
 import math
@@ -12,11 +11,11 @@ from typing import Any
 
 import jax
 from jax import Array, random
-from jax.experimental.multihost_utils import process_allgather
 from jax.extend.core import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.content_hash import of_all_processes
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 
 #: Relative or absolute difference of log densities above which the models differ.
@@ -48,9 +47,7 @@ def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
     if all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
         return hasher.hexdigest()
     # each process has hashed its own rows only, and all must return one answer
-    with ThreadPoolExecutor(1) as outside:  # this thread may be tracing a program around this
-        digest = np.frombuffer(hasher.digest(), np.uint8)
-        digests = outside.submit(process_allgather, digest).result()
+    digests = of_all_processes(np.frombuffer(hasher.digest(), np.uint8))
     return hashlib.blake2b(digests.tobytes()).hexdigest()
 
 

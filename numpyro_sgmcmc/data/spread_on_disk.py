@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.experimental.multihost_utils import process_allgather
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from numpyro_sgmcmc.data.content_hash import ContentHash
+from numpyro_sgmcmc.data.content_hash import ContentHash, of_all_processes
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, UnreadableRows
 
@@ -73,9 +72,7 @@ class SpreadRowsOnDisk(RowsOnDisk):
         if own not in self._digests:
             digests = np.frombuffer(bytes.fromhex(own), np.uint8)
             if not self.is_whole:
-                # the values are concrete even while a program is traced
-                with jax.ensure_compile_time_eval():
-                    digests = np.asarray(process_allgather(digests))
+                digests = of_all_processes(digests)
             parts = f"{self.parts}".encode()
             self._digests = {own: hashlib.blake2b(parts + digests.tobytes()).hexdigest()}
         return self._digests[own]

@@ -302,8 +302,10 @@ def sandwich_of(
 def _weighted(rows: Rows, weights: Mapping[str, Array]) -> Rows:
     weighted = dict(rows)
     for name, w in weights.items():
-        numbers = drawn_rows(rows[name]).numbers
-        weighted[name] = DrawnRows(numbers, weights=w[numbers])
+        seen = drawn_rows(rows[name])
+        # rows that fill up a chunk have weight 0
+        own = w[seen.numbers] if seen.weights is None else w[seen.numbers] * seen.weights
+        weighted[name] = DrawnRows(seen.numbers, weights=own)
     return weighted
 
 

@@ -100,7 +100,7 @@ def chain_starts(
         raise no_initial_values(target.model, start_keys, strategy, target.args, target.kwargs)
     held, compiled = _held_out(method, runtime), runtime.compiled
     with_curvature = method.metric is not None
-    if with_curvature and target.minibatch_share >= 1:
+    if with_curvature and target.largest_share >= 1:
         raise ValueError(
             "metric='diagonal' with start='ensemble' is tuned from the gradients of minibatches,"
             " but each minibatch here has all rows. Give the plate a smaller `subsample_size`, or"

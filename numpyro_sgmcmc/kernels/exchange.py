@@ -176,7 +176,7 @@ def _potential_differences(
     target = target._replace(scheme=SCHEMES["without_replacement"])
     factors = target.factors
     values = jax.vmap(lambda z: potential.values(ravel(target.to_internal(z))))(z)
-    if target.strata or minibatches * target.minibatch_share >= 1:
+    if target.strata or minibatches * target.largest_share >= 1:
 
         def of_chunk(rows: Rows) -> Array:
             return -jnp.diff(jax.vmap(lambda x: potential(x, rows, rng_key))(values))

@@ -402,8 +402,10 @@ class _AllGiven(Messenger):
         kind, name = msg["type"], msg.get("name", "")
         if kind == "plate" and name in self.seen.rows:
             rows = self.seen.rows[name][1]
-            # the rows of other plates make no difference to this plate
-            msg["value"] = rows if name == self.plate.name else jnp.zeros_like(rows)
+            # rows of other plates make no difference to this plate, but for a complete one inside
+            is_inside = name not in self.names and len(rows) == msg["args"][0]
+            is_seen = name == self.plate.name or is_inside
+            msg["value"] = rows if is_seen else jnp.zeros_like(rows)
             # both are set, since the plate warns of indices of another length than declared
             msg["args"] = (msg["args"][0], len(rows))
         elif kind == "prng_key" and msg["kwargs"]["rng_key"] is None:

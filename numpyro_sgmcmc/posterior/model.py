@@ -123,14 +123,21 @@ class MinibatchModel(NamedTuple):
         """
         Return the model with smaller minibatches, where they have more rows than a search needs.
 
+        Complete plates, and plates whose rows may interact, are left as they are.
+
         :param share: share of the rows of a plate.
         :param least: the fewest rows, unless the minibatch has fewer.
         """
-        plates = (
-            p._replace(subsample_size=min(p.subsample_size, max(least, math.ceil(share * p.size))))
-            for p in self.plates
-        )
-        return self._replace(plates=tuple(plates))
+
+        def smaller(plate: Plate) -> Plate:
+            rows = min(plate.subsample_size, max(least, math.ceil(share * plate.size)))
+            return (
+                plate if plate.subsample_size == plate.size else plate._replace(subsample_size=rows)
+            )
+
+        if len(self.plates) > 1 and not all(plate.is_group for plate in self.plates):
+            return self
+        return self._replace(plates=tuple(map(smaller, self.plates)))
 
     @property
     def dimension(self) -> int:

@@ -252,6 +252,11 @@ class Target(NamedTuple):
         return sum(shares) / sum(values.values()) if values else 1.0
 
     @property
+    def largest_share(self) -> float:
+        """The largest share of the rows of a plate in a minibatch."""
+        return max((rows.share for rows in self.kinds.values()), default=1.0)
+
+    @property
     def effective_batch_size(self) -> float:
         """
         The number of rows that a minibatch counts as, the smallest of all plates.

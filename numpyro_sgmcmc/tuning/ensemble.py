@@ -259,7 +259,7 @@ def _curvature(target: Target, values: Values, rng_key: Array) -> Values:
     all rows. This is the variance of a minibatch gradient times the rows in a minibatch, divided by
     all rows. For a prior with independent values the curvature is exact.
     """
-    potential, size = target.potential(IdentityMetric()), target.minibatch_share
+    potential, size = target.potential(IdentityMetric()), target.largest_share
 
     def seen(totals: tuple[Values, Values], key: Array) -> tuple[tuple[Values, Values], None]:
         slope = target.mean(potential.value_and_gradient(values, target.rows(key), key)[1])

@@ -89,14 +89,13 @@ def error_of_integrals(
     count = min(dimension, _DIRECTIONS)
 
     def errors(target: Target, directions: Array) -> tuple[Array, Array]:
-        rules = [target._replace(model=view.sketch) for view in (target.model, check)]
+        rules = [target._replace(model=view) for view in (target.model, check)]
+        plates = check.sketch.plates  # equal chunks for both
 
         def wrong(zeta: Array) -> Array:
             values = target.unravel(start.values(zeta))
             step, right = (
-                full_data_gradient(
-                    x.potential(IdentityMetric()), x.model.plates, values, random.key(0)
-                )[1]
+                full_data_gradient(x.potential(IdentityMetric()), plates, values, random.key(0))[1]
                 for x in rules
             )
             return start.pullback(ravel(jax.tree.map(jnp.subtract, step, right)))

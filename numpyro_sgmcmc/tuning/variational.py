@@ -128,7 +128,8 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
 
 def searched(target: Target) -> Target:
     """The model whose minibatches have no more rows than a step of these searches needs."""
-    if target.strata:  # sizes of the minibatches belong to them
+    forgets = target.known is not None and target.known.half_life is not None
+    if target.strata or forgets:  # these need minibatches of the size that was asked for
         return target
     model = target.model.with_small_minibatches(_SHARE, _FEWEST)
     if model.plates == target.model.plates:

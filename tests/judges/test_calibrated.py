@@ -176,7 +176,7 @@ def test_few_clusters_are_shrunk():
         assert np.linalg.eigvalsh(found.meat).min() > 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_prior_is_as_if_seen():
     """What no row says anything of has the width of its prior, whatever rows vary by."""
     y = 2 * RNG.standard_normal(1_000)

@@ -132,7 +132,7 @@ def test_a_mode_that_no_draw_has_found_is_not_known():
     assert abs(found.log_evidence - half - np.log(2)) < 4 * found.log_evidence_error + 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_through_a_kernel_and_from_disk(tmp_path):
     def model(x, y):
         b = numpyro.sample("b", dist.LogNormal(0, 1))

@@ -114,7 +114,7 @@ def test_differences_are_small_and_of_second_order(monkeypatch):
 steep = partial(linear, batch_size=20)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("damped", [True, False])
 def test_the_noise_of_minibatches_is_taken_out(monkeypatch, damped):
     mean, sd, _ = exact()

@@ -158,6 +158,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", [pytest.param(k, marks=pytest.mark.nightly if k in NIGHTLY else ()) for k in RESULTS]
 )
@@ -192,7 +193,7 @@ def drawn(run):
     return found | {k: np.asarray(x) for k, x in local_draws(run, num_draws=5).items()}, words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_results_of_a_copy(mcmc):
     """And of its copy."""
     copy = mcmc
@@ -211,7 +212,7 @@ def test_results_of_a_copy(mcmc):
     np.testing.assert_array_equal(copy.get_samples()["mu"], mcmc.get_samples()["mu"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_series_are_drawn_anew():
     """Observations in a scan, each at the effect of its series."""
     rng = np.random.default_rng(1)

@@ -109,7 +109,7 @@ def test_other_kernels_take_it(name):
         assert to_arviz(mcmc)["posterior"].sizes["draw"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_with_its_cycle_and_is_tuned_with_one():
     step_size = cyclical(LARGEST, SMALLEST, steps=40, sampling=0.5)
     whole = run(step_size, 40, steps_per_sample=10)

@@ -32,7 +32,7 @@ def kept(tmp_path_factory):
     return folder, process(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_process_compiles_nothing(kept):
     """Nothing in a program depends on a process: no address, no number of an object."""
     folder, (_, misses, draws) = kept

@@ -435,7 +435,7 @@ def flat(state):
     return np.concatenate([np.atleast_1d(state.z["scale"]), state.z["w"]])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_order_of_drift_and_kick():
     """SGHMC and CCAdL drift on the old momentum, SGNHT on the new one: so the papers have it."""
     position, momentum = jnp.array([0.1, 1.0, -1.0, 0.5]), jnp.array([1.0, -2.0, 0.5, 3.0])

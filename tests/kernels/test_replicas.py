@@ -177,6 +177,7 @@ def test_a_tuning_warns_of_several_modes_only_where_chains_see_one():
     assert not tuning.problem and tuning.steps_per_sample > 1
 
 
+@pytest.mark.nightly
 def test_what_is_collected_and_said():
     kernel = SGMCLMC(gaussian, 0.2, 1.0, replicas=Replicas([1, 3, 9]), steps_per_sample=5)
     mcmc = run(kernel, SLOPES, samples=20, warmup=2, chains=2)

@@ -40,6 +40,7 @@ from numpyro_sgmcmc import (
     to_arviz,
 )
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
+from numpyro_sgmcmc.diagnostics._sandwich import _weighted
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
 from numpyro_sgmcmc.gradients.covariance import Diagonal
@@ -324,6 +325,47 @@ def test_a_pass_over_two_plates_of_groups(chunk, monkeypatch):
         np.testing.assert_allclose(times[plate.name].sum(), 1, rtol=1e-6)
 
 
+def by_item(y, subsample_size=None):
+    mu, tau = globals_()
+    easiness = numpyro.sample("easiness", dist.Normal(0, 1).expand([ROWS]).to_event(1))
+    with numpyro.plate("groups", len(y), subsample_size=10, dim=-1) as g:
+        a = numpyro.sample("a", dist.Normal(mu, tau))
+        with numpyro.plate("items", ROWS, subsample_size=subsample_size, dim=-2) as j:
+            at = jnp.arange(ROWS) if j is None else j
+            numpyro.sample("y", dist.Normal(a + easiness[at][:, None], 1.0), obs=y[g].T[at])
+
+
+def test_a_complete_plate_inside_of_groups():
+    """With a `subsample_size` of all of its rows a plate is what it is without."""
+    energies = []
+    for size in (None, ROWS):
+        view = read_model(partial(by_item, subsample_size=size), init_to_uniform, (Y,), {})
+        rows = view.first_rows() | {"groups": jnp.arange(5, 15)}
+        z = unremarkable_values(view)
+        energies.append(view.potential(z, rows, random.key(0), (Y,), {}))
+    np.testing.assert_allclose(*energies, rtol=1e-6)
+
+
+def test_weights_of_groups_are_kept_in_chunks_that_are_filled_up():
+    rows = {"groups": DrawnRows(jnp.array([2, 2]), weights=jnp.array([1.5, 0.0]))}
+    found = _weighted(rows, {"groups": jnp.array([1.0, 1.0, 4.0])})
+    np.testing.assert_array_equal(found["groups"].weights, [6.0, 0.0])
+
+
+def test_searches_keep_complete_plates_and_plates_that_may_interact():
+    def sizes(*plates):
+        view = read_model(two_plates, init_to_uniform, (Y,), {})._replace(plates=plates)
+        return [p.subsample_size for p in view.with_small_minibatches(0.02, 16).plates]
+
+    of_groups = (
+        Plate("groups", 10_000, 500, is_group=True),
+        Plate("others", 600, 600, is_group=True),
+    )
+    assert sizes(*of_groups) == [200, 600]
+    assert sizes(Plate("rows", 10_000, 500)) == [200]
+    assert sizes(Plate("rows", 1_000, 20), Plate("columns", 10_000, 500)) == [20, 500]
+
+
 @pytest.mark.parametrize("kind", ["plain", "controlled", "tempered"])
 def test_sub_batches_of_two_plates_of_groups(kind, monkeypatch):
     """Those of one plate leave out the other; potential, gradient and noise are the same."""
@@ -358,7 +400,7 @@ def logistic(y, batch=10):
             numpyro.sample("y", dist.Bernoulli(logits=a), obs=y[g].T)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_nodes_are_enough(monkeypatch):
     """Binary rows, against a grid; a Laplace approximation is not enough."""
     potential, x = flat_potential(logistic, BINARY)
@@ -386,7 +428,7 @@ def test_the_nodes_are_enough(monkeypatch):
     assert worst() > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
     """In posterior standard deviations; a control variate leaves what changes around its anchor."""
     view = read_model(logistic, init_to_uniform, (BINARY,), {})
@@ -496,7 +538,7 @@ def test_few_nodes_where_they_are_enough():
     assert rule == "step" and error < 1e-3 and more > cost
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_group_of_many_rows_counts_for_several():
     def worth(rows, batches):
         def model(y):
@@ -604,7 +646,7 @@ def many_bundles(number=1_000, scale=1.0):
     return Target(view, (y, 50), {}), x, derivatives(exact, x)[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_search_for_modes_ends_where_it_starts():
     """As one at logits of zero would, where the gradient of NumPyro's Bernoulli law is wrong."""
     assert jax.grad(lambda z: dist.Bernoulli(logits=z).log_prob(0.0))(0.0) == 0.0  # not -0.5
@@ -881,7 +923,7 @@ def test_a_part_is_held(few, small_parts, tmp_path, monkeypatch):
     assert max(held) <= 2 * most < total / 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_store_is_whole_or_not_there(few, small_parts, tmp_path, monkeypatch):
     """Also where the process ends without a word."""
     folder, get, count = tmp_path / "draws.zarr", jax.device_get, itertools.count()

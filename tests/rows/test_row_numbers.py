@@ -171,7 +171,7 @@ def test_schemes_that_have_no_such_numbers_are_refused():
         kernel.init(random.key(0), 0, None, (RowsOnDisk(Computed(FAR)),), {})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_law_is_that_of_all_rows(monkeypatch):
     """Tuned, on rows that have pairs of numbers: the posterior of a Gaussian mean is known."""
     monkeypatch.setattr(row_numbers, "MOST_ROWS", 1_000)

@@ -79,7 +79,7 @@ def test_a_progress_bar_shows_the_parts_of_a_descent_and_changes_nothing(monkeyp
     np.testing.assert_allclose(found()[0], hidden, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_steps_are_as_long_as_the_energy_allows_and_chains_stay_near():
     kernels = [SGMCLMC(network, start=Ensemble(3_000, 0.02, v)) for v in (0.5, 0.005)]
     for kernel in kernels:

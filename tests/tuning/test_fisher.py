@@ -163,6 +163,7 @@ def test_the_curvature_of_coordinates_is_exact():
     assert np.abs(prior + own - hessian).max() > 1e-2 * scale
 
 
+@pytest.mark.nightly
 def test_effects_that_few_rows_know(monkeypatch):
     """Gauss-Newton steps end at the metric of Newton steps, for a fifth of the passes."""
     target, _ = target_of_effects()
@@ -187,6 +188,7 @@ def test_indefinite_is_not_rough():
     assert not looks_rough(draws, slopes, jnp.diag(jnp.array([2.0, 2.0, 2.0, -300.0])))
 
 
+@pytest.mark.nightly
 def test_heavy_tails_keep_to_gauss_newton_steps():
     def heavy(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
@@ -201,6 +203,7 @@ def test_heavy_tails_keep_to_gauss_newton_steps():
     assert found.passes < 60
 
 
+@pytest.mark.nightly
 def test_passes_do_not_grow_with_the_parameters():
     def logistic(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
