@@ -45,11 +45,15 @@ class Marginal:
         self.xy, self.sy, self.yy = x.T @ y, of_student.T @ y, y @ y
         self.size = x.shape[1]
 
+    def crossed(self, ratio: float) -> np.ndarray:
+        """Products of the columns, weighted by how well the effects of students are known."""
+        return self.sx.T @ (self.sx / (ratio + self.ratings)[:, None])
+
     def given(self, logs: np.ndarray) -> tuple[float, np.ndarray, tuple]:
         """Log density of the logarithms of the scales; mean and factor of the precision."""
         lecturers, students, sd = np.exp(logs)
         shrunk = students**2 / (sd**2 + self.ratings * students**2)
-        precision = (self.xx - self.sx.T @ (shrunk[:, None] * self.sx)) / sd**2
+        precision = (self.xx - self.crossed((sd / students) ** 2)) / sd**2
         linear = (self.xy - self.sx.T @ (shrunk * self.sy)) / sd**2
         square = (self.yy - np.sum(shrunk * self.sy**2)) / sd**2
         prior = np.append(1 / 4, np.full(self.size - 1, lecturers**-2))
@@ -64,14 +68,18 @@ class Marginal:
         return log_density - half_normal + np.sum(logs), mean, factor
 
 
-def exact(rating, lecturer, student) -> tuple[np.ndarray, np.ndarray]:
-    """Means and standard deviations of level, lecturers and the three scales."""
-    law = Marginal(rating, lecturer, student)
+def exact(law: Marginal, start: list[float], count: int = _NODES) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Means and standard deviations of level, lecturers and the three scales.
+
+    :param start: the scales at which the search for the mode begins.
+    :param count: number of nodes in each direction.
+    """
 
     def potential(logs):
         return -law.given(logs)[0]
 
-    mode = optimize.minimize(potential, np.log([0.5, 0.3, 1.2]), options={"gtol": 1e-3}).x
+    mode = optimize.minimize(potential, np.log(start), options={"gtol": 1e-3}).x
     steps = 0.01 * np.eye(3)
     hessian = [
         [
@@ -85,15 +93,15 @@ def exact(rating, lecturer, student) -> tuple[np.ndarray, np.ndarray]:
         for a in steps
     ]
     root = np.linalg.cholesky(np.linalg.inv(np.array(hessian)))
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
     logs, means, variances = [], [], []
-    for chosen in product(range(_NODES), repeat=3):
+    for chosen in product(range(count), repeat=3):
         z = nodes[list(chosen)]
         at = mode + root @ z
         log_density, mean, factor = law.given(at)
         logs.append(log_density + z @ z / 2 + np.sum(np.log(weights[list(chosen)])))
         means.append(np.append(mean, np.exp(at)))
-        inverse = np.diag(linalg.cho_solve(factor, np.eye(law.size)))
+        inverse = np.diag(linalg.lapack.dpotri(factor[0], lower=1)[0])
         variances.append(np.append(inverse, np.zeros(3)))
     share = np.exp(np.array(logs) - max(logs))
     share /= share.sum()
@@ -108,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     model, _, data, batch, by_row = real("insteval", options.data)
-    mean, sd = exact(*by_row)
+    mean, sd = exact(Marginal(*by_row), [0.5, 0.3, 1.2])
     data = (*(jnp.asarray(x) for x in data), batch)
     start = time.perf_counter()
     tuning = CCAdL(model, progress_bar=False).tune(random.key(0), *data)

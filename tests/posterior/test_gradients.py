@@ -39,6 +39,8 @@ DATA = {
 class TwoPlates:
     """Two plates, each with the gradient ``x_i`` times a function of the position."""
 
+    group_plates = frozenset()
+
     def values(self, position):
         return position
 
