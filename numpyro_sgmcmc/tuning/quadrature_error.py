@@ -18,6 +18,10 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian
 _DIRECTIONS = 4  #: largest number of directions in which standard deviations are compared
 _POWER_STEPS = 3  #: power steps to the direction of the largest change, for more parameters
 
+#: Values whose groups are compared, and the fewest groups of a plate: of groups with many values
+#: the integrals are the more exact, and fewer groups show their error.
+_VALUES, _FEWEST_GROUPS = 40_960, 64
+
 #: Largest shift of the draws by a rule with few nodes, in standard deviations.
 _ENOUGH = 0.02
 
@@ -87,10 +91,16 @@ def error_of_integrals(
     start = gaussian.metric
     dimension = start.center.shape[0]
     count = min(dimension, _DIRECTIONS)
+    plates = check.sketch.plates  # equal chunks for both rules
+    if not view.drawn_plates:
+        most = [max(_FEWEST_GROUPS, _VALUES // plate.members) for plate in plates]
+        plates = tuple(
+            plate._replace(seen=min(plate.seen or plate.size, number))
+            for plate, number in zip(plates, most, strict=True)
+        )
 
     def errors(target: Target, directions: Array) -> tuple[Array, Array]:
         rules = [target._replace(model=view) for view in (target.model, check)]
-        plates = check.sketch.plates  # equal chunks for both
 
         def wrong(zeta: Array) -> Array:
             values = target.unravel(start.values(zeta))
@@ -129,7 +139,7 @@ def error_of_integrals(
     normal = random.normal(rng_key, (dimension, count), start.center.dtype)
     directions = jnp.asarray(np.linalg.qr(np.asarray(normal))[0].T)
     mean, change = (np.asarray(x, float) for x in target.compiled(errors)(directions))
-    seen = max(rows_in(plate) / plate.size for plate in view.sketch.plates)
+    seen = max(rows_in(plate) / plate.size for plate in plates)
     points = 2 * count + controlled + (0 if change.ndim > 1 else 2 * _POWER_STEPS)
     return _largest_shift(mean, change), 2.0 * points * seen
 
