@@ -297,8 +297,8 @@ def test_damaged_checkpoint_is_refused(tmp_path):
     for damaged, said in (
         (bytes(flipped), "is truncated or corrupted .*checksum of its member"),
         (content[:-10], "is truncated or corrupted .*not a zip file"),
-        (archive(version=6), r"has version 6 of the format; this is version 5\. Go on with the"),
-        (b"SGMCMCRN\4\0\0\0" + content, "has version 4 of the format; this is version 5"),
+        (archive(version=7), r"has version 7 of the format; this is version 6\. Go on with the"),
+        (b"SGMCMCRN\4\0\0\0" + content, "has version 4 of the format; this is version 6"),
         (b"", "is not a checkpoint"),
     ):
         file.write_bytes(damaged)
