@@ -12,6 +12,7 @@ by users that are interpolated in the ratio of two scales.
 """
 
 import argparse
+from functools import partial
 import time
 import warnings
 
@@ -47,12 +48,12 @@ class Interpolated(Marginal):
         return np.tensordot(self.products(np.log(ratio)), self.known, 1)
 
 
-def model(rating, movie, tables, share):
+def model(rating, movie, tables, movies, share):
     level = numpyro.sample("level", dist.Normal(3, 2))
     sd_movie = numpyro.sample("sd_movie", dist.HalfNormal(1))
     sd_user = numpyro.sample("sd_user", dist.HalfNormal(1))
     noise = numpyro.sample("noise", dist.HalfNormal(2))
-    with numpyro.plate("movies", 1 + int(movie.max())):
+    with numpyro.plate("movies", movies):
         of_movie = numpyro.sample("movie", dist.Normal(0, sd_movie))
     for k, (members, observed, _) in enumerate(tables):
         number, most = members.shape
@@ -76,11 +77,8 @@ def main() -> None:
         rating = file["rating"].astype(np.float32)
     tables = group_rows(user, buckets=3)
 
-    def of_tables(rating, movie, tables):
-        # the number of movies and the sizes of tables are no arrays
-        return model(rating, movie, tables, options.share)
-
-    kernel = CCAdL(of_tables, progress_bar=False)
+    bound = partial(model, movies=1 + int(movie.max()), share=options.share)
+    kernel = CCAdL(bound, progress_bar=False)
     start = time.perf_counter()
     data = jnp.asarray(rating), movie, tables
     tuning = kernel.tune(random.key(0), *data)
