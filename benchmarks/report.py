@@ -91,6 +91,7 @@ PARTS = {
         "benchmarks/groups_and_nuts.py --data {data} intercepts counts mixture verbagg"
     ),
     "insteval": "benchmarks/insteval.py --data {data}",
+    "movielens": "benchmarks/movielens.py --data {data}",
     "growing": "benchmarks/growing.py --draws 2000 --picture docs/growing_rows.png",
     "coverage": "benchmarks/intervals.py",
     "calibrated_sandwich": "benchmarks/intervals.py sandwich",
