@@ -52,8 +52,9 @@ class Marginal:
     def given(self, logs: np.ndarray) -> tuple[float, np.ndarray, tuple]:
         """Log density of the logarithms of the scales; mean and factor of the precision."""
         lecturers, students, sd = np.exp(logs)
-        shrunk = students**2 / (sd**2 + self.ratings * students**2)
-        precision = (self.xx - self.crossed((sd / students) ** 2)) / sd**2
+        ratio = (sd / students) ** 2
+        shrunk = 1 / (ratio + self.ratings)
+        precision = (self.xx - self.crossed(ratio)) / sd**2
         linear = (self.xy - self.sx.T @ (shrunk * self.sy)) / sd**2
         square = (self.yy - np.sum(shrunk * self.sy**2)) / sd**2
         prior = np.append(1 / 4, np.full(self.size - 1, lecturers**-2))

@@ -110,7 +110,7 @@ def sub_batch_gradient(
     """
 
     def gradient(position: Array) -> Evaluation:
-        noise, evaluation, total, names = None, None, None, _noisy(rows, factors)
+        noise, parts, names = None, [], _noisy(rows, factors)
         is_sum = len(names) == len(rows) > 1 and potential.group_plates.issuperset(rows)
         for name in names:
             own = potential.of_groups(name) if is_sum else potential
@@ -128,16 +128,16 @@ def sub_batch_gradient(
                 samples = spread * jnp.sqrt(factors[name] / (count * (count - 1)))
             one = representation.outer(samples)
             noise = one if noise is None else representation.add(1.0, noise, 1.0, one)
-            # the sub-batches of every plate average to one minibatch gradient
-            evaluation = Evaluation(potentials.mean(), mean)
-            total = evaluation if total is None else jax.tree.map(jnp.add, total, evaluation)
-        if is_sum:
-            # each has the prior, which counts once
-            prior = minibatch_gradient(potential.of_groups(None), rows, rng_key)(position)
-            evaluation = jax.tree.map(lambda x, y: x - (len(names) - 1) * y, total, prior)
-        if evaluation is None:
+            parts.append(Evaluation(potentials.mean(), mean))
+        if not parts:
             nothing = representation.zeros(position.shape[0], position.dtype)
             return minibatch_gradient(potential, rows, rng_key)(position)._replace(noise=nothing)
+        if not is_sum:
+            # the sub-batches of every plate average to one minibatch gradient
+            return parts[-1]._replace(noise=noise)
+        # each part has the prior, which counts once
+        prior = minibatch_gradient(potential.of_groups(None), rows, rng_key)(position)
+        evaluation = jax.tree.map(lambda one, *x: sum(x) - (len(x) - 1) * one, prior, *parts)
         return evaluation._replace(noise=noise)
 
     return gradient

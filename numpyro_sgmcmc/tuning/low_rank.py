@@ -22,9 +22,9 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import ROUGH, Gaussian
 from numpyro_sgmcmc.tuning.variational import (
     descended,
+    for_searches,
     hessian_product,
     passes_of_descent,
-    searched,
 )
 
 _PRODUCTS = 16  #: products with the Hessian in a round, beside those of given directions
@@ -99,7 +99,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         >>> print(f"{found.roots[0]:.4f} is about {(1 + 99 * 100) ** -0.5:.4f}")
         0.0100 is about 0.0100
     """
-    metric, target = start.metric, searched(target)
+    metric, target = start.metric, for_searches(target)
     if isinstance(metric, DenseMetric):
         metric = DiagonalMetric(metric.center, jnp.sum(metric.inverse**2, axis=0) ** -0.5)
     dimension, dtype = len(metric.center), metric.scale.dtype

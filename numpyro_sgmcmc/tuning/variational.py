@@ -55,11 +55,11 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
         \\min_{c, s} \\; \\mathrm{E}_{\\theta \\sim N(c, s^2)} [U(\\theta)]
             - \\sum_j \\log s_j,
 
-    on minibatches, by 1,000 steps of Adam and two descents of 400 steps of the natural gradient
-    (:func:`descended`). Eight products with the Hessian of all rows then correct the scales. Three
-    searches start at different points, because some models have poor local optima, and the best one
-    counts. If another search is about as good, with a barrier in between, the posterior has several
-    modes.
+    on minibatches of 2 % of the rows at most, by 1,000 steps of Adam and two descents of 400 steps
+    of the natural gradient (:func:`descended`). Eight products with the Hessian of all rows then
+    correct the scales. Three searches start at different points, because some models have poor
+    local optima, and the best one counts. If another search is about as good, with a barrier in
+    between, the posterior has several modes.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -72,7 +72,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
        Rajesh Ranganath, Andrew Gelman and David M. Blei (2017).
     """
     start_key, rows_key = random.split(rng_key)
-    target = searched(target)
+    target = for_searches(target)
     keys, data = random.split(start_key, _STARTS), (target.args, target.kwargs)
     starts, are_finite = initial_values(target.model, keys, init_strategy, *data)
     if not are_finite:
@@ -126,7 +126,7 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
     )
 
 
-def searched(target: Target) -> Target:
+def for_searches(target: Target) -> Target:
     """The model whose minibatches have no more rows than a step of these searches needs."""
     forgets = target.known is not None and target.known.half_life is not None
     if target.strata or forgets:  # these need minibatches of the size that was asked for

@@ -381,6 +381,7 @@ def test_sub_batches_of_two_plates_of_groups(kind, monkeypatch):
     found = jax.jit(lambda x: sub_batch_gradient(*at)(x))(x)
     monkeypatch.setattr(potential.ModelPotential, "group_plates", frozenset())
     expected = jax.jit(lambda x: sub_batch_gradient(*at)(x))(x)
+    # up to rounding
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4), found, expected)
 
 
