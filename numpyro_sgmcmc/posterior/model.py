@@ -130,10 +130,10 @@ class MinibatchModel(NamedTuple):
         """
 
         def smaller(plate: Plate) -> Plate:
+            if plate.subsample_size == plate.size:
+                return plate
             rows = min(plate.subsample_size, max(least, math.ceil(share * plate.size)))
-            return (
-                plate if plate.subsample_size == plate.size else plate._replace(subsample_size=rows)
-            )
+            return plate._replace(subsample_size=rows)
 
         if len(self.plates) > 1 and not all(plate.is_group for plate in self.plates):
             return self
