@@ -169,7 +169,8 @@ class SGMCMCKernel(MCMCKernel):
         :param rng_key: a random key.
         :param args: arguments of the model.
         :param kwargs: keyword arguments of the model.
-        :return: the tuning, for ``tuning=`` of a kernel of this class, or for printing.
+        :return: the tuning, which runs of this kernel with these data use, and other kernels of
+            this class with ``tuning=``.
         :raises ValueError: if the search for a centre or a metric fails, with a remedy.
 
         **Example:**
@@ -195,7 +196,9 @@ class SGMCMCKernel(MCMCKernel):
         self.runtime.check_rows(target)
         with self.runtime.tuning_kept_on_failure():
             shown = numpyro_private.shows_bars(self)
-            return new_tuning(self.method, self.runtime, target, rng_key, shown)
+            tuning = new_tuning(self.method, self.runtime, target, rng_key, shown)
+        self.runtime.tuning = tuning
+        return tuning
 
     def with_step_size(self, step_size: float, steps_per_sample: int | None = None) -> Self:
         """

@@ -13,12 +13,13 @@ variables of group :math:`g`,
 
 and :class:`Marginal` is the model with a factor :math:`p(y_g \\mid \\theta)` for each group in the
 place of all sites of the plate. A group is a row for every sampler. Discrete sites are summed over.
-Continuous sites are integrated by :func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`.
+Continuous sites are integrated by :func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`, and
+in closed form if they are normal given all else.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 import math
@@ -37,7 +38,15 @@ from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.handlers import Model, Plate, log_density, without_wrappers
-from numpyro_sgmcmc.posterior.quadrature import draws_of, log_integral, needs_draws, points_of
+from numpyro_sgmcmc.posterior.polynomial import degree
+from numpyro_sgmcmc.posterior.quadrature import (
+    draws_of,
+    log_integral,
+    needs_draws,
+    normal_draws_of,
+    normal_log_integral,
+    points_of,
+)
 
 #: Ending of the name of a plate's factor.
 MARGINAL = ", marginal"
@@ -61,12 +70,15 @@ class LocalPlate(NamedTuple):
     - **discrete** - number of values, by discrete site.
     - **bounded** - whether the support of a continuous site has an end, so that its distribution
       may be skewed.
+    - **normal** - whether the continuous sites are normal given the observations and all other
+      sites, for all their values.
     """
 
     name: str
     continuous: tuple[tuple[str, tuple[int, ...]], ...]
     discrete: tuple[tuple[str, int], ...]
     bounded: bool = False
+    normal: bool = False
 
     @property
     def dimension(self) -> int:
@@ -76,6 +88,15 @@ class LocalPlate(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in (*self.continuous, *self.discrete))
+
+    @property
+    def is_drawn(self) -> bool:
+        """True if the points of the integrals are drawn at random."""
+        return not self.normal and needs_draws(self.dimension)
+
+    def points(self, rule: str) -> int:
+        """Return the number of points at which a step evaluates each group."""
+        return len(self.combinations) * (1 if self.normal else points_of(self.dimension, rule))
 
     @property
     def combinations(self) -> np.ndarray:
@@ -160,9 +181,7 @@ class Marginal:
 
     def with_points(self, plates: Iterable[Plate]) -> tuple[Plate, ...]:
         """Return plates with the number of points at which each group is evaluated."""
-        points = {
-            p.name: len(p.combinations) * points_of(p.dimension, self.rule) for p in self.plates
-        }
+        points = {plate.name: plate.points(self.rule) for plate in self.plates}
         return tuple(plate._replace(points=points.get(plate.name, 1)) for plate in plates)
 
     def with_members(self, plates: Sequence[Plate], sites: Mapping[str, dict]) -> tuple[Plate, ...]:
@@ -182,6 +201,43 @@ class Marginal:
         """The model as it was written, for ``inspect.signature``."""
         return self.model
 
+    def with_normal_groups(self, *args: Any, **kwargs: Any) -> "Marginal":
+        """Return the model with the plates marked whose latent sites are normal given all else."""
+        seen = Globals(self)
+        with seen:
+            self.model(*args, **kwargs)
+
+        def is_normal(plate: LocalPlate) -> bool:
+            start, density = self._densities(plate, seen, args, kwargs)
+            classes = jnp.asarray(plate.combinations)[0]
+            return degree(partial(density, seen.values, classes), start) == 2
+
+        plates = [p._replace(normal=p.dimension > 0 and is_normal(p)) for p in self.plates]
+        return replace(self, plates=tuple(plates))
+
+    def _densities(
+        self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
+    ) -> tuple[Array, Callable[..., Array]]:
+        """
+        Return the joint log density of each group, and a point.
+
+        :return: the point, shape (n, k); and the log density as a function of the global values,
+            the numbers of the discrete values, the continuous values and the names of sites.
+        """
+        # not zero: `Bernoulli(logits=0.0)` of NumPyro has a gradient without its observation
+        near_zero = 0.01 * jnp.cos(1.0 + jnp.arange(plate.dimension, dtype=seen.dtype))
+        size = seen.plates[plate.name].frame.size
+        start = jnp.broadcast_to(near_zero, (size, plate.dimension))
+
+        def density(
+            values: Mapping[str, Any], classes: Array, z: Array, names: Iterable[str] | None = None
+        ) -> Array:
+            with block():
+                given = _AllGiven(self, plate, seen, values, z, classes)
+                return given.log_densities(args, kwargs, names)
+
+        return start, density
+
     def log_integrals(
         self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
     ) -> tuple[Array, Callable[[Array, Array], Array], Array]:
@@ -192,25 +248,16 @@ class Marginal:
             a function of the numbers of the discrete values and of the continuous values, shape
             (n, k); and a point, shape (n, k).
         """
-        # not zero: `Bernoulli(logits=0.0)` of NumPyro has a gradient without its observation
-        near_zero = 0.01 * jnp.cos(1.0 + jnp.arange(plate.dimension, dtype=seen.dtype))
-        size = seen.plates[plate.name].frame.size
-        start = jnp.broadcast_to(near_zero, (size, plate.dimension))
+        start, density = self._densities(plate, seen, args, kwargs)
         fixed = jax.tree.map(lax.stop_gradient, seen.values)
-        needed = needs_draws(plate.dimension)
-        keys = _keys(seen.plates[plate.name].rows) if needed else None
-
-        def density(
-            values: Mapping[str, Any], classes: Array, z: Array, names: Iterable[str] | None = None
-        ) -> Array:
-            with block():
-                given = _AllGiven(self, plate, seen, values, z, classes)
-                return given.log_densities(args, kwargs, names)
+        keys = _keys(seen.plates[plate.name].rows) if plate.is_drawn else None
 
         def integral(classes: Array) -> Array:
             own = partial(density, seen.values, classes)
             if not plate.dimension:
                 return own(start)
+            if plate.normal:
+                return normal_log_integral(own, start)
             held, latent = partial(density, fixed, classes), partial(own, names=plate.names)
             return log_integral(own, held, latent, start, keys, self.rule)
 
@@ -262,7 +309,8 @@ class Marginal:
                 chosen = random.categorical(class_key, integrals, axis=0)
             classes = jnp.asarray(plate.combinations)[chosen].T
             if plate.dimension:
-                z = draws_of(partial(density, classes), z, z_key)
+                draws = normal_draws_of if plate.normal else draws_of
+                z = draws(partial(density, classes), z, z_key)
             with block():
                 given = _AllGiven(self, plate, seen, seen.values, z, classes)
                 if replicated:

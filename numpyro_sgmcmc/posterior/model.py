@@ -43,7 +43,6 @@ from numpyro_sgmcmc.posterior.handlers import (
     log_density,
 )
 from numpyro_sgmcmc.posterior.local_latents import LocalPlate, Marginal
-from numpyro_sgmcmc.posterior.quadrature import needs_draws
 from numpyro_sgmcmc.posterior.reading import reading_of
 
 #: Unconstrained values of the latent sites, by name.
@@ -197,7 +196,7 @@ class MinibatchModel(NamedTuple):
     @property
     def drawn_plates(self) -> tuple[Plate, ...]:
         """The plates of groups whose latent variables are integrated out by draws."""
-        names = {plate.name for plate in self._local if needs_draws(plate.dimension)}
+        names = {plate.name for plate in self._local if plate.is_drawn}
         return tuple(plate for plate in self.plates if plate.name in names)
 
     @property

@@ -199,9 +199,11 @@ def reading_of(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
     taken: dict[str, Array] = {}
     watched = [Watched(source) for source in on_disk((args, kwargs))]
 
+    def started(model: Model) -> Model:
+        return substitute(seed(first_rows_of(model, taken), random.key(0)), substitute_fn=initial)
+
     def traced(model: Model) -> dict[str, dict]:
-        start = substitute(seed(first_rows_of(model, taken), random.key(0)), substitute_fn=initial)
-        return trace(start).get_trace(*seen_args, **seen_kwargs)
+        return trace(started(model)).get_trace(*seen_args, **seen_kwargs)
 
     with jax.ensure_compile_time_eval():
         seen_args, seen_kwargs = replaced((args, kwargs), watched)
@@ -218,7 +220,8 @@ def reading_of(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
             fixed = substitute(model, data=constants) if constants else model
             fixed = without_local_latents(fixed, sites, plates, seen_args, seen_kwargs)
             if isinstance(fixed, Marginal):
-                # constants are equal in both traces
+                fixed = started(fixed.with_normal_groups)(*seen_args, **seen_kwargs)
+                # constants are equal in all traces
                 sites = traced(replace(fixed, rule="none"))
                 plates = fixed.with_points(fixed.with_members(plates, sites))
     indices = tuple(source.indices for source in watched)

@@ -342,6 +342,17 @@ def test_a_tuning_for_other_data_compiles_nothing(compiled):
     assert (again.step_size, again.noise, again.passes) == (anew.step_size, anew.noise, anew.passes)
 
 
+def test_a_run_takes_the_tuning_that_was_asked_for():
+    """A new one would have its own key, and cost as much again."""
+    kernel = CCAdL(logistic, progress_bar=False)
+    tuning = kernel.tune(random.key(5), X, Y)
+    assert kernel.tuning is tuning
+    run(kernel, X, Y, warmup=1, samples=1, chains=1)
+    assert kernel.tuning is tuning
+    run(kernel, X[::-1] + 0.1, Y[::-1], warmup=1, samples=1, chains=1)
+    assert kernel.tuning is not tuning
+
+
 def controlled(found, order=1):
     return ControlVariate(found.potential, found.target.anchor(found.other, order))
 
