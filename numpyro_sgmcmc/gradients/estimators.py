@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
-import numpy as np
 
+from numpyro_sgmcmc.data.drawn_rows import drawn_rows
 from numpyro_sgmcmc.data.rows import Group
 from numpyro_sgmcmc.data.subsampling import sub_batches
-from numpyro_sgmcmc.gradients.covariance import Covariance, LowRankPlusDiagonal, column_sums
+from numpyro_sgmcmc.gradients.blocks import blocks_of
+from numpyro_sgmcmc.gradients.covariance import Covariance, LowRankPlusDiagonal
 from numpyro_sgmcmc.posterior.handlers import BatchRows
 from numpyro_sgmcmc.posterior.potential import Potential, Rows
 from numpyro_sgmcmc.posterior.target import Target
@@ -98,6 +99,8 @@ def sub_batch_gradient(
         \\hat V = \\frac{1}{m^2} \\sum_h f_h \\frac{m_h}{m_h - 1}
             \\sum_{k \\in h} (\\tilde g_k - \\tilde g_h)(\\tilde g_k - \\tilde g_h)^\\top .
 
+    Many sub-batches are taken together in blocks (:mod:`~numpyro_sgmcmc.gradients.blocks`).
+
     :param potential: the minibatch potential.
     :param rows: rows of the minibatch for each subsampled plate.
     :param rng_key: key for a potential that is itself random; each sub-batch gets its own key.
@@ -110,28 +113,29 @@ def sub_batch_gradient(
     """
 
     def gradient(position: Array) -> Evaluation:
-        noise, parts, names = None, [], _noisy(rows, factors)
+        samples, parts, names = [], [], _noisy(rows, factors)
         is_sum = len(names) == len(rows) > 1 and potential.group_plates.issuperset(rows)
         for name in names:
             own = potential.of_groups(name) if is_sum else potential
-            strata = groups.get(name)
-            count = strata[-1].stop if strata else sub_batches(rows[name].size)
+            batch = drawn_rows(rows[name])
+            is_stratified = name in groups
+            strata = groups.get(name) or (Group(0, sub_batches(batch.size), 1.0),)
+            blocks = blocks_of(strata, batch.size)
             potentials, gradients = jax.vmap(_on_rows_of(name, own, position, rows))(
-                _shaped(rows[name], (count, -1)), random.split(rng_key, count)
+                blocks.of(batch), random.split(rng_key, len(blocks.places))
             )
-            mean = column_sums(gradients) / count
-            spread = gradients - mean
-            if strata:
-                within = jnp.asarray(_within(strata), spread.dtype)
-                samples = jnp.matmul(within, spread, precision="highest")
-            else:
-                samples = spread * jnp.sqrt(factors[name] / (count * (count - 1)))
-            one = representation.outer(samples)
-            noise = one if noise is None else representation.add(1.0, noise, 1.0, one)
-            parts.append(Evaluation(potentials.mean(), mean))
+            shares, deviations = (
+                jnp.asarray(x, gradients.dtype) for x in (blocks.shares, blocks.deviations)
+            )
+            mean = jnp.matmul(shares, gradients, precision="highest")
+            own_samples = jnp.matmul(deviations, gradients - mean, precision="highest")
+            factor = 1.0 if is_stratified else factors[name]
+            samples.append(jnp.sqrt(factor) * own_samples)
+            parts.append(Evaluation(shares @ potentials, mean))
         if not parts:
             nothing = representation.zeros(position.shape[0], position.dtype)
             return minibatch_gradient(potential, rows, rng_key)(position)._replace(noise=nothing)
+        noise = representation.outer(jnp.concatenate(samples))
         if not is_sum:
             # the sub-batches of every plate average to one minibatch gradient
             return parts[-1]._replace(noise=noise)
@@ -334,21 +338,6 @@ ESTIMATORS: dict[str, Callable[..., Gradient]] = {
     "two_cotangents": two_cotangent_gradient,
     "per_example": per_example_gradient,
 }
-
-
-def _within(groups: Sequence[Group]) -> np.ndarray:
-    """
-    Return the matrix that maps gradients of sub-batches to deviations within strata.
-
-    The deviations are vectors :math:`z_k` with :math:`\\hat V = \\sum_k z_k z_k^\\top`, for each
-    stratum with noise.
-    """
-    count, parts = groups[-1].stop, []
-    for start, stop, factor in groups:
-        if factor > 0:
-            each, one = stop - start, np.eye(count)[start:stop]
-            parts.append(np.sqrt(factor * each / (each - 1)) / count * (one - one.mean(axis=0)))
-    return np.concatenate(parts)
 
 
 def _noisy(rows: Rows, factors: Mapping[str, float]) -> list[str]:

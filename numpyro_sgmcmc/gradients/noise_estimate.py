@@ -12,7 +12,9 @@ from jax import Array, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.converters import one_of, whole
+from numpyro_sgmcmc.data.rows import Group
 from numpyro_sgmcmc.data.subsampling import sub_batches
+from numpyro_sgmcmc.gradients.blocks import blocks_of
 from numpyro_sgmcmc.gradients.covariance import (
     LANCZOS_STEPS,
     MAX_FULL_DIMENSION,
@@ -171,7 +173,7 @@ class NoiseEstimate:
         }[covariance]()
         noisy = [plate for plate in plates if factors[plate.name] > 0]
         ranks = [
-            sum(stop - start - 1 for start, stop, factor in target.groups[plate.name] if factor > 0)
+            blocks_of(target.groups[plate.name], plate.subsample_size).rank
             if plate.name in target.groups
             else estimate_rank(estimator, plate.subsample_size)
             for plate in noisy
@@ -189,8 +191,10 @@ def estimate_rank(estimator: str, batch_size: int) -> int:
 
     :raises ValueError: if there is a single row, which shows no spread.
     """
-    count = sub_batches(batch_size)
-    return {"sub_batches": count - 1, "two_cotangents": 1, "per_example": batch_size - 1}[estimator]
+    blocks = blocks_of([Group(0, sub_batches(batch_size), 1.0)], batch_size)
+    return {"sub_batches": blocks.rank, "two_cotangents": 1, "per_example": batch_size - 1}[
+        estimator
+    ]
 
 
 @dataclass(frozen=True)

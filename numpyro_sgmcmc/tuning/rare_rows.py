@@ -101,9 +101,10 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
         normal = _WIDTH * _spread_normal(normal_key, draws.center, pairs)
         points = jnp.concatenate([jnp.zeros_like(normal[:1]), normal, -normal])
         points = jax.vmap(draws.values)(points)
-        potential, others = _potential(target, draws.center, order), target.rows(rows_key)
+        others = target.rows(rows_key)
 
         def of_rows(plate: Plate, rows: Array) -> Array:
+            potential = _potential(target, draws.center, order, plate)
             share = rows.shape[0] / float(plate.size * target.model.parts)
 
             def terms(point: Array) -> Array:
@@ -131,13 +132,19 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
     return Importance(sizes, (1 + (3 if order == 2 else 2) * pairs) / 2)
 
 
-def _potential(target: Target, center: Array, order: int) -> Potential:
+def _potential(target: Target, center: Array, order: int, plate: Plate) -> Potential:
     """
-    The potential, with the rows' terms minus their expansion by a control variate.
+    The potential, with the rows' terms of a plate minus their expansion by a control variate.
 
-    In linear coordinates an expansion around the centre in these coordinates is equal and costs
-    less.
+    Other tables of groups are left out. In linear coordinates an expansion around the centre in
+    these coordinates is equal and costs less.
     """
+    potential = _expanded(target, center, order)
+    is_sum = potential.group_plates.issuperset(p.name for p in target.model.plates)
+    return potential.of_groups(plate.name) if is_sum else potential
+
+
+def _expanded(target: Target, center: Array, order: int) -> Potential:
     if not target.centring or order == 0:
         return target.potential(IdentityMetric())
     effects = target.written(target.unravel(center)).effects
@@ -214,10 +221,13 @@ def _fourth_cumulant_of(
     most = max(1, min(_MOST_ROWS, plate.size, PER_EXAMPLE_NUMBERS // target.model.dimension))
     hardest = np.argpartition(-weights * importance, most - 1)[:most]
 
-    def run(target: Target, draws: Any, metric: Metric, rows: Array, w: Array) -> Array:
+    def run(
+        target: Target, rng_key: Array, draws: Any, metric: Metric, rows: Array, w: Array
+    ) -> Array:
         normal_key, rows_key, model_key = random.split(rng_key, 3)
         normal = _spread_normal(normal_key, draws.center)
-        potential, others = _potential(target, draws.center, order), target.rows(rows_key)
+        potential = _potential(target, draws.center, order, plate)
+        others = target.rows(rows_key)
 
         def gradient(point: Array, row: Array) -> Array:
             def term(values: Any) -> Array:
@@ -248,7 +258,8 @@ def _fourth_cumulant_of(
 
     rows = jnp.asarray(hardest, jnp.int32)
     w = jnp.asarray(weights[hardest], gaussian.metric.center.dtype)
-    return float(target.compiled(run)(gaussian.metric, metric, rows, w))
+    program = target.compiled(run, "fourth cumulant", order, plate)
+    return float(program(rng_key, gaussian.metric, metric, rows, w))
 
 
 class RareRows(NamedTuple):

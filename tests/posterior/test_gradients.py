@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 import pytest
 
+from numpyro_sgmcmc.data.drawn_rows import drawn_rows
 from numpyro_sgmcmc.data.subsampling import SCHEMES, sub_batches
 from numpyro_sgmcmc.gradients.covariance import Diagonal, Full, LowRank
 from numpyro_sgmcmc.gradients.estimators import (
@@ -53,9 +54,10 @@ class TwoPlates:
         return jax.value_and_grad(self.__call__)(position, rows, rng_key)
 
     def with_row_terms(self, position, rows, rng_key):
+        numbers = {name: drawn_rows(x).numbers for name, x in rows.items()}
         terms = {
-            name: -SIZES[name] / index.shape[0] * (jnp.asarray(DATA[name])[index] @ position**2)
-            for name, index in rows.items()
+            name: -SIZES[name] / len(index) * (jnp.asarray(DATA[name])[index] @ position**2)
+            for name, index in numbers.items()
         }
         return 0.5 * jnp.sum(position**2) - sum(jnp.sum(t) for t in terms.values()), terms
 
