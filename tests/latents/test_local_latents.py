@@ -712,8 +712,8 @@ def test_the_logarithm_of_a_mean_of_few_draws():
 
 
 @pytest.mark.nightly
-def test_draws_of_normal_effects_are_exact():
-    """For a normal law of effects and rows with any draws: value, gradient, second derivatives."""
+def test_many_normal_effects():
+    """Five in each group, in closed form: value, gradient, second derivatives."""
     model, marginal = slopes(5)
     view = read_model(model, init_to_uniform, (Y,), {})
     x, unflat = ravel_pytree(unremarkable_values(view))
