@@ -174,7 +174,7 @@ def exact_target(mcmc: MCMC, args: tuple, kwargs: dict, asked: str) -> Target:
         raise ValueError(
             f"The latent variables of plate '{drawn[0].name}' are integrated out by random draws,"
             f" so that the density is random. {asked} runs with at most two latent numbers in a"
-            " group, whose integrals are not random."
+            " group, or normal ones, whose integrals are not random."
         )
     return target
 

@@ -247,7 +247,7 @@ def _checked_target(mcmc: MCMC, draws: Mapping[str, Any], args: tuple, kwargs: d
         raise ValueError(
             f"The latent variables of plate '{drawn[0].name}' are integrated out by random draws,"
             " whose second derivatives are noise. Calibrate runs with at most two latent numbers"
-            " in a group."
+            " in a group, or with normal ones."
         )
     sites = site_shapes(mcmc.sampler.model, dict(draws), args, kwargs)
     for name, site in sites.items():

@@ -4,6 +4,7 @@
 """Blocks of the rows of a minibatch, whose gradients show its noise."""
 
 from collections.abc import Sequence
+import math
 from typing import NamedTuple
 
 import jax
@@ -12,8 +13,9 @@ import numpy as np
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.rows import Group
 
-#: About how many blocks a minibatch has, at most.
-_MOST = 20
+#: Largest number of blocks, but for rounding and for strata, each of which needs two; and of rows
+#: with those that fill up smaller blocks, relative to the rows of the minibatch.
+_MOST, _MOST_ROWS = 20, 1.25
 
 
 class Blocks(NamedTuple):
@@ -22,8 +24,8 @@ class Blocks(NamedTuple):
 
     - **places** - numbers of the rows of each block within the minibatch, shape (B, s); a smaller
       block is filled up with its last row.
-    - **weights** - relative weights of these rows, same shape, or None if all are 1: with them a
-      block has the weight of :math:`s` rows.
+    - **weights** - relative weights of these rows, same shape, or None if all are 1. The weights
+      of a block add up to :math:`s`.
     - **shares** - the part of the rows of the minibatch in each block, shape (B,).
     - **deviations** - matrix from the gradients of blocks to vectors :math:`z_k` with
       :math:`\\hat V = \\sum_k z_k z_k^\\top`, shape (K, B).
@@ -36,9 +38,10 @@ class Blocks(NamedTuple):
 
     def of(self, rows: DrawnRows) -> DrawnRows:
         """Return the rows of each block, with leading axes of shape (B, s)."""
-        taken = jax.tree.map(lambda x: x[self.places], rows)
+        shape = self.places.shape
         if self.weights is None:
-            return taken
+            return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), rows)
+        taken = jax.tree.map(lambda x: x[self.places], rows)
         weights = self.weights if taken.weights is None else self.weights * taken.weights
         return taken._replace(weights=weights)
 
@@ -52,8 +55,8 @@ def blocks_of(strata: Sequence[Group], rows: int) -> Blocks:
     """
     Return the blocks of a minibatch.
 
-    They are its sub-batches, or a few of them together where they are many: minibatches with a
-    prime number of rows have sub-batches of one row. With :math:`n_h` of the :math:`n` rows in
+    They are its sub-batches, or a few of them together where there are many. A minibatch with a
+    prime number of rows has sub-batches of single rows. With :math:`n_h` of the :math:`n` rows in
     stratum :math:`h`, in :math:`B_h` blocks of :math:`b_k` rows,
 
     .. math::
@@ -73,16 +76,27 @@ def blocks_of(strata: Sequence[Group], rows: int) -> Blocks:
         >>> from numpyro_sgmcmc.data.rows import Group
         >>> from numpyro_sgmcmc.gradients.blocks import blocks_of
         >>> blocks = blocks_of([Group(0, 131, 0.9)], 131)
-        >>> blocks.places.shape, blocks.places[0].tolist(), blocks.weights[0].round(2).tolist()
-        ((20, 7), [0, 1, 2, 3, 4, 5, 5], [1.17, 1.17, 1.17, 1.17, 1.17, 1.17, 0.0])
+        >>> blocks.places.shape, blocks.places[0].tolist(), (6 * blocks.weights[0]).tolist()
+        ((19, 7), [0, 1, 2, 3, 4, 5, 5], [7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 0.0])
     """
     count = strata[-1].stop
     each = rows // count
-    sizes, parts = np.empty(0, int), []
+    blocks = _blocks(strata, each, math.ceil(count / _MOST))
+    return blocks if blocks.places.size <= _MOST_ROWS * rows else _blocks(strata, each, 1)
+
+
+def _blocks(strata: Sequence[Group], each: int, together: int) -> Blocks:
+    """
+    Return blocks of about equal numbers of sub-batches.
+
+    :param int each: number of rows of a sub-batch.
+    :param int together: largest number of sub-batches of a block.
+    """
+    count = strata[-1].stop
+    rows, sizes, parts = each * count, np.empty(0, int), []
     for start, stop, factor in strata:
         own = stop - start
-        share = own if count <= _MOST else round(_MOST * own / count)
-        number = min(own, max(share, 2 if factor > 0 else 1))
+        number = min(own, max(math.ceil(own / together), 2 if factor > 0 else 1))
         in_block = each * np.diff(np.arange(number + 1) * own // number)
         if factor > 0:
             lengths = np.sqrt(factor * each * own * in_block / (number - 1)) / rows
@@ -93,6 +107,8 @@ def blocks_of(strata: Sequence[Group], rows: int) -> Blocks:
     longest = int(sizes.max())
     inside, size = np.arange(longest), sizes[:, None]
     places = np.cumsum(sizes)[:, None] - size + np.minimum(inside, size - 1)
-    weights = np.where(inside < size, longest / size, 0.0) if np.ptp(sizes) else None
+    weights = None
+    if np.ptp(sizes):
+        weights = np.where(inside < size, longest / size, 0.0).astype(np.float32)
     deviations = np.concatenate(parts)[:, : len(sizes)]
     return Blocks(places, weights, sizes / rows, deviations)

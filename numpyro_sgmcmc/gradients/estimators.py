@@ -131,7 +131,7 @@ def sub_batch_gradient(
             own_samples = jnp.matmul(deviations, gradients - mean, precision="highest")
             factor = 1.0 if is_stratified else factors[name]
             samples.append(jnp.sqrt(factor) * own_samples)
-            parts.append(Evaluation(shares @ potentials, mean))
+            parts.append(Evaluation(jnp.sum(shares * potentials), mean))
         if not parts:
             nothing = representation.zeros(position.shape[0], position.dtype)
             return minibatch_gradient(potential, rows, rng_key)(position)._replace(noise=nothing)

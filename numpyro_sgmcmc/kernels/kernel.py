@@ -169,8 +169,8 @@ class SGMCMCKernel(MCMCKernel):
         :param rng_key: a random key.
         :param args: arguments of the model.
         :param kwargs: keyword arguments of the model.
-        :return: the tuning, which runs of this kernel with these data use, and other kernels of
-            this class with ``tuning=``.
+        :return: the tuning. Runs of this kernel with these data use it, unless the kernel has a
+            ``tuning`` or a ``start``. Other kernels of this class take it as ``tuning=``.
         :raises ValueError: if the search for a centre or a metric fails, with a remedy.
 
         **Example:**
@@ -197,7 +197,8 @@ class SGMCMCKernel(MCMCKernel):
         with self.runtime.tuning_kept_on_failure():
             shown = numpyro_private.shows_bars(self)
             tuning = new_tuning(self.method, self.runtime, target, rng_key, shown)
-        self.runtime.tuning = tuning
+        if self.method.start is None:
+            self.runtime.tuning = tuning
         return tuning
 
     def with_step_size(self, step_size: float, steps_per_sample: int | None = None) -> Self:

@@ -185,4 +185,6 @@ class Runtime:
 def _shapes(tree: Any) -> Any:
     """The static part of the arguments of a model."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((x.shape, x.dtype) for x in leaves if isinstance(x, jax.Array))
+    arrays = tuple((x.shape, x.dtype) for x in leaves if isinstance(x, jax.Array))
+    # words and truth values choose between models
+    return structure, arrays, tuple(x for x in leaves if isinstance(x, bool | str))

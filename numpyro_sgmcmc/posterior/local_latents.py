@@ -71,7 +71,7 @@ class LocalPlate(NamedTuple):
     - **bounded** - whether the support of a continuous site has an end, so that its distribution
       may be skewed.
     - **normal** - whether the continuous sites are normal given the observations and all other
-      sites, for all their values.
+      sites, whatever the values of those.
     """
 
     name: str
@@ -95,8 +95,13 @@ class LocalPlate(NamedTuple):
         return not self.normal and needs_draws(self.dimension)
 
     def points(self, rule: str) -> int:
-        """Return the number of points at which a step evaluates each group."""
-        return len(self.combinations) * (1 if self.normal else points_of(self.dimension, rule))
+        """
+        Return the number of points at which a step evaluates each group.
+
+        In closed form each column of the Hessian counts as one.
+        """
+        points = 1 + self.dimension if self.normal else points_of(self.dimension, rule)
+        return len(self.combinations) * points
 
     @property
     def combinations(self) -> np.ndarray:

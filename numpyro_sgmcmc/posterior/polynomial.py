@@ -34,10 +34,10 @@ _LINEAR_IN = {
 
 def degree(function: Callable[[Array], Array], point: Array) -> float:
     """
-    Return the degree of a polynomial, or infinity for other functions.
+    Return an upper bound of the degree of a polynomial, or infinity for other functions.
 
-    It is an upper bound: an operation that is not known counts as no polynomial. A test that all
-    values are finite counts as constant.
+    An operation that is not known counts as no polynomial, and so does a function with derivatives
+    of its own. A test that all values are finite counts as constant.
 
     :param function: a function of one array.
     :param point: an array of the shape of its argument.
@@ -73,7 +73,8 @@ def _degrees(program: Jaxpr, arguments: Sequence[float]) -> list[float]:
 
 def _of_results(equation: JaxprEqn, operands: list[float]) -> list[float]:
     name, params = equation.primitive.name, equation.params
-    if name in CALLS and any(operands):
+    has_own_derivatives = name.startswith("custom_")
+    if name in CALLS and any(operands) and not has_own_derivatives:
         inner = params[CALLS[name]]
         return _degrees(getattr(inner, "jaxpr", inner), operands)
     return [_of_result(equation, name, params, operands)] * len(equation.outvars)

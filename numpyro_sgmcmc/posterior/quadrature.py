@@ -230,11 +230,11 @@ def normal_log_integral(density: Density, start: Array) -> Array:
     """
     Return :math:`\\log \\int e^{f(z)} dz` of each group for a quadratic :math:`f`.
 
-    The integral is exact:
+    The integral is exact up to rounding, and so are its first and second derivatives:
 
     .. math:: \\log \\int e^{f(z)} \\, dz = f(\\hat z) + \\tfrac k2 \\log 2 \\pi - \\log \\det L .
 
-    Its first and second derivatives are exact too.
+    It is NaN where :math:`f` has no maximum.
 
     :param density: :math:`f` of all groups, as in :func:`log_integral`.
     :param start: any point in each group, shape (n, k).
@@ -252,7 +252,7 @@ def normal_log_integral(density: Density, start: Array) -> Array:
         >>> bool(jnp.allclose(found, 0.5 * jnp.log(jnp.pi), atol=1e-5))
         True
     """
-    inverse = inverse_cholesky(-hessian(density, start))
+    inverse = inverse_cholesky(-hessian(density, start), True)
     held = lax.stop_gradient(inverse)
     mode = lax.stop_gradient(_newton_step(density, start, held))
     # the second step corrects the rounding of the first, and gives the derivatives of the mode
@@ -263,7 +263,7 @@ def normal_log_integral(density: Density, start: Array) -> Array:
 
 def normal_draws_of(density: Density, start: Array, rng_key: Array) -> Array:
     """Draw the latent variables of each group, whose log density is quadratic."""
-    inverse = inverse_cholesky(-hessian(density, start))
+    inverse = inverse_cholesky(-hessian(density, start), True)
     mode = _newton_step(density, _newton_step(density, start, inverse), inverse)
     return mode + away(inverse, random.normal(rng_key, start.shape, start.dtype))
 
@@ -546,13 +546,15 @@ def hessian(density: Density, z: Array) -> Array:
     return jax.vmap(lambda e: along(jnp.broadcast_to(e, z.shape)), out_axes=-1)(units)
 
 
-@jax.custom_jvp
-def inverse_cholesky(matrices: Array) -> Array:
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def inverse_cholesky(matrices: Array, is_exact: bool = False) -> Array:
     """
     Return :math:`V = L^{-1}` of :math:`A = L L^\\top`, shape (n, k, k), for all groups at once.
 
-    Calls of LAPACK for each group could wait for each other for ever. Pivots that are not positive
-    count with their absolute values. The derivative is
+    Calls of LAPACK for each group could wait for each other for ever. For the search of a mode,
+    pivots that are not positive count with their absolute values, and pivots that are small beside
+    their diagonal entry are larger. If ``is_exact``, only rounding errors are made up for, and the
+    result is NaN for matrices that are not positive definite. The derivative is
 
     .. math:: dV = -\\Phi(V \\, dA \\, V^\\top) V ,
 
@@ -564,37 +566,40 @@ def inverse_cholesky(matrices: Array) -> Array:
     """
     size = matrices.shape[-1]
     if size <= _COLUMNS:
-        return _by_columns(matrices)
+        return _by_columns(matrices, is_exact)
     half = size // 2
-    first = inverse_cholesky(matrices[:, :half, :half])
+    first = inverse_cholesky(matrices[:, :half, :half], is_exact)
     below = jnp.einsum("nij,nkj->nik", matrices[:, half:, :half], first)
     rest = matrices[:, half:, half:] - jnp.einsum("nij,nkj->nik", below, below)
-    second = inverse_cholesky(rest)
+    second = inverse_cholesky(rest, is_exact)
     corner = -jnp.einsum("nij,njk,nkl->nil", second, below, first)
     upper = jnp.pad(first, ((0, 0), (0, 0), (0, size - half)))
     return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=2)], axis=1)
 
 
 @inverse_cholesky.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    inverse = inverse_cholesky(*primals)
+def _(is_exact: bool, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse = inverse_cholesky(*primals, is_exact)
     moved = jnp.einsum("nij,njk,nlk->nil", inverse, *tangents, inverse)
     size = moved.shape[-1]
     part = jnp.tril(moved) * (1 - 0.5 * jnp.eye(size, dtype=moved.dtype))
     return inverse, -jnp.einsum("nij,njk->nik", part, inverse)
 
 
-def _by_columns(matrices: Array) -> Array:
+def _by_columns(matrices: Array, is_exact: bool) -> Array:
     """Return the inverse factor by elimination beside a unit matrix, with groups as last axis."""
     size = matrices.shape[-1]
     units = jnp.broadcast_to(
         jnp.eye(size, dtype=matrices.dtype)[..., None], (size, *matrices.T.shape[1:])
     )
-    least = _PIVOT * jnp.abs(jnp.diagonal(matrices, axis1=1, axis2=2).T)
+    share = size * float(jnp.finfo(matrices.dtype).eps) if is_exact else _PIVOT
+    least = share * jnp.abs(jnp.diagonal(matrices, axis1=1, axis2=2).T)
     least = least + jnp.finfo(matrices.dtype).tiny ** 0.5
 
     def eliminated(j: Array, both: Array) -> Array:
-        root = jnp.sqrt(jnp.maximum(jnp.abs(both[j, j]), least[j]))
+        pivot = both[j, j]
+        kept = jnp.where(pivot > -least[j], pivot, jnp.nan) if is_exact else jnp.abs(pivot)
+        root = jnp.sqrt(jnp.maximum(kept, least[j]))
         row = both[j] / root
         below = (jnp.arange(size) > j)[:, None]
         factors = jnp.where(below, both[:, j] / root, 0.0)
@@ -606,14 +611,13 @@ def _by_columns(matrices: Array) -> Array:
 
 def towards(inverse: Array, gradient: Array) -> Array:
     """Return :math:`L^{-1} g`, shape (n, k)."""
-    return jnp.einsum("nij,nj->ni", inverse, gradient)
+    return jnp.einsum("nij,nj->ni", inverse, gradient, precision="highest")
 
 
 def away(inverse: Array, x: Array) -> Array:
     """Return :math:`L^{-\\top} x`, shape (..., n, k)."""
-    return jnp.einsum(
-        "nji,...nj->...ni", inverse, jnp.broadcast_to(x, (*x.shape[:-2], *inverse.shape[:2]))
-    )
+    points = jnp.broadcast_to(x, (*x.shape[:-2], *inverse.shape[:2]))
+    return jnp.einsum("nji,...nj->...ni", inverse, points, precision="highest")
 
 
 def log_determinant(inverse: Array) -> Array:

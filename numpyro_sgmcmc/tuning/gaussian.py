@@ -165,7 +165,7 @@ class _Search:
         self.rng_key, self.is_rough = rng_key, start.is_rough
         self.dimension, self.dtype = target.model.dimension, start.metric.center.dtype
         minibatches = math.ceil(_ROWS_FOR_EACH * self.dimension / target.effective_batch_size)
-        if any(plate.points > 1 for plate in target.model.plates):
+        if any(plate.is_group for plate in target.model.plates):
             # groups are few and each costs as much as all of its rows: none of them twice
             epoch = max(plate.size / plate.subsample_size for plate in target.model.plates)
             minibatches = min(minibatches, math.ceil(epoch))

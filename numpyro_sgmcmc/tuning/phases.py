@@ -234,7 +234,7 @@ def _compare_with_nuts(search: Search, known: Known) -> Known:
     model = known.target.model
     rows = max((plate.size * known.target.parts for plate in model.plates), default=0)
     # a group may have any number of rows
-    has_groups = bool(model.drawn_plates) or any(plate.points > 1 for plate in model.plates)
+    has_groups = any(plate.is_group for plate in model.plates)
     if known.spent > _PASSES_OF_NUTS and 0 < rows <= _ROWS_OF_NUTS and not has_groups:
         warnings.warn(
             f"NUTS is likely to be quicker here: the tuning has taken {known.spent:,.0f} passes"

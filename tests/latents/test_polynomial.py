@@ -17,7 +17,7 @@ import pytest
 
 from numpyro_sgmcmc.posterior.model import read_model, unremarkable_values
 from numpyro_sgmcmc.posterior.polynomial import degree
-from numpyro_sgmcmc.posterior.quadrature import normal_draws_of
+from numpyro_sgmcmc.posterior.quadrature import normal_draws_of, normal_log_integral
 
 Z = jnp.zeros((3, 2))
 FACTOR = jnp.array([[1.0, 0.0], [0.5, 2.0]])
@@ -87,13 +87,89 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_normal_groups_have_one_point(kind):
+def test_normal_groups_are_found(kind):
     latent, likelihood, expected = KINDS[kind]
     view = read_model(groups_of(latent, likelihood), init_to_uniform, (Y,), {})
     (plate,) = view.model.plates
     assert plate.normal == expected
-    assert (view.plates[0].points == 1) == expected
+    assert (view.plates[0].points == 1 + plate.dimension) == expected
     assert not (expected and view.drawn_plates)
+
+
+def sum_of_two(y):
+    """Two effects of which a row knows the sum only."""
+    sigma = numpyro.sample("sigma", dist.LogNormal(0, 1))
+    with numpyro.plate("groups", len(y), subsample_size=5) as g:
+        a = numpyro.sample("a", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("members", y.shape[1]):
+            numpyro.sample("y", dist.Normal(a.sum(-1), sigma), obs=y[g].T)
+
+
+YEARS = np.arange(2_000, 2_020, dtype=np.float32)
+
+
+def trend(y):
+    """A trend by the year, whose intercept is that of the year 0."""
+    sigma = numpyro.sample("sigma", dist.LogNormal(0, 1))
+    with numpyro.plate("groups", len(y), subsample_size=5) as g:
+        a = numpyro.sample("a", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("members", y.shape[1], dim=-2):
+            mean = a[..., 0] + YEARS[:, None] * a[..., 1] / 2_000
+            numpyro.sample("y", dist.Normal(mean, sigma), obs=y[g].T)
+
+
+CORRELATED = {
+    "sum of two": (sum_of_two, np.ones((3, 2)), 0.005),
+    "trend": (trend, np.stack([np.ones(20), YEARS / 2_000], axis=1), 0.01),
+}
+
+
+@pytest.mark.parametrize("name", CORRELATED)
+def test_strongly_correlated_effects(name):
+    """Value, slope and curvature in log sigma, against the law of the rows in double precision."""
+    model, design, sigma = CORRELATED[name]
+    rng = np.random.default_rng(1)
+    effects = rng.standard_normal((40, 2)) @ design.T
+    y = (effects + sigma * rng.standard_normal((40, len(design)))).astype(np.float32)
+    view = read_model(model, init_to_uniform, (jnp.asarray(y),), {})
+    assert view.model.plates[0].normal
+    rows = {"groups": jnp.arange(40)}
+
+    def found(x):
+        return view.potential({"sigma": x}, rows, random.key(0), (jnp.asarray(y),), {})
+
+    def exact(x):
+        cov = design @ design.T + np.exp(2 * x) * np.eye(len(design))
+        logs = np.linalg.slogdet(cov)[1] + len(design) * np.log(2 * np.pi)
+        squares = np.einsum("ni,ij,nj->", y.astype(float), np.linalg.inv(cov), y.astype(float))
+        return 0.5 * (40 * logs + squares) + 0.5 * x**2 + 0.5 * np.log(2 * np.pi)
+
+    x, step = np.log(sigma), 0.01
+    values = [exact(x + k * step) for k in (-1, 0, 1)]
+    curvature = (values[2] - 2 * values[1] + values[0]) / step**2
+    # units in which the posterior of log sigma has the standard deviation 1
+    unit = curvature**0.5
+    assert abs(found(x) - values[1]) < 0.05 * unit
+    assert abs(jax.grad(found)(x) - (values[2] - values[0]) / (2 * step)) < 0.05 * unit
+    assert abs(jax.grad(jax.grad(found))(x) / curvature - 1) < 0.01
+
+
+def test_no_maximum():
+    """The integral does not exist."""
+    density = lambda z: (z**2)[:, 0]  # noqa: E731
+    assert jnp.isnan(normal_log_integral(density, jnp.zeros((1, 1)))).all()
+
+
+@jax.custom_jvp
+def held(z):
+    return z
+
+
+held.defjvp(lambda primals, tangents: (primals[0], 0.0 * tangents[0]))
+
+
+def test_derivatives_of_its_own():
+    assert degree(lambda z: dist.Normal(0, 1).log_prob(held(z)), Z) == math.inf
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e4])
