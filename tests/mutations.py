@@ -113,8 +113,8 @@ MUTATIONS = {
         f"{ALGEBRA} -k average",
     ),
     "N for N - 1 (sub-batches)": Mutation(
-        "gradients/estimators.py sub_batch_gradient.gradient samples#2",
-        "(RIGHT) * jnp.sqrt((count - 1) / count)", "posterior/test_gradients.py -k unbiased",
+        "gradients/blocks.py _blocks lengths",
+        "(RIGHT) * np.sqrt((number - 1) / number)", "posterior/test_blocks.py -k unbiased",
     ),
     "signs with a mean (two cotangents)": Mutation(
         "gradients/estimators.py two_cotangent_gradient.gradient signs[name]", "scale * sign",

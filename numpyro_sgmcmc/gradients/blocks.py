@@ -81,8 +81,9 @@ def blocks_of(strata: Sequence[Group], rows: int) -> Blocks:
     """
     count = strata[-1].stop
     each = rows // count
-    blocks = _blocks(strata, each, math.ceil(count / _MOST))
-    return blocks if blocks.places.size <= _MOST_ROWS * rows else _blocks(strata, each, 1)
+    most = math.ceil(count / _MOST)
+    choices = (_blocks(strata, each, together) for together in range(most, 0, -1))
+    return next(blocks for blocks in choices if blocks.places.size <= _MOST_ROWS * rows)
 
 
 def _blocks(strata: Sequence[Group], each: int, together: int) -> Blocks:

@@ -170,7 +170,8 @@ class SGMCMCKernel(MCMCKernel):
         :param args: arguments of the model.
         :param kwargs: keyword arguments of the model.
         :return: the tuning. Runs of this kernel with these data use it, unless the kernel has a
-            ``tuning`` or a ``start``. Other kernels of this class take it as ``tuning=``.
+            ``tuning``, a ``start``, or a step size and all other rates. Other kernels of this class
+            take it as ``tuning=``.
         :raises ValueError: if the search for a centre or a metric fails, with a remedy.
 
         **Example:**

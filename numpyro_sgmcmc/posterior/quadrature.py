@@ -234,7 +234,7 @@ def normal_log_integral(density: Density, start: Array) -> Array:
 
     .. math:: \\log \\int e^{f(z)} \\, dz = f(\\hat z) + \\tfrac k2 \\log 2 \\pi - \\log \\det L .
 
-    It is NaN where :math:`f` has no maximum.
+    It is NaN where :math:`f` clearly has no maximum.
 
     :param density: :math:`f` of all groups, as in :func:`log_integral`.
     :param start: any point in each group, shape (n, k).
@@ -252,7 +252,7 @@ def normal_log_integral(density: Density, start: Array) -> Array:
         >>> bool(jnp.allclose(found, 0.5 * jnp.log(jnp.pi), atol=1e-5))
         True
     """
-    inverse = inverse_cholesky(-hessian(density, start), True)
+    inverse = _exact_factor(density, start)
     held = lax.stop_gradient(inverse)
     mode = lax.stop_gradient(_newton_step(density, start, held))
     # the second step corrects the rounding of the first, and gives the derivatives of the mode
@@ -263,9 +263,15 @@ def normal_log_integral(density: Density, start: Array) -> Array:
 
 def normal_draws_of(density: Density, start: Array, rng_key: Array) -> Array:
     """Draw the latent variables of each group, whose log density is quadratic."""
-    inverse = inverse_cholesky(-hessian(density, start), True)
+    inverse = _exact_factor(density, start)
     mode = _newton_step(density, _newton_step(density, start, inverse), inverse)
     return mode + away(inverse, random.normal(rng_key, start.shape, start.dtype))
+
+
+def _exact_factor(density: Density, z: Array) -> Array:
+    # the rounding of sums of products to few bits would make near-singular matrices indefinite
+    with jax.default_matmul_precision("highest"):
+        return inverse_cholesky(-hessian(density, z), True)
 
 
 def _newton_step(density: Density, z: Array, inverse: Array) -> Array:
@@ -554,7 +560,7 @@ def inverse_cholesky(matrices: Array, is_exact: bool = False) -> Array:
     Calls of LAPACK for each group could wait for each other for ever. For the search of a mode,
     pivots that are not positive count with their absolute values, and pivots that are small beside
     their diagonal entry are larger. If ``is_exact``, only rounding errors are made up for, and the
-    result is NaN for matrices that are not positive definite. The derivative is
+    result is NaN for matrices that are clearly not positive definite. The derivative is
 
     .. math:: dV = -\\Phi(V \\, dA \\, V^\\top) V ,
 
@@ -564,41 +570,56 @@ def inverse_cholesky(matrices: Array, is_exact: bool = False) -> Array:
 
     1. *Differentiation of the Cholesky decomposition*, Iain Murray (2016), equation 8.
     """
-    size = matrices.shape[-1]
-    if size <= _COLUMNS:
-        return _by_columns(matrices, is_exact)
-    half = size // 2
-    first = inverse_cholesky(matrices[:, :half, :half], is_exact)
-    below = jnp.einsum("nij,nkj->nik", matrices[:, half:, :half], first)
-    rest = matrices[:, half:, half:] - jnp.einsum("nij,nkj->nik", below, below)
-    second = inverse_cholesky(rest, is_exact)
-    corner = -jnp.einsum("nij,njk,nkl->nil", second, below, first)
-    upper = jnp.pad(first, ((0, 0), (0, 0), (0, size - half)))
-    return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=2)], axis=1)
+    diagonal = jnp.abs(jnp.diagonal(matrices, axis1=1, axis2=2))
+    return _by_halves(matrices, diagonal, is_exact)
 
 
 @inverse_cholesky.defjvp
 def _(is_exact: bool, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     inverse = inverse_cholesky(*primals, is_exact)
-    moved = jnp.einsum("nij,njk,nlk->nil", inverse, *tangents, inverse)
+    moved = _einsum("nij,njk,nlk->nil", inverse, *tangents, inverse)
     size = moved.shape[-1]
     part = jnp.tril(moved) * (1 - 0.5 * jnp.eye(size, dtype=moved.dtype))
-    return inverse, -jnp.einsum("nij,njk->nik", part, inverse)
+    return inverse, -_einsum("nij,njk->nik", part, inverse)
 
 
-def _by_columns(matrices: Array, is_exact: bool) -> Array:
+#: Sums of products without the rounding to few bits that accelerators do by default.
+_einsum = partial(jnp.einsum, precision="highest")
+
+
+def _by_halves(matrices: Array, diagonal: Array, is_exact: bool) -> Array:
+    """
+    Return the inverse factor from those of smaller matrices.
+
+    :param diagonal: sizes of the diagonal before elimination, shape (n, k).
+    """
+    size = matrices.shape[-1]
+    if size <= _COLUMNS:
+        return _by_columns(matrices, diagonal, is_exact)
+    half = size // 2
+    first = _by_halves(matrices[:, :half, :half], diagonal[:, :half], is_exact)
+    below = _einsum("nij,nkj->nik", matrices[:, half:, :half], first)
+    rest = matrices[:, half:, half:] - _einsum("nij,nkj->nik", below, below)
+    second = _by_halves(rest, diagonal[:, half:], is_exact)
+    corner = -_einsum("nij,njk,nkl->nil", second, below, first)
+    upper = jnp.pad(first, ((0, 0), (0, 0), (0, size - half)))
+    return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=2)], axis=1)
+
+
+def _by_columns(matrices: Array, diagonal: Array, is_exact: bool) -> Array:
     """Return the inverse factor by elimination beside a unit matrix, with groups as last axis."""
     size = matrices.shape[-1]
     units = jnp.broadcast_to(
         jnp.eye(size, dtype=matrices.dtype)[..., None], (size, *matrices.T.shape[1:])
     )
-    share = size * float(jnp.finfo(matrices.dtype).eps) if is_exact else _PIVOT
-    least = share * jnp.abs(jnp.diagonal(matrices, axis1=1, axis2=2).T)
-    least = least + jnp.finfo(matrices.dtype).tiny ** 0.5
+    smallest = jnp.finfo(matrices.dtype).tiny ** 0.5
+    coarse = _PIVOT * diagonal.T + smallest
+    fine = size * float(jnp.finfo(matrices.dtype).eps) * diagonal.T + smallest
+    least = fine if is_exact else coarse
 
     def eliminated(j: Array, both: Array) -> Array:
         pivot = both[j, j]
-        kept = jnp.where(pivot > -least[j], pivot, jnp.nan) if is_exact else jnp.abs(pivot)
+        kept = jnp.where(pivot > -coarse[j], pivot, jnp.nan) if is_exact else jnp.abs(pivot)
         root = jnp.sqrt(jnp.maximum(kept, least[j]))
         row = both[j] / root
         below = (jnp.arange(size) > j)[:, None]
@@ -611,13 +632,13 @@ def _by_columns(matrices: Array, is_exact: bool) -> Array:
 
 def towards(inverse: Array, gradient: Array) -> Array:
     """Return :math:`L^{-1} g`, shape (n, k)."""
-    return jnp.einsum("nij,nj->ni", inverse, gradient, precision="highest")
+    return _einsum("nij,nj->ni", inverse, gradient)
 
 
 def away(inverse: Array, x: Array) -> Array:
     """Return :math:`L^{-\\top} x`, shape (..., n, k)."""
     points = jnp.broadcast_to(x, (*x.shape[:-2], *inverse.shape[:2]))
-    return jnp.einsum("nji,...nj->...ni", inverse, points, precision="highest")
+    return _einsum("nji,...nj->...ni", inverse, points)
 
 
 def log_determinant(inverse: Array) -> Array:

@@ -727,6 +727,9 @@ def test_factors_of_small_matrices():
     a = a @ np.swapaxes(a, 1, 2) + np.eye(5)
     found = np.asarray(quadrature.inverse_cholesky(jnp.asarray(a)))
     np.testing.assert_allclose(found, np.linalg.inv(np.linalg.cholesky(a)), rtol=2e-3, atol=2e-4)
+    # of more than eleven columns, by halves: a pivot counts beside the entry before elimination
+    near = (jnp.eye(12) + 1e8)[None].astype(jnp.float32)
+    assert jnp.isfinite(quadrature.inverse_cholesky(near, True)).all()
     # a saddle has a scale in every direction
     saddle = quadrature.inverse_cholesky(jnp.diag(jnp.array([4.0, -4.0, 0.0]))[None])
     np.testing.assert_allclose(np.diagonal(saddle[0])[:2], 0.5)
