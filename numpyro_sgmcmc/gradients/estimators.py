@@ -118,7 +118,8 @@ def sub_batch_gradient(
         for name in names:
             own = potential.of_groups(name) if is_sum else potential
             batch = drawn_rows(rows[name])
-            is_stratified = name in groups
+            # without strata the factor may be traced, and is no part of the blocks
+            factor = 1.0 if name in groups else factors[name]
             strata = groups.get(name) or (Group(0, sub_batches(batch.size), 1.0),)
             blocks = blocks_of(strata, batch.size)
             potentials, gradients = jax.vmap(_on_rows_of(name, own, position, rows))(
@@ -129,7 +130,6 @@ def sub_batch_gradient(
             )
             mean = jnp.matmul(shares, gradients, precision="highest")
             own_samples = jnp.matmul(deviations, gradients - mean, precision="highest")
-            factor = 1.0 if is_stratified else factors[name]
             samples.append(jnp.sqrt(factor) * own_samples)
             parts.append(Evaluation(jnp.sum(shares * potentials), mean))
         if not parts:

@@ -35,6 +35,7 @@ from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.posterior.checks.arguments import check_data
 from numpyro_sgmcmc.posterior.checks.exceptions import explained, one_at_a_time
 from numpyro_sgmcmc.posterior.checks.sites import CHECKS
+from numpyro_sgmcmc.posterior.group_handlers import LocalPlate
 from numpyro_sgmcmc.posterior.handlers import (
     Indices,
     Model,
@@ -42,7 +43,7 @@ from numpyro_sgmcmc.posterior.handlers import (
     given_rows,
     log_density,
 )
-from numpyro_sgmcmc.posterior.local_latents import LocalPlate, Marginal
+from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.reading import reading_of
 
 #: Unconstrained values of the latent sites, by name.

@@ -97,6 +97,13 @@ from jax.nn import logsumexp
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.posterior.small_cholesky import (
+    away,
+    inverse_cholesky,
+    log_determinant,
+    towards,
+)
+
 #: Log density of each group: function of a point in each, shape (n, k), with values of shape (n,).
 Density = Callable[[Array], Array]
 
@@ -127,12 +134,6 @@ _PROPOSALS, _DEGREES = 32, 5.0
 #: Largest number of Hessians in a search for the modes, steps with each Hessian, and length of a
 #: step in standard deviations below which the search ends.
 _HESSIANS, _STEPS, _NEAR = 30, 5, 0.05
-
-#: Largest number of columns of a matrix that is factorised whole; larger ones go in two halves.
-_COLUMNS = 11
-
-#: Smallest pivot as a part of its value before elimination.
-_PIVOT = 1e-3
 
 
 def needs_draws(dimension: int) -> bool:
@@ -224,58 +225,6 @@ def log_integral(
         # the bias of half as many draws is four times as large
         result = result + (result - sum(halves) / 2) / 3
     return result + log_determinant(inverse)
-
-
-def normal_log_integral(density: Density, start: Array) -> Array:
-    """
-    Return :math:`\\log \\int e^{f(z)} dz` of each group for a quadratic :math:`f`.
-
-    The integral is exact up to rounding, and so are its first and second derivatives:
-
-    .. math:: \\log \\int e^{f(z)} \\, dz = f(\\hat z) + \\tfrac k2 \\log 2 \\pi - \\log \\det L .
-
-    It is NaN where :math:`f` clearly has no maximum.
-
-    :param density: :math:`f` of all groups, as in :func:`log_integral`.
-    :param start: any point in each group, shape (n, k).
-    :return: the log integrals, shape (n,).
-
-    **Example:**
-
-    .. doctest::
-
-        >>> import jax.numpy as jnp
-        >>> from numpyro_sgmcmc.posterior.quadrature import normal_log_integral
-
-        >>> density = lambda z: -((z - 100.0) ** 2)[:, 0]
-        >>> found = normal_log_integral(density, jnp.zeros((2, 1)))
-        >>> bool(jnp.allclose(found, 0.5 * jnp.log(jnp.pi), atol=1e-5))
-        True
-    """
-    inverse = _exact_factor(density, start)
-    held = lax.stop_gradient(inverse)
-    mode = lax.stop_gradient(_newton_step(density, start, held))
-    # the second step corrects the rounding of the first, and gives the derivatives of the mode
-    mode = _newton_step(density, mode, held)
-    constant = 0.5 * start.shape[1] * math.log(2 * math.pi)
-    return density(mode) + constant + log_determinant(inverse)
-
-
-def normal_draws_of(density: Density, start: Array, rng_key: Array) -> Array:
-    """Draw the latent variables of each group, whose log density is quadratic."""
-    inverse = _exact_factor(density, start)
-    mode = _newton_step(density, _newton_step(density, start, inverse), inverse)
-    return mode + away(inverse, random.normal(rng_key, start.shape, start.dtype))
-
-
-def _exact_factor(density: Density, z: Array) -> Array:
-    # the rounding of sums of products to few bits would make near-singular matrices indefinite
-    with jax.default_matmul_precision("highest"):
-        return inverse_cholesky(-hessian(density, z), True)
-
-
-def _newton_step(density: Density, z: Array, inverse: Array) -> Array:
-    return z + away(inverse, towards(inverse, slope(density, z)))
 
 
 class Mesh(NamedTuple):
@@ -550,100 +499,6 @@ def hessian(density: Density, z: Array) -> Array:
     _, along = jax.linearize(partial(slope, density), z)
     units = jnp.eye(z.shape[-1], dtype=z.dtype)
     return jax.vmap(lambda e: along(jnp.broadcast_to(e, z.shape)), out_axes=-1)(units)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def inverse_cholesky(matrices: Array, is_exact: bool = False) -> Array:
-    """
-    Return :math:`V = L^{-1}` of :math:`A = L L^\\top`, shape (n, k, k), for all groups at once.
-
-    Calls of LAPACK for each group could wait for each other for ever. For the search of a mode,
-    pivots that are not positive count with their absolute values, and pivots that are small beside
-    their diagonal entry are larger. If ``is_exact``, only rounding errors are made up for, and the
-    result is NaN for matrices that are clearly not positive definite. The derivative is
-
-    .. math:: dV = -\\Phi(V \\, dA \\, V^\\top) V ,
-
-    with :math:`\\Phi` the lower triangle and half of the diagonal.
-
-    **References:**
-
-    1. *Differentiation of the Cholesky decomposition*, Iain Murray (2016), equation 8.
-    """
-    diagonal = jnp.abs(jnp.diagonal(matrices, axis1=1, axis2=2))
-    return _by_halves(matrices, diagonal, is_exact)
-
-
-@inverse_cholesky.defjvp
-def _(is_exact: bool, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    inverse = inverse_cholesky(*primals, is_exact)
-    moved = _einsum("nij,njk,nlk->nil", inverse, *tangents, inverse)
-    size = moved.shape[-1]
-    part = jnp.tril(moved) * (1 - 0.5 * jnp.eye(size, dtype=moved.dtype))
-    return inverse, -_einsum("nij,njk->nik", part, inverse)
-
-
-#: Sums of products without the rounding to few bits that accelerators do by default.
-_einsum = partial(jnp.einsum, precision="highest")
-
-
-def _by_halves(matrices: Array, diagonal: Array, is_exact: bool) -> Array:
-    """
-    Return the inverse factor from those of smaller matrices.
-
-    :param diagonal: sizes of the diagonal before elimination, shape (n, k).
-    """
-    size = matrices.shape[-1]
-    if size <= _COLUMNS:
-        return _by_columns(matrices, diagonal, is_exact)
-    half = size // 2
-    first = _by_halves(matrices[:, :half, :half], diagonal[:, :half], is_exact)
-    below = _einsum("nij,nkj->nik", matrices[:, half:, :half], first)
-    rest = matrices[:, half:, half:] - _einsum("nij,nkj->nik", below, below)
-    second = _by_halves(rest, diagonal[:, half:], is_exact)
-    corner = -_einsum("nij,njk,nkl->nil", second, below, first)
-    upper = jnp.pad(first, ((0, 0), (0, 0), (0, size - half)))
-    return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=2)], axis=1)
-
-
-def _by_columns(matrices: Array, diagonal: Array, is_exact: bool) -> Array:
-    """Return the inverse factor by elimination beside a unit matrix, with groups as last axis."""
-    size = matrices.shape[-1]
-    units = jnp.broadcast_to(
-        jnp.eye(size, dtype=matrices.dtype)[..., None], (size, *matrices.T.shape[1:])
-    )
-    smallest = jnp.finfo(matrices.dtype).tiny ** 0.5
-    coarse = _PIVOT * diagonal.T + smallest
-    fine = size * float(jnp.finfo(matrices.dtype).eps) * diagonal.T + smallest
-    least = fine if is_exact else coarse
-
-    def eliminated(j: Array, both: Array) -> Array:
-        pivot = both[j, j]
-        kept = jnp.where(pivot > -coarse[j], pivot, jnp.nan) if is_exact else jnp.abs(pivot)
-        root = jnp.sqrt(jnp.maximum(kept, least[j]))
-        row = both[j] / root
-        below = (jnp.arange(size) > j)[:, None]
-        factors = jnp.where(below, both[:, j] / root, 0.0)
-        return (both - factors[:, None] * row).at[j].set(row)
-
-    both = jnp.concatenate([jnp.moveaxis(matrices, 0, -1), units], axis=1)
-    return jnp.moveaxis(lax.fori_loop(0, size, eliminated, both)[:, size:], -1, 0)
-
-
-def towards(inverse: Array, gradient: Array) -> Array:
-    """Return :math:`L^{-1} g`, shape (n, k)."""
-    return _einsum("nij,nj->ni", inverse, gradient)
-
-
-def away(inverse: Array, x: Array) -> Array:
-    """Return :math:`L^{-\\top} x`, shape (..., n, k)."""
-    points = jnp.broadcast_to(x, (*x.shape[:-2], *inverse.shape[:2]))
-    return _einsum("nji,...nj->...ni", inverse, points)
-
-
-def log_determinant(inverse: Array) -> Array:
-    """Return :math:`-\\log \\det L`, shape (n,)."""
-    return jnp.sum(jnp.log(jnp.diagonal(inverse, axis1=-2, axis2=-1)), -1)
 
 
 def gauss_hermite(number: int, dimension: int) -> tuple[np.ndarray, np.ndarray]:

@@ -30,7 +30,8 @@ from numpyro_sgmcmc.data.converters import (
     whole,
 )
 from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
-from numpyro_sgmcmc.posterior.local_latents import Marginal, group_axis
+from numpyro_sgmcmc.posterior.group_handlers import group_axis
+from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.numpyro_private import arguments, view_of
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import (

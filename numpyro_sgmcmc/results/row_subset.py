@@ -16,8 +16,8 @@ from numpyro.infer.util import log_likelihood
 from numpyro_sgmcmc.data.converters import array, shown
 from numpyro_sgmcmc.data.drawn_rows import ShapeOf
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
+from numpyro_sgmcmc.posterior.group_handlers import with_observed
 from numpyro_sgmcmc.posterior.handlers import Plate, given_rows
-from numpyro_sgmcmc.posterior.local_latents import with_observed
 from numpyro_sgmcmc.posterior.model import NOT_SEEDED
 from numpyro_sgmcmc.results.parts import compiled
 

@@ -134,10 +134,9 @@ def find_importance(target: Target, rng_key: Array, gaussian: Gaussian, order: i
 
 def _potential(target: Target, center: Array, order: int, plate: Plate) -> Potential:
     """
-    The potential, with the rows' terms of a plate minus their expansion by a control variate.
+    The potential of the rows of a plate, for their terms; other tables of groups are left out.
 
-    Other tables of groups are left out. In linear coordinates an expansion around the centre in
-    these coordinates is equal and costs less.
+    The terms have their expansion by a control variate taken off.
     """
     potential = _expanded(target, center, order)
     is_sum = potential.group_plates.issuperset(p.name for p in target.model.plates)
@@ -145,6 +144,12 @@ def _potential(target: Target, center: Array, order: int, plate: Plate) -> Poten
 
 
 def _expanded(target: Target, center: Array, order: int) -> Potential:
+    """
+    The potential, with the rows' terms minus their expansion by a control variate.
+
+    In linear coordinates an expansion around the centre in these coordinates is equal and costs
+    less.
+    """
     if not target.centring or order == 0:
         return target.potential(IdentityMetric())
     effects = target.written(target.unravel(center)).effects

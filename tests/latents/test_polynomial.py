@@ -16,8 +16,8 @@ from numpyro.infer import init_to_uniform
 import pytest
 
 from numpyro_sgmcmc.posterior.model import read_model, unremarkable_values
+from numpyro_sgmcmc.posterior.normal_groups import normal_draws_of, normal_log_integral
 from numpyro_sgmcmc.posterior.polynomial import degree
-from numpyro_sgmcmc.posterior.quadrature import normal_draws_of, normal_log_integral
 
 Z = jnp.zeros((3, 2))
 FACTOR = jnp.array([[1.0, 0.0], [0.5, 2.0]])

@@ -40,8 +40,8 @@ from numpyro_sgmcmc.posterior.checks.row_errors import (
     of_a_process,
     outside_support,
 )
+from numpyro_sgmcmc.posterior.group_handlers import with_observed
 from numpyro_sgmcmc.posterior.handlers import log_density
-from numpyro_sgmcmc.posterior.local_latents import with_observed
 from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
 from numpyro_sgmcmc.posterior.target import Target
 

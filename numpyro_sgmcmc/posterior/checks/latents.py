@@ -14,8 +14,9 @@ from numpyro.distributions.transforms import IdentityTransform, IndependentTrans
 from numpyro.handlers import seed, substitute, trace
 from numpyro.ops.provenance import eval_provenance
 
+from numpyro_sgmcmc.posterior.group_handlers import LocalPlate, group_axis
 from numpyro_sgmcmc.posterior.handlers import Model, Plate, given_rows, without_wrappers
-from numpyro_sgmcmc.posterior.local_latents import LocalPlate, Marginal, group_axis
+from numpyro_sgmcmc.posterior.local_latents import Marginal
 
 #: Largest numbers of continuous latent variables of a group and of combinations of discrete values.
 MOST_DIMENSIONS, MOST_COMBINATIONS = 30, 1_000

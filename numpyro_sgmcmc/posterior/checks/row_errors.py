@@ -15,8 +15,9 @@ from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.posterior.checks.arguments import named_arrays
 from numpyro_sgmcmc.posterior.checks.index_bounds import IndexedArray
+from numpyro_sgmcmc.posterior.group_handlers import with_observed
 from numpyro_sgmcmc.posterior.handlers import Indices, without_wrappers
-from numpyro_sgmcmc.posterior.local_latents import MARGINAL, with_observed
+from numpyro_sgmcmc.posterior.local_latents import MARGINAL
 from numpyro_sgmcmc.posterior.model import unremarkable_values
 from numpyro_sgmcmc.posterior.target import Target
 

@@ -30,8 +30,8 @@ from numpyro_sgmcmc.data.fingerprint import fingerprints_of_captured
 from numpyro_sgmcmc.posterior.checks.arguments import named_arrays
 from numpyro_sgmcmc.posterior.checks.disk import check_far, check_lengths
 from numpyro_sgmcmc.posterior.checks.exceptions import explained
+from numpyro_sgmcmc.posterior.group_handlers import with_observed
 from numpyro_sgmcmc.posterior.handlers import first_rows_of, without_wrappers
-from numpyro_sgmcmc.posterior.local_latents import with_observed
 from numpyro_sgmcmc.posterior.reading import Reading
 
 #: Operations between ``x[i]`` and the gather that do not change the row numbers.
