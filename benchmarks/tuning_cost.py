@@ -106,6 +106,7 @@ CASES = {
     "effects of 20,000": (effects, 20_000),
     "ten categorical columns, 2,000 levels": (categorical, 200),
     "ten categorical columns, 20,000": (categorical, 2_000),
+    "ten categorical columns, 100,000": (categorical, 10_000),
 }
 
 

@@ -54,6 +54,8 @@ _WIDTH = 1.5  #: spread of the draws, so that a few points do not miss the effec
 
 #: Number of rows with the strongest kicks whose gradients are evaluated one by one.
 _MOST_ROWS = 1_000
+#: Number of multiplications of these gradients with each other beyond which directions are fewer.
+_MULTIPLICATIONS = 2e10
 
 TOLERABLE = 0.02  #: relative error of a standard deviation beyond which strata are made
 MUCH_ERROR = 0.05  #: relative error beyond which the tuning warns if strata are not possible
@@ -192,8 +194,8 @@ def fourth_cumulant(
     """
     The largest fourth cumulant of the gradient noise in the coordinates of a metric.
 
-    It is a mean over draws of the Gaussian. The directions are the gradients of the rows with the
-    strongest kicks, at most 1,000 rows,
+    It is a mean over draws of the Gaussian. The rows are the 1,000 with the strongest kicks. The
+    directions are their gradients, and fewer of these in many dimensions,
 
     .. math:: \\max_k \\mathrm{E} \\sum_i (w_i^3 - w_i^2) \\frac{(a_k \\cdot a_i)^4}{|a_k|^4} .
 
@@ -224,7 +226,11 @@ def _fourth_cumulant_of(
 ) -> float:
     """The fourth cumulant from the rows of one plate."""
     most = max(1, min(_MOST_ROWS, plate.size, PER_EXAMPLE_NUMBERS // target.model.dimension))
-    hardest = np.argpartition(-weights * importance, most - 1)[:most]
+    kicks = weights * importance
+    hardest = np.argpartition(-kicks, most - 1)[:most]
+    hardest = hardest[np.argsort(-kicks[hardest])]
+    of_a_direction = 2 * _PAIRS * most * target.model.dimension
+    directions = max(1, min(most, int(_MULTIPLICATIONS / of_a_direction)))
 
     def run(
         target: Target, rng_key: Array, draws: Any, metric: Metric, rows: Array, w: Array
@@ -251,14 +257,14 @@ def _fourth_cumulant_of(
             a = of_rows(point) - center
             if order == 2:
                 a -= jax.jvp(of_rows, (draws.center,), (point - draws.center,))[1]
-            products = a @ a.T
-            lengths = jnp.sqrt(jnp.maximum(jnp.diag(products), jnp.finfo(a.dtype).tiny))
-            along = products / lengths
+            first = a[:directions]
+            squares = jnp.maximum(jnp.sum(first**2, axis=1), jnp.finfo(a.dtype).tiny)
+            along = a @ first.T / jnp.sqrt(squares)
             along = jnp.where(jnp.isfinite(along), along, 0.0)
             return total + (w**3 - w**2) @ along**4, None
 
         points = jax.vmap(draws.values)(jnp.concatenate([normal, -normal]))
-        total, _ = lax.scan(seen, jnp.zeros_like(w), points)
+        total, _ = lax.scan(seen, jnp.zeros_like(w[:directions]), points)
         return jnp.max(total) / len(points)
 
     rows = jnp.asarray(hardest, jnp.int32)

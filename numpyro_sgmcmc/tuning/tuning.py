@@ -38,6 +38,7 @@ _MUCH_SLOWER = 4.0
 
 _NO_GAIN = 3.0  #: passes over the data for an independent draw beyond which minibatches do not pay
 _LONG_STEP = 0.3  #: step size in posterior standard deviations that needs no explanation
+_MUCH_MORE = 2.0  #: factor of more steps than with larger minibatches that is worth a line
 _LIMITS = 0.5  #: squared step size times noise, or curvature, above which this limits the step
 
 #: Names of gradients by the order of their control variate.
@@ -82,6 +83,8 @@ class Tuning(NamedTuple):
       direction where it is much wider than the metric says
       (:mod:`numpyro_sgmcmc.tuning.curvature`), and its site; otherwise 0.
     - **passes_per_sample** - cost of a sample of a chain in passes over the data.
+    - **larger** - a factor of the number of rows in a minibatch, and the number of steps per sample
+      with it, where the noise makes steps short; otherwise the factor is 1.
     """
 
     step_size: float
@@ -112,6 +115,7 @@ class Tuning(NamedTuple):
     widest: float = 0.0
     slow: str = ""
     passes_per_sample: float = 0.0
+    larger: tuple[int, int] = (1, 1)
 
     @property
     def width(self) -> float:
@@ -244,6 +248,11 @@ class Tuning(NamedTuple):
         if self.seconds_per_sample:
             seconds = 400 * self.seconds_per_sample * self.slowness
             lines.append(f"speed: about {seconds:.2g} s for 400 effective samples of a chain")
+        rows, steps = self.larger
+        if self.steps_per_sample >= _MUCH_MORE * steps and rows > 1:
+            lines.append(
+                f"larger minibatches: {rows} times as many rows would need {steps} steps per sample"
+            )
         if self.passes:
             phases = ", ".join(f"{name} {cost:.3g}" for name, cost in self.passes.items())
             lines.append(f"cost: {sum(self.passes.values()):.3g} passes over the data ({phases})")
