@@ -3,9 +3,8 @@
 
 """A Gaussian for thousands of parameters: variances, and the few directions that they miss."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
@@ -28,6 +27,8 @@ from numpyro_sgmcmc.tuning.variational import (
 )
 
 _PRODUCTS = 16  #: products with the Hessian in a round, beside those of given directions
+_RESIDUALS = 8  #: products of residuals at once
+_EXTENSIONS = 6  #: how often a round adds residuals at most
 _ROUNDS = 8  #: the most rounds
 _COLUMNS = 64  #: the most directions of the metric
 _FEW = 16  #: entries of a site, or of one of its axes, that have a direction each
@@ -54,7 +55,9 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     in the space of
 
     - the sums of each site and of the slices of its short axes (in the first round),
-    - :math:`v, A v, \\dots, A^{15} v` with a random :math:`v`.
+    - :math:`v, A v, \\dots, A^{15} v` with a random :math:`v`,
+    - the residuals :math:`A u - \\lambda u` of eigenvectors that are not known yet, up to eight at
+      once, until all with eigenvalues far from 1 are known (Davidson).
 
     Eigenvalues below a half and above 2 give new directions, which the next round does not see
     again. Rounds end when all are between a quarter and 4, or after 200 passes. The
@@ -72,6 +75,8 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
     1. *An Iteration Method for the Solution of the Eigenvalue Problem of Linear Differential and
        Integral Operators*, Cornelius Lanczos (1950).
+    2. *The Iterative Calculation of a Few of the Lowest Eigenvalues and Corresponding Eigenvectors
+       of Large Real-Symmetric Matrices*, Ernest R. Davidson (1975), without a preconditioner.
 
     **Example:** a sum that is known much less than any of its terms.
 
@@ -108,7 +113,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     scale, shared = start.part**0.5 * metric.scale, _shared_directions(target)
     metric = LowRankMetric(metric.center, scale, *none)
     descend = target.compiled(partial(descended, controlled=_is_controlled(target)))
-    look, passes = target.compiled(_looked), 0.0
+    look, passes = _Look(target, metric, len(shared)), 0.0
     is_round, ends = False, (1.0, 1.0)
     for done in range(_ROUNDS):
         key = random.fold_in(rng_key, done)
@@ -117,8 +122,10 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         passes += passes_of_descent(target, _is_controlled(target))
         if is_round or passes > _MOST_PASSES:
             break
-        space = look(metric, shared, key, np.int32(len(shared) if done else 0))
-        passes += 2 * (1 + len(space.basis) - (len(shared) if done else 0))
+        random_vector = random.normal(key, (1, dimension), dtype)
+        given = random_vector if done else jnp.concatenate([shared, random_vector])
+        space = look.begun(metric, given, len(given) - 1 + min(_PRODUCTS, dimension), key)
+        passes += 2 + 2 * space.size
         if not np.all(np.isfinite(space.images)):
             raise ValueError(
                 "Tuning found no metric: the potential is not finite near the centre that was"
@@ -128,9 +135,16 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
             # second derivatives say nothing of the directions
             start = start._replace(is_rough=True)
             break
-        vectors, e, ends = _far(space)
+        pairs = _far(space)
+        for _ in range(_EXTENSIONS):
+            if not len(pairs.residuals) or passes > _MOST_PASSES:
+                break
+            space = look.extended(metric, space, pairs.residuals, key)
+            passes += 2 * len(pairs.residuals)
+            pairs = _far(space)
+        ends = pairs.ends
         is_round = 1 / _ROUND < ends[0] and ends[1] < _ROUND
-        metric = _with_directions(metric, vectors, e)
+        metric = _with_directions(metric, pairs.vectors, pairs.eigenvalues)
     is_used = np.asarray(metric.roots) != 1
     narrowed = metric._replace(vectors=metric.vectors[:, is_used], roots=metric.roots[is_used])
     return start._replace(
@@ -147,12 +161,61 @@ class _Space(NamedTuple):
 
     - **basis** - orthonormal vectors, or zeros, shape (m, d).
     - **images** - their products with the Hessian, shape (m, d).
+    - **size** - the number of vectors that were looked at.
     - **trace** - an estimate of its trace.
     """
 
     basis: Array
     images: Array
+    size: int
     trace: Array
+
+
+class _Pairs(NamedTuple):
+    """
+    Eigenvectors with eigenvalues far from 1, as far as a space shows them.
+
+    - **vectors**, **eigenvalues** - those with a small error, shapes (d, k) and (k,).
+    - **residuals** - of those with a large error, the farthest, shape (j, d).
+    - **ends** - the ends of the spectrum.
+    """
+
+    vectors: np.ndarray
+    eigenvalues: np.ndarray
+    residuals: np.ndarray
+    ends: tuple[float, float]
+
+
+class _Look:
+    """Products with the Hessian, by one program."""
+
+    def __init__(self, target: Target, metric: LowRankMetric, shared: int) -> None:
+        self.program = target.compiled(_looked)
+        dimension = len(metric.center)
+        self.most = shared + min(_PRODUCTS, dimension) + _RESIDUALS * _EXTENSIONS
+        self.given = max(shared + 1, _RESIDUALS)
+        self.dtype = metric.center.dtype
+
+    def begun(self, metric: LowRankMetric, given: Array, products: int, key: Array) -> _Space:
+        """The space of given directions in units, and of the images of the last of them."""
+        zeros = jnp.zeros((self.most, given.shape[1]), self.dtype)
+        given = jax.vmap(lambda x: metric.coordinates(metric.center + x))(given)
+        return self._more(metric, _Space(zeros, zeros, 0, zeros[0, 0]), given, products, key)
+
+    def extended(
+        self, metric: LowRankMetric, space: _Space, vectors: np.ndarray, key: Array
+    ) -> _Space:
+        """A space with more vectors."""
+        return self._more(metric, space, vectors, len(vectors), key)
+
+    def _more(
+        self, metric: LowRankMetric, space: _Space, given: Any, products: int, key: Array
+    ) -> _Space:
+        number = np.int32(len(given))
+        given = jnp.pad(jnp.asarray(given, self.dtype), ((0, self.given - len(given)), (0, 0)))
+        arrays = space.basis, space.images, np.int32(space.size), space.trace
+        found = self.program(metric, *arrays, given, number, np.int32(products), key)
+        return _Space(found[0], found[1], space.size + products, found[2])
 
 
 def _is_controlled(target: Target) -> bool:
@@ -181,42 +244,31 @@ def _shared_directions(target: Target) -> Array:
 
 
 def _looked(
-    target: Target, metric: LowRankMetric, shared: Array, rng_key: Array, known: Array
-) -> _Space:
+    target: Target,
+    metric: LowRankMetric,
+    basis: Array,
+    images: Array,
+    size: Array,
+    trace: Array,
+    given: Array,
+    number: Array,
+    products: Array,
+    rng_key: Array,
+) -> tuple[Array, Array, Array]:
     """
-    The Hessian in some directions of the parameters, and in those that a random vector leads to.
+    An orthonormal basis with more vectors: the first of given ones, and then the image of the last.
 
-    :param shared: the directions.
-    :param known: how many of them are left out.
+    :param size: number of vectors in the basis so far.
+    :param number: number of given vectors that count.
+    :param products: number of vectors that are added.
     """
-    model_key, away_key, sign_key = random.split(rng_key, 3)
+    model_key, sign_key = random.split(rng_key)
     product = hessian_product(target, metric, model_key)
-    dimension, dtype = metric.scale.shape[0], metric.scale.dtype
-    first = jax.vmap(lambda x: metric.coordinates(metric.center + x))(shared)
-    away = random.normal(away_key, (1, dimension), dtype)
-    number = len(shared) + min(_PRODUCTS, dimension)
-    basis, images = _space(product, jnp.concatenate([first, away]), number, known)
-    signs = random.rademacher(sign_key, (dimension,), dtype)
-    return _Space(basis, images, signs @ product(signs))
-
-
-def _space(
-    product: Callable[[Array], Array], given: Array, number: int, known: Array
-) -> tuple[Array, Array]:
-    """
-    An orthonormal basis of some vectors and of the images of the last of them, and its images.
-
-    :param product: :math:`x \\mapsto A x`.
-    :param given: the vectors, shape (k, d).
-    :param int number: number of vectors in the basis, m.
-    :param known: how many of the given vectors are left out; as many are zero at the end.
-    :return: shapes (m, d) and (m, d).
-    """
 
     def one(k: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         basis, images = found
-        is_given = k + known < len(given)
-        vector = jnp.where(is_given, given[jnp.minimum(k + known, len(given) - 1)], images[k - 1])
+        j = k - size
+        vector = jnp.where(j < number, given[jnp.minimum(j, len(given) - 1)], images[k - 1])
         length = jnp.linalg.norm(vector)
         for _ in range(2):
             vector = vector - basis.T @ (basis @ vector)
@@ -225,26 +277,32 @@ def _space(
         vector = jnp.where(left > _FLAT**0.5 * length, vector / left, 0.0)
         return basis.at[k].set(vector), images.at[k].set(product(vector))
 
-    zeros = jnp.zeros((number, given.shape[1]), given.dtype)
-    return lax.fori_loop(0, number - known, one, (zeros, zeros))
+    def estimate() -> Array:
+        signs = random.rademacher(sign_key, metric.scale.shape, metric.scale.dtype)
+        return signs @ product(signs)
+
+    trace = lax.cond(size == 0, estimate, lambda: trace)
+    return *lax.fori_loop(size, size + products, one, (basis, images)), trace
 
 
-def _far(space: _Space) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
-    """
-    The known eigenvectors whose eigenvalues are far from 1, these, and the ends of the spectrum.
-    """
+def _far(space: _Space) -> _Pairs:
+    """The eigenvectors whose eigenvalues are far from 1, by Rayleigh and Ritz."""
     basis, images = (np.asarray(x, np.float64) for x in space[:2])
     is_there = np.any(basis != 0, axis=1)
     basis, images = basis[is_there], images[is_there]
     matrix = basis @ images.T
     e, w = np.linalg.eigh((matrix + matrix.T) / 2)
     vectors = basis.T @ w
-    left = np.sum((images.T @ w - vectors * e) ** 2, axis=0)
+    residuals = images.T @ w - vectors * e
+    left = np.sum(residuals**2, axis=0)
     floor = _FLAT * float(np.max(np.abs(e)))
     # by Kato and Temple, where other eigenvalues are about 1
-    is_known = left < _ERROR * np.abs(e) * np.abs(e - 1)
-    chosen = ((e > _FAR) | (e < 1 / _FAR)) & (e > floor) & is_known
-    return vectors[:, chosen], e[chosen], (float(e[0]), float(e[-1]))
+    is_known = (left < _ERROR * np.abs(e) * np.abs(e - 1)) & (e > floor)
+    is_far = (e > _FAR) | (e < 1 / _FAR)
+    chosen, others = is_far & is_known, np.flatnonzero(is_far & ~is_known & (e > floor))
+    farthest = others[np.argsort(-np.abs(np.log(e[others])))][:_RESIDUALS]
+    ends = float(e[0]), float(e[-1])
+    return _Pairs(vectors[:, chosen], e[chosen], residuals[:, farthest].T, ends)
 
 
 def _with_directions(metric: LowRankMetric, vectors: np.ndarray, e: np.ndarray) -> LowRankMetric:

@@ -200,3 +200,41 @@ def test_directions_of_all_rounds(monkeypatch):
     first = condition(found)[0]
     monkeypatch.setattr(low_rank, "_ROUNDS", 10)
     assert condition(found)[0] < 6 < first
+
+
+@pytest.mark.parametrize("extensions", [6, 0])
+def test_slow_directions_that_no_sum_is_close_to(monkeypatch, extensions):
+    """
+    Eight scales move 400 effects each by unlike amounts. Correlations spread the spectrum.
+
+    Without residuals four of the eight directions are missing, with a condition of 3,000.
+    """
+    monkeypatch.setattr(low_rank, "_EXTENSIONS", extensions)
+    amounts = np.exp(np.random.default_rng(0).standard_normal((8, 400)))
+    amounts *= 20 / np.linalg.norm(amounts, axis=1, keepdims=True)
+    correlated = 0.5 ** np.abs(np.subtract.outer(np.arange(400), np.arange(400)))
+    moved = -(amounts[:, :, None] * np.eye(8)[:, None, :]).reshape(3_200, 8)
+    all_effects = np.kron(np.eye(8), correlated)
+    both = np.concatenate([moved, np.eye(3_200)], axis=1)
+    precision = both.T @ all_effects @ both + 1e-4 * np.eye(3_208)
+    precision[:8, :8] += np.eye(8)
+    shared, spread = jnp.asarray(amounts, jnp.float32), jnp.asarray(correlated, jnp.float32)
+
+    def model(y):
+        a = numpyro.sample("a", dist.Normal(0, 1).expand([8]).to_event(1))
+        x = numpyro.sample("x", dist.Normal(0, 100).expand([8, 400]).to_event(2))
+        away = x - a[:, None] * shared
+        numpyro.factor("effects", -0.5 * jnp.sum(away * (away @ spread)))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(0, 1), obs=y[i])
+
+    alone = DiagonalMetric(jnp.zeros(3_208), jnp.asarray(np.diag(precision) ** -0.5, jnp.float32))
+    target = target_of(model, jnp.zeros(10_000))
+    found = find_low_rank(target, random.key(0), Gaussian(alone, 0.0))
+    vectors, excess = (np.asarray(x) for x in (found.metric.vectors, found.metric.roots - 1))
+    factor = np.asarray(found.metric.scale)[:, None] * (
+        np.eye(3_208) + (vectors * excess) @ vectors.T
+    )
+    e = np.linalg.eigvalsh(factor.T @ precision @ factor)
+    assert found.converged == (extensions > 0)
+    assert (e[-1] / e[0] < 16) == (extensions > 0)
