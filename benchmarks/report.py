@@ -92,6 +92,7 @@ PARTS = {
     ),
     "insteval": "benchmarks/insteval.py --data {data}",
     "movielens": "benchmarks/movielens.py --data {data}",
+    "movielens_likes": "benchmarks/movielens.py --data {data} --liking",
     "growing": "benchmarks/growing.py --draws 2000 --picture docs/growing_rows.png",
     "coverage": "benchmarks/intervals.py",
     "calibrated_sandwich": "benchmarks/intervals.py sandwich",
