@@ -38,8 +38,9 @@ from numpyro_sgmcmc.tuning.user_metric import metric_for
 #: Number of steps whose time is measured.
 _STEPS_TIMED = 100
 
-#: The largest size of minibatches that is considered, as a power of two times their size.
-_DOUBLINGS = 6
+#: The most doublings of minibatches that are considered, and the factor of more steps without them
+#: that is worth a word.
+_DOUBLINGS, _MUCH_MORE = 6, 2.0
 
 
 def constants_for(
@@ -271,7 +272,9 @@ def _steps_with(method: Method, tuning: Tuning, part: float) -> float:
     noise = tuning.noise._replace(mean=mean, largest=largest)
     step_size, friction = method.suggest(noise)
     tuning = tuning._replace(
-        noise=noise, step_size=step_size / 2**tuning.halvings, friction=friction
+        noise=noise,
+        step_size=step_size / 2**tuning.halvings,
+        friction=getattr(method, "friction", None) or friction,
     )
     return 2 * method.relaxation_time(tuning) / tuning.step_size
 
@@ -280,14 +283,15 @@ def _larger_minibatches(method: Method, target: Target, tuning: Tuning) -> tuple
     """
     Return a factor of the number of rows in a minibatch, and the steps of a sample with it.
 
-    It is the smallest power of two with steps within 25 % of the longest, up to a quarter of all
-    rows.
+    The number of steps is within 25 % of the fewest, for minibatches of up to a quarter of all
+    rows. The factor is 1 if the steps are not at least halved.
     """
-    most = max(1.0, 0.25 / target.minibatch_share)
-    factors = [2**k for k in range(_DOUBLINGS + 1) if 2**k <= most]
+    shares = (rows.share for name, rows in target.kinds.items() if target.factors[name] > 0)
+    most = 0.25 / max(shares, default=1.0)
+    factors = [2**k for k in range(_DOUBLINGS + 1) if k == 0 or 2**k <= most]
     steps = [_steps_with(method, tuning, 1 / factor) for factor in factors]
-    factor, number = next(x for x in zip(factors, steps, strict=True) if x[1] <= 1.25 * min(steps))
-    return (factor, math.ceil(number)) if math.isfinite(number) else (1, 1)
+    factor, fewer = next(x for x in zip(factors, steps, strict=True) if x[1] <= 1.25 * min(steps))
+    return (factor, math.ceil(fewer)) if steps[0] >= _MUCH_MORE * fewer else (1, 1)
 
 
 class _Pilot:

@@ -30,7 +30,7 @@ from numpyro_sgmcmc.long_runs.moments import Moments
 from numpyro_sgmcmc.long_runs.records import as_words, from_words, is_of_type, kinds_in
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
-VERSION = 6
+VERSION = 7
 
 #: First bytes of a checkpoint, first bytes up to version 4, and the version after them.
 _MAGIC, _OLD_MAGIC = b"PK", b"SGMCMCRN"

@@ -29,6 +29,7 @@ from numpyro_sgmcmc.tuning.variational import (
 _PRODUCTS = 16  #: products with the Hessian in a round, beside those of given directions
 _RESIDUALS = 8  #: products of residuals at once
 _EXTENSIONS = 6  #: how often a round adds residuals at most
+_UNLIKE = 0.1  #: part of a residual, in units of its length, that is unlike the other residuals
 _ROUNDS = 8  #: the most rounds
 _COLUMNS = 64  #: the most directions of the metric
 _FEW = 16  #: entries of a site, or of one of its axes, that have a direction each
@@ -57,7 +58,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     - the sums of each site and of the slices of its short axes (in the first round),
     - :math:`v, A v, \\dots, A^{15} v` with a random :math:`v`,
     - the residuals :math:`A u - \\lambda u` of eigenvectors that are not known yet, up to eight at
-      once, until all with eigenvalues far from 1 are known (Davidson).
+      once and six times, while eigenvalues far from 1 are not known (Davidson).
 
     Eigenvalues below a half and above 2 give new directions, which the next round does not see
     again. Rounds end when all are between a quarter and 4, or after 200 passes. The
@@ -122,9 +123,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         passes += passes_of_descent(target, _is_controlled(target))
         if is_round or passes > _MOST_PASSES:
             break
-        random_vector = random.normal(key, (1, dimension), dtype)
-        given = random_vector if done else jnp.concatenate([shared, random_vector])
-        space = look.begun(metric, given, len(given) - 1 + min(_PRODUCTS, dimension), key)
+        space = look.begun(metric, shared[:0] if done else shared, key)
         passes += 2 + 2 * space.size
         if not np.all(np.isfinite(space.images)):
             raise ValueError(
@@ -139,8 +138,9 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         for _ in range(_EXTENSIONS):
             if not len(pairs.residuals) or passes > _MOST_PASSES:
                 break
+            before = space.size
             space = look.extended(metric, space, pairs.residuals, key)
-            passes += 2 * len(pairs.residuals)
+            passes += 2 * (space.size - before)
             pairs = _far(space)
         ends = pairs.ends
         is_round = 1 / _ROUND < ends[0] and ends[1] < _ROUND
@@ -176,7 +176,7 @@ class _Pairs(NamedTuple):
     Eigenvectors with eigenvalues far from 1, as far as a space shows them.
 
     - **vectors**, **eigenvalues** - those with a small error, shapes (d, k) and (k,).
-    - **residuals** - of those with a large error, the farthest, shape (j, d).
+    - **residuals** - an orthonormal basis of the residuals of others, shape (j, d).
     - **ends** - the ends of the spectrum.
     """
 
@@ -191,22 +191,24 @@ class _Look:
 
     def __init__(self, target: Target, metric: LowRankMetric, shared: int) -> None:
         self.program = target.compiled(_looked)
-        dimension = len(metric.center)
-        self.most = shared + min(_PRODUCTS, dimension) + _RESIDUALS * _EXTENSIONS
+        self.dimension, self.dtype = len(metric.center), metric.center.dtype
+        self.products = min(_PRODUCTS, self.dimension)
+        self.most = shared + self.products + _RESIDUALS * _EXTENSIONS
         self.given = max(shared + 1, _RESIDUALS)
-        self.dtype = metric.center.dtype
 
-    def begun(self, metric: LowRankMetric, given: Array, products: int, key: Array) -> _Space:
-        """The space of given directions in units, and of the images of the last of them."""
-        zeros = jnp.zeros((self.most, given.shape[1]), self.dtype)
-        given = jax.vmap(lambda x: metric.coordinates(metric.center + x))(given)
-        return self._more(metric, _Space(zeros, zeros, 0, zeros[0, 0]), given, products, key)
+    def begun(self, metric: LowRankMetric, directions: Array, key: Array) -> _Space:
+        """The space of directions of the parameters, a random vector and its images."""
+        zeros = jnp.zeros((self.most, self.dimension), self.dtype)
+        given = jax.vmap(lambda x: metric.coordinates(metric.center + x))(directions)
+        given = jnp.concatenate([given, random.normal(key, (1, self.dimension), self.dtype)])
+        empty, products = _Space(zeros, zeros, 0, zeros[0, 0]), len(directions) + self.products
+        return self._more(metric, empty, given, products, key)
 
     def extended(
         self, metric: LowRankMetric, space: _Space, vectors: np.ndarray, key: Array
     ) -> _Space:
-        """A space with more vectors."""
-        return self._more(metric, space, vectors, len(vectors), key)
+        """A space with more vectors, and with images of the last of them."""
+        return self._more(metric, space, vectors, _RESIDUALS, key)
 
     def _more(
         self, metric: LowRankMetric, space: _Space, given: Any, products: int, key: Array
@@ -301,8 +303,11 @@ def _far(space: _Space) -> _Pairs:
     is_far = (e > _FAR) | (e < 1 / _FAR)
     chosen, others = is_far & is_known, np.flatnonzero(is_far & ~is_known & (e > floor))
     farthest = others[np.argsort(-np.abs(np.log(e[others])))][:_RESIDUALS]
-    ends = float(e[0]), float(e[-1])
-    return _Pairs(vectors[:, chosen], e[chosen], residuals[:, farthest].T, ends)
+    # in the space of the images of one vector all residuals are parallel
+    lengths = np.linalg.norm(residuals[:, farthest], axis=0)
+    unlike = np.linalg.svd(residuals[:, farthest] / lengths, full_matrices=False)
+    begin = unlike.U[:, unlike.S > _UNLIKE].T
+    return _Pairs(vectors[:, chosen], e[chosen], begin, (float(e[0]), float(e[-1])))
 
 
 def _with_directions(metric: LowRankMetric, vectors: np.ndarray, e: np.ndarray) -> LowRankMetric:

@@ -38,7 +38,6 @@ _MUCH_SLOWER = 4.0
 
 _NO_GAIN = 3.0  #: passes over the data for an independent draw beyond which minibatches do not pay
 _LONG_STEP = 0.3  #: step size in posterior standard deviations that needs no explanation
-_MUCH_MORE = 2.0  #: factor of more steps than with larger minibatches that is worth a line
 _LIMITS = 0.5  #: squared step size times noise, or curvature, above which this limits the step
 
 #: Names of gradients by the order of their control variate.
@@ -249,7 +248,7 @@ class Tuning(NamedTuple):
             seconds = 400 * self.seconds_per_sample * self.slowness
             lines.append(f"speed: about {seconds:.2g} s for 400 effective samples of a chain")
         rows, steps = self.larger
-        if self.steps_per_sample >= _MUCH_MORE * steps and rows > 1:
+        if rows > 1:
             lines.append(
                 f"larger minibatches: {rows} times as many rows would need {steps} steps per sample"
             )
