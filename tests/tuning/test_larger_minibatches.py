@@ -28,13 +28,14 @@ def tuned(size, **options):
 
 
 @pytest.mark.slow
-def test_larger_minibatches_need_the_promised_steps():
-    few = tuned(50, gradient="minibatch")
+@pytest.mark.parametrize("friction", [None, 4.0])
+def test_larger_minibatches_need_the_promised_steps(friction):
+    few = tuned(50, gradient="minibatch", friction=friction)
     factor, steps = few.larger
     assert factor > 4
-    assert few.steps_per_sample > 3 * steps
+    assert few.steps_per_sample > 2 * steps
     assert f"{factor} times as many rows would need {steps} steps per sample" in str(few)
-    many = tuned(50 * factor, gradient="minibatch")
+    many = tuned(50 * factor, gradient="minibatch", friction=friction)
     assert abs(many.steps_per_sample - steps) <= 0.25 * steps
     assert "larger minibatches" not in str(many)
 
