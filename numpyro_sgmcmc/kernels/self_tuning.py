@@ -38,9 +38,11 @@ from numpyro_sgmcmc.tuning.user_metric import metric_for
 #: Number of steps whose time is measured.
 _STEPS_TIMED = 100
 
-#: The most doublings of minibatches that are considered, and the factor of more steps without them
-#: that is worth a word.
-_DOUBLINGS, _MUCH_MORE = 6, 2.0
+#: The largest number of doublings of a minibatch that the tuning considers.
+_DOUBLINGS = 6
+
+#: The factor of fewer steps with larger minibatches that is worth a line.
+_MUCH_MORE = 2.0
 
 
 def constants_for(

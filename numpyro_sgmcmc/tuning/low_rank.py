@@ -57,8 +57,8 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
     - the sums of each site and of the slices of its short axes (in the first round),
     - :math:`v, A v, \\dots, A^{15} v` with a random :math:`v`,
-    - the residuals :math:`A u - \\lambda u` of eigenvectors that are not known yet, up to eight at
-      once and six times, while eigenvalues far from 1 are not known (Davidson).
+    - the residuals :math:`A u - \\lambda u` of eigenvectors with a large error and an eigenvalue
+      far from 1, and images of the last of them. A round adds these up to six times (Davidson).
 
     Eigenvalues below a half and above 2 give new directions, which the next round does not see
     again. Rounds end when all are between a quarter and 4, or after 200 passes. The
@@ -176,7 +176,8 @@ class _Pairs(NamedTuple):
     Eigenvectors with eigenvalues far from 1, as far as a space shows them.
 
     - **vectors**, **eigenvalues** - those with a small error, shapes (d, k) and (k,).
-    - **residuals** - an orthonormal basis of the residuals of others, shape (j, d).
+    - **residuals** - an orthonormal basis of the residuals of those with a large error, where
+      residuals are not alike, shape (j, d).
     - **ends** - the ends of the spectrum.
     """
 
@@ -258,7 +259,7 @@ def _looked(
     rng_key: Array,
 ) -> tuple[Array, Array, Array]:
     """
-    An orthonormal basis with more vectors: the first of given ones, and then the image of the last.
+    Add given vectors to an orthonormal basis, and then images of the last vector.
 
     :param size: number of vectors in the basis so far.
     :param number: number of given vectors that count.
