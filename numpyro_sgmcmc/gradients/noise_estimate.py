@@ -43,6 +43,10 @@ FULL_BY_DEFAULT = 100
 #: Default number of directions of a low-rank covariance.
 _RANK = 20
 
+#: Largest number of parameters for which it is the default. Beyond, an average of a few thousand
+#: observed directions shows few of the true ones, and takes most of the time of a step.
+_LOW_RANK_BY_DEFAULT = 20_000
+
 #: Smallest number of steps in an average, of observed directions, and of observed directions for
 #: each direction of the representation. The error of the average then widens or narrows the draws
 #: by less than about one per cent.
@@ -70,7 +74,7 @@ class NoiseEstimate:
           independent minibatch, and nothing averaged.
 
         None is ``"full"`` for up to 100 parameters. Above, it is ``"diagonal"``, or ``"low_rank"``
-        if the tuning has measured more than a little noise.
+        for up to 20,000 parameters if the tuning has measured more than a little noise.
     :param str estimator: estimator of single minibatches: ``"sub_batches"``, the default,
         ``"two_cotangents"`` or ``"per_example"``; see :mod:`numpyro_sgmcmc.gradients.estimators`.
     :param window: number of steps of the average; ``math.inf`` for all steps since the start, as in
@@ -147,7 +151,8 @@ class NoiseEstimate:
                 covariance = "full"
             else:
                 # a tuned step is as long as the noise allows, so that all its directions matter
-                covariance = "diagonal" if level is None else "low_rank"
+                is_seen = level is not None and dimension <= _LOW_RANK_BY_DEFAULT
+                covariance = "low_rank" if is_seen else "diagonal"
         if target.scheme.blocks and (covariance == "matrix_free" or estimator != "sub_batches"):
             raise ValueError(
                 "subsampling='blocks' needs an estimate of the noise from whole blocks, and not"

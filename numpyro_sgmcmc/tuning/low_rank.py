@@ -3,7 +3,6 @@
 
 """A Gaussian for thousands of parameters: variances, and the few directions that they miss."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -113,14 +112,14 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     # the posterior of all rows is narrower than that of a part
     scale, shared = start.part**0.5 * metric.scale, _shared_directions(target)
     metric = LowRankMetric(metric.center, scale, *none)
-    descend = target.compiled(partial(descended, controlled=_is_controlled(target)))
+    descend = target.compiled(descended)
     look, passes = _Look(target, metric, len(shared)), 0.0
     is_round, ends = False, (1.0, 1.0)
     for done in range(_ROUNDS):
         key = random.fold_in(rng_key, done)
         found = descend(metric, key)
         metric = metric._replace(center=found.center)
-        passes += passes_of_descent(target, _is_controlled(target))
+        passes += passes_of_descent(target)
         if is_round or passes > _MOST_PASSES:
             break
         space = look.begun(metric, shared[:0] if done else shared, key)
@@ -219,11 +218,6 @@ class _Look:
         arrays = space.basis, space.images, np.int32(space.size), space.trace
         found = self.program(metric, *arrays, given, number, np.int32(products), key)
         return _Space(found[0], found[1], space.size + products, found[2])
-
-
-def _is_controlled(target: Target) -> bool:
-    """True if a minibatch gradient can have a control variate."""
-    return bool(target.model.plates)
 
 
 def _shared_directions(target: Target) -> Array:

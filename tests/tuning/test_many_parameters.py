@@ -73,6 +73,32 @@ def test_coordinates_of_the_centre(searched):
     assert np.sqrt(np.mean((a - shrunk) ** 2)) < 0.5 * (EACH + TAU**-2) ** -0.5
 
 
+@pytest.mark.parametrize("is_controlled", [True, False])
+def test_noise_of_many_effects_does_not_widen_their_scale(monkeypatch, is_controlled):
+    """0.25 % of the rows in a minibatch. Plain minibatches make the scale several times as large."""
+    groups, each = 1_000, 80
+    monkeypatch.setattr(variational, "_is_controlled", lambda target: is_controlled)
+    monkeypatch.setattr(variational, "_STARTS", 1)
+    rng, group = np.random.default_rng(0), np.repeat(np.arange(groups), each)
+    logits = TAU * rng.standard_normal(groups)[group] - 2
+    y = jnp.asarray(rng.random(len(group)) < 1 / (1 + np.exp(-logits)), jnp.float32)
+
+    def model(group, y):
+        level = numpyro.sample("level", dist.Normal(0, 3))
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        with numpyro.plate("groups", groups):
+            a = numpyro.sample("a", dist.Normal(0, tau))
+        with numpyro.plate("rows", len(y), subsample_size=200) as i:
+            numpyro.sample("y", dist.Bernoulli(logits=level + a[group[i]]), obs=y[i])
+
+    target = non_centred(target_of(model, jnp.asarray(group), y))
+    target = target._replace(centring=centred(target.centring))
+    found = find_center(target, random.key(0), init_to_uniform)
+    log_tau = float(target.written(target.unravel(found.metric.center)).values["tau"])
+    # the posterior knows the logarithm of the scale to 0.04
+    assert (abs(log_tau - np.log(TAU)) < 0.2) == is_controlled
+
+
 def test_random_errors_of_the_diagonal_are_shrunk():
     """Neighbours that are correlated, one entry that all others disturb, and three narrow ones."""
     size, others = 600, np.arange(3, 599)
