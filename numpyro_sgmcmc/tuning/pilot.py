@@ -23,6 +23,7 @@ from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.pilot_rhat import (
     Halves,
     PilotRun,
+    beyond_chance,
     no_positions,
     r_hats,
     with_position,
@@ -78,7 +79,7 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
             steps, is_long_enough = pilot_steps(noise, step_size / tuning.width, longer)
             seen = pilot(step_size, steps, random.fold_in(key, longer))
             passes += steps * cost
-            r_hat, slowest = _worst_r_hat(target, seen)
+            r_hat, slowest = _worst_r_hat(target, seen, has_matrix)
             # not by chance, and not because their memory is somewhat longer
             if r_hat is None or r_hat <= NOT_MIXED or not (has_matrix and is_long_enough):
                 break
@@ -129,11 +130,14 @@ def _is_no_better(tried: list[Tuning]) -> bool:
     return before > 3 * first.error and now > 0.75 * before
 
 
-def _worst_r_hat(target: Target, seen: PilotRun) -> tuple[float | None, str]:
+def _worst_r_hat(target: Target, seen: PilotRun, has_matrix: bool) -> tuple[float | None, str]:
     """The largest R-hat of a coordinate, and the site of this coordinate."""
     if seen.halves is None:
         return None, ""
     found = np.nan_to_num(r_hats(seen.halves), nan=np.inf)
+    if not has_matrix:
+        # chains are not run longer until all coordinates agree
+        found = beyond_chance(found, seen.halves.counts.size)
     return float(found.max()), site_of(target, found)
 
 

@@ -9,8 +9,15 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 import numpy as np
+from scipy import stats
 
 from numpyro_sgmcmc.stein import SteinSums
+
+#: Effective draws of half of a chain, fewer than the length of a pilot has.
+_EFFECTIVE = 4
+
+#: Chance of a false alarm about the largest of all coordinates.
+_FALSE_ALARM = 0.01
 
 
 class PilotRun(NamedTuple):
@@ -95,3 +102,29 @@ def r_hats(halves: Halves) -> np.ndarray:
     between = means.reshape(-1, means.shape[-1]).var(axis=0, ddof=1)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.sqrt((n - 1) / n + between / within)
+
+
+def beyond_chance(r_hats: np.ndarray, halves: int) -> np.ndarray:
+    """
+    R-hat of each coordinate, with the median in the place of values that chance explains.
+
+    The largest of 100,000 coordinates of short chains is beyond 1.5 by chance alone. If all of them
+    move at the same pace, :math:`\\hat R^2 - 1` has about the law of its median times an
+    :math:`F` variable with :math:`m - 1` and :math:`4 m` degrees of freedom.
+
+    :param r_hats: R-hat, shape ``(d,)``.
+    :param int halves: number :math:`m` of halves of chains.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import numpy as np
+        >>> from numpyro_sgmcmc.tuning.pilot_rhat import beyond_chance
+        >>> beyond_chance(np.array([1.1, 1.2, 1.2, 1.5, 3.0]), 16)
+        array([1.2, 1.2, 1.2, 1.2, 3. ])
+    """
+    usual = np.median(r_hats) ** 2 - 1
+    law = stats.f(halves - 1, _EFFECTIVE * halves)
+    largest = law.isf(_FALSE_ALARM / len(r_hats)) / law.median()
+    return np.where(r_hats**2 - 1 > largest * usual, r_hats, np.sqrt(1 + usual))

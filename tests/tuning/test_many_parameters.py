@@ -19,6 +19,7 @@ from numpyro_sgmcmc.tuning import low_rank, variational
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
+from numpyro_sgmcmc.tuning.pilot_rhat import Halves, beyond_chance, r_hats
 from numpyro_sgmcmc.tuning.variational import find_center
 
 GROUPS, EACH, TAU = 300, 20, 0.5
@@ -75,7 +76,7 @@ def test_coordinates_of_the_centre(searched):
 
 @pytest.mark.parametrize("is_controlled", [True, False])
 def test_noise_of_many_effects_does_not_widen_their_scale(monkeypatch, is_controlled):
-    """0.25 % of the rows in a minibatch. Plain minibatches make the scale several times as large."""
+    """0.25 % of the rows in a minibatch. Plain minibatches make the scale far too large."""
     groups, each = 1_000, 80
     monkeypatch.setattr(variational, "_is_controlled", lambda target: is_controlled)
     monkeypatch.setattr(variational, "_STARTS", 1)
@@ -264,3 +265,19 @@ def test_slow_directions_that_no_sum_is_close_to(monkeypatch, extensions):
     e = np.linalg.eigvalsh(factor.T @ precision @ factor)
     assert found.converged == (extensions > 0)
     assert (e[-1] / e[0] < 16) == (extensions > 0)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_largest_of_many_r_hats_is_large_by_chance(slow):
+    """Eight chains, each half of which stays at five independent positions for long."""
+    size, stay = 100_000, 50
+    x = np.random.default_rng(0).standard_normal((8, 2, 5, size))
+    if slow:
+        x[..., 7] = 0.3 * x[..., 7] + 2 * np.arange(8)[:, None, None] / 7
+    counts = np.full((8, 2), 5.0 * stay)
+    found = r_hats(Halves(counts, stay * x.sum(2), stay * (x**2).sum(2)))
+    assert found.max() > 1.5  # what the tuning takes for chains that do not mix
+    judged = beyond_chance(found, 16)
+    assert (judged.max() > 1.5) == slow
+    if slow:
+        assert np.argmax(judged) == 7
