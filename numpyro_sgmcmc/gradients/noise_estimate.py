@@ -45,7 +45,7 @@ _RANK = 20
 
 #: Largest number of parameters for which it is the default. Beyond, an average of a few thousand
 #: observed directions shows few of the true ones, and takes most of the time of a step.
-_LOW_RANK_BY_DEFAULT = 20_000
+_MOST_FOR_LOW_RANK = 20_000
 
 #: Smallest number of steps in an average, of observed directions, and of observed directions for
 #: each direction of the representation. The error of the average then widens or narrows the draws
@@ -151,7 +151,7 @@ class NoiseEstimate:
                 covariance = "full"
             else:
                 # a tuned step is as long as the noise allows, so that all its directions matter
-                is_seen = level is not None and dimension <= _LOW_RANK_BY_DEFAULT
+                is_seen = level is not None and dimension <= _MOST_FOR_LOW_RANK
                 covariance = "low_rank" if is_seen else "diagonal"
         if target.scheme.blocks and (covariance == "matrix_free" or estimator != "sub_batches"):
             raise ValueError(

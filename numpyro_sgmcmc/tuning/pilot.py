@@ -134,11 +134,15 @@ def _worst_r_hat(target: Target, seen: PilotRun, has_matrix: bool) -> tuple[floa
     """The largest R-hat of a coordinate, and the site of this coordinate."""
     if seen.halves is None:
         return None, ""
-    found = np.nan_to_num(r_hats(seen.halves), nan=np.inf)
-    if not has_matrix:
-        # chains are not run longer until all coordinates agree
-        found = beyond_chance(found, seen.halves.counts.size)
-    return float(found.max()), site_of(target, found)
+    found = np.nan_to_num(r_hats(seen.halves), nan=np.inf, posinf=np.inf)
+    if has_matrix:
+        return float(found.max()), site_of(target, found)
+    # these chains are not run longer until all coordinates agree
+    latents = target.model.latents
+    own = [math.prod(latents[name].shape) for name in sorted(latents)]
+    sizes = len(own) * np.repeat(own, own)
+    judged = beyond_chance(found, np.size(seen.halves.counts), sizes)
+    return float(judged.max()), site_of(target, np.where(judged == judged.max(), found, 0))
 
 
 def site_of(target: Target, sizes: np.ndarray) -> str:

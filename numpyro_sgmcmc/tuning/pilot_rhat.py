@@ -13,11 +13,15 @@ from scipy import stats
 
 from numpyro_sgmcmc.stein import SteinSums
 
-#: Effective draws of half of a chain, fewer than the length of a pilot has.
-_EFFECTIVE = 4
+#: Degrees of freedom of the variance within half of a chain.
+_FREEDOM = 4
 
-#: Chance of a false alarm about the largest of all coordinates.
+#: Chance of a false alarm about the largest coordinate.
 _FALSE_ALARM = 0.01
+
+#: The median of the squares of R-hat, less 1, beyond which chains are too short for a verdict on
+#: single coordinates.
+_MOST_BY_CHANCE = 0.3
 
 
 class PilotRun(NamedTuple):
@@ -104,16 +108,18 @@ def r_hats(halves: Halves) -> np.ndarray:
         return np.sqrt((n - 1) / n + between / within)
 
 
-def beyond_chance(r_hats: np.ndarray, halves: int) -> np.ndarray:
+def beyond_chance(r_hats: np.ndarray, halves: int, sizes: np.ndarray) -> np.ndarray:
     """
-    R-hat of each coordinate, with the median in the place of values that chance explains.
+    R-hat of each coordinate, at most the median where chance explains a larger value.
 
     The largest of 100,000 coordinates of short chains is beyond 1.5 by chance alone. If all of them
     move at the same pace, :math:`\\hat R^2 - 1` has about the law of its median times an
-    :math:`F` variable with :math:`m - 1` and :math:`4 m` degrees of freedom.
+    :math:`F` variable, with :math:`m - 1` degrees of freedom between halves and 4 in each half.
+    Values are explained up to a quantile of this law, unless the median is above 1.14.
 
     :param r_hats: R-hat, shape ``(d,)``.
     :param int halves: number :math:`m` of halves of chains.
+    :param sizes: number of coordinates among which each one may be the largest, shape ``(d,)``.
 
     **Example:**
 
@@ -121,10 +127,13 @@ def beyond_chance(r_hats: np.ndarray, halves: int) -> np.ndarray:
 
         >>> import numpy as np
         >>> from numpyro_sgmcmc.tuning.pilot_rhat import beyond_chance
-        >>> beyond_chance(np.array([1.1, 1.2, 1.2, 1.5, 3.0]), 16)
-        array([1.2, 1.2, 1.2, 1.2, 3. ])
+        >>> beyond_chance(np.array([1.05, 1.1, 1.1, 1.3, 3.0]), 16, np.full(5, 5)).tolist()
+        [1.05, 1.1, 1.1, 1.1, 3.0]
     """
     usual = np.median(r_hats) ** 2 - 1
-    law = stats.f(halves - 1, _EFFECTIVE * halves)
-    largest = law.isf(_FALSE_ALARM / len(r_hats)) / law.median()
-    return np.where(r_hats**2 - 1 > largest * usual, r_hats, np.sqrt(1 + usual))
+    if not usual <= _MOST_BY_CHANCE:
+        return r_hats
+    law = stats.f(halves - 1, _FREEDOM * halves)
+    most = law.isf(_FALSE_ALARM / sizes) / law.median() * usual
+    explained = np.minimum(r_hats, np.sqrt(1 + usual))
+    return np.where(r_hats**2 - 1 > most, r_hats, explained)

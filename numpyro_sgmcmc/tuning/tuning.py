@@ -63,7 +63,8 @@ class Tuning(NamedTuple):
     - **multimodal** - whether the searches for the centre ended in different modes.
     - **converged** - whether the search for the metric has converged. It does not if the posterior
       is far from any Gaussian.
-    - **r_hat**, **slowest** - the largest R-hat of the pilot's chains, and its site.
+    - **r_hat**, **slowest** - the largest R-hat of the pilot's chains, and its site. Without a full
+      matrix as metric, values that chance explains do not count.
     - **flat** - the site that neither the data nor the prior determine, if there is one.
     - **data** - fingerprint of the data of the anchor.
     - **densities** - log density of each site at fixed values, which identifies the model.
@@ -181,7 +182,7 @@ class Tuning(NamedTuple):
         if self.noise is None:
             return False
         if not isinstance(self.start, DenseMetric):
-            # the largest R-hat of thousands of coordinates is above 1.1 by chance
+            # in short pilots even the median of thousands of coordinates is above 1.1
             return self.r_hat is not None and self.r_hat > _NOT_MIXED_OF_MANY
         if self.r_hat is not None:
             return self.r_hat > NOT_MIXED

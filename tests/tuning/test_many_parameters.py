@@ -13,6 +13,7 @@ from numpyro.infer import init_to_uniform
 import pytest
 from runs import target_of
 
+from numpyro_sgmcmc import NoiseEstimate
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric
 from numpyro_sgmcmc.posterior.reparam import centred
 from numpyro_sgmcmc.tuning import low_rank, variational
@@ -277,7 +278,53 @@ def test_the_largest_of_many_r_hats_is_large_by_chance(slow):
     counts = np.full((8, 2), 5.0 * stay)
     found = r_hats(Halves(counts, stay * x.sum(2), stay * (x**2).sum(2)))
     assert found.max() > 1.5  # what the tuning takes for chains that do not mix
-    judged = beyond_chance(found, 16)
+    judged = beyond_chance(found, 16, np.full(size, size))
     assert (judged.max() > 1.5) == slow
     if slow:
         assert np.argmax(judged) == 7
+
+
+def test_r_hats_that_chance_does_not_explain():
+    few, many = np.full(1_000, 1.12), np.full(1_000, 1_000)
+    few[0] = 1.45
+    assert beyond_chance(few, 16, many)[0] == 1.12
+    # a scale is one of a few scales, and not of all effects
+    assert beyond_chance(few, 16, np.where(np.arange(1_000) == 0, 3, 1_000))[0] == 1.45
+    # where the usual coordinate does not mix, none of them does
+    assert beyond_chance(few + 0.1, 16, many)[0] == pytest.approx(1.55)
+    assert beyond_chance(np.append(few, np.inf), 16, np.full(1_001, 1_001))[-1] == np.inf
+
+
+def test_the_best_of_three_searches_goes_on(monkeypatch):
+    """Searches that stay where they start, and descents that hardly move."""
+    ends = []
+
+    def stays(target, center, rng_key):
+        jax.debug.callback(lambda x: ends.append(np.asarray(x)), center)
+        return center, jnp.full_like(center, 0.01)
+
+    monkeypatch.setattr(variational, "_by_adam", stays)
+    monkeypatch.setattr(variational, "_STEPS", 2)
+    monkeypatch.setattr(variational, "_RATES", (1e-6, 1e-6))
+
+    def model(y):
+        x = numpyro.sample("x", dist.Normal(0, 1).expand([600]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(x[0], 1), obs=y[i])
+
+    found = find_center(target_of(model, jnp.zeros(100)), random.key(0), init_to_uniform)
+    jax.effects_barrier()
+    potentials = [np.sum(x**2) / 2 + 50 * x[0] ** 2 for x in ends]
+    assert len(ends) == 3 and np.ptp(potentials) > 1
+    assert np.allclose(found.metric.center, ends[np.argmin(potentials)], atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [20_000, 20_001])
+def test_noise_of_many_parameters_is_diagonal(size):
+    def model(y):
+        x = numpyro.sample("x", dist.Normal(0, 1).expand([size]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(x[0], 1), obs=y[i])
+
+    resolved = NoiseEstimate().resolved(target_of(model, jnp.zeros(100)), 1.0)
+    assert resolved.covariance == ("low_rank" if size == 20_000 else "diagonal")
