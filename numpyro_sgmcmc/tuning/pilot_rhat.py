@@ -127,7 +127,8 @@ def beyond_chance(r_hats: np.ndarray, halves: int, sizes: np.ndarray) -> np.ndar
 
         >>> import numpy as np
         >>> from numpyro_sgmcmc.tuning.pilot_rhat import beyond_chance
-        >>> beyond_chance(np.array([1.05, 1.1, 1.1, 1.25, 3.0]), 16, np.full(5, 5)).round(2).tolist()
+        >>> found = np.array([1.05, 1.1, 1.1, 1.25, 3.0])
+        >>> beyond_chance(found, 16, sizes=np.full(5, 5)).round(2).tolist()
         [1.05, 1.1, 1.1, 1.1, 3.0]
     """
     usual = np.median(r_hats) ** 2 - 1
