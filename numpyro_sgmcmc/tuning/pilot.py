@@ -138,8 +138,7 @@ def _worst_r_hat(target: Target, seen: PilotRun, has_matrix: bool) -> tuple[floa
     if has_matrix:
         return float(found.max()), site_of(target, found)
     # these chains are not run longer until all coordinates agree
-    latents = target.model.latents
-    own = [math.prod(latents[name].shape) for name in sorted(latents)]
+    own = _sizes_of_sites(target)
     sizes = len(own) * np.repeat(own, own)
     judged = beyond_chance(found, np.size(seen.halves.counts), sizes)
     return float(judged.max()), site_of(target, np.where(judged == judged.max(), found, 0))
@@ -147,9 +146,15 @@ def _worst_r_hat(target: Target, seen: PilotRun, has_matrix: bool) -> tuple[floa
 
 def site_of(target: Target, sizes: np.ndarray) -> str:
     """The site of the coordinate with the largest number."""
+    ends = np.cumsum(_sizes_of_sites(target))
+    k = int(np.searchsorted(ends, np.argmax(sizes), side="right"))
+    return sorted(target.model.latents)[k]
+
+
+def _sizes_of_sites(target: Target) -> list[int]:
+    """The number of coordinates of each site, in the order of the flat vector."""
     latents = target.model.latents
-    ends = np.cumsum([math.prod(latents[name].shape) for name in sorted(latents)])
-    return sorted(latents)[int(np.searchsorted(ends, np.argmax(sizes), side="right"))]
+    return [math.prod(latents[name].shape) for name in sorted(latents)]
 
 
 def short_chains(

@@ -13,7 +13,7 @@ from scipy import stats
 
 from numpyro_sgmcmc.stein import SteinSums
 
-#: Degrees of freedom of the variance within half of a chain.
+#: Degrees of freedom of the variance within half of a chain, those of five independent positions.
 _FREEDOM = 4
 
 #: Chance of a false alarm about the largest coordinate.
@@ -113,13 +113,18 @@ def beyond_chance(r_hats: np.ndarray, halves: int, sizes: np.ndarray) -> np.ndar
     R-hat of each coordinate, at most the median where chance explains a larger value.
 
     The largest of 100,000 coordinates of short chains is beyond 1.5 by chance alone. If all of them
-    move at the same pace, :math:`\\hat R^2 - 1` has about the law of its median times an
-    :math:`F` variable, with :math:`m - 1` degrees of freedom between halves and 4 in each half.
-    Values are explained up to a quantile of this law, unless the median is above 1.14.
+    move at the same pace, :math:`\\hat R^2 - 1` has about an :math:`F` law times a constant, with
+    :math:`m - 1` degrees of freedom between halves and 4 in each half. With the median :math:`r` of
+    all coordinates, chance explains
+
+    .. math:: \\hat R_j^2 - 1 \\le (r^2 - 1) \\, F_{1 - 0.01 / n_j} / F_{1/2} ,
+
+    and nothing if :math:`r` is above 1.14.
 
     :param r_hats: R-hat, shape ``(d,)``.
     :param int halves: number :math:`m` of halves of chains.
-    :param sizes: number of coordinates among which each one may be the largest, shape ``(d,)``.
+    :param sizes: number :math:`n_j` of coordinates among which each one may be the largest, shape
+        ``(d,)``.
 
     **Example:**
 

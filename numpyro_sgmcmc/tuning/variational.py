@@ -180,9 +180,8 @@ def descended(target: Target, metric: GaussianMetric, rng_key: Array) -> Descent
         \\theta = c + L x,
 
     no entry of which is longer than 1. Gradients of minibatches have a control variate with its
-    anchor at :math:`c`. Plain minibatches make the scale of many effects too large: up to three
-    times with 0.4 % of the rows and 88,660 effects. The differences of the gradients show
-    the diagonal of the mean Hessian,
+    anchor at :math:`c`. The noise of plain minibatches spreads many effects, and makes their scale
+    several times too large. The differences of the gradients show the diagonal of the mean Hessian,
 
     .. math:: \\mathrm{E} \\big[ \\zeta_j \\, \\tfrac12 (g_j(x + \\zeta) - g_j(x - \\zeta)) \\big] .
 
