@@ -52,6 +52,12 @@ _MOST_FOR_LOW_RANK = 20_000
 #: by less than about one per cent.
 _FEWEST_STEPS, _FEWEST_DIRECTIONS, _DIRECTIONS_FOR_EACH = 50, 900, 100
 
+#: Number of times that the minibatches of an average have a row, and the most steps for it. A row
+#: kicks a chain, and the friction for its noise grows at the same time. The variances of parameters
+#: that few rows inform were 1.2 per cent too large if a row came half a time, and 0.1 per cent if
+#: it came ten times.
+_TIMES_OF_A_ROW, _MOST_FOR_ROWS = 10, 10_000
+
 #: Variance of the noise, in units of the curvature, below which its directions do not matter.
 _LITTLE_NOISE = 0.05
 
@@ -79,7 +85,8 @@ class NoiseEstimate:
         ``"two_cotangents"`` or ``"per_example"``; see :mod:`numpyro_sgmcmc.gradients.estimators`.
     :param window: number of steps of the average; ``math.inf`` for all steps since the start, as in
         the paper. With None the error of the average widens the draws by less than a per cent: 100
-        steps for the diagonal, more in proportion to the number of parameters for the full matrix.
+        steps for the diagonal, more in proportion to the number of parameters for the full matrix,
+        and after a tuning at least as many steps as draw a row ten times.
     :param int rank: number of leading directions of ``covariance="low_rank"``; None is 20.
     :raises ValueError: if an argument has no meaning, or would be ignored. The message names it.
 
@@ -184,7 +191,12 @@ class NoiseEstimate:
             for plate in noisy
         ]
         directions = _FEWEST_DIRECTIONS + _DIRECTIONS_FOR_EACH * representation.freedom
-        window = self.window or max(_FEWEST_STEPS, math.ceil(directions / min(ranks, default=1)))
+        fewest = _FEWEST_STEPS
+        if level is not None:
+            # chains start in the posterior, and need not forget the noise at their start
+            rarest = max((plate.size / plate.subsample_size for plate in noisy), default=1.0)
+            fewest = max(fewest, min(math.ceil(_TIMES_OF_A_ROW * rarest), _MOST_FOR_ROWS))
+        window = self.window or max(fewest, math.ceil(directions / min(ranks, default=1)))
         return RunningCovariance(
             covariance, estimator, window, representation, tuple(factors.items())
         )
