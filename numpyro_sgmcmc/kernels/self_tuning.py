@@ -270,8 +270,7 @@ def _steps_with(method: Method, tuning: Tuning, part: float) -> float:
     """Steps of a sample with a part of the noise, if the pilot had the same halvings."""
     if method.rates_are_given or tuning.noise is None:
         return math.inf
-    mean, largest = part * tuning.noise.mean, part * tuning.noise.largest
-    noise = tuning.noise._replace(mean=mean, largest=largest)
+    noise = tuning.noise.times(part)
     step_size, friction = method.suggest(noise)
     tuning = tuning._replace(
         noise=noise,

@@ -44,12 +44,22 @@ class NoiseLevel(NamedTuple):
     - **curvature** - the largest eigenvalue of the Hessian.
     - **nonlinearity** - how much, relative to itself, the gradient of all data deviates from a
       linear function within the posterior, in the worst coordinate; 0 for a Gaussian.
+    - **correlated** - the inverse of the step size, in units of the friction, up to which
+      correlations of the noise between parameters do not matter
+      (:mod:`~numpyro_sgmcmc.tuning.correlated_noise`); 0 where it was not looked at.
     """
 
     mean: float
     largest: float
     curvature: float
     nonlinearity: float
+    correlated: float = 0.0
+
+    def times(self, part: float) -> "NoiseLevel":
+        """A part of the noise, as with more rows in a minibatch."""
+        return self._replace(
+            mean=part * self.mean, largest=part * self.largest, correlated=part * self.correlated
+        )
 
 
 #: The relative error of the variances that methods with a known first-order error accept.

@@ -31,7 +31,10 @@ Tuning is done once, before the chains start, and is the same for all of them:
 4. **Step size and friction**: what the method says these numbers ask for.
 5. **Rare rows** (:mod:`~numpyro_sgmcmc.tuning.rare_rows`): rows that few minibatches have and
    that count much in those; strata if they would make the draws wrong, and steps 3 and 4 again.
-6. **Pilot** (:func:`~numpyro_sgmcmc.tuning.pilot.run_pilot`): short chains, whose Stein matrix
+6. **Correlated noise** (:mod:`~numpyro_sgmcmc.tuning.correlated_noise`): above 500 parameters, the
+   error of the draws because the estimate of the noise leaves correlations out, and a shorter step
+   if it is large.
+7. **Pilot** (:func:`~numpyro_sgmcmc.tuning.pilot.run_pilot`): short chains, whose Stein matrix
    (:mod:`numpyro_sgmcmc.stein`) must be the identity; if it is not, the step size is halved and
    the pilot repeated. If that does not help, the step size was not what is wrong, and is kept.
    Chains that do not agree (:func:`~numpyro_sgmcmc.tuning.pilot_rhat.r_hats`) are run up to 32
@@ -77,6 +80,7 @@ are read twice, for the gradient at its centre and for the anchor near their mod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+import math
 import warnings
 
 from jax import Array
@@ -96,6 +100,7 @@ from numpyro_sgmcmc.posterior.metric import (
 from numpyro_sgmcmc.posterior.reparam import centred
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import prepare_center, search_center
+from numpyro_sgmcmc.tuning.correlated_noise import error_of_correlations
 from numpyro_sgmcmc.tuning.expansion import (
     DEARER,
     DENSE_BY_DEFAULT,
@@ -336,7 +341,7 @@ def _find_strata(search: Search, known: Known) -> Known:
     is_noisy = target.scheme.independent and any(target.factors.values())
     if not is_noisy or target.shards is not None:
         return known
-    longest, _ = search.rates(noise._replace(mean=0.0, largest=0.0))
+    longest, _ = search.rates(noise.times(0.0))
     error = partial(
         error_of,
         nonlinearity=noise.nonlinearity,
@@ -362,6 +367,20 @@ def _find_strata(search: Search, known: Known) -> Known:
     return known.after("noise", cost, target=target, noise=noise, tuning=tuning)
 
 
+def _find_correlations(search: Search, known: Known) -> Known:
+    """Correlations of the noise between more parameters than an estimate of it shows."""
+    target, noise = known.target, known.noise
+    limit, _ = search.rates(noise._replace(correlated=math.inf))
+    has_limit = limit < known.tuning.step_size
+    if not has_limit or target.model.dimension <= NEWTON or not any(target.factors.values()):
+        return known
+    error, cost = error_of_correlations(target, search.key(5), known.tuning)
+    noise = noise._replace(correlated=error)
+    step_size, _ = search.rates(noise)
+    tuning = known.tuning._replace(step_size=step_size, noise=noise)
+    return known.after("noise", cost, noise=noise, tuning=tuning)
+
+
 def _fly(search: Search, known: Known) -> Known:
     """Short chains with the step size that was found, where it was not given."""
     tuning = known.tuning._replace(passes=known.passes)
@@ -381,6 +400,7 @@ _PHASES = (
     _find_mode_of_all_rows,
     _find_rates,
     _find_strata,
+    _find_correlations,
     _fly,
 )
 

@@ -299,6 +299,8 @@ def _judged_step(tuning: Tuning) -> str:
         return " (long)"
     if tuning.halvings:
         return " (short: the pilot halved it)"
+    if tuning.friction is not None and length * tuning.noise.correlated > _LIMITS * tuning.friction:
+        return " (short: the noise is correlated between parameters)"
     if length**2 * tuning.noise.largest > _LIMITS:
         return " (short because of the noise)"
     if length**2 * tuning.noise.curvature > _LIMITS:
