@@ -56,7 +56,7 @@ _FEWEST_STEPS, _FEWEST_DIRECTIONS, _DIRECTIONS_FOR_EACH = 50, 900, 100
 #: kicks a chain, and the friction for its noise grows at the same time. The variances of parameters
 #: that few rows inform were 1.2 per cent too large if a row came half a time, and 0.1 per cent if
 #: it came ten times.
-_TIMES_OF_A_ROW, _MOST_FOR_ROWS = 10, 10_000
+_TIMES_OF_A_ROW, _MOST_FOR_ROWS = 10, 2_000
 
 #: Variance of the noise, in units of the curvature, below which its directions do not matter.
 _LITTLE_NOISE = 0.05
@@ -86,7 +86,7 @@ class NoiseEstimate:
     :param window: number of steps of the average; ``math.inf`` for all steps since the start, as in
         the paper. With None the error of the average widens the draws by less than a per cent: 100
         steps for the diagonal, more in proportion to the number of parameters for the full matrix,
-        and after a tuning at least as many steps as draw a row ten times.
+        and after a tuning as many steps as draw a row ten times, or 2,000 if that is less.
     :param int rank: number of leading directions of ``covariance="low_rank"``; None is 20.
     :raises ValueError: if an argument has no meaning, or would be ignored. The message names it.
 
@@ -192,7 +192,7 @@ class NoiseEstimate:
         ]
         directions = _FEWEST_DIRECTIONS + _DIRECTIONS_FOR_EACH * representation.freedom
         fewest = _FEWEST_STEPS
-        if level is not None:
+        if level is not None and target.known is None:
             # chains start in the posterior, and need not forget the noise at their start
             rarest = max((plate.size / plate.subsample_size for plate in noisy), default=1.0)
             fewest = max(fewest, min(math.ceil(_TIMES_OF_A_ROW * rarest), _MOST_FOR_ROWS))

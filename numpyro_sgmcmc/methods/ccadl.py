@@ -270,7 +270,8 @@ class CCAdL(MomentumKernel):
             step_size = whitened_step(noise, longest)
             friction = min(max(0.7, 2.5 * step_size * noise.largest), 2.5)
             if noise.correlated > 0 and not self._shows_all_noise:
-                step_size = min(step_size, friction / noise.correlated)
+                taken = min(self.temperature, 1.0) * (self.friction or friction)
+                step_size = min(step_size, taken / noise.correlated)
             return step_size, friction
 
         def init_dynamics(

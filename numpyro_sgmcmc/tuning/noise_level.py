@@ -44,9 +44,9 @@ class NoiseLevel(NamedTuple):
     - **curvature** - the largest eigenvalue of the Hessian.
     - **nonlinearity** - how much, relative to itself, the gradient of all data deviates from a
       linear function within the posterior, in the worst coordinate; 0 for a Gaussian.
-    - **correlated** - the inverse of the step size, in units of the friction, up to which
-      correlations of the noise between parameters do not matter
-      (:mod:`~numpyro_sgmcmc.tuning.correlated_noise`); 0 where it was not looked at.
+    - **correlated** - :math:`1 / r`, with the largest ratio :math:`r` of step size and friction at
+      which correlations of the noise between parameters do not matter
+      (:mod:`~numpyro_sgmcmc.tuning.correlated_noise`); 0 if they were not measured.
     """
 
     mean: float

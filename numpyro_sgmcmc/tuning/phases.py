@@ -31,9 +31,9 @@ Tuning is done once, before the chains start, and is the same for all of them:
 4. **Step size and friction**: what the method says these numbers ask for.
 5. **Rare rows** (:mod:`~numpyro_sgmcmc.tuning.rare_rows`): rows that few minibatches have and
    that count much in those; strata if they would make the draws wrong, and steps 3 and 4 again.
-6. **Correlated noise** (:mod:`~numpyro_sgmcmc.tuning.correlated_noise`): above 500 parameters, the
-   error of the draws because the estimate of the noise leaves correlations out, and a shorter step
-   if it is large.
+6. **Correlated noise** (:mod:`~numpyro_sgmcmc.tuning.correlated_noise`): for CCAdL above 500
+   parameters, the error of the draws from noise whose correlations are not estimated, and a shorter
+   step if it is large.
 7. **Pilot** (:func:`~numpyro_sgmcmc.tuning.pilot.run_pilot`): short chains, whose Stein matrix
    (:mod:`numpyro_sgmcmc.stein`) must be the identity; if it is not, the step size is halved and
    the pilot repeated. If that does not help, the step size was not what is wrong, and is kept.
@@ -134,6 +134,9 @@ _MANY_PASSES = 300.0
 #: Gradients of NUTS's warm-up, of 1,000 trees with ten steps each, and the most rows for which
 #: they take less time than so many passes of the tuning.
 _PASSES_OF_NUTS, _ROWS_OF_NUTS = 10_000.0, 10_000
+
+#: Product of the noise and the ratio of step size and friction whose correlations do not matter.
+_LITTLE = 0.005
 
 #: The phases by the names that the progress bar shows.
 PHASES = ("centre", "metric", "noise", "pilot")
@@ -371,8 +374,8 @@ def _find_correlations(search: Search, known: Known) -> Known:
     """Correlations of the noise between more parameters than an estimate of it shows."""
     target, noise = known.target, known.noise
     limit, _ = search.rates(noise._replace(correlated=math.inf))
-    has_limit = limit < known.tuning.step_size
-    if not has_limit or target.model.dimension <= NEWTON or not any(target.factors.values()):
+    has_limit = limit < known.tuning.step_size and target.model.dimension > NEWTON
+    if not has_limit or known.tuning.step_size * noise.mean < _LITTLE * known.tuning.friction:
         return known
     error, cost = error_of_correlations(target, search.key(5), known.tuning)
     noise = noise._replace(correlated=error)

@@ -174,7 +174,10 @@ class Tuning(NamedTuple):
         if self.noise is None or self.passes_per_sample < _NO_GAIN:
             return True
         longest = self.step_size * 2**self.halvings
-        return self.friction is None or longest**2 * self.noise.largest < _LIMITS
+        if self.friction is None:
+            return True
+        is_correlated = longest * self.noise.correlated >= _LIMITS * self.friction
+        return longest**2 * self.noise.largest < _LIMITS and not is_correlated
 
     @property
     def is_far_from_gaussian(self) -> bool:

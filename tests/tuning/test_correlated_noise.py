@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Effects that cross, and effects of few rows: noise that its estimate does not show at once."""
+"""Noise of effects that cross, whose correlations are not estimated, and of effects of few rows."""
 
 from jax import random
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from numpyro_sgmcmc.posterior.metric import DiagonalMetric
 from numpyro_sgmcmc.tuning import correlated_noise
 from numpyro_sgmcmc.tuning.correlated_noise import error_of_correlations
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
-from numpyro_sgmcmc.tuning.noise_level import measure_noise
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 TAU, SIGMA = 0.5, 2.0
@@ -74,7 +74,7 @@ def test_the_error_is_that_of_the_algebra(monkeypatch):
     crossed = Crossed(20, 3, 600, 20)
     target, tuning = tuned(crossed)
     error, passes = error_of_correlations(target, random.key(0), tuning)
-    assert passes == pytest.approx(400 * (4 + 4 * 20 / 600))
+    assert passes == pytest.approx(400 * (4 + 16 * 20 / 600))
     # of 400 draws, whose coordinates are independent
     assert 0.02 * error == pytest.approx(crossed.narrowing() / 2, rel=0.2)
     # effects of one column share no rows
@@ -83,10 +83,67 @@ def test_the_error_is_that_of_the_algebra(monkeypatch):
     assert abs(alone) < 0.01 * error
 
 
+def test_the_shift_of_a_scale_is_that_of_the_algebra(monkeypatch):
+    """
+    The logarithm of the rows' precision: its gradient moves by half of the trace of the rows'
+    Hessian and what is added to the covariance of the effects.
+    """
+    monkeypatch.setattr(correlated_noise, "_DRAWS", 400)
+    crossed = Crossed(20, 3, 600, 20)
+    _, known = tuned(crossed)
+
+    def model(level, y):
+        t = numpyro.sample("a", dist.Normal(0, 1))
+        u = numpyro.sample("u", dist.Normal(0, TAU).expand(crossed.shape).to_event(2))
+        with numpyro.plate("rows", len(y), subsample_size=crossed.batch) as i:
+            mean = u[level[i], jnp.arange(crossed.shape[1])].sum(-1)
+            numpyro.factor("y", -jnp.exp(t) * (y[i] - mean) ** 2 / (2 * SIGMA**2))
+
+    target = target_of(model, *crossed.data)
+    unit, root = 1e-3, 0.1  # the logarithm hardly moves itself
+    metric, start = (
+        m._replace(center=jnp.append(0.0, m.center), scale=jnp.append(unit, m.scale))
+        for m in (known.metric, known.start)
+    )
+    anchor = target.anchor(target.written(target.unravel(metric.center)).effects)
+    at = jnp.asarray(root), metric, start, anchor
+    shifts, _ = correlated_noise._changes(target, random.key(0), *at)
+    trace = crossed.narrowing() * len(crossed.mean)
+    shift, error = np.mean(shifts[:, 0]), np.std(shifts[:, 0]) / 20
+    expected = unit * root**2 * trace / 2
+    assert error < expected / 10 and abs(shift - expected) < 4 * error
+
+
 @pytest.mark.slow
+def test_a_tuning_takes_shorter_steps():
+    """Through all phases, above 500 parameters."""
+    crossed = Crossed(60, 10, 1_200, 24)
+    kernel = CCAdL(crossed.model, metric="diagonal", gradient="control_variate")
+    with pytest.warns(UserWarning, match="Minibatches do not pay"):
+        found = kernel.tune(random.key(0), *crossed.data)
+    level = found.noise
+    longer, friction = kernel.method.suggest(level._replace(correlated=0.0))
+    assert found.step_size * 2**found.halvings == pytest.approx(friction / level.correlated)
+    assert found.step_size < 0.9 * longer
+    assert "(short: the noise is correlated between parameters)" in str(found) or found.halvings
+
+
+def test_the_limit_of_a_step_with_a_friction_and_a_temperature():
+    level = NoiseLevel(0.1, 1.0, 1.0, 0.0, correlated=40.0)
+
+    def step_size(**given):
+        return CCAdL(lambda: None, **given).method.suggest(level)[0]
+
+    assert step_size() == pytest.approx(2.5 / 40)
+    assert step_size(friction=0.1) == pytest.approx(0.1 / 40)
+    assert step_size(temperature=0.5) == pytest.approx(0.5 * 2.5 / 40)
+    assert step_size(noise="full") == CCAdL(lambda: None).method.suggest(level.times(0.0))[0]
+
+
+@pytest.mark.nightly
 def test_crossed_effects_are_not_too_narrow(monkeypatch):
-    """An error of half a per cent. The longest step for the noise alone is the negative control."""
-    monkeypatch.setattr(correlated_noise, "ACCEPTED_BIAS", 0.005)
+    """An error of 0.4 per cent. The longest step for the noise alone is the negative control."""
+    monkeypatch.setattr(correlated_noise, "ACCEPTED_BIAS", 0.004)
     crossed = Crossed(60, 10, 1_200, 6)
     target, tuning = tuned(crossed)
     at = Gaussian(tuning.start, 0.0), tuning.metric, True
@@ -106,7 +163,7 @@ def test_crossed_effects_are_not_too_narrow(monkeypatch):
     step_size, found = variances(noise._replace(correlated=error))
     longer, narrow = variances(noise)
     # 600 variances, each known from 300 draws to 8 per cent, have a mean known to 0.4
-    assert step_size < longer and abs(found - 1) < 0.01 and narrow < 0.985
+    assert step_size < longer and abs(found - 1) < 0.013 and narrow < 0.984
 
 
 @pytest.mark.slow
@@ -134,7 +191,7 @@ def test_effects_of_few_rows_are_not_too_wide(window):
     assert (abs(found.mean() - 1) < 3 * error) == (window is None)
 
 
-@pytest.mark.parametrize(("batch", "steps"), [(10, 4_000), (1_000, 100)])
+@pytest.mark.parametrize(("batch", "steps"), [(40, 1_000), (10, 2_000), (1_000, 100)])
 def test_the_average_has_each_row_ten_times(batch, steps):
     def model(y):
         u = numpyro.sample("u", dist.Normal(0, 1).expand([200]).to_event(1))

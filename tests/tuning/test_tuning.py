@@ -1102,6 +1102,7 @@ def test_when_minibatches_do_not_pay():
     ):
         assert NO_GAIN._replace(**other).minibatches_pay
     assert not NO_GAIN._replace(step_size=0.07 / 4, halvings=2).minibatches_pay
+    assert not NO_GAIN._replace(noise=NoiseLevel(1.7, 2.0, 1.0, 0.4, 35.0)).minibatches_pay
 
 
 @pytest.mark.parametrize(
