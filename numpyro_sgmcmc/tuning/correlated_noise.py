@@ -45,7 +45,7 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 _DRAWS = 3  #: draws of the noise
 _MINIBATCHES = 8  #: minibatches whose noise is added up in a draw; the kick of one may be large
 _SURE = 2.0  #: standard errors that a shift must be beyond; of three draws one row cannot be
-_SHIFT = 0.1  #: acceptable shift of a coordinate, in posterior standard deviations
+_SHIFT = 0.1  #: acceptable shift of a coordinate of the metric
 _SHORTER = 0.1  #: factor of the kicks if gradients there are not finite
 
 
@@ -59,9 +59,9 @@ def error_of_correlations(target: Target, rng_key: Array, tuning: Tuning) -> tup
     :param target: the model with its data.
     :param rng_key: a random key.
     :param tuning: the tuning before its pilot, with a friction :math:`A`.
-    :return: :math:`1 / r`, with the largest ratio :math:`r = h / A` at which no coordinate moves by
-        more than 0.1 standard deviations, and variances fall by less than 2 % in the mean; and the
-        cost in passes over the data. It is 0 if gradients are not finite.
+    :return: :math:`1 / r`, with the largest ratio :math:`r = h / A` at which no coordinate of the
+        metric moves by more than 0.1, and variances fall by less than 2 % in the mean; and the cost
+        in passes over the data. The former is 0 if gradients are not finite.
     """
     assert tuning.friction is not None and tuning.start is not None
     ratio = tuning.step_size / tuning.friction
