@@ -44,9 +44,10 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 
 _DRAWS = 3  #: draws of the noise
 _MINIBATCHES = 8  #: minibatches whose noise is added up in a draw; the kick of one may be large
-_SURE = 2.0  #: standard errors that a shift must be beyond; of three draws one row cannot be
+_SURE = 2.0  #: standard errors that a shift must exceed; a single large one of three does not
 _SHIFT = 0.1  #: acceptable shift of a coordinate of the metric
-_SHORTER = 0.1  #: factor of the kicks if gradients there are not finite
+_SHORTER = 0.1  #: factor of the kicks' variance if gradients are not finite
+_LITTLE = 0.005  #: product of the noise and h / A below which correlations do not matter
 
 
 def error_of_correlations(target: Target, rng_key: Array, tuning: Tuning) -> tuple[float, float]:
@@ -61,10 +62,43 @@ def error_of_correlations(target: Target, rng_key: Array, tuning: Tuning) -> tup
     :param tuning: the tuning before its pilot, with a friction :math:`A`.
     :return: :math:`1 / r`, with the largest ratio :math:`r = h / A` at which no coordinate of the
         metric moves by more than 0.1, and variances fall by less than 2 % in the mean; and the cost
-        in passes over the data. The former is 0 if gradients are not finite.
+        in passes over the data. The former is 0 if there is little noise, or if gradients are not
+        finite.
+
+    **Example:** rows of two columns kick both weights together, and rows of one column do not.
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> import numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import init_to_uniform
+        >>> from numpyro_sgmcmc.posterior.metric import DiagonalMetric
+        >>> from numpyro_sgmcmc.posterior.model import read_model
+        >>> from numpyro_sgmcmc.posterior.target import Target
+        >>> from numpyro_sgmcmc.tuning.correlated_noise import error_of_correlations
+        >>> from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
+        >>> from numpyro_sgmcmc.tuning.tuning import Tuning
+
+        >>> def model(x, y):
+        ...     w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=10) as i:
+        ...         numpyro.sample("y", dist.Normal(x[i] @ w, 1), obs=y[i])
+
+        >>> def error(x):
+        ...     data = x, jax.random.normal(jax.random.key(0), (len(x),))
+        ...     target = Target(read_model(model, init_to_uniform, data, {}), data, {})
+        ...     metric = DiagonalMetric(jnp.zeros(2), jnp.full(2, len(x) ** -0.5))
+        ...     tuning = Tuning(0.1, 1.0, metric, metric, noise=NoiseLevel(10.0, 10.0, 1.0, 0.0))
+        ...     return error_of_correlations(target, jax.random.key(1), tuning)[0]
+
+        >>> error(jnp.ones((500, 2))) > 100 * error(jnp.tile(jnp.eye(2), (250, 1)))
+        True
     """
-    assert tuning.friction is not None and tuning.start is not None
-    ratio = tuning.step_size / tuning.friction
+    noise, friction = tuning.noise, tuning.friction
+    assert noise is not None and friction is not None and tuning.start is not None
+    ratio = tuning.step_size / friction
+    if ratio * noise.mean < _LITTLE:
+        return 0.0, 0.0
     program, passes = target.compiled(_changes, "correlated noise"), 0.0
     minibatches = _MINIBATCHES * GRADIENTS_OF_A_STEP[order_of(tuning.anchor)]
     for part in (1.0, _SHORTER):

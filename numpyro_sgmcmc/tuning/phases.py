@@ -135,9 +135,6 @@ _MANY_PASSES = 300.0
 #: they take less time than so many passes of the tuning.
 _PASSES_OF_NUTS, _ROWS_OF_NUTS = 10_000.0, 10_000
 
-#: Product of the noise and the ratio of step size and friction whose correlations do not matter.
-_LITTLE = 0.005
-
 #: The phases by the names that the progress bar shows.
 PHASES = ("centre", "metric", "noise", "pilot")
 
@@ -374,8 +371,7 @@ def _find_correlations(search: Search, known: Known) -> Known:
     """Correlations of the noise between more parameters than an estimate of it shows."""
     target, noise = known.target, known.noise
     limit, _ = search.rates(noise._replace(correlated=math.inf))
-    has_limit = limit < known.tuning.step_size and target.model.dimension > NEWTON
-    if not has_limit or known.tuning.step_size * noise.mean < _LITTLE * known.tuning.friction:
+    if target.model.dimension <= NEWTON or limit >= known.tuning.step_size:
         return known
     error, cost = error_of_correlations(target, search.key(5), known.tuning)
     noise = noise._replace(correlated=error)

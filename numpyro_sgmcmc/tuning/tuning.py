@@ -176,8 +176,8 @@ class Tuning(NamedTuple):
         longest = self.step_size * 2**self.halvings
         if self.friction is None:
             return True
-        is_correlated = longest * self.noise.correlated >= _LIMITS * self.friction
-        return longest**2 * self.noise.largest < _LIMITS and not is_correlated
+        limits = longest**2 * self.noise.largest, longest * self.noise.correlated / self.friction
+        return max(limits) < _LIMITS
 
     @property
     def is_far_from_gaussian(self) -> bool:

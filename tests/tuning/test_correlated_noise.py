@@ -50,9 +50,12 @@ class Crossed:
             numpyro.sample("y", dist.Normal(mean, SIGMA), obs=y[i])
 
     def narrowing(self):
-        """The trace of Hessian and noise beside their diagonals, whitened, for each parameter."""
+        """
+        The trace of Hessian and noise beside their diagonals, whitened, for each parameter: at
+        draws with independent coordinates.
+        """
         weight = np.diag(self.precision) ** -0.5
-        leverage = np.sum(self.design @ self.covariance * self.design, axis=1)
+        leverage = self.design @ np.diag(self.covariance)
         rows = len(self.y)
         noise = self.design.T * (leverage / SIGMA**4) @ self.design
         noise *= rows / self.batch * (1 - self.batch / rows)
@@ -66,17 +69,21 @@ def tuned(crossed):
     scales = np.diag(crossed.precision) ** -0.5, np.diag(crossed.covariance) ** 0.5
     metric, start = (DiagonalMetric(center, jnp.asarray(x, jnp.float32)) for x in scales)
     anchor = target.anchor(target.written(target.unravel(center)).effects)
-    return target, Tuning(0.1, 2.0, metric, start, anchor)
+    return target, Tuning(0.1, 2.0, metric, start, anchor, NoiseLevel(1.0, 1.0, 1.0, 0.0))
 
 
 def test_the_error_is_that_of_the_algebra(monkeypatch):
-    monkeypatch.setattr(correlated_noise, "_DRAWS", 400)
+    monkeypatch.setattr(correlated_noise, "_DRAWS", 1_000)
     crossed = Crossed(20, 3, 600, 20)
     target, tuning = tuned(crossed)
     error, passes = error_of_correlations(target, random.key(0), tuning)
-    assert passes == pytest.approx(400 * (4 + 16 * 20 / 600))
-    # of 400 draws, whose coordinates are independent
-    assert 0.02 * error == pytest.approx(crossed.narrowing() / 2, rel=0.2)
+    assert passes == pytest.approx(1_000 * (4 + 16 * 20 / 600))
+    at = jnp.asarray(0.025**0.5), tuning.metric, tuning.start, tuning.anchor
+    narrowings = np.asarray(correlated_noise._changes(target, random.key(0), *at)[1])
+    of_mean, expected = narrowings.std() / 1_000**0.5, 0.025 * crossed.narrowing()
+    assert of_mean < 0.05 * expected and abs(narrowings.mean() - expected) < 4 * of_mean
+    # what moves the step is its largest ratio to the friction, with 2 % of the variance
+    assert error == pytest.approx(narrowings.mean() / 0.02 / 0.05, rel=1e-3)
     # effects of one column share no rows
     target, tuning = tuned(Crossed(60, 1, 600, 20))
     alone, _ = error_of_correlations(target, random.key(0), tuning)
