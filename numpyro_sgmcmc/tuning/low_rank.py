@@ -13,9 +13,10 @@ import numpy as np
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     DiagonalMetric,
+    IdentityMetric,
     LowRankMetric,
 )
-from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import ROUGH, Gaussian
 from numpyro_sgmcmc.tuning.variational import (
@@ -30,6 +31,7 @@ _RESIDUALS = 8  #: products of residuals at once
 _EXTENSIONS = 6  #: how often a round adds residuals at most
 _UNLIKE = 0.1  #: part of a residual, in units of its length, that is unlike the other residuals
 _ROUNDS = 8  #: the most rounds
+_SETTLING = 3  #: the most descents before the first round
 _COLUMNS = 64  #: the most directions of the metric
 _FEW = 16  #: entries of a site, or of one of its axes, that have a direction each
 _MOST_SHARED = 48  #: the most directions of all sites
@@ -37,9 +39,12 @@ _MOST_SHARED = 48  #: the most directions of all sites
 _FAR = 2.0  #: factor beyond which an eigenvalue is far from 1
 _ROUND = 4.0  #: factor beyond which one asks for another round
 _ERROR = 0.3  #: largest relative error of an eigenvalue that is known
+_LEAST = 1 / 16  #: the least factor of a curvature by which a descent changes a scale
+_NARROWINGS = 5  #: how often a direction becomes narrower at most
+_WIDE = 4.0  #: factor of a width beyond which the potential is looked at further out
 _FLAT = 1e-6  #: part of the largest eigenvalue below which one is as good as none
 
-_MOST_PASSES = 200.0  #: passes over the data after which no round is begun
+_MOST_PASSES = 250.0  #: passes over the data after which no round is begun
 
 
 def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
@@ -49,10 +54,11 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
 
     .. math:: L = S \\, (I + V \\operatorname{diag}(r - 1) V^\\top) ,
 
-    with scales :math:`s` of the parameters from the search before. Each round begins with a descent
-    (:func:`~numpyro_sgmcmc.tuning.variational.descended`) to the centre. Then it looks at the
-    Hessian in the coordinates at hand, :math:`A = L^\\top \\nabla^2 U(c) L`, by Rayleigh and Ritz
-    in the space of
+    with scales :math:`s` of the parameters from the search before. The coordinates of hierarchies
+    have changed since, and with them the scales of parameters of short sites. Up to three descents
+    (:func:`~numpyro_sgmcmc.tuning.variational.descended`) correct these. Each later round begins
+    with one descent to the centre. A round looks at the Hessian in the coordinates at hand,
+    :math:`A = L^\\top \\nabla^2 U(c) L`, by Rayleigh and Ritz in the space of
 
     - the sums of each site and of the slices of its short axes (in the first round),
     - :math:`v, A v, \\dots, A^{15} v` with a random :math:`v`,
@@ -60,7 +66,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
       far from 1, and images of the last of them. A round adds these up to six times (Davidson).
 
     Eigenvalues below a half and above 2 give new directions, which the next round does not see
-    again. Rounds end when all are between a quarter and 4, or after 200 passes. The
+    again. Rounds end when all are between a quarter and 4, or after 250 passes. The
     intercept of crossed effects and the sums of their groups, say, are known much less than each
     effect given all others.
 
@@ -112,14 +118,12 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     # the posterior of all rows is narrower than that of a part
     scale, shared = start.part**0.5 * metric.scale, _shared_directions(target)
     metric = LowRankMetric(metric.center, scale, *none)
-    descend = target.compiled(descended)
     look, passes = _Look(target, metric, len(shared)), 0.0
     is_round, ends = False, (1.0, 1.0)
     for done in range(_ROUNDS):
         key = random.fold_in(rng_key, done)
-        found = descend(metric, key)
-        metric = metric._replace(center=found.center)
-        passes += passes_of_descent(target)
+        metric, curvatures, descents = _settled(target, metric, key, 1 if done else _SETTLING)
+        passes += descents * passes_of_descent(target)
         if is_round or passes > _MOST_PASSES:
             break
         space = look.begun(metric, shared[:0] if done else shared, key)
@@ -129,7 +133,7 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
                 "Tuning found no metric: the potential is not finite near the centre that was"
                 " found. Give `metric=` variances, or reparametrise the model."
             )
-        if start.is_rough or space.trace < ROUGH * found.curvatures.sum():
+        if start.is_rough or space.trace < ROUGH * curvatures.sum():
             # second derivatives say nothing of the directions
             start = start._replace(is_rough=True)
             break
@@ -144,6 +148,8 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         ends = pairs.ends
         is_round = 1 / _ROUND < ends[0] and ends[1] < _ROUND
         metric = _with_directions(metric, pairs.vectors, pairs.eigenvalues)
+        metric, looked = _narrowed(target, metric, key)
+        passes += looked
     is_used = np.asarray(metric.roots) != 1
     narrowed = metric._replace(vectors=metric.vectors[:, is_used], roots=metric.roots[is_used])
     return start._replace(
@@ -238,6 +244,79 @@ def _shared_directions(target: Target) -> Array:
     # those of the most parameters first
     found.sort(key=lambda direction: -float(jnp.sum(direction)))
     return jnp.stack(found[:_MOST_SHARED])
+
+
+def _settled(
+    target: Target, metric: LowRankMetric, rng_key: Array, most: int
+) -> tuple[LowRankMetric, Array, int]:
+    """
+    The metric after descents, with corrected scales of the parameters of short sites. Without it,
+    the mean and the scale of many effects hardly move.
+
+    :param most: the most descents.
+    :return: the metric, the diagonal of the Hessian in its coordinates, and the number of descents.
+    """
+    descend = target.compiled(descended)
+    zeros = target.unravel(jnp.zeros(target.model.dimension))
+    is_short = ravel({k: jnp.full_like(x, x.size <= _FEW) for k, x in zeros.items()}) > 0
+    for done in range(1, most + 1):
+        found = descend(metric, random.fold_in(rng_key, done))
+        metric = metric._replace(center=found.center)
+        e = jnp.where(is_short, found.curvatures, 1.0)
+        if done == most or bool(jnp.all((e > 1 / _FAR) & (e < _FAR))):
+            break
+        metric = metric._replace(scale=metric.scale * jnp.clip(e, _LEAST, 1 / _LEAST) ** -0.5)
+    return metric, found.curvatures, done
+
+
+def _narrowed(target: Target, metric: LowRankMetric, rng_key: Array) -> tuple[LowRankMetric, float]:
+    """
+    A metric whose wide directions end where the potential rises.
+
+    At the centre the logarithm of a scale near zero has no curvature, and hardly any width is too
+    large. The gradients of all rows at both ends :math:`\\pm v` of a direction show the curvature
+    in between,
+
+    .. math:: q = \\tfrac12 v \\cdot (\\nabla U(v) - \\nabla U(-v)) .
+
+    While :math:`q > 2` it divides the width by :math:`q^{1/4}`, which ends a quartic potential at
+    once.
+
+    :return: the metric, and the passes over the data.
+    """
+    wide, passes = np.flatnonzero(np.asarray(metric.roots) > _WIDE), 0.0
+    secants, most = target.compiled(_secants), _WIDE**8
+    for _ in range(_NARROWINGS):
+        if not wide.size:
+            break
+        order = jnp.asarray(np.pad(wide, (0, len(metric.roots) - wide.size)))
+        q = np.asarray(secants(metric, order, np.int32(wide.size), rng_key), np.float64)
+        q = np.nan_to_num(q, nan=most, posinf=most)[: wide.size]
+        passes += 2.0 * wide.size
+        wide, q = wide[q > _FAR], np.minimum(q[q > _FAR], most)
+        roots = metric.roots.at[wide].divide(jnp.asarray(q**0.25, metric.roots.dtype))
+        metric = metric._replace(roots=roots)
+    return metric, passes
+
+
+def _secants(
+    target: Target, metric: LowRankMetric, order: Array, count: Array, rng_key: Array
+) -> Array:
+    """The curvature between the ends of some directions of a metric, shape (k,)."""
+    potential, plates = target.potential(IdentityMetric()), target.model.plates
+
+    def at(x: Array) -> Array:
+        def seen(rows: Rows) -> Array:
+            slope = jax.grad(lambda point: potential(target.unravel(point), rows, rng_key))
+            return slope(metric.values(x))
+
+        return metric.pullback(target.mean(over_all_data(seen, plates)))
+
+    def one(k: Array, found: Array) -> Array:
+        v = metric.vectors[:, order[k]]
+        return found.at[k].set(v @ (at(v) - at(-v)) / 2)
+
+    return lax.fori_loop(0, count, one, jnp.zeros_like(metric.roots))
 
 
 def _looked(

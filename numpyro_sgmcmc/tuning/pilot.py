@@ -40,6 +40,7 @@ _UNDONE = 1e-4  #: tolerable share of undone steps beyond it
 
 _PILOT_TIME = 40.0  #: length of a chain in units of its memory; shorter chains look too narrow
 _LONGER = (1, 8, 32)  #: factors of this length, until the chains agree
+_AGAIN = 2**31  #: of the key of chains that confirm what others have shown
 
 
 class Pilot(Protocol):
@@ -57,7 +58,8 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
     Run short chains with the step size of a tuning, and halve it until their Stein matrix is right.
 
     A right Stein matrix is the identity. If shorter steps do not help, the step size stays as it
-    was. Chains that do not agree are run longer.
+    was. Chains that do not agree are run longer. Without a full matrix as metric, other chains of
+    the same length must confirm that a coordinate is slow.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -79,7 +81,14 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
             steps, is_long_enough = pilot_steps(noise, step_size / tuning.width, longer)
             seen = pilot(step_size, steps, random.fold_in(key, longer))
             passes += steps * cost
-            r_hat, slowest = _worst_r_hat(target, seen, has_matrix)
+            judged = _r_hats(target, seen, has_matrix)
+            if not has_matrix and judged is not None and judged.max() > NOT_MIXED:
+                # chance does not choose the same of many coordinates twice
+                again = pilot(step_size, steps, random.fold_in(key, _AGAIN))
+                confirmed = _r_hats(target, again, has_matrix)
+                judged = judged if confirmed is None else np.minimum(judged, confirmed)
+                passes += steps * cost
+            r_hat = None if judged is None else float(judged.max())
             # not by chance, and not because their memory is somewhat longer
             if r_hat is None or r_hat <= NOT_MIXED or not (has_matrix and is_long_enough):
                 break
@@ -91,7 +100,7 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
                 halvings=halvings,
                 report=found,
                 r_hat=r_hat,
-                slowest=slowest,
+                slowest="" if judged is None else site_of(target, judged),
                 # where chains agree the search has only not come to its end
                 flat=tuning.flat if r_hat is None or r_hat > NOT_MIXED else "",
             )
@@ -130,18 +139,16 @@ def _is_no_better(tried: list[Tuning]) -> bool:
     return before > 3 * first.error and now > 0.75 * before
 
 
-def _worst_r_hat(target: Target, seen: PilotRun, has_matrix: bool) -> tuple[float | None, str]:
-    """The largest R-hat of a coordinate, and the site of this coordinate."""
+def _r_hats(target: Target, seen: PilotRun, has_matrix: bool) -> np.ndarray | None:
+    """R-hat of each coordinate, without what chance explains of many coordinates."""
     if seen.halves is None:
-        return None, ""
+        return None
     found = np.nan_to_num(r_hats(seen.halves), nan=np.inf, posinf=np.inf)
     if has_matrix:
-        return float(found.max()), site_of(target, found)
+        return found
     # these chains are not run longer until all coordinates agree
     own = _sizes_of_sites(target)
-    sizes = len(own) * np.repeat(own, own)
-    judged = beyond_chance(found, np.size(seen.halves.counts), sizes)
-    return float(judged.max()), site_of(target, np.where(judged == judged.max(), found, 0))
+    return beyond_chance(found, np.size(seen.halves.counts), len(own) * np.repeat(own, own))
 
 
 def site_of(target: Target, sizes: np.ndarray) -> str:

@@ -17,6 +17,7 @@ from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_v
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, GaussianMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
+from numpyro_sgmcmc.posterior.reparam import centred_by
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
 from numpyro_sgmcmc.tuning.gauss_newton import uses_gauss_newton
@@ -24,7 +25,9 @@ from numpyro_sgmcmc.tuning.gaussian import ROUGH, Gaussian, are_modes, hessian_t
 
 _STARTS = 3  #: starts of the search
 _ADAM_STEPS = 1_000  #: steps of Adam
-_LEARNING_RATE = 0.05  #: its first learning rate
+_FEWER_STEPS = 200  #: the same before effects move
+_NEAR = 0.1  #: part of their first distance from their location at which effects are held
+_LEARNING_RATE = 0.05  #: the first learning rate of Adam
 _FIRST_SCALE = 0.01  #: the first scale of each coordinate
 
 _DESCENTS = 2  #: descents, each in the scales that the one before has found
@@ -52,10 +55,12 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
             - \\sum_j \\log s_j,
 
     on minibatches of 2 % of the rows at most. Three searches by 1,000 steps of Adam start at
-    different points, because some models have poor local optima. If another search is about as good
-    as the best one, with a barrier in between, the posterior has several modes. The best search
-    goes on by two descents of 400 steps of the natural gradient (:func:`descended`). Eight products
-    with the Hessian of all rows then correct the scales.
+    different points, because some models have poor local optima. In models with effects each begins
+    by 200 steps that keep the effects near their location. Without these, an intercept and the
+    means of columns begin with arbitrary shares of their sum, and keep them for long. If another
+    search is about as good as the best one, with a barrier in between, the posterior has several
+    modes. The best search goes on by two descents of 400 steps of the natural gradient
+    (:func:`descended`). Eight products with the Hessian of all rows then correct the scales.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -77,6 +82,8 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
     def run(target: Target, starts: Values, rng_key: Array) -> tuple[Array, ...]:
         # with equal rows, so that the losses can be compared
         def one(start: Values) -> tuple[Array, Array]:
+            if target.centring:
+                start = _before_effects(target, start, random.fold_in(rng_key, _ADAM_STEPS + 1))
             return _by_adam(target, ravel(target.to_internal(start)), rng_key)
 
         def again(found: tuple[Array, Array], k: Array) -> tuple[tuple[Array, Array], Array]:
@@ -105,7 +112,8 @@ def find_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaus
             " `init_strategy=init_to_value(...)`, standardise the data, or give `step_size` and"
             " `friction` yourself."
         )
-    minibatches = _STARTS * (_ADAM_STEPS + _MINIBATCHES) + _MINIBATCHES * np.asarray(energies).size
+    steps = _ADAM_STEPS + (_FEWER_STEPS if target.centring else 0)
+    minibatches = _STARTS * (steps + _MINIBATCHES) + _MINIBATCHES * np.asarray(energies).size
     passes = minibatches * target.minibatch_share + _DESCENTS * passes_of_descent(target)
     several = np.all([are_modes(way) for way in np.asarray(energies)], axis=0)
     curvatures = target.compiled(_curvatures)(DiagonalMetric(center, scale), rng_key)
@@ -133,10 +141,27 @@ def for_searches(target: Target) -> Target:
     return target._replace(model=model, scheme=SCHEMES["without_replacement"])
 
 
-def _by_adam(target: Target, center: Array, rng_key: Array) -> tuple[Array, Array]:
-    """Centre and scales after stochastic steps of Adam."""
+def _before_effects(target: Target, start: Values, rng_key: Array) -> Values:
+    """Values after a search that does not move effects, with effects near their location."""
+    zeros = {k: jnp.zeros_like(there.degree) for k, there in target.centring.items()}
+    outer = target._replace(centring={k: centred_by(x) for k, x in zeros.items()})
+    values = outer.to_internal(start)
+    values |= {k: _NEAR * values[k] for k in zeros}
+    moves = ravel({k: jnp.ones_like(x) for k, x in values.items()} | zeros)
+    center, _ = _by_adam(outer, ravel(values), rng_key, _FEWER_STEPS, moves)
+    return outer.from_internal(outer.unravel(center))
+
+
+def _by_adam(
+    target: Target, center: Array, rng_key: Array, steps: int = _ADAM_STEPS, moves: Any = 1.0
+) -> tuple[Array, Array]:
+    """
+    Centre and scales after stochastic steps of Adam.
+
+    :param moves: 1 for coordinates that move, 0 for others.
+    """
     potential = target.potential(IdentityMetric())
-    optimizer = optax.adam(optax.cosine_decay_schedule(_LEARNING_RATE, _ADAM_STEPS))
+    optimizer = optax.adam(optax.cosine_decay_schedule(_LEARNING_RATE, steps))
 
     def step(k: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
         found, memory = state
@@ -144,16 +169,16 @@ def _by_adam(target: Target, center: Array, rng_key: Array) -> tuple[Array, Arra
         rows, draw = target.rows(rows_key), random.normal(draw_key, center.shape, center.dtype)
 
         def loss(found: tuple[Array, Array]) -> Array:
-            point = found[0] + jnp.exp(found[1]) * draw
+            point = found[0] + moves * jnp.exp(found[1]) * draw
             return potential(target.unravel(point), rows, model_key) - jnp.sum(found[1])
 
         gradient = target.mean(jax.grad(loss)(found))
         gradient = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), gradient)
-        change, memory = optimizer.update(gradient, memory)
-        return optax.apply_updates(found, change), memory
+        (change, widening), memory = optimizer.update(gradient, memory)
+        return optax.apply_updates(found, (moves * change, widening)), memory
 
     begin = center, jnp.full_like(center, np.log(_FIRST_SCALE))
-    (center, logs), _ = lax.fori_loop(0, _ADAM_STEPS, step, (begin, optimizer.init(begin)))
+    (center, logs), _ = lax.fori_loop(0, steps, step, (begin, optimizer.init(begin)))
     return center, jnp.exp(logs)
 
 

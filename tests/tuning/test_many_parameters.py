@@ -14,13 +14,17 @@ import pytest
 from runs import target_of
 
 from numpyro_sgmcmc import NoiseEstimate
-from numpyro_sgmcmc.posterior.metric import DiagonalMetric
+from numpyro_sgmcmc.posterior.metric import DiagonalMetric, LowRankMetric
 from numpyro_sgmcmc.posterior.reparam import centred
+from numpyro_sgmcmc.stein import start_sums
 from numpyro_sgmcmc.tuning import low_rank, variational
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
-from numpyro_sgmcmc.tuning.pilot_rhat import Halves, beyond_chance, r_hats
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
+from numpyro_sgmcmc.tuning.pilot import run_pilot
+from numpyro_sgmcmc.tuning.pilot_rhat import Halves, PilotRun, beyond_chance, r_hats
+from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.variational import find_center
 
 GROUPS, EACH, TAU = 300, 20, 0.5
@@ -188,6 +192,106 @@ def test_columns_whose_sums_are_alike():
     assert condition(lambda target, alone: alone)[0] > 100
 
 
+SIZES = 900, 30, 20, 20, 10, 10
+
+
+def ragged(level, y):
+    """Columns with many and with few levels in one vector."""
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    tau = numpyro.sample("tau", dist.HalfNormal(1).expand([len(SIZES)]).to_event(1))
+    scale = tau[np.repeat(np.arange(len(SIZES)), SIZES)]
+    w = numpyro.sample("w", dist.Normal(0, scale).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=400) as i:
+        numpyro.sample("y", dist.Normal(mu + w[level[i]].sum(-1), 1), obs=y[i])
+
+
+@pytest.fixture(scope="module")
+def crossed():
+    """A target, and mean and standard deviation of its intercept for the true scales."""
+    rng = np.random.default_rng(2)
+    begins = np.cumsum([0, *SIZES])
+    shares = (1 / np.arange(1, size + 1) for size in SIZES)
+    drawn = [rng.choice(len(s), 40_000, p=s / s.sum()) for s in shares]
+    level = np.stack(drawn, 1) + begins[:-1]
+    x = np.zeros((len(level), 1 + begins[-1]), np.float32)
+    x[:, 0] = 1
+    x[np.arange(len(x))[:, None], 1 + level] = 1
+    y = x @ np.array([4.0, *0.5 * rng.standard_normal(begins[-1])]) + rng.standard_normal(len(x))
+    covariance = np.linalg.inv(x.T @ x + np.diag([0.01, *np.full(begins[-1], 4.0)]))
+    mean = covariance @ (x.T @ y)
+    target = non_centred(target_of(ragged, jnp.asarray(level), jnp.asarray(y, jnp.float32)))
+    target = target._replace(centring=centred(target.centring))
+    return target, mean[0], covariance[0, 0] ** 0.5
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_shares_of_an_intercept_and_of_columns(crossed, monkeypatch, waits):
+    """The rows know the sum of an intercept and of the means of columns, and not its terms."""
+    target, mean, sd = crossed
+    if not waits:
+        monkeypatch.setattr(variational, "_before_effects", lambda target, start, rng_key: start)
+    found = find_center(target, random.key(0), init_to_uniform)
+    off = abs(float(found.metric.center[0]) - mean) / sd
+    assert (off < 1) == waits
+    assert waits or off > 3
+
+
+@pytest.mark.parametrize("descents", [1, 3])
+def test_the_scale_of_effects_of_few_rows(descents):
+    """
+    A scale is known less well than with effects held fixed, as which it was found.
+
+    One descent does not bring it back from eight standard deviations off, three do.
+    """
+    groups = 3_000
+
+    def model(y):
+        tau = numpyro.sample("tau", dist.HalfNormal(10))
+        a = numpyro.sample("a", dist.Normal(0, tau).expand([groups]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=300) as i:
+            numpyro.sample("y", dist.Normal(a[i % groups], 1), obs=y[i])
+
+    rng = np.random.default_rng(3)
+    effects = 0.25 * rng.standard_normal(groups)
+    y = effects[np.arange(2 * groups) % groups] + rng.standard_normal(2 * groups)
+    # the variance of the mean of a group is tau^2 + 1 / 2
+    variance = np.mean(y.reshape(2, groups).mean(0) ** 2)
+    mode = np.log(variance - 0.5) / 2
+    sd = variance * (2 / groups) ** 0.5 / (2 * (variance - 0.5))
+    target = non_centred(target_of(model, jnp.asarray(y, jnp.float32)))
+    first = target._replace(centring=centred(target.centring))
+    target, start = find_centring(first, find_center(first, random.key(0), init_to_uniform))
+    alone = start.metric
+    tau = target.model.dimension - 1
+    metric = LowRankMetric(
+        alone.center.at[tau].set(mode + 8 * sd),
+        alone.scale,
+        jnp.zeros((tau + 1, 1)),
+        jnp.ones(1),
+    )
+    found, _, _ = low_rank._settled(target, metric, random.key(1), descents)
+    off, width = abs(float(found.center[tau]) - mode) / sd, float(found.scale[tau]) / sd
+    assert (off < 1) == (descents == 3)
+    assert (0.7 < width < 1.4) == (descents == 3)
+
+
+def test_directions_without_curvature_at_the_centre():
+    """Walls of a quartic and of an exponential, and a normal law that is as wide as it seems."""
+
+    def model(y):
+        flat = dist.ImproperUniform(dist.constraints.real_vector, (), (3,))
+        x = numpyro.sample("x", flat)
+        numpyro.factor("walls", -0.25 * x[0] ** 4 - 2 * jnp.cosh(x[1]) - x[2] ** 2 / 800)
+        with numpyro.plate("rows", len(y), subsample_size=10):
+            numpyro.sample("y", dist.Normal(0, 1), obs=numpyro.subsample(y, event_dim=0))
+
+    metric = LowRankMetric(jnp.zeros(3), jnp.ones(3), jnp.eye(3), jnp.array([50.0, 50.0, 20.0]))
+    found, passes = low_rank._narrowed(target_of(model, jnp.zeros(100)), metric, random.key(0))
+    quartic, exponential, normal = np.asarray(found.roots)
+    assert 0.7 < quartic < 1.4 and 0.4 < exponential < 1.4 and normal == 20
+    assert passes < 2 * 3 * 5
+
+
 def test_a_part_of_the_rows():
     """The Gaussian of an eighth of the rows is as much too wide."""
 
@@ -282,6 +386,32 @@ def test_the_largest_of_many_r_hats_is_large_by_chance(slow):
     assert (judged.max() > 1.5) == slow
     if slow:
         assert np.argmax(judged) == 7
+
+
+@pytest.mark.parametrize("again", [7, 8])
+def test_r_hats_are_confirmed_by_other_chains(again):
+    """A coordinate is slow if it is slow in the chains of two pilots."""
+
+    def model(y):
+        numpyro.sample("x", dist.Normal(0, 1).expand([600]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10):
+            numpyro.sample("y", dist.Normal(0, 1), obs=numpyro.subsample(y, event_dim=0))
+
+    asked = []
+
+    def pilot(step_size, steps, rng_key):
+        slow = again if asked else 7
+        asked.append(steps)
+        x = np.random.default_rng(len(asked)).standard_normal((8, 2, 20, 600))
+        x[..., slow] = 0.3 * x[..., slow] + 2 * np.arange(8)[:, None, None] / 7
+        halves = Halves(np.full((8, 2), 20.0), x.sum(2), (x**2).sum(2))
+        return PilotRun(start_sums(jnp.zeros(600), (600,)), halves)
+
+    metric = DiagonalMetric(jnp.zeros(600), jnp.ones(600))
+    tuning = Tuning(1.0, None, metric, metric, noise=NoiseLevel(0.0, 0.0, 1.0, 0.0))
+    found = run_pilot(target_of(model, jnp.zeros(100)), random.key(0), tuning, pilot)
+    assert len(asked) == 2 and found.slowest == "x"
+    assert (found.r_hat > 1.5) == (again == 7)
 
 
 def test_r_hats_that_chance_does_not_explain():
