@@ -34,6 +34,7 @@ from numpyro_sgmcmc.kernels.settings import (
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.tuning.correlated_noise import ACCEPTED_SHIFT
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, largest_of, whitened_step
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
@@ -165,7 +166,8 @@ class CCAdL(MomentumKernel):
     is exact for a Gaussian posterior in any metric, for any noise in any direction, up to
     :math:`h^2 \\lambda < 4`. The gradient is taken half a drift from the draws, where the positions
     are wider by :math:`h^2 / 4`. For other posteriors this matters: :math:`d` effects together move
-    their common scale by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation.
+    their common scale by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation. Above 500
+    parameters the tuning takes steps at which this is about a tenth.
 
     For posteriors that are not Gaussian both have an error of second order in :math:`h`. The
     default, ``"auto"``, is ``"symmetric"`` for a tuned step with little noise: :math:`h^2 v` is at
@@ -243,10 +245,15 @@ class CCAdL(MomentumKernel):
             if level is None or (noise is not None and noise.covariance == "matrix_free"):
                 return "nogin"
             unit = tuning.step_size**2 / self.temperature
-            most = min(_MOST_NOISE, _ACCEPTED / max(level.curvature - 1, _ACCEPTED / 2))
-            is_quiet = unit * level.largest <= most and unit * level.mean <= _MOST_IN_THE_MEAN
             bent = _NO_FUNNEL_IF_QUIET if unit * level.largest <= _QUIET else _NO_FUNNEL
+            is_quiet = tuning.step_size <= self._longest_symmetric(level)
             return "symmetric" if is_quiet and level.nonlinearity < bent else "nogin"
+
+        def _longest_symmetric(self, level: NoiseLevel) -> float:
+            """The longest step with little noise for the symmetric integrator."""
+            most = min(_MOST_NOISE, _ACCEPTED / max(level.curvature - 1, _ACCEPTED / 2))
+            unit = max(level.largest / most, level.mean / _MOST_IN_THE_MEAN)
+            return math.inf if unit == 0 else math.sqrt(self.temperature / unit)
 
         def gradient_at_end(self, integrator: str) -> bool:
             splitting = _splitting_of(integrator)
@@ -272,6 +279,11 @@ class CCAdL(MomentumKernel):
             if noise.correlated > 0 and not self._shows_all_noise:
                 taken = min(self.temperature, 1.0) * (self.friction or friction)
                 step_size = min(step_size, taken / noise.correlated)
+            if noise.widened > 0 and self.integrator in ("auto", "nogin"):
+                of_nogin = 2 * math.sqrt(ACCEPTED_SHIFT / noise.widened)
+                symmetric = self._longest_symmetric(noise)
+                is_bent = noise.nonlinearity >= _NO_FUNNEL or self.integrator == "nogin"
+                step_size = min(step_size, of_nogin if is_bent else max(of_nogin, symmetric))
             return step_size, friction
 
         def init_dynamics(

@@ -26,6 +26,12 @@ same noise :math:`\\bar g = \\epsilon \\odot g` with random signs, whose covaria
         - \\bar g^\\top (\\nabla U(x + s \\bar g) - \\nabla U(x - s \\bar g)) \\big] .
 
 The signs cancel the random errors of all that does not depend on the correlations.
+
+NOGIN takes gradients where positions are wider than the draws by :math:`h^2 / 4`. The scale of many
+effects adds this up too, and a coordinate moves by :math:`\\tfrac{h^2}{4} w` with
+
+.. math:: w = \\mathrm{E} \\left[ \\frac{\\nabla U(\\sqrt{1 + \\delta} x)
+    + \\nabla U(-\\sqrt{1 + \\delta} x) - \\nabla U(x) - \\nabla U(-x)}{2 \\delta} \\right] .
 """
 
 import math
@@ -45,14 +51,18 @@ from numpyro_sgmcmc.tuning.tuning import Tuning
 _DRAWS = 3  #: draws of the noise
 _MINIBATCHES = 8  #: minibatches whose noise is added up in a draw; the kick of one may be large
 _SURE = 2.0  #: standard errors that a shift must exceed; a single large one of three does not
-_SHIFT = 0.1  #: acceptable shift of a coordinate of the metric
+ACCEPTED_SHIFT = 0.1  #: acceptable shift of a coordinate of the metric
+_WIDER = 0.25  #: relative change of variances that shows w
 _SHORTER = 0.1  #: factor of the kicks' variance if gradients are not finite
 _LITTLE = 0.005  #: product of the noise and h / A below which correlations do not matter
 
 
-def error_of_correlations(target: Target, rng_key: Array, tuning: Tuning) -> tuple[float, float]:
+def error_of_correlations(
+    target: Target, rng_key: Array, tuning: Tuning
+) -> tuple[float, float, float]:
     """
-    Estimate the error that correlations of the noise between coordinates cause.
+    Estimate the errors that correlations of the noise between coordinates and wider positions
+    cause.
 
     It is an upper bound where the estimate of the noise shows some directions, and where the
     friction for the noise is large.
@@ -61,9 +71,9 @@ def error_of_correlations(target: Target, rng_key: Array, tuning: Tuning) -> tup
     :param rng_key: a random key.
     :param tuning: the tuning before its pilot, with a friction :math:`A`.
     :return: :math:`1 / r`, with the largest ratio :math:`r = h / A` at which no coordinate of the
-        metric moves by more than 0.1, and variances fall by less than 2 % in the mean; and the cost
-        in passes over the data. The former is 0 if there is little noise, or if gradients are not
-        finite.
+        metric moves by more than 0.1, and variances fall by less than 2 % in the mean; the largest
+        :math:`|w|`; and the cost in passes over the data. The former two are 0 if there is little
+        noise, or if gradients are not finite.
 
     **Example:** rows of two columns kick both weights together, and rows of one column do not.
 
@@ -98,26 +108,31 @@ def error_of_correlations(target: Target, rng_key: Array, tuning: Tuning) -> tup
     assert noise is not None and friction is not None and tuning.start is not None
     ratio = tuning.step_size / friction
     if ratio * noise.mean < _LITTLE:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     program, passes = target.compiled(_changes, "correlated noise"), 0.0
     minibatches = _MINIBATCHES * GRADIENTS_OF_A_STEP[order_of(tuning.anchor)]
     for part in (1.0, _SHORTER):
         root = jnp.asarray(math.sqrt(part * ratio / 2), tuning.start.center.dtype)
         found = program(rng_key, root, tuning.metric, tuning.start, tuning.anchor)
-        passes += _DRAWS * (4 + minibatches * target.minibatch_share)
-        shifts, narrowings = (np.asarray(x, np.float64) / part for x in found)
-        if np.all(np.isfinite(shifts)) and np.all(np.isfinite(narrowings)):
-            error = shifts.std(axis=0, ddof=1) / math.sqrt(len(shifts))
-            shift = np.max(np.abs(shifts.mean(axis=0)) - _SURE * error)
-            worst = max(shift / _SHIFT, narrowings.mean() / ACCEPTED_BIAS, 0.0)
-            return float(worst / ratio), passes
-    return 0.0, passes
+        passes += _DRAWS * (8 + minibatches * target.minibatch_share)
+        shifts, narrowings, wider = (np.asarray(x, np.float64) for x in found)
+        if all(np.all(np.isfinite(x)) for x in (shifts, narrowings, wider)):
+            shift = _largest(shifts) / ACCEPTED_SHIFT
+            worst = max(shift, narrowings.mean() / ACCEPTED_BIAS, 0.0) / part
+            return float(worst / ratio), max(_largest(wider), 0.0), passes
+    return 0.0, 0.0, passes
+
+
+def _largest(shifts: np.ndarray) -> float:
+    """The largest shift of a coordinate, less what may be chance."""
+    error = shifts.std(axis=0, ddof=1) / math.sqrt(len(shifts))
+    return float(np.max(np.abs(shifts.mean(axis=0)) - _SURE * error))
 
 
 def _changes(
     target: Target, rng_key: Array, root: Array, metric: Any, draws: Any, anchor: Any
-) -> tuple[Array, Array]:
-    """The shifts b of all coordinates and the narrowing n, from each draw of the noise."""
+) -> tuple[Array, Array, Array]:
+    """The shifts b of all coordinates, the narrowing n, and the shifts w, from each draw."""
     sketch = target._replace(model=target.model.sketch)
     potential, whole = target.potential(metric, anchor), sketch.potential(metric)
 
@@ -138,14 +153,20 @@ def _changes(
         gradients = lax.map(gradient, random.split(key, _MINIBATCHES))
         return root / math.sqrt(_MINIBATCHES) * signs @ gradients
 
-    def changes(key: Array) -> tuple[Array, Array]:
+    def changes(key: Array) -> tuple[Array, Array, Array]:
         draw_key, noise_key, sign_key = random.split(key, 3)
         normal = random.normal(draw_key, draws.center.shape, draws.center.dtype)
         x = metric.coordinates(draws.values(normal))
         away = noise(x, noise_key)
         signed = away * random.rademacher(sign_key, away.shape, away.dtype)
-        slopes = lax.map(slope, x + jnp.stack([away, -away, signed, -signed]))
+        opposite = metric.coordinates(draws.values(-normal))
+        wide = (1 + _WIDER) ** 0.5
+        ends = jnp.stack([x, opposite])
+        kicked = x + jnp.stack([away, -away, signed, -signed])
+        slopes = lax.map(slope, jnp.concatenate([kicked, wide * ends, ends]))
         along = away @ (slopes[0] - slopes[1]) - signed @ (slopes[2] - slopes[3])
-        return (slopes[0] + slopes[1] - slopes[2] - slopes[3]) / 2, along / (2 * len(away))
+        shift = (slopes[0] + slopes[1] - slopes[2] - slopes[3]) / 2
+        wider = (slopes[4] + slopes[5] - slopes[6] - slopes[7]) / (2 * _WIDER)
+        return shift, along / (2 * len(away)), wider
 
     return lax.map(changes, random.split(rng_key, _DRAWS))

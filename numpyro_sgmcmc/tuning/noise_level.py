@@ -47,6 +47,8 @@ class NoiseLevel(NamedTuple):
     - **correlated** - :math:`1 / r`, with the largest ratio :math:`r` of step size and friction at
       which correlations of the noise between parameters do not matter
       (:mod:`~numpyro_sgmcmc.tuning.correlated_noise`); 0 if they were not measured.
+    - **widened** - the largest shift of a coordinate in units of the relative change of all
+      variances, where gradients are taken at wider positions than the draws; 0 if not measured.
     """
 
     mean: float
@@ -54,6 +56,7 @@ class NoiseLevel(NamedTuple):
     curvature: float
     nonlinearity: float
     correlated: float = 0.0
+    widened: float = 0.0
 
     def times(self, part: float) -> "NoiseLevel":
         """A part of the noise, as with more rows in a minibatch."""

@@ -373,8 +373,8 @@ def _find_correlations(search: Search, known: Known) -> Known:
     limit, _ = search.rates(noise._replace(correlated=math.inf))
     if target.model.dimension <= NEWTON or limit >= known.tuning.step_size:
         return known
-    error, cost = error_of_correlations(target, search.key(5), known.tuning)
-    noise = noise._replace(correlated=error)
+    error, widened, cost = error_of_correlations(target, search.key(5), known.tuning)
+    noise = noise._replace(correlated=error, widened=widened)
     step_size, _ = search.rates(noise)
     tuning = known.tuning._replace(step_size=step_size, noise=noise)
     return known.after("noise", cost, noise=noise, tuning=tuning)

@@ -76,8 +76,8 @@ def test_the_error_is_that_of_the_algebra(monkeypatch):
     monkeypatch.setattr(correlated_noise, "_DRAWS", 1_000)
     crossed = Crossed(20, 3, 600, 20)
     target, tuning = tuned(crossed)
-    error, passes = error_of_correlations(target, random.key(0), tuning)
-    assert passes == pytest.approx(1_000 * (4 + 16 * 20 / 600))
+    error, _, passes = error_of_correlations(target, random.key(0), tuning)
+    assert passes == pytest.approx(1_000 * (8 + 16 * 20 / 600))
     at = jnp.asarray(0.025**0.5), tuning.metric, tuning.start, tuning.anchor
     narrowings = np.asarray(correlated_noise._changes(target, random.key(0), *at)[1])
     of_mean, expected = narrowings.std() / 1_000**0.5, 0.025 * crossed.narrowing()
@@ -86,7 +86,7 @@ def test_the_error_is_that_of_the_algebra(monkeypatch):
     assert error == pytest.approx(narrowings.mean() / 0.02 / 0.05, rel=1e-3)
     # effects of one column share no rows
     target, tuning = tuned(Crossed(60, 1, 600, 20))
-    alone, _ = error_of_correlations(target, random.key(0), tuning)
+    alone, _, _ = error_of_correlations(target, random.key(0), tuning)
     assert abs(alone) < 0.01 * error
 
 
@@ -114,7 +114,7 @@ def test_the_shift_of_a_scale_is_that_of_the_algebra(monkeypatch):
     )
     anchor = target.anchor(target.written(target.unravel(metric.center)).effects)
     at = jnp.asarray(root), metric, start, anchor
-    shifts, _ = correlated_noise._changes(target, random.key(0), *at)
+    shifts, _, _ = correlated_noise._changes(target, random.key(0), *at)
     trace = crossed.narrowing() * len(crossed.mean)
     shift, error = np.mean(shifts[:, 0]), np.std(shifts[:, 0]) / 20
     expected = unit * root**2 * trace / 2
@@ -147,6 +147,43 @@ def test_the_limit_of_a_step_with_a_friction_and_a_temperature():
     assert step_size(noise="full") == CCAdL(lambda: None).method.suggest(level.times(0.0))[0]
 
 
+@pytest.mark.parametrize("many", [600, 6])
+def test_wider_effects_move_their_scale(many, monkeypatch):
+    """The logarithm of the scale of many effects, whose mean gradient is that of sum(a^2) / 2."""
+    monkeypatch.setattr(correlated_noise, "_DRAWS", 400)
+    width, of_scale = 0.5, 0.03
+
+    def model(y):
+        scale = numpyro.sample("scale", dist.LogNormal(0, 1))
+        a = numpyro.sample("a", dist.Normal(0, scale).expand([many]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=20) as i:
+            numpyro.sample("y", dist.Normal(a[i % many], 1), obs=y[i])
+
+    target = target_of(model, jnp.zeros(1_200))
+    widths = jnp.append(jnp.full(many, width), of_scale)
+    metric = DiagonalMetric(jnp.zeros(many + 1), widths)
+    tuning = Tuning(0.1, 2.0, metric, metric, None, NoiseLevel(1.0, 1.0, 1.0, 0.0))
+    _, found, _ = error_of_correlations(target, random.key(0), tuning)
+    # of the scale itself too, which is exp(-2 x) in the sum
+    expected = of_scale * many * width**2 * np.exp(2 * of_scale**2)
+    assert (abs(found - expected) < 0.05 * expected) == (many == 600)
+    assert (found > 0.5) == (many == 600)
+
+
+def test_steps_of_nogin_move_no_scale_by_more_than_a_tenth():
+    level = NoiseLevel(0.9, 3.0, 1.4, 0.1, widened=2.5)
+
+    def step_size(**given):
+        return CCAdL(lambda: None, **given).method.suggest(level)[0]
+
+    assert step_size() == pytest.approx(0.4)
+    assert step_size() ** 2 / 4 * level.widened == pytest.approx(0.1)
+    assert step_size(integrator="symmetric") > 0.4
+    # with less noise the default takes gradients where the draws are
+    level = level._replace(mean=0.1, largest=0.2)
+    assert step_size() > 0.6 and step_size(integrator="nogin") == pytest.approx(0.4)
+
+
 @pytest.mark.nightly
 def test_crossed_effects_are_not_too_narrow(monkeypatch):
     """An error of 0.4 per cent. The longest step for the noise alone is the negative control."""
@@ -166,7 +203,7 @@ def test_crossed_effects_are_not_too_narrow(monkeypatch):
         away = np.asarray(mcmc.get_samples()["u"]).reshape(300, -1) - crossed.mean
         return step_size, np.mean(away**2 / np.diag(crossed.covariance))
 
-    error, _ = error_of_correlations(target, random.key(0), tuning)
+    error, _, _ = error_of_correlations(target, random.key(0), tuning)
     step_size, found = variances(noise._replace(correlated=error))
     longer, narrow = variances(noise)
     # 600 variances, each known from 300 draws to 8 per cent, have a mean known to 0.4
