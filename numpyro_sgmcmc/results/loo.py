@@ -65,7 +65,7 @@ def loo(
     PSIS-LOO of a run on a large data set, from the log likelihood of some of its observations.
 
     It is ``arviz.loo_subsample`` of ArviZ 1.x, without the array of (chains, draws, :math:`N`) that
-    ArviZ needs.
+    ArviZ needs, and the same on ArviZ 0.23.
 
     With the log density :math:`\\hat\\ell_i = \\log p(y_i \\mid \\hat\\theta)` of every
     observation at one point :math:`\\hat\\theta` and a simple random sample :math:`S` of
@@ -79,18 +79,20 @@ def loo(
     mean of the unconstrained draws, so that the differences and ``subsampling_se`` are small. The
     first sum is computed in chunks of rows, the second one draw at a time.
 
-    ArviZ 0.x has no such function. With ArviZ 0.x the result is ``arviz.loo`` of all observations,
-    if ``max_values`` allows it.
+    Two runs are compared by the same observations, unless their keys differ. With ArviZ 0.23 the
+    pointwise values are :math:`\\log p(y_i \\mid y_{-i})` of the sample, and :math:`\\hat\\ell_i`
+    plus the mean of the differences of all others, whose sum is the estimate. ``arviz.compare``
+    then finds the standard error of a difference of models.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel.
-    :param observations: number of observations to draw (all, if there are fewer), or their numbers;
-        without effect on ArviZ 0.x.
+    :param observations: number of observations to draw (all, if there are fewer), or their numbers.
     :param str var_name: the observed site, if the model has several.
     :param bool pointwise: whether to keep the values and the Pareto :math:`k` of every observation
         of the sample; None is the default of ArviZ.
     :param rng_key: random key of the choice of observations.
     :param int max_values: largest number of values that the log likelihood may have.
-    :return: an ``ELPDDataLOOSubsample`` of ArviZ 1.x, or the ``ELPDData`` of ArviZ 0.x.
+    :return: an ``ELPDDataLOOSubsample`` of ArviZ 1.x, or an ``ELPDData`` of ArviZ 0.23 with
+        ``subsampling_se`` and ``subsample_size``.
     :raises ValueError: if the site or the observations do not exist, or if too many values would be
         needed.
 
@@ -132,13 +134,8 @@ def loo(
     count = math.prod(site.shape)
     options = {"log_likelihood": True, "constant_data": False, "max_values": max_values}
     shown = {"var_name": variable_name(site.name), "pointwise": pointwise}
-    first_generation = int(arviz.__version__.split(".")[0]) < 1
-    if first_generation or not site.axes:
-        remedy = (
-            "ArviZ 1.x (Python 3.12 or later), of whose subsampled PSIS-LOO this function makes use"
-            if first_generation
-            else "a `subsample_size` in a plate of the site, which makes this function sample"
-        )
+    if not site.axes:
+        remedy = "a `subsample_size` in a plate of the site, which makes this function sample"
         check_size("log_likelihood", mcmc, count, max_values, remedy)
         return arviz.loo(_of_rows(mcmc, site.others or None, options), **shown)
     if np.ndim(observations) == 0:
@@ -147,10 +144,26 @@ def loo(
     positions = np.unravel_index(chosen, site.shape)
     rows = {plate: np.unique(positions[axis]) for plate, axis in site.axes.items()}
     data = _of_rows(mcmc, site.others | rows, options)
-    tree = _tree(data, site, rows, _at_mean(site, args, kwargs))
-    return arviz.loo_subsample(
-        tree, chosen, **shown, method="plpd", log_lik_fn=lambda observed, _: observed
-    )
+    at_mean = _at_mean(site, args, kwargs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Estimated shape parameter of Pareto")
+        if int(arviz.__version__.split(".")[0]) < 1:
+            found = _as_arviz_0(arviz, data, site, rows, positions, at_mean)
+        else:
+            tree = _tree(data, site, rows, at_mean)
+            found = arviz.loo_subsample(
+                tree,
+                chosen,
+                **shown | {"pointwise": True},
+                method="plpd",
+                log_lik_fn=lambda observed, _: observed,
+            )
+    high = chosen[found["pareto_k"].values.ravel()[chosen] > found["good_k"]]
+    if high.size:
+        warnings.warn(_said_of(high, chosen.size, site, found.good_k), stacklevel=2)
+    if pointwise is None:
+        pointwise = arviz.rcParams["stats.ic_pointwise"]
+    return found if pointwise else _without_pointwise(found)
 
 
 class _Site(NamedTuple):
@@ -198,6 +211,72 @@ def _at_mean(site: _Site, args: tuple, kwargs: dict) -> np.ndarray:
         return jnp.moveaxis(terms[site.name], axis, 0)
 
     return np.moveaxis(_in_chunks(of_chunk, site.shape[axis]), 0, axis)
+
+
+def _as_arviz_0(
+    arviz: Any,
+    data: Any,
+    site: _Site,
+    rows: Mapping[str, np.ndarray],
+    positions: tuple[np.ndarray, ...],
+    at_point: np.ndarray,
+) -> Any:
+    """
+    The difference estimator as an ``ELPDData`` of ArviZ 0.23.
+
+    :param positions: of the chosen observations, by axis.
+    :param at_point: the log density of every observation at a point.
+    """
+    import xarray
+
+    variable = variable_name(site.name)
+    terms = data["log_likelihood"][variable]
+    known = {axis: rows[plate] for plate, axis in site.axes.items()}
+    within = [np.searchsorted(known[k], x) if k in known else x for k, x in enumerate(positions)]
+    of_chosen = terms.values[(slice(None), slice(None), *within)]
+    of_chosen = xarray.Dataset({variable: (("chain", "draw", "observation"), of_chosen)})
+    part = arviz.InferenceData(posterior=data["posterior"], log_likelihood=of_chosen)
+    found = arviz.loo(part, pointwise=True)
+    of_scale = {"log": 1, "negative_log": -1, "deviance": -2}[found["scale"]]
+    size, count, values = at_point.size, len(within[0]), of_scale * at_point.astype(float)
+    seen = found["loo_i"].values
+    differences = seen - values[positions]
+    # the estimates of the sum of the values, and of that of their squares
+    total = values.sum() + size * differences.mean()
+    squares = np.sum(values**2) + size * np.mean(seen**2 - values[positions] ** 2)
+    variance = size**2 * (1 - count / size) * differences.var(ddof=min(1, count - 1)) / count
+    found["elpd_loo"] = total
+    found["se"] = max(squares - (total**2 - variance) / size, 0.0) ** 0.5
+    found["p_loo"] *= size / count
+    found["n_data_points"] = size
+    everywhere = values + differences.mean()
+    everywhere[positions] = seen
+    shapes = np.full(at_point.shape, np.nan)
+    shapes[positions] = found["pareto_k"].values
+    for name, x in (("loo_i", everywhere), ("pareto_k", shapes)):
+        found[name] = xarray.DataArray(x, dims=terms.dims[2:], name=name)
+    found["subsampling_se"], found["subsample_size"] = variance**0.5, count
+    return found
+
+
+def _without_pointwise(found: Any) -> Any:
+    """A result of ArviZ without the values of single observations."""
+    if hasattr(found, "elpd_loo"):
+        return type(found)(found.drop(["loo_i", "pareto_k"]))
+    found.elpd_i = found.pareto_k = None
+    return found
+
+
+def _said_of(high: np.ndarray, count: int, site: _Site, good: float) -> str:
+    """The warning about observations whose importance weights vary too much."""
+    some = ", ".join(f"{k:,}" for k in high[:5]) + (", ..." if len(high) > 5 else "")
+    # it begins as the warning of ArviZ does, which names none
+    return (
+        f"Estimated shape parameter of Pareto distribution is greater than {good:.2f} for"
+        f" {len(high)} of the {count:,} observations of site '{site.name}' in the sample: {some}."
+        " The posterior without such an observation is unlike the draws, and its term is not"
+        " reliable. Look at these observations, or give the model heavier tails."
+    )
 
 
 def _tree(data: Any, site: _Site, rows: Mapping[str, np.ndarray], at_point: np.ndarray) -> Any:
