@@ -93,7 +93,6 @@ PARTS = {
     "insteval": "benchmarks/insteval.py --data {data}",
     "movielens": "benchmarks/movielens.py --data {data}",
     "movielens_likes": "benchmarks/movielens.py --data {data} --liking",
-    "factorisation": "benchmarks/factorisation.py --data {data}",
     "clicks": "benchmarks/clicks.py",
     "matches": "benchmarks/matches.py",
     "growing": "benchmarks/growing.py --draws 2000 --picture docs/growing_rows.png",

@@ -167,7 +167,7 @@ class CCAdL(MomentumKernel):
     :math:`h^2 \\lambda < 4`. The gradient is taken half a drift from the draws, where the positions
     are wider by :math:`h^2 / 4`. For other posteriors this matters: :math:`d` effects together move
     their common scale by about :math:`h^2 d / (4 \\sqrt{2 N})` of its standard deviation. Above 500
-    parameters the tuning takes steps at which this is about a tenth.
+    parameters the tuning takes steps at which this is about a tenth, unless there is little noise.
 
     For posteriors that are not Gaussian both have an error of second order in :math:`h`. The
     default, ``"auto"``, is ``"symmetric"`` for a tuned step with little noise: :math:`h^2 v` is at
@@ -244,10 +244,13 @@ class CCAdL(MomentumKernel):
                 return self.integrator
             if level is None or (noise is not None and noise.covariance == "matrix_free"):
                 return "nogin"
-            unit = tuning.step_size**2 / self.temperature
-            bent = _NO_FUNNEL_IF_QUIET if unit * level.largest <= _QUIET else _NO_FUNNEL
-            is_quiet = tuning.step_size <= self._longest_symmetric(level)
-            return "symmetric" if is_quiet and level.nonlinearity < bent else "nogin"
+            return "symmetric" if self._is_symmetric(level, tuning.step_size) else "nogin"
+
+        def _is_symmetric(self, level: NoiseLevel, step_size: float) -> bool:
+            """True if the symmetric integrator is the better one."""
+            is_silent = step_size**2 * level.largest <= _QUIET * self.temperature
+            bent = _NO_FUNNEL_IF_QUIET if is_silent else _NO_FUNNEL
+            return step_size <= self._longest_symmetric(level) and level.nonlinearity < bent
 
         def _longest_symmetric(self, level: NoiseLevel) -> float:
             """The longest step with little noise for the symmetric integrator."""
@@ -280,10 +283,11 @@ class CCAdL(MomentumKernel):
                 taken = min(self.temperature, 1.0) * (self.friction or friction)
                 step_size = min(step_size, taken / noise.correlated)
             if noise.widened > 0 and self.integrator in ("auto", "nogin"):
-                of_nogin = 2 * math.sqrt(ACCEPTED_SHIFT / noise.widened)
-                symmetric = self._longest_symmetric(noise)
-                is_bent = noise.nonlinearity >= _NO_FUNNEL or self.integrator == "nogin"
-                step_size = min(step_size, of_nogin if is_bent else max(of_nogin, symmetric))
+                shift = noise.widened * math.sqrt(self.temperature)
+                symmetric = min(step_size, self._longest_symmetric(noise))
+                if self.integrator == "nogin" or not self._is_symmetric(noise, symmetric):
+                    symmetric = 0.0
+                step_size = min(step_size, max(2 * math.sqrt(ACCEPTED_SHIFT / shift), symmetric))
             return step_size, friction
 
         def init_dynamics(

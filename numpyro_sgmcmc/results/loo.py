@@ -82,13 +82,14 @@ def loo(
     Two runs are compared by the same observations, unless their keys differ. With ArviZ 0.23 the
     pointwise values are :math:`\\log p(y_i \\mid y_{-i})` of the sample, and :math:`\\hat\\ell_i`
     plus the mean of the differences of all others, whose sum is the estimate. ``arviz.compare``
-    then finds the standard error of a difference of models.
+    then finds the standard error of a difference of models, in which the error of the sampling,
+    ``subsampling_se``, is not.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel.
     :param observations: number of observations to draw (all, if there are fewer), or their numbers.
     :param str var_name: the observed site, if the model has several.
     :param bool pointwise: whether to keep the values and the Pareto :math:`k` of every observation
-        of the sample; None is the default of ArviZ.
+        of the sample; None is the default of ArviZ. :math:`k` is NaN outside of the sample.
     :param rng_key: random key of the choice of observations.
     :param int max_values: largest number of values that the log likelihood may have.
     :return: an ``ELPDDataLOOSubsample`` of ArviZ 1.x, or an ``ELPDData`` of ArviZ 0.23 with
@@ -244,9 +245,11 @@ def _as_arviz_0(
     # the estimates of the sum of the values, and of that of their squares
     total = values.sum() + size * differences.mean()
     squares = np.sum(values**2) + size * np.mean(seen**2 - values[positions] ** 2)
-    variance = size**2 * (1 - count / size) * differences.var(ddof=min(1, count - 1)) / count
+    # the error of a single observation is not known
+    spread = differences.var(ddof=1) if count > 1 else math.nan if count < size else 0.0
+    variance = size**2 * (1 - count / size) * spread / count
     found["elpd_loo"] = total
-    found["se"] = max(squares - (total**2 - variance) / size, 0.0) ** 0.5
+    found["se"] = max(squares - (total**2 - np.nan_to_num(variance)) / size, 0.0) ** 0.5
     found["p_loo"] *= size / count
     found["n_data_points"] = size
     everywhere = values + differences.mean()
@@ -274,8 +277,8 @@ def _said_of(high: np.ndarray, count: int, site: _Site, good: float) -> str:
     return (
         f"Estimated shape parameter of Pareto distribution is greater than {good:.2f} for"
         f" {len(high)} of the {count:,} observations of site '{site.name}' in the sample: {some}."
-        " The posterior without such an observation is unlike the draws, and its term is not"
-        " reliable. Look at these observations, or give the model heavier tails."
+        " Their terms of the sum are not reliable. Look at these observations, or give the model"
+        " heavier tails."
     )
 
 

@@ -3,6 +3,7 @@
 
 """A Gaussian for thousands of parameters: variances, and the few directions that they miss."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -119,10 +120,12 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     scale, shared = start.part**0.5 * metric.scale, _shared_directions(target)
     metric = LowRankMetric(metric.center, scale, *none)
     look, passes = _Look(target, metric, len(shared)), 0.0
-    is_round, ends = False, (1.0, 1.0)
+    descend, secants = target.compiled(descended), target.compiled(_secants)
+    is_round, has_walls, ends = False, False, (1.0, 1.0)
     for done in range(_ROUNDS):
         key = random.fold_in(rng_key, done)
-        metric, curvatures, descents = _settled(target, metric, key, 1 if done else _SETTLING)
+        most = 1 if done else _SETTLING
+        metric, curvatures, descents = _settled(target, descend, metric, key, most)
         passes += descents * passes_of_descent(target)
         if is_round or passes > _MOST_PASSES:
             break
@@ -148,8 +151,10 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
         ends = pairs.ends
         is_round = 1 / _ROUND < ends[0] and ends[1] < _ROUND
         metric = _with_directions(metric, pairs.vectors, pairs.eigenvalues)
-        metric, looked = _narrowed(target, metric, key)
+        had_walls, (metric, has_walls, looked) = has_walls, _narrowed(secants, metric, key)
         passes += looked
+        if had_walls and has_walls:  # which have no curvature at the centre, and would come back
+            break
     is_used = np.asarray(metric.roots) != 1
     narrowed = metric._replace(vectors=metric.vectors[:, is_used], roots=metric.roots[is_used])
     return start._replace(
@@ -247,7 +252,7 @@ def _shared_directions(target: Target) -> Array:
 
 
 def _settled(
-    target: Target, metric: LowRankMetric, rng_key: Array, most: int
+    target: Target, descend: Callable, metric: LowRankMetric, rng_key: Array, most: int
 ) -> tuple[LowRankMetric, Array, int]:
     """
     The metric after descents, with corrected scales of the parameters of short sites. Without it,
@@ -256,20 +261,21 @@ def _settled(
     :param most: the most descents.
     :return: the metric, the diagonal of the Hessian in its coordinates, and the number of descents.
     """
-    descend = target.compiled(descended)
     zeros = target.unravel(jnp.zeros(target.model.dimension))
     is_short = ravel({k: jnp.full_like(x, x.size <= _FEW) for k, x in zeros.items()}) > 0
     for done in range(1, most + 1):
         found = descend(metric, random.fold_in(rng_key, done))
         metric = metric._replace(center=found.center)
-        e = jnp.where(is_short, found.curvatures, 1.0)
+        e = jnp.where(is_short & jnp.isfinite(found.curvatures), found.curvatures, 1.0)
         if done == most or bool(jnp.all((e > 1 / _FAR) & (e < _FAR))):
             break
         metric = metric._replace(scale=metric.scale * jnp.clip(e, _LEAST, 1 / _LEAST) ** -0.5)
     return metric, found.curvatures, done
 
 
-def _narrowed(target: Target, metric: LowRankMetric, rng_key: Array) -> tuple[LowRankMetric, float]:
+def _narrowed(
+    secants: Callable, metric: LowRankMetric, rng_key: Array
+) -> tuple[LowRankMetric, bool, float]:
     """
     A metric whose wide directions end where the potential rises.
 
@@ -282,10 +288,11 @@ def _narrowed(target: Target, metric: LowRankMetric, rng_key: Array) -> tuple[Lo
     While :math:`q > 2` it divides the width by :math:`q^{1/4}`, which ends a quartic potential at
     once.
 
-    :return: the metric, and the passes over the data.
+    :param secants: the program of :func:`_secants`.
+    :return: the metric, whether it has changed, and the passes over the data.
     """
     wide, passes = np.flatnonzero(np.asarray(metric.roots) > _WIDE), 0.0
-    secants, most = target.compiled(_secants), _WIDE**8
+    has_walls, most = False, _WIDE**8
     for _ in range(_NARROWINGS):
         if not wide.size:
             break
@@ -294,9 +301,10 @@ def _narrowed(target: Target, metric: LowRankMetric, rng_key: Array) -> tuple[Lo
         q = np.nan_to_num(q, nan=most, posinf=most)[: wide.size]
         passes += 2.0 * wide.size
         wide, q = wide[q > _FAR], np.minimum(q[q > _FAR], most)
+        has_walls |= bool(wide.size)
         roots = metric.roots.at[wide].divide(jnp.asarray(q**0.25, metric.roots.dtype))
         metric = metric._replace(roots=roots)
-    return metric, passes
+    return metric, has_walls, passes
 
 
 def _secants(

@@ -370,7 +370,7 @@ def _find_strata(search: Search, known: Known) -> Known:
 def _find_correlations(search: Search, known: Known) -> Known:
     """Correlations of the noise between more parameters than an estimate of it shows."""
     target, noise = known.target, known.noise
-    limit, _ = search.rates(noise._replace(correlated=math.inf))
+    limit, _ = search.rates(noise._replace(correlated=math.inf, widened=math.inf))
     if target.model.dimension <= NEWTON or limit >= known.tuning.step_size:
         return known
     error, widened, cost = error_of_correlations(target, search.key(5), known.tuning)

@@ -28,7 +28,7 @@ from numpyro_sgmcmc.tuning.pilot_rhat import (
     r_hats,
     with_position,
 )
-from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, Tuning
+from numpyro_sgmcmc.tuning.tuning import NOT_MIXED, NOT_MIXED_OF_MANY, Tuning
 
 PILOT_CHAINS = 8  #: number of chains of a pilot
 _PILOT_STEPS = 600  #: smallest number of steps of each chain
@@ -82,13 +82,13 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
             seen = pilot(step_size, steps, random.fold_in(key, longer))
             passes += steps * cost
             judged = _r_hats(target, seen, has_matrix)
-            if not has_matrix and judged is not None and judged.max() > NOT_MIXED:
+            if not has_matrix and judged is not None and judged[1].max() > NOT_MIXED_OF_MANY:
                 # chance does not choose the same of many coordinates twice
                 again = pilot(step_size, steps, random.fold_in(key, _AGAIN))
                 confirmed = _r_hats(target, again, has_matrix)
                 judged = judged if confirmed is None else np.minimum(judged, confirmed)
                 passes += steps * cost
-            r_hat = None if judged is None else float(judged.max())
+            r_hat = None if judged is None else float(judged[1].max())
             # not by chance, and not because their memory is somewhat longer
             if r_hat is None or r_hat <= NOT_MIXED or not (has_matrix and is_long_enough):
                 break
@@ -100,7 +100,7 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
                 halvings=halvings,
                 report=found,
                 r_hat=r_hat,
-                slowest="" if judged is None else site_of(target, judged),
+                slowest="" if judged is None else _slowest(target, *judged),
                 # where chains agree the search has only not come to its end
                 flat=tuning.flat if r_hat is None or r_hat > NOT_MIXED else "",
             )
@@ -140,15 +140,21 @@ def _is_no_better(tried: list[Tuning]) -> bool:
 
 
 def _r_hats(target: Target, seen: PilotRun, has_matrix: bool) -> np.ndarray | None:
-    """R-hat of each coordinate, without what chance explains of many coordinates."""
+    """R-hat of each coordinate, and the same without what chance explains, shape (2, d)."""
     if seen.halves is None:
         return None
     found = np.nan_to_num(r_hats(seen.halves), nan=np.inf, posinf=np.inf)
     if has_matrix:
-        return found
+        return np.stack([found, found])
     # these chains are not run longer until all coordinates agree
     own = _sizes_of_sites(target)
-    return beyond_chance(found, np.size(seen.halves.counts), len(own) * np.repeat(own, own))
+    sizes = len(own) * np.repeat(own, own)
+    return np.stack([found, beyond_chance(found, np.size(seen.halves.counts), sizes)])
+
+
+def _slowest(target: Target, r_hats: np.ndarray, judged: np.ndarray) -> str:
+    """The site of the largest R-hat, among equal ones of that which chance explains."""
+    return site_of(target, np.where(judged == judged.max(), r_hats, 0))
 
 
 def site_of(target: Target, sizes: np.ndarray) -> str:

@@ -25,7 +25,7 @@ from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
 #: such as a funnel, a banana or a neural network.
 _FAR_FROM_GAUSSIAN = 0.6
 NOT_MIXED = 1.1
-_NOT_MIXED_OF_MANY = 1.5  #: the same R-hat for a metric that is not a full matrix
+NOT_MIXED_OF_MANY = 1.5  #: the same R-hat for a metric that is not a full matrix
 
 #: Rounding error that is worth a warning, in posterior standard deviations.
 _MUCH_ROUNDING = 0.05
@@ -186,7 +186,7 @@ class Tuning(NamedTuple):
             return False
         if not isinstance(self.start, DenseMetric):
             # in short pilots even the median of thousands of coordinates is above 1.1
-            return self.r_hat is not None and self.r_hat > _NOT_MIXED_OF_MANY
+            return self.r_hat is not None and self.r_hat > NOT_MIXED_OF_MANY
         if self.r_hat is not None:
             return self.r_hat > NOT_MIXED
         return self.noise.nonlinearity > _FAR_FROM_GAUSSIAN or not self.converged

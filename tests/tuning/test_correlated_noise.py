@@ -166,8 +166,10 @@ def test_wider_effects_move_their_scale(many, monkeypatch):
     _, found, _ = error_of_correlations(target, random.key(0), tuning)
     # of the scale itself too, which is exp(-2 x) in the sum
     expected = of_scale * many * width**2 * np.exp(2 * of_scale**2)
-    assert (abs(found - expected) < 0.05 * expected) == (many == 600)
-    assert (found > 0.5) == (many == 600)
+    if many == 600:
+        assert abs(found - expected) < 0.05 * expected
+    else:
+        assert found < 0.5
 
 
 def test_steps_of_nogin_move_no_scale_by_more_than_a_tenth():

@@ -224,24 +224,24 @@ def crossed():
     return target, mean[0], covariance[0, 0] ** 0.5
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_shares_of_an_intercept_and_of_columns(crossed, monkeypatch, waits):
+def test_the_shares_of_an_intercept_and_of_columns(crossed, monkeypatch):
     """The rows know the sum of an intercept and of the means of columns, and not its terms."""
     target, mean, sd = crossed
-    if not waits:
-        monkeypatch.setattr(variational, "_before_effects", lambda target, start, rng_key: start)
-    found = find_center(target, random.key(0), init_to_uniform)
-    off = abs(float(found.metric.center[0]) - mean) / sd
-    assert (off < 1) == waits
-    assert waits or off > 3
+
+    def off():
+        found = find_center(target, random.key(0), init_to_uniform)
+        return abs(float(found.metric.center[0]) - mean) / sd
+
+    waiting = off()
+    monkeypatch.setattr(variational, "_before_effects", lambda target, start, rng_key: start)
+    assert waiting < 1 and off() > 2 * waiting
 
 
-@pytest.mark.parametrize("descents", [1, 3])
-def test_the_scale_of_effects_of_few_rows(descents):
+def test_the_scale_of_effects_of_few_rows():
     """
     A scale is known less well than with effects held fixed, as which it was found.
 
-    One descent does not bring it back from eight standard deviations off, three do.
+    Three descents bring it back from eight standard deviations off better than one.
     """
     groups = 3_000
 
@@ -269,10 +269,15 @@ def test_the_scale_of_effects_of_few_rows(descents):
         jnp.zeros((tau + 1, 1)),
         jnp.ones(1),
     )
-    found, _, _ = low_rank._settled(target, metric, random.key(1), descents)
-    off, width = abs(float(found.center[tau]) - mode) / sd, float(found.scale[tau]) / sd
-    assert (off < 1) == (descents == 3)
-    assert (0.7 < width < 1.4) == (descents == 3)
+
+    def settled(most):
+        descend = target.compiled(variational.descended)
+        found, _, _ = low_rank._settled(target, descend, metric, random.key(1), most)
+        return abs(float(found.center[tau]) - mode) / sd, float(found.scale[tau]) / sd
+
+    off, width = settled(3)
+    assert off < 1 and 0.7 < width < 1.4
+    assert settled(1)[0] > off and settled(1)[1] < 0.5 * width
 
 
 def test_directions_without_curvature_at_the_centre():
@@ -286,10 +291,11 @@ def test_directions_without_curvature_at_the_centre():
             numpyro.sample("y", dist.Normal(0, 1), obs=numpyro.subsample(y, event_dim=0))
 
     metric = LowRankMetric(jnp.zeros(3), jnp.ones(3), jnp.eye(3), jnp.array([50.0, 50.0, 20.0]))
-    found, passes = low_rank._narrowed(target_of(model, jnp.zeros(100)), metric, random.key(0))
+    secants = target_of(model, jnp.zeros(100)).compiled(low_rank._secants)
+    found, has_walls, passes = low_rank._narrowed(secants, metric, random.key(0))
     quartic, exponential, normal = np.asarray(found.roots)
     assert 0.7 < quartic < 1.4 and 0.4 < exponential < 1.4 and normal == 20
-    assert passes < 2 * 3 * 5
+    assert has_walls and passes > 2 * 3
 
 
 def test_a_part_of_the_rows():
@@ -393,7 +399,8 @@ def test_r_hats_are_confirmed_by_other_chains(again):
     """A coordinate is slow if it is slow in the chains of two pilots."""
 
     def model(y):
-        numpyro.sample("x", dist.Normal(0, 1).expand([600]).to_event(1))
+        numpyro.sample("a", dist.Normal(0, 1))
+        numpyro.sample("x", dist.Normal(0, 1).expand([599]).to_event(1))
         with numpyro.plate("rows", len(y), subsample_size=10):
             numpyro.sample("y", dist.Normal(0, 1), obs=numpyro.subsample(y, event_dim=0))
 
