@@ -67,9 +67,9 @@ def find_low_rank(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
       far from 1, and images of the last of them. A round adds these up to six times (Davidson).
 
     Eigenvalues below a half and above 2 give new directions, which the next round does not see
-    again. Rounds end when all are between a quarter and 4, or after 250 passes. The
-    intercept of crossed effects and the sums of their groups, say, are known much less than each
-    effect given all others.
+    again. Directions much wider than the scales end where the potential rises. Rounds end when all
+    eigenvalues are between a quarter and 4, or after 250 passes. The intercept of crossed effects
+    and the sums of their groups, say, are known much less than each effect given all others.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -255,8 +255,8 @@ def _settled(
     target: Target, descend: Callable, metric: LowRankMetric, rng_key: Array, most: int
 ) -> tuple[LowRankMetric, Array, int]:
     """
-    The metric after descents, with corrected scales of the parameters of short sites. Without it,
-    the mean and the scale of many effects hardly move.
+    The metric after descents, with corrected scales of the parameters of short sites. With the
+    scales of before, the mean and the scale of many effects hardly move.
 
     :param most: the most descents.
     :return: the metric, the diagonal of the Hessian in its coordinates, and the number of descents.
