@@ -86,10 +86,11 @@ CASES = {
 }
 
 
+MARKS = {"many effects": pytest.mark.nightly, "latent effects": pytest.mark.slow}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "case", [pytest.param(k, marks=pytest.mark.slow if k != "regression" else ()) for k in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(k, marks=MARKS.get(k, ())) for k in CASES])
 def test_programs_of_a_tuning_lower(case, monkeypatch):
     """All that a tuning runs: searches, metric, noise, rare rows and pilot."""
     called, run = {}, target.Quick.__call__
