@@ -34,8 +34,13 @@ from numpyro_sgmcmc.kernels.settings import (
 from numpyro_sgmcmc.kernels.splittings import SPLITTINGS, Splitting
 from numpyro_sgmcmc.kernels.state import ChainConstants, SGMCMCState, Step
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.correlated_noise import ACCEPTED_SHIFT
-from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, euler_step, largest_of, whitened_step
+from numpyro_sgmcmc.tuning.noise_level import (
+    ACCEPTED_SHIFT,
+    NoiseLevel,
+    euler_step,
+    largest_of,
+    whitened_step,
+)
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 #: Integrators of this method that other methods lack.

@@ -28,7 +28,8 @@ same noise :math:`\\bar g = \\epsilon \\odot g` with random signs, whose covaria
 The signs cancel the random errors of all that does not depend on the correlations.
 
 NOGIN takes gradients where positions are wider than the draws by :math:`h^2 / 4`. The scale of many
-effects adds this up too, and a coordinate moves by :math:`\\tfrac{h^2}{4} w` with
+effects adds this up too, and a coordinate moves by :math:`\\tfrac{h^2}{4} w`. With draws :math:`x`
+about the centre
 
 .. math:: w = \\mathrm{E} \\left[ \\frac{\\nabla U(\\sqrt{1 + \\delta} x)
     + \\nabla U(-\\sqrt{1 + \\delta} x) - \\nabla U(x) - \\nabla U(-x)}{2 \\delta} \\right] .
@@ -45,13 +46,12 @@ from numpyro_sgmcmc.gradients.estimators import minibatch_gradient
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, order_of
 from numpyro_sgmcmc.posterior.potential import Rows, over_all_data
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS
+from numpyro_sgmcmc.tuning.noise_level import ACCEPTED_BIAS, ACCEPTED_SHIFT
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 _DRAWS = 3  #: draws of the noise
 _MINIBATCHES = 8  #: minibatches whose noise is added up in a draw; the kick of one may be large
 _SURE = 2.0  #: standard errors that a shift must exceed; a single large one of three does not
-ACCEPTED_SHIFT = 0.1  #: acceptable shift of a coordinate of the metric
 _WIDER = 0.25  #: relative change of variances that shows w
 _SHORTER = 0.1  #: factor of the kicks' variance if gradients are not finite
 _LITTLE = 0.005  #: product of the noise and h / A below which correlations do not matter
@@ -61,8 +61,8 @@ def error_of_correlations(
     target: Target, rng_key: Array, tuning: Tuning
 ) -> tuple[float, float, float]:
     """
-    Estimate the errors that correlations of the noise between coordinates and wider positions
-    cause.
+    Estimate two errors of the draws: from correlations of the noise between coordinates, and from
+    gradients at wider positions.
 
     It is an upper bound where the estimate of the noise shows some directions, and where the
     friction for the noise is large.

@@ -68,6 +68,9 @@ class NoiseLevel(NamedTuple):
 #: The relative error of the variances that methods with a known first-order error accept.
 ACCEPTED_BIAS = 0.02
 
+#: The shift of a coordinate of the metric, in standard deviations, that many effects may cause.
+ACCEPTED_SHIFT = 0.1
+
 #: A centred hierarchy with nu = 0.19 had means off by 0.13 standard deviations at h = 1, and one
 #: with nu = 0.67 the standard deviation of its scale 9 % too small at h = 0.31, and right at 0.19.
 _SHORTENING = 20.0

@@ -32,8 +32,8 @@ Tuning is done once, before the chains start, and is the same for all of them:
 5. **Rare rows** (:mod:`~numpyro_sgmcmc.tuning.rare_rows`): rows that few minibatches have and
    that count much in those; strata if they would make the draws wrong, and steps 3 and 4 again.
 6. **Correlated noise** (:mod:`~numpyro_sgmcmc.tuning.correlated_noise`): for CCAdL above 500
-   parameters, the error of the draws from noise whose correlations are not estimated, and a shorter
-   step if it is large.
+   parameters, the errors of the draws from noise whose correlations are not estimated, and from
+   gradients at wider positions; a shorter step if they are large.
 7. **Pilot** (:func:`~numpyro_sgmcmc.tuning.pilot.run_pilot`): short chains, whose Stein matrix
    (:mod:`numpyro_sgmcmc.stein`) must be the identity; if it is not, the step size is halved and
    the pilot repeated. If that does not help, the step size was not what is wrong, and is kept.
