@@ -44,6 +44,7 @@ from numpyro_sgmcmc.posterior.handlers import full_data as full_data
 from numpyro_sgmcmc.results.inference_data import to_arviz as to_arviz
 from numpyro_sgmcmc.results.local_draws import local_draws as local_draws
 from numpyro_sgmcmc.results.loo import loo as loo
+from numpyro_sgmcmc.results.predict import predict as predict
 from numpyro_sgmcmc.tuning.ensemble import Ensemble as Ensemble
 
 # before JAX starts, which no import does

@@ -16,7 +16,12 @@ from numpyro.handlers import substitute, trace
 
 from numpyro_sgmcmc.posterior.handlers import Model, without_wrappers
 from numpyro_sgmcmc.results.parts import of_each
-from numpyro_sgmcmc.results.row_subset import at_rows, seeded, subsampled_plates
+from numpyro_sgmcmc.results.row_subset import (
+    at_rows,
+    chunked_axis,
+    seeded,
+    subsampled_plates,
+)
 
 #: Number of rows in a chunk, and number of predictive draws of each row.
 _CHUNK, _PREDICTIVE_DRAWS = 2_000, 1_000
@@ -69,16 +74,6 @@ def sites_at(
         return value
 
     return trace(substitute(model, substitute_fn=given)).get_trace(*args, **kwargs)
-
-
-def chunked_axis(sites: Mapping[str, dict], name: str) -> tuple[str, int] | None:
-    """The subsampled plate that divides the rows of a site, with its axis."""
-    plates = {plate.name for plate in subsampled_plates(sites)}
-    dims = len(sites[name]["fn"].batch_shape)
-    for frame in sites[name]["cond_indep_stack"]:
-        if frame.name in plates:
-            return frame.name, dims + frame.dim
-    return None
 
 
 def of_classes(fn: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax, random
+import jax.numpy as jnp
 import numpy as np
 from numpyro.handlers import block, seed, substitute
 
@@ -124,3 +125,10 @@ class GroupDraws:
     def _rows(self, plate: str, rows: np.ndarray) -> dict[str, np.ndarray]:
         """The rows of these groups, with one row of each other plate."""
         return {p.name: np.zeros(1, int) for p in self.plates} | {plate: rows}
+
+
+def thinned(draws: Mapping[str, Array], most: int) -> tuple[np.ndarray, dict[str, Array]]:
+    """Evenly spaced draws, at most this many of each chain, and their numbers."""
+    length = next(iter(draws.values())).shape[1]
+    numbers = np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(int))
+    return numbers, {name: jnp.asarray(x[:, numbers]) for name, x in draws.items()}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from jax import Array
-import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
@@ -18,7 +17,7 @@ from numpyro_sgmcmc.data.converters import MOST_OF_64_BITS, path, random_key, wh
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
-from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws
+from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws, thinned
 from numpyro_sgmcmc.results.inference_data import MAX_VALUES, arguments_of, marginal_of
 from numpyro_sgmcmc.results.row_subset import (
     Selection,
@@ -103,9 +102,7 @@ def local_draws(
         )
     check_data(mcmc, "Draw the groups of")
     draws = kept_draws(mcmc).get_samples(group_by_chain=True)
-    chains, length = next(iter(draws.values())).shape[:2]
-    numbers = np.unique(np.linspace(0, length - 1, min(num_draws, length)).round().astype(int))
-    kept = {name: jnp.asarray(x[:, numbers]) for name, x in draws.items()}
+    numbers, kept = thinned(draws, num_draws)
     plates = subsampled_plates(site_shapes(mcmc.sampler.model, draws, args, kwargs))
     local = {plate.name for plate in marginal.plates}
     if groups is None:
@@ -115,6 +112,7 @@ def local_draws(
     shapes = {name: parts.shapes(name, len(rows)) for name, rows in chosen.items() if name in local}
     if folder is None:
         _check_size([x.shape for sites in shapes.values() for x in sites.values()], max_values)
+    chains = parts.shape[0]
     coords = {"chain": np.arange(chains), "draw": numbers}
     coords |= {variable_name(name): chosen[name] for name in shapes}
     variables: dict[str, Any] = {}

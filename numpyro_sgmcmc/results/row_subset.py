@@ -106,6 +106,17 @@ def subsampled_plates(sites: Mapping[str, dict]) -> tuple[Plate, ...]:
     )
 
 
+def chunked_axis(sites: Mapping[str, dict], name: str) -> tuple[str, int] | None:
+    """The subsampled plate that divides the rows of a site, with its axis."""
+    plates, site = {plate.name for plate in subsampled_plates(sites)}, sites[name]
+    shape = site["fn"].batch_shape if site["type"] == "sample" else jnp.shape(site["value"])
+    for frame in site["cond_indep_stack"]:
+        axis = len(shape) + frame.dim
+        if frame.name in plates and axis >= 0 and shape[axis] == frame.size:
+            return frame.name, axis
+    return None
+
+
 def keep_rows(
     model: Callable,
     draws: dict,

@@ -1,0 +1,424 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Predictions for new rows, of known and of new groups, some thousand rows at a time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import Array, lax, random
+import jax.numpy as jnp
+import numpy as np
+from numpyro.handlers import seed, trace, uncondition
+from numpyro.infer import MCMC
+from numpyro.primitives import Messenger
+import xarray as xr
+
+from numpyro_sgmcmc.data.converters import (
+    MOST_OF_64_BITS,
+    array,
+    names,
+    path,
+    random_key,
+    share,
+    whole,
+)
+from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
+from numpyro_sgmcmc.posterior.group_handlers import group_axis, with_observed
+from numpyro_sgmcmc.posterior.handlers import Model, full_data
+from numpyro_sgmcmc.results.cycle_draws import kept_draws
+from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
+from numpyro_sgmcmc.results.facts import variable_name
+from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws, thinned
+from numpyro_sgmcmc.results.inference_data import (
+    MAX_VALUES,
+    arguments_of,
+    marginal_of,
+    plate_dims,
+)
+from numpyro_sgmcmc.results.parts import compiled, waiting_bar
+from numpyro_sgmcmc.results.row_subset import (
+    at_rows,
+    chunked_axis,
+    site_shapes,
+    subsampled_plates,
+)
+from numpyro_sgmcmc.results.run_data import check_data
+
+#: Largest number of rows that are predicted at once, and approximate number of their values: 32 MB
+#: in float32.
+_CHUNK, _CHUNK_VALUES = 10_000, 2**23
+
+
+def predict(
+    mcmc: MCMC,
+    *args: Any,
+    known_groups: Any = None,
+    var_names: str | Sequence[str] | None = None,
+    quantiles: Sequence[float] | None = None,
+    num_draws: int = 100,
+    store: str | Path | None = None,
+    rng_key: Array | None = None,
+    max_values: int = MAX_VALUES,
+    **kwargs: Any,
+) -> xr.Dataset:
+    """
+    Draws of the predictive distribution for new rows, or their means and quantiles.
+
+    For each draw :math:`\\theta^{(s)}` of the run it draws an observation of each new row,
+
+    .. math:: \\tilde y_i^{(s)} \\sim p(\\tilde y_i \\mid z_{g(i)}^{(s)}, \\theta^{(s)}), \\qquad
+        z_g^{(s)} \\sim \\begin{cases} p(z_g \\mid y_g, \\theta^{(s)}) & \\text{known group} \\\\
+        p(z_g \\mid \\theta^{(s)}) & \\text{new group,} \\end{cases}
+
+    where :math:`z_g` are the latent sites of a group, if there are any. Every row of the arguments
+    counts, whatever the ``subsample_size``. Observations among the arguments are ignored.
+
+    Rows of a subsampled plate are predicted some thousand at a time. With ``quantiles`` only their
+    summary is kept, so that memory does not grow with the draws.
+
+    :param mcmc: an ``MCMC`` object after its run, of any kernel.
+    :param args: arguments of the model with the new rows. The model needs
+        ``obs=None if y is None else y[i]`` if the observations are left out.
+    :param known_groups: number in the run of each group of the new rows, where -1 is a new group; a
+        single -1, if all are new; or a dict of either by the name of the plate of the groups. It
+        is required where the run integrates effects of groups out. Groups whose effects are
+        sampled are those of the run, if their number is the same.
+    :param var_names: sample or deterministic sites to predict; None for all observed sites.
+    :param quantiles: levels between 0 and 1, for instance ``[0.05, 0.5, 0.95]``. The result then
+        has the mean, the standard deviation and these quantiles over all draws.
+    :param int num_draws: number of draws of each chain, evenly spaced; at most the number of draws
+        of the run.
+    :param store: path of a Zarr store that the draws are written to; None keeps them in memory.
+        The draws do not depend on this choice.
+    :param rng_key: a random key.
+    :param int max_values: largest number of values of a result in memory.
+    :param kwargs: keyword arguments of the model.
+    :return: variables of shape ``(chain, draw, plate, ...)``, or with ``quantiles``
+        ``(statistic, plate, ...)``, where the coordinate ``statistic`` is ``"mean"``, ``"sd"`` and
+        the levels, such as ``"0.05"``.
+    :raises ValueError: if groups are not known, if there are no such sites, or if the result would
+        be too large.
+    :raises ImportError: if there is a ``store``, and zarr is not installed.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGNHT, predict
+
+        >>> def model(x, y=None):
+        ...     slope = numpyro.sample("slope", dist.Normal(0, 10))
+        ...     with numpyro.plate("rows", len(x), subsample_size=10) as i:
+        ...         law = dist.Normal(slope * x[i], 0.1)
+        ...         numpyro.sample("y", law, obs=None if y is None else y[i])
+
+        >>> x = jnp.linspace(0, 1, 100)
+        >>> mcmc = MCMC(SGNHT(model, step_size=1e-3, friction=10.0), num_warmup=500,
+        ...             num_samples=500, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), x, 2 * x)
+        >>> found = predict(mcmc, jnp.array([0.5, 2.0]), quantiles=[0.05, 0.95])["y"]
+        >>> found.dims, found.sel(statistic="mean").values.round(1).tolist()
+        (('statistic', 'rows'), [1.0, 4.0])
+    """
+    run = arguments_of(mcmc)
+    num_draws, key = whole("num_draws", num_draws), random_key(rng_key)
+    max_values = whole("max_values", max_values, most=MOST_OF_64_BITS)
+    folder = None if store is None else path("store", store)
+    wanted = None if var_names is None else names("var_names", var_names)
+    levels = None if quantiles is None else [share("quantiles", q) for q in np.ravel(quantiles)]
+    if levels is not None and folder is not None:
+        raise ValueError(
+            "`store` is for draws. Leave it out: means and quantiles of the rows stay in memory."
+        )
+    numbers, draws = thinned(kept_draws(mcmc).get_samples(group_by_chain=True), num_draws)
+    marginal = marginal_of(mcmc)
+    model: Any = mcmc.sampler.model if marginal is None else marginal.model
+    args, kwargs = checked_arrays(model, args, kwargs)
+    old = site_shapes(mcmc.sampler.model, draws, *run)
+    new = site_shapes(uncondition(full_data(model)), {}, args, kwargs)
+    chosen = _outputs(new, draws, with_observed(old), wanted)
+    local = {} if marginal is None else {p.name: p.names for p in marginal.plates if p.name in new}
+    sizes = {name: old[name]["args"][0] for name in local}
+    known = _known(known_groups, new, draws, sizes)
+    of_groups = None
+    if marginal is not None and any(np.any(known[name] >= 0) for name in local):
+        check_data(mcmc, "Draw the groups of")
+        of_groups = GroupDraws(marginal.draws, subsampled_plates(old), draws, key, *run)
+    latents = {k: x for k, x in draws.items() if k in new and new[k]["type"] == "sample"}
+    rows = _Rows(model, args, kwargs, new, latents, known, local, of_groups, key)
+    if levels is None:
+        coords = {"chain": np.arange(rows.shape[0]), "draw": numbers}
+    else:
+        coords = {"statistic": np.array(["mean", "sd", *(f"{q:g}" for q in levels)])}
+    shapes = {k: (*map(len, coords.values()), *jnp.shape(new[k]["value"])) for k in chosen}
+    if folder is None:
+        _check_size(shapes, max_values)
+    plates, variables = plate_dims(new), {}
+    with in_memory() if folder is None else on_disk(folder) as create:
+        for name, shape in shapes.items():
+            variable = variable_name(name)
+            dims = [*coords, *plates.get(variable, [])]
+            dims += [f"{variable}_dim_{j}" for j in range(len(shape) - len(dims))]
+            dtype = new[name]["value"].dtype if levels is None else np.float32
+            part = tuple(min(n, _CHUNK) for n in shape)
+            variables[variable] = dims, create(variable, shape, dtype, dims, part)
+        for name, here, values in rows.predictions(chosen):
+            if levels is None:
+                values = values.reshape(*rows.shape, *values.shape[1:])
+            else:
+                values = _summary(values, levels)
+            variables[variable_name(name)][1][(slice(None),) * len(coords) + here] = values
+        if folder is not None:
+            for name, x in coords.items():
+                create(name, x.shape, x.dtype, [name], x.shape)[...] = x
+    return xr.Dataset(variables, coords) if folder is None else xr.open_zarr(folder, chunks=None)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """
+    The new rows, with what the run knows of them.
+
+    - **sites** - the sites of the model on all of them.
+    - **draws** - draws of its latent sites, shape (chains, draws, ...).
+    - **known** - numbers in the run of the members of plates, -1 for new ones.
+    - **local** - sites by plate that the run integrates out.
+    - **of_groups** - draws of these sites for groups of the run, or None if all groups are new.
+    """
+
+    model: Model
+    args: tuple
+    kwargs: dict
+    sites: dict[str, dict]
+    draws: dict[str, Array]
+    known: dict[str, np.ndarray]
+    local: dict[str, tuple[str, ...]]
+    of_groups: GroupDraws | None
+    key: Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of chains and draws."""
+        chains, draws = next(iter(self.draws.values())).shape[:2]
+        return chains, draws
+
+    def predictions(self, names: Sequence[str]) -> Iterator[tuple[str, tuple, np.ndarray]]:
+        """
+        Predict sites part by part.
+
+        :return: the site, the index of the rows of a part in it, and its values at all draws, which
+            are along the first axis.
+        """
+        axes = {name: chunked_axis(self.sites, name) for name in names}
+        for plate in dict.fromkeys(None if at is None else at[0] for at in axes.values()):
+            own = {k: at[1] if at else 0 for k, at in axes.items() if plate == (at and at[0])}
+            size = 1 if plate is None else self.sites[plate]["args"][0]
+            each = sum(math.prod(jnp.shape(self.sites[name]["value"])) for name in own) // size
+            length = min(size, CHUNK if plate in self.local else _CHUNK)
+            length = max(1, min(length, _CHUNK_VALUES // (math.prod(self.shape) * max(1, each))))
+            program = None
+            with waiting_bar(size, f"predictions of {', '.join(own)}") as seen:
+                for first in range(0, size, length):
+                    # copies of the last row give the last part the length of the others
+                    rows = np.minimum(np.arange(first, first + length), size - 1)
+                    given = self._given(plate, rows, random.fold_in(self.key, first))
+                    if program is None:
+                        program = compiled(self._program(plate, own), *given)
+                    count = min(length, size - first)
+                    for name, x in jax.device_get(program(*given)).items():
+                        if plate is None:
+                            yield name, (), x
+                        else:
+                            here = (slice(None),) * own[name] + (slice(first, first + count),)
+                            yield name, here, np.moveaxis(x[:, :count], 1, 1 + own[name])
+                    seen.update(count)
+
+    def _given(self, plate: str | None, rows: np.ndarray, key: Array) -> tuple:
+        """The rows, and the draws, keys and numbers of members for them."""
+        key, of_groups_key = random.split(key)
+        keys = random.split(key, math.prod(self.shape))
+        draws = dict(self.draws)
+        known = {k: x[rows] if k == plate else x for k, x in self.known.items()}
+        if plate in self.local and self.of_groups is not None:
+            parts = replace(self.of_groups, key=of_groups_key)
+            found = parts.in_memory(plate, np.maximum(known[plate], 0))
+            for name in self.local[plate]:
+                axis = group_axis(self.sites[name], plate)
+                draws[name] = jnp.moveaxis(jnp.asarray(found[name]), 2, 2 + axis)
+            known[plate] = np.where(known[plate] >= 0, np.arange(len(rows)), -1)
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws)
+        return jnp.asarray(rows), flat, keys, {k: jnp.asarray(x) for k, x in known.items()}
+
+    def _program(self, plate: str | None, axes: Mapping[str, int]) -> Any:
+        """The function of what is given to the values of sites, with rows in the second axis."""
+        plates = subsampled_plates(self.sites)
+        around = {f.name for name in axes for f in self.sites[name]["cond_indep_stack"]}
+        # rows of other plates make no difference, but a plate cannot be empty
+        others = {p.name: np.zeros(1, int) for p in plates if p.name not in around}
+
+        def values(rows: Array, draws: dict, keys: Array, known: dict) -> dict[str, Array]:
+            of_rows = others if plate is None else others | {plate: rows}
+            model = uncondition(at_rows(self.model, plates, of_rows))
+            known = {k: x[:1] if k in others else x for k, x in known.items()}
+
+            def one(draw_and_key: tuple[dict, Array]) -> dict[str, Array]:
+                draw, key = draw_and_key
+                with _Posterior(draw, known):
+                    found = trace(seed(model, key)).get_trace(*self.args, **self.kwargs)
+                return {k: jnp.moveaxis(found[k]["value"], axes[k], 0) for k in axes}
+
+            return lax.map(one, (draws, keys))
+
+        return values
+
+
+class _Posterior(Messenger):
+    """
+    Handler that gives latent sites their draws, and members of plates without a draw their prior.
+
+    :param draw: values by site.
+    :param known: number in these values of each member of a plate, or -1.
+    """
+
+    def __init__(self, draw: Mapping[str, Array], known: Mapping[str, Array]) -> None:
+        self.draw, self.known = draw, known
+        super().__init__(None)
+
+    def _plates(self, msg: dict[str, Any]) -> list[str] | None:
+        """The plates of a site whose members are chosen; None if the site has no draw."""
+        if msg["type"] != "sample" or msg["is_observed"] or msg["name"] not in self.draw:
+            return None
+        return [frame.name for frame in msg["cond_indep_stack"] if frame.name in self.known]
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if self._plates(msg) == []:
+            msg["value"] = self.draw[msg["name"]]
+
+    def postprocess_message(self, msg: dict[str, Any]) -> None:
+        if not (plates := self._plates(msg)):
+            return
+        value, is_known = self.draw[msg["name"]], jnp.asarray(True)
+        for plate in plates:
+            axis, numbers = group_axis(msg, plate), self.known[plate]
+            value = jnp.take(value, jnp.maximum(numbers, 0), axis=axis)
+            is_known &= jnp.expand_dims(numbers >= 0, [k for k in range(value.ndim) if k != axis])
+        msg["value"] = jnp.where(is_known, value, msg["value"])
+
+
+def _outputs(
+    new: Mapping[str, dict], draws: Mapping[str, Any], old: Mapping[str, dict], wanted: Any
+) -> list[str]:
+    """The sites to predict."""
+    kinds = "sample", "deterministic"
+    possible = [k for k, site in new.items() if site["type"] in kinds and k not in draws]
+    observed = [k for k in possible if k in old and old[k].get("is_observed")]
+    if wanted is None and not observed:
+        raise ValueError(
+            "With these arguments the model has none of the observed sites of the run. Write"
+            " `numpyro.sample('y', ..., obs=None if y is None else y[i])`, so that the site exists"
+            " without observations."
+        )
+    if missing := [name for name in wanted or () if name not in possible]:
+        raise ValueError(
+            f"`var_names` has {missing}, which the model with these arguments does not predict. It"
+            f" predicts {possible}."
+        )
+    return wanted or observed
+
+
+def _known(
+    groups: Any, new: Mapping[str, dict], draws: Mapping[str, Array], sizes: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """
+    The numbers in the run of the members of plates, where they are not all of the run in order.
+
+    :param sizes: the number of groups in the run, by plate with sites that are integrated out.
+    """
+    shapes: dict[str, dict[int, str]] = {}  # by plate and size in the run, a site
+    for name, x in draws.items():
+        site = new.get(name, {"type": None})
+        if site["type"] != "sample":
+            continue
+        shape, now = x.shape[2:], jnp.shape(site["value"])
+        axes = {f.name: group_axis(site, f.name) for f in site["cond_indep_stack"]}
+        apart = [k for k in range(len(now)) if k not in axes.values()]
+        if len(shape) != len(now) or any(shape[k] != now[k] for k in apart):
+            raise ValueError(
+                f"Site '{name}' has shape {now} with these arguments, and had shape {shape} in the"
+                " run. New rows need as many columns as the rows of the run."
+            )
+        for plate, axis in axes.items():
+            shapes.setdefault(plate, {})[shape[axis]] = name
+    known_sizes = {k: max(x) for k, x in shapes.items()} | dict(sizes)
+    if isinstance(groups, str) and groups == "new":
+        groups = {name: np.full(new[name]["args"][0], -1) for name in known_sizes}
+    elif groups is None:
+        groups = {}
+    elif not isinstance(groups, Mapping):
+        if len(known_sizes) != 1:
+            raise ValueError(
+                f"`groups` must name the plate of the groups, since {len(known_sizes)} plates have"
+                f" latent sites: {sorted(known_sizes)}. Write `groups={{'name': numbers}}`."
+            )
+        groups = dict.fromkeys(known_sizes, groups)
+    if unknown := sorted(set(groups) - set(known_sizes)):
+        raise ValueError(
+            f"`groups` names {unknown}, but the plates with latent sites are {sorted(known_sizes)}."
+        )
+    known = {}
+    for plate, size in known_sizes.items():
+        now = new[plate]["args"][0]
+        if plate in groups:
+            known[plate] = _checked_numbers(groups[plate], plate, now, size)
+        elif plate in sizes or now != size:
+            latent = "effects that the run integrates out" if plate in sizes else "latent sites"
+            raise ValueError(
+                f"Plate '{plate}' has {latent}, {size:,} members in the run and {now:,} with these"
+                f" arguments. Say which they are, `groups={{'{plate}': numbers}}`, with the number"
+                ' in the run of each, or -1 for a new one; or `groups="new"`.'
+            )
+        else:
+            known[plate] = np.arange(size)
+    return known
+
+
+def _checked_numbers(numbers: Any, plate: str, now: int, size: int) -> np.ndarray:
+    x = array(f"known_groups['{plate}']", numbers)
+    if x.ndim == 0 and x == -1:
+        x = np.full(now, -1)
+    if x.dtype.kind not in "iu" or x.shape != (now,):
+        raise ValueError(
+            f"The groups of plate '{plate}' must be a vector of {now:,} numbers from 0 to"
+            f" {size - 1:,}, or -1 for a new group; got dtype {x.dtype} and shape {x.shape}."
+        )
+    if (outside := x[(x < -1) | (x >= size)]).size:
+        raise ValueError(
+            f"{outside.size:,} of the {now:,} groups of plate '{plate}' are out of range, the first"
+            f" is {outside[0]}. The run has the groups 0 to {size - 1:,}. A new group is -1."
+        )
+    return x.astype(int)
+
+
+def _summary(values: np.ndarray, levels: Sequence[float]) -> np.ndarray:
+    """Mean, standard deviation and quantiles over the first axis."""
+    exact: Any = values.astype(np.float64 if values.dtype == np.float64 else np.float32)
+    moments = exact.mean(0, dtype=np.float64), exact.std(0, dtype=np.float64)
+    return np.stack([*moments, *np.quantile(exact, levels, axis=0)])
+
+
+def _check_size(shapes: Mapping[str, tuple[int, ...]], max_values: int) -> None:
+    """Raise ``ValueError`` if the result does not fit into memory."""
+    if (values := sum(map(math.prod, shapes.values()))) > max_values:
+        raise ValueError(
+            f"`predict` would have {values:,} values, more than max_values={max_values:,}. Keep"
+            " means and quantiles, `quantiles=[0.05, 0.5, 0.95]`; write the draws to disk,"
+            ' `store="predictions.zarr"`; or ask for fewer, `num_draws=50`. With enough memory (4'
+            " bytes for each value) raise `max_values`."
+        )
