@@ -29,8 +29,10 @@ from numpyro_sgmcmc.data.converters import (
     truth,
     whole,
 )
+from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.group_handlers import group_axis
+from numpyro_sgmcmc.posterior.handlers import log_density
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.numpyro_private import arguments, view_of
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
@@ -48,6 +50,7 @@ from numpyro_sgmcmc.results.row_subset import (
     full_sites,
     keep_rows,
     log_likelihood_of,
+    sites_of,
     subsampled_plates,
 )
 from numpyro_sgmcmc.results.run_data import are_edited, check_data
@@ -69,7 +72,8 @@ MAX_VALUES = 500_000_000
 def to_arviz(
     mcmc: MCMC,
     *,
-    log_likelihood: bool = False,
+    log_likelihood: bool | str = False,
+    log_prior: bool = False,
     posterior_predictive: bool = False,
     constant_data: bool = True,
     rows: Selection | Mapping[str, Selection] | None = None,
@@ -86,7 +90,7 @@ def to_arviz(
     Its groups are ``posterior``, ``sample_stats`` (the collected fields of the state), ``stein``
     (the variance ratio of each parameter and its standard error, see
     :mod:`numpyro_sgmcmc.stein`), ``observed_data``, ``constant_data`` (the array arguments of the
-    model), and on request ``log_likelihood`` and ``posterior_predictive``.
+    model), and on request ``log_likelihood``, ``log_prior`` and ``posterior_predictive``.
 
     Variables have the shape ``(chain, draw, *site)``. Dimensions have the names of the plates and
     of ``infer={"event_dims": [...]}``, and ``dims`` adds names. The result has no minibatches.
@@ -102,7 +106,12 @@ def to_arviz(
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel.
     :param bool log_likelihood: whether to compute :math:`\\log p(y_i \\mid \\theta)` of every
-        row for every draw, one draw at a time: an array of (chains, draws, :math:`N`).
+        row for every draw, one draw at a time: an array of (chains, draws, :math:`N`). With
+        ``"total"`` it is the sum over all rows, weighted as in the posterior, an array of (chains,
+        draws): for the power scaling of ArviZ, and not for ``arviz.loo``.
+    :param bool log_prior: whether to compute :math:`\\log p(\\theta)` for every draw, the sum of
+        each latent site, for ``arviz.psens`` of ArviZ 0.x and ``arviz.psense_summary`` of ArviZ
+        1.x. Effects that a run integrates out belong to the likelihood.
     :param bool posterior_predictive: whether to draw new observations of every row for every draw,
         one draw at a time. The arrays have the size of ``log_likelihood``. For groups with latent
         variables these variables are drawn first.
@@ -152,7 +161,9 @@ def to_arviz(
     import arviz
 
     args, kwargs = arguments_of(mcmc)
-    log_likelihood = truth("log_likelihood", log_likelihood)
+    is_total = isinstance(log_likelihood, str) and log_likelihood == "total"
+    log_likelihood = is_total or truth("log_likelihood", log_likelihood)
+    log_prior = truth("log_prior", log_prior)
     posterior_predictive = truth("posterior_predictive", posterior_predictive)
     constant_data = truth("constant_data", constant_data)
     key, max_values = random_key(rng_key), whole("max_values", max_values, most=MOST_OF_64_BITS)
@@ -164,6 +175,11 @@ def to_arviz(
     _warn_of_draws(mcmc, stein)
     if log_likelihood or posterior_predictive:
         check_data(mcmc, "Evaluate")
+    if is_total and (rows is not None or on_disk((args, kwargs))):
+        raise ValueError(
+            '`log_likelihood="total"` is a sum over all rows. Leave `rows` out, and give the run'
+            " arrays in memory."
+        )
     run = _on_rows(kept_draws(mcmc), args, kwargs, rows, key)
     coords = dict(run.chosen) | {
         name: np.asarray(labels)[run.chosen[name]] if name in run.chosen else labels
@@ -183,8 +199,11 @@ def to_arviz(
     view = view_of(run.mcmc, _Observations(_variables(known)), _variables(run.draws), (), {})
     data = arviz.from_numpyro(view, coords=coords, dims=all_dims, log_likelihood=False, **groups)
     if log_likelihood:
-        terms = _variables(_log_likelihood(run, max_values))
-        _add_group(arviz, data, "log_likelihood", terms, coords, all_dims)
+        terms = _log_densities(run, True) if is_total else _log_likelihood(run, max_values)
+        dims_of = None if is_total else all_dims
+        _add_group(arviz, data, "log_likelihood", _variables(terms), coords, dims_of)
+    if log_prior:
+        _add_group(arviz, data, "log_prior", _variables(_log_densities(run, False)), coords, None)
     if stein is not None:
         _add_dataset(data, "stein", stein_group(stein, latent_shapes(mcmc)))
     data.attrs.update(attributes(run.mcmc, stein, sampling_time))
@@ -286,6 +305,17 @@ def _log_likelihood(run: _Run, max_values: int) -> dict[str, np.ndarray]:
     shapes = jax.eval_shape(terms_of, jax.tree.map(lambda x: x[0, 0], run.draws)).values()
     check_size("log_likelihood", run.mcmc, sum(x.size for x in shapes), max_values)
     return _of_draws(terms_of, run.draws, "log likelihood")
+
+
+def _log_densities(run: _Run, observed: bool) -> dict[str, np.ndarray]:
+    """The log densities of observed or of latent sites at every draw, summed over each site."""
+
+    def sums_of(draw: dict) -> dict[str, Array]:
+        sites = sites_of(run.model, draw, run.args, run.kwargs)
+        chosen = {k: s for k, s in sites.items() if s["type"] == "sample"}
+        return {k: log_density(s).sum() for k, s in chosen.items() if s["is_observed"] == observed}
+
+    return _of_draws(sums_of, run.draws, "log likelihood" if observed else "log prior")
 
 
 class _Observations:
@@ -449,10 +479,10 @@ def _add_group(
     name: str,
     values: dict[str, np.ndarray],
     coords: Mapping[str, Any] | None,
-    dims: dict[str, list[str]],
+    dims: dict[str, list[str]] | None,
 ) -> None:
     if int(arviz.__version__.split(".")[0]) < 1:
-        data.extend(arviz.from_dict(**{name: values}, coords=coords, dims=dims))
+        data.add_groups({name: arviz.dict_to_dataset(values, coords=coords, dims=dims)})
     else:
         data.update(arviz.from_dict({name: values}, coords=coords, dims=dims))
 

@@ -43,7 +43,7 @@ def full_sites(model: Callable, draws: dict, args: tuple, kwargs: dict) -> dict[
     ]
 
     def values(first: dict) -> dict[str, Array]:
-        sites = with_observed(_sites(model, first, args, kwargs))
+        sites = with_observed(sites_of(model, first, args, kwargs))
         return {name: jnp.asarray(sites[name]["value"]) for name in observed}
 
     first = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), draws)
@@ -69,7 +69,7 @@ def site_shapes(
 
     def read(draws: dict) -> None:
         draw = {name: x[(0,) * axes] for name, x in draws.items()}
-        sites.update((sites_at or _sites)(model, draw, args, kwargs))
+        sites.update((sites_at or sites_of)(model, draw, args, kwargs))
 
     args, kwargs = replaced((args, kwargs), [ShapeOf(x) for x in on_disk((args, kwargs))])
     jax.eval_shape(read, dict(draws))
@@ -93,7 +93,7 @@ def chosen_site(observed: list[str], var_name: str | None) -> str:
     return var_name
 
 
-def _sites(model: Callable, draw: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
+def sites_of(model: Callable, draw: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
     """The sites of the model at a draw."""
     return trace(substitute(seed(model, random.key(0)), data=draw)).get_trace(*args, **kwargs)
 
