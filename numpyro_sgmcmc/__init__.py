@@ -19,6 +19,7 @@ from numpyro_sgmcmc.diagnostics import growth as growth
 from numpyro_sgmcmc.diagnostics import kernel_stein_discrepancy as kernel_stein_discrepancy
 from numpyro_sgmcmc.diagnostics import kinetic_temperature as kinetic_temperature
 from numpyro_sgmcmc.diagnostics import moments as moments
+from numpyro_sgmcmc.diagnostics import predictive_checks as predictive_checks
 from numpyro_sgmcmc.diagnostics import predictive_scores as predictive_scores
 from numpyro_sgmcmc.diagnostics import stein_matrix as stein_matrix
 from numpyro_sgmcmc.diagnostics import summary as summary

@@ -18,6 +18,7 @@ from numpyro_sgmcmc.diagnostics.discrepancy import (
 )
 from numpyro_sgmcmc.diagnostics.growth import Growth as Growth
 from numpyro_sgmcmc.diagnostics.growth import growth as growth
+from numpyro_sgmcmc.diagnostics.predictive_checks import predictive_checks as predictive_checks
 from numpyro_sgmcmc.diagnostics.predictive_scores import PredictiveScores as PredictiveScores
 from numpyro_sgmcmc.diagnostics.predictive_scores import predictive_scores as predictive_scores
 from numpyro_sgmcmc.diagnostics.stein_matrix import stein_matrix as stein_matrix

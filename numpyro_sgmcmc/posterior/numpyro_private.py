@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax import Array
 import jax.numpy as jnp
+from numpyro.distributions import ExpandedDistribution, Independent, MaskedDistribution
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.data.growing import row_count_of, trimmed
@@ -64,6 +65,19 @@ def half_life_of(mcmc: MCMC) -> float | None:
 def has_traced_arguments(mcmc: MCMC) -> bool:
     """Return whether an ``MCMC`` object was made with ``jit_model_args=True``."""
     return mcmc._jit_model_args
+
+
+def is_seen(site: dict[str, Any]) -> Array:
+    """Return which values of an observed site are not masked, in the shape of the site."""
+    fn, shape = site["fn"], site["fn"].shape()
+    seen = jnp.ones(shape, bool)
+    while isinstance(fn, ExpandedDistribution | Independent | MaskedDistribution):
+        if isinstance(fn, MaskedDistribution):
+            mask = jnp.broadcast_to(fn._mask, fn.batch_shape)
+            mask = mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim))
+            seen &= jnp.broadcast_to(mask, shape)
+        fn = fn.base_dist
+    return seen
 
 
 def view_of(

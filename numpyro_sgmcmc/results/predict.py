@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax, random
@@ -30,6 +30,7 @@ from numpyro_sgmcmc.data.converters import (
 from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
 from numpyro_sgmcmc.posterior.group_handlers import group_axis, with_observed
 from numpyro_sgmcmc.posterior.handlers import Model, full_data
+from numpyro_sgmcmc.posterior.numpyro_private import is_seen
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
@@ -127,7 +128,6 @@ def predict(
         >>> found.dims, found.sel(statistic="mean").values.round(1).tolist()
         (('statistic', 'rows'), [1.0, 4.0])
     """
-    run = arguments_of(mcmc)
     num_draws, key = whole("num_draws", num_draws), random_key(rng_key)
     max_values = whole("max_values", max_values, most=MOST_OF_64_BITS)
     folder = None if store is None else path("store", store)
@@ -137,54 +137,61 @@ def predict(
         raise ValueError(
             "`store` is for draws. Leave it out: means and quantiles of the rows stay in memory."
         )
-    numbers, draws = thinned(kept_draws(mcmc).get_samples(group_by_chain=True), num_draws)
-    marginal = marginal_of(mcmc)
-    model: Any = mcmc.sampler.model if marginal is None else marginal.model
-    args, kwargs = checked_arrays(model, args, kwargs)
-    old = site_shapes(mcmc.sampler.model, draws, *run)
-    new = site_shapes(uncondition(full_data(model)), {}, args, kwargs)
-    chosen = _outputs(new, draws, with_observed(old), wanted)
-    local = {} if marginal is None else {p.name: p.names for p in marginal.plates if p.name in new}
-    sizes = {name: old[name]["args"][0] for name in local}
-    known = _known(known_groups, new, draws, sizes)
-    of_groups = None
-    if marginal is not None and any(np.any(known[name] >= 0) for name in local):
-        check_data(mcmc, "Draw the groups of")
-        of_groups = GroupDraws(marginal.draws, subsampled_plates(old), draws, key, *run)
-    latents = {k: x for k, x in draws.items() if k in new and new[k]["type"] == "sample"}
-    rows = _Rows(model, args, kwargs, new, latents, known, local, of_groups, key)
+    rows, chosen, numbers = new_rows(mcmc, (args, kwargs), num_draws, key, known_groups, wanted)
     if levels is None:
         coords = {"chain": np.arange(rows.shape[0]), "draw": numbers}
     else:
         coords = {"statistic": np.array(["mean", "sd", *(f"{q:g}" for q in levels)])}
-    shapes = {k: (*map(len, coords.values()), *jnp.shape(new[k]["value"])) for k in chosen}
+    shapes = {k: (*map(len, coords.values()), *jnp.shape(rows.sites[k]["value"])) for k in chosen}
     if folder is None:
         _check_size(shapes, max_values)
-    plates, variables = plate_dims(new), {}
+    plates, variables = plate_dims(rows.sites), {}
     with in_memory() if folder is None else on_disk(folder) as create:
         for name, shape in shapes.items():
             variable = variable_name(name)
             dims = [*coords, *plates.get(variable, [])]
             dims += [f"{variable}_dim_{j}" for j in range(len(shape) - len(dims))]
-            dtype = new[name]["value"].dtype if levels is None else np.float32
-            part = tuple(min(n, _CHUNK) for n in shape)
-            variables[variable] = dims, create(variable, shape, dtype, dims, part)
-        for name, here, values in rows.predictions(chosen):
+            dtype = rows.sites[name]["value"].dtype if levels is None else np.float32
+            chunks = tuple(min(n, _CHUNK) for n in shape)
+            variables[variable] = dims, create(variable, shape, dtype, dims, chunks)
+        for part in rows.predictions(chosen):
             if levels is None:
-                values = values.reshape(*rows.shape, *values.shape[1:])
+                values = part.values.reshape(*rows.shape, *part.values.shape[1:])
             else:
-                values = _summary(values, levels)
-            variables[variable_name(name)][1][(slice(None),) * len(coords) + here] = values
+                values = _summary(part.values, levels)
+            variable, head = variables[variable_name(part.name)][1], len(coords)
+            if part.axis is None:
+                variable[...] = values.squeeze(head)
+            else:
+                here = (slice(None),) * (head + part.axis) + (part.rows,)
+                variable[here] = np.moveaxis(values, head, head + part.axis)
         if folder is not None:
             for name, x in coords.items():
                 create(name, x.shape, x.dtype, [name], x.shape)[...] = x
     return xr.Dataset(variables, coords) if folder is None else xr.open_zarr(folder, chunks=None)
 
 
-@dataclass(frozen=True)
-class _Rows:
+class Part(NamedTuple):
     """
-    The new rows, with what the run knows of them.
+    Predictions of a site for some of its rows.
+
+    - **axis** - the axis of the rows in the site, or None if it has none and counts as one row.
+    - **rows** - numbers of the rows.
+    - **values** - shape (draws, rows, ...).
+    - **observed** - the observation of each row, and whether it is not masked, or None.
+    """
+
+    name: str
+    axis: int | None
+    rows: slice
+    values: np.ndarray
+    observed: Any
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """
+    Rows to predict, with what the run knows of them.
 
     - **sites** - the sites of the model on all of them.
     - **draws** - draws of its latent sites, shape (chains, draws, ...).
@@ -209,16 +216,15 @@ class _Rows:
         chains, draws = next(iter(self.draws.values())).shape[:2]
         return chains, draws
 
-    def predictions(self, names: Sequence[str]) -> Iterator[tuple[str, tuple, np.ndarray]]:
+    def predictions(self, names: Sequence[str], observed: bool = False) -> Iterator[Part]:
         """
         Predict sites part by part.
 
-        :return: the site, the index of the rows of a part in it, and its values at all draws, which
-            are along the first axis.
+        :param observed: whether to return the observations of the rows too.
         """
         axes = {name: chunked_axis(self.sites, name) for name in names}
         for plate in dict.fromkeys(None if at is None else at[0] for at in axes.values()):
-            own = {k: at[1] if at else 0 for k, at in axes.items() if plate == (at and at[0])}
+            own = {k: at and at[1] for k, at in axes.items() if plate == (at and at[0])}
             size = 1 if plate is None else self.sites[plate]["args"][0]
             each = sum(math.prod(jnp.shape(self.sites[name]["value"])) for name in own) // size
             length = min(size, CHUNK if plate in self.local else _CHUNK)
@@ -230,14 +236,13 @@ class _Rows:
                     rows = np.minimum(np.arange(first, first + length), size - 1)
                     given = self._given(plate, rows, random.fold_in(self.key, first))
                     if program is None:
-                        program = compiled(self._program(plate, own), *given)
+                        program = compiled(self._program(plate, own, observed), *given)
                     count = min(length, size - first)
-                    for name, x in jax.device_get(program(*given)).items():
-                        if plate is None:
-                            yield name, (), x
-                        else:
-                            here = (slice(None),) * own[name] + (slice(first, first + count),)
-                            yield name, here, np.moveaxis(x[:, :count], 1, 1 + own[name])
+                    predicted, found = jax.device_get(program(*given))
+                    for name, axis in own.items():
+                        here = found and tuple(x[:count] for x in found[name])
+                        some = slice(first, first + count)
+                        yield Part(name, axis, some, predicted[name][:, :count], here)
                     seen.update(count)
 
     def _given(self, plate: str | None, rows: np.ndarray, key: Array) -> tuple:
@@ -256,27 +261,73 @@ class _Rows:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws)
         return jnp.asarray(rows), flat, keys, {k: jnp.asarray(x) for k, x in known.items()}
 
-    def _program(self, plate: str | None, axes: Mapping[str, int]) -> Any:
-        """The function of what is given to the values of sites, with rows in the second axis."""
+    def _program(self, plate: str | None, axes: Mapping[str, int | None], observed: bool) -> Any:
+        """The function of what is given to predictions and observations, with rows first."""
         plates = subsampled_plates(self.sites)
         around = {f.name for name in axes for f in self.sites[name]["cond_indep_stack"]}
         # rows of other plates make no difference, but a plate cannot be empty
         others = {p.name: np.zeros(1, int) for p in plates if p.name not in around}
 
-        def values(rows: Array, draws: dict, keys: Array, known: dict) -> dict[str, Array]:
+        def rows_first(name: str, x: Array) -> Array:
+            axis = axes[name]
+            return x[None] if axis is None else jnp.moveaxis(x, axis, 0)
+
+        def values(rows: Array, draws: dict, keys: Array, known: dict) -> tuple[dict, Any]:
             of_rows = others if plate is None else others | {plate: rows}
             model = uncondition(at_rows(self.model, plates, of_rows))
             known = {k: x[:1] if k in others else x for k, x in known.items()}
 
-            def one(draw_and_key: tuple[dict, Array]) -> dict[str, Array]:
+            def sites(draw_and_key: tuple[dict, Array]) -> dict[str, dict]:
                 draw, key = draw_and_key
                 with _Posterior(draw, known):
-                    found = trace(seed(model, key)).get_trace(*self.args, **self.kwargs)
-                return {k: jnp.moveaxis(found[k]["value"], axes[k], 0) for k in axes}
+                    return trace(seed(model, key)).get_trace(*self.args, **self.kwargs)
 
-            return lax.map(one, (draws, keys))
+            def predicted(draw_and_key: tuple[dict, Array]) -> dict[str, Array]:
+                found = sites(draw_and_key)
+                return {k: rows_first(k, found[k]["value"]) for k in axes}
+
+            seen = None
+            if observed:
+                found = sites(jax.tree.map(lambda x: x[0], (draws, keys)))
+                seen = {
+                    k: (rows_first(k, found[k]["infer"]["obs"]), rows_first(k, is_seen(found[k])))
+                    for k in axes
+                }
+            return lax.map(predicted, (draws, keys)), seen
 
         return values
+
+
+def new_rows(
+    mcmc: MCMC,
+    given: tuple[tuple, dict] | None,
+    num_draws: int,
+    key: Array,
+    known_groups: Any = None,
+    wanted: list[str] | None = None,
+) -> tuple[NewRows, list[str], np.ndarray]:
+    """
+    The rows of some arguments, the sites to predict, and the numbers of the kept draws.
+
+    :param given: arguments of the model; None for those of the run, all of whose groups are known.
+    """
+    run = arguments_of(mcmc)
+    numbers, draws = thinned(kept_draws(mcmc).get_samples(group_by_chain=True), num_draws)
+    marginal = marginal_of(mcmc)
+    model: Any = mcmc.sampler.model if marginal is None else marginal.model
+    args, kwargs = run if given is None else checked_arrays(model, *given)
+    old = site_shapes(mcmc.sampler.model, draws, *run)
+    new = site_shapes(uncondition(full_data(model)), {}, args, kwargs)
+    chosen = _outputs(new, draws, with_observed(old), wanted)
+    local = {} if marginal is None else {p.name: p.names for p in marginal.plates if p.name in new}
+    sizes = {name: old[name]["args"][0] for name in local}
+    known = _known(known_groups, new, draws, sizes, given is None)
+    of_groups = None
+    if marginal is not None and any(np.any(known[name] >= 0) for name in local):
+        check_data(mcmc, "Draw the groups of")
+        of_groups = GroupDraws(marginal.draws, subsampled_plates(old), draws, key, *run)
+    latents = {k: x for k, x in draws.items() if k in new and new[k]["type"] == "sample"}
+    return NewRows(model, args, kwargs, new, latents, known, local, of_groups, key), chosen, numbers
 
 
 class _Posterior(Messenger):
@@ -334,12 +385,17 @@ def _outputs(
 
 
 def _known(
-    groups: Any, new: Mapping[str, dict], draws: Mapping[str, Array], sizes: Mapping[str, int]
+    groups: Any,
+    new: Mapping[str, dict],
+    draws: Mapping[str, Array],
+    sizes: Mapping[str, int],
+    are_same: bool,
 ) -> dict[str, np.ndarray]:
     """
     The numbers in the run of the members of plates, where they are not all of the run in order.
 
     :param sizes: the number of groups in the run, by plate with sites that are integrated out.
+    :param are_same: whether the rows are those of the run.
     """
     shapes: dict[str, dict[int, str]] = {}  # by plate and size in the run, a site
     for name, x in draws.items():
@@ -377,12 +433,12 @@ def _known(
         now = new[plate]["args"][0]
         if plate in groups:
             known[plate] = _checked_numbers(groups[plate], plate, now, size)
-        elif plate in sizes or now != size:
+        elif (plate in sizes and not are_same) or now != size:
             latent = "effects that the run integrates out" if plate in sizes else "latent sites"
             raise ValueError(
                 f"Plate '{plate}' has {latent}, {size:,} members in the run and {now:,} with these"
-                f" arguments. Say which they are, `groups={{'{plate}': numbers}}`, with the number"
-                ' in the run of each, or -1 for a new one; or `groups="new"`.'
+                f" arguments. Say which they are, `known_groups={{'{plate}': numbers}}`, with the"
+                " number in the run of each, or -1 for a new one."
             )
         else:
             known[plate] = np.arange(size)

@@ -13,6 +13,7 @@ import re
 from jax import random
 import jax.numpy as jnp
 import numpy as np
+from numpyro import distributions as dist
 from numpyro.infer import MCMC, NUTS
 import pytest
 from runs import run_mcmc
@@ -54,6 +55,23 @@ def test_view_of_a_run(mcmc):
     assert view.sampler.model is max and numpyro_private.arguments(view) == ((1,), {"two": 2})
     assert view.get_samples()["nu"].shape == (6,) and "diverging" in view.get_extra_fields()
     assert set(mcmc.get_samples()) == {"mu"} and mcmc.sampler.model is not max
+
+
+@pytest.mark.parametrize(
+    "fn, expected",
+    [
+        (dist.Normal(0, 1), True),
+        (dist.Normal(0, 1).mask(False), False),
+        (dist.Normal(jnp.zeros(2), 1).mask(jnp.array([True, False])), [True, False]),
+        (dist.Normal(0, 1).expand([3, 2]).mask(jnp.array([True, False])), [[True, False]] * 3),
+        (dist.Normal(0, 1).mask(jnp.array([[True], [False]])).expand([2, 2]).to_event(1),
+         [[True] * 2, [False] * 2]),
+        (dist.Normal(0, 1).expand([2, 3]).to_event(1).mask(jnp.array([True, False])),
+         [[True] * 3, [False] * 3]),
+    ],
+)  # fmt: skip
+def test_masked_values(fn, expected):
+    assert numpyro_private.is_seen({"fn": fn}).tolist() == expected
 
 
 def test_a_kernel_is_initialised_once(mcmc, monkeypatch):

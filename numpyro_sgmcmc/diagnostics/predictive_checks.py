@@ -1,0 +1,178 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Posterior predictive checks of all rows, by statistics of replicated data."""
+
+import math
+from typing import Any
+
+from jax import Array
+import numpy as np
+from numpyro import distributions as dist
+from numpyro.infer import MCMC
+import pandas as pd
+
+from numpyro_sgmcmc.data.converters import array, instance, random_key, whole
+from numpyro_sgmcmc.diagnostics._predictive_mixture import of_classes
+from numpyro_sgmcmc.posterior.handlers import without_wrappers
+from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.predict import new_rows
+from numpyro_sgmcmc.results.row_subset import chosen_site, chunked_axis
+from numpyro_sgmcmc.results.run_data import check_data
+
+_BINARY = dist.BernoulliLogits, dist.BernoulliProbs
+
+
+def predictive_checks(
+    mcmc: MCMC,
+    by: Any = None,
+    *,
+    var_name: str | None = None,
+    num_draws: int = 50,
+    rng_key: Array | None = None,
+) -> pd.DataFrame:
+    """
+    Compare statistics of the observations with those of replicated data.
+
+    For each kept draw :math:`\\theta^{(s)}` all rows are drawn anew. A statistic :math:`T` of them
+    is compared with that of the observations by its posterior predictive p-value [1],
+
+    .. math:: P(T(\\tilde y) > T(y)) + \\tfrac12 P(T(\\tilde y) = T(y)),
+        \\qquad \\tilde y^{(s)} \\sim p(\\tilde y \\mid z^{(s)}, \\theta^{(s)}) .
+
+    Values near 0 and 1 show what the model does not reproduce. A right model gives values nearer to
+    one half than uniform ones, because the posterior has seen the rows: a fitted mean is at one
+    half. All rows are passed once, some thousand at a time. Masked rows do not count.
+
+    :param mcmc: an ``MCMC`` object after its run, of any kernel.
+    :param by: the group of each row, numbers or names, for the statistics of each group.
+    :param str var_name: the observed site, if the model has several.
+    :param int num_draws: number of draws of each chain, evenly spaced; at most the number of draws
+        of the run.
+    :param rng_key: a random key.
+    :return: a table with a row for each statistic, or for each statistic and group. The columns are
+        the value of the observations; the mean, the 5 % and the 95 % quantile over replications;
+        and the p-value. The statistics are the mean, standard deviation, minimum and maximum; for
+        counts also the share of zeros and the dispersion, which is the variance over the mean; for
+        binary observations the mean alone.
+    :raises ValueError: if the site has classes, or if ``by`` has not one group for each row.
+
+    **References:**
+
+    1. *Posterior Predictive Assessment of Model Fitness via Realized Discrepancies*,
+       Andrew Gelman, Xiao-Li Meng and Hal Stern (1996).
+
+    **Example:** counts with more zeros than a Poisson law has.
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+        >>> from numpyro.infer import MCMC
+        >>> from numpyro_sgmcmc import SGNHT, predictive_checks
+
+        >>> def model(y):
+        ...     rate = numpyro.sample("rate", dist.Gamma(1, 1))
+        ...     with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        ...         numpyro.sample("y", dist.Poisson(rate), obs=y[i])
+
+        >>> y = jnp.array([0, 0, 0, 4] * 250)
+        >>> mcmc = MCMC(SGNHT(model, step_size=1e-3, friction=10.0), num_warmup=500,
+        ...             num_samples=100, progress_bar=False)
+        >>> mcmc.run(jax.random.key(0), y)
+        >>> table = predictive_checks(mcmc)
+        >>> bool(table["p_value"]["zeros"] < 0.01), bool(table["p_value"]["dispersion"] < 0.01)
+        (True, True)
+    """
+    instance("var_name", var_name, str | None, "the name of a site")
+    num_draws, key = whole("num_draws", num_draws), random_key(rng_key)
+    arguments_of(mcmc)
+    check_data(mcmc, "Replicate")
+    rows, observed, _ = new_rows(mcmc, None, num_draws, key)
+    name = chosen_site(observed, var_name)
+    fn = rows.sites[name]["fn"]
+    if of_classes(fn) and not isinstance(without_wrappers(fn), _BINARY):
+        raise ValueError(
+            f"Site '{name}' has classes, which have no mean. `predictive_scores(mcmc, ...)` says"
+            " whether their probabilities are calibrated."
+        )
+    chunked = chunked_axis(rows.sites, name)
+    size = 1 if chunked is None else rows.sites[chunked[0]]["args"][0]
+    groups, codes = None, np.zeros(size, int)
+    if by is not None:
+        groups, codes = np.unique(array("by", by), return_inverse=True)
+        if codes.shape != (size,):
+            raise ValueError(
+                f"`by` must have the group of each of the {size:,} rows of site '{name}'; got shape"
+                f" {codes.shape}."
+            )
+    sums = _Sums(math.prod(rows.shape) + 1, 1 if groups is None else len(groups))
+    for part in rows.predictions([name], observed=True):
+        y, is_seen = part.observed
+        own = codes[part.rows].reshape(-1, *(1,) * (y.ndim - 1))
+        own = np.broadcast_to(own, y.shape)[is_seen]
+        sums.add(np.concatenate([y[None], part.values])[:, is_seen], own)
+    return _table(sums.statistics(without_wrappers(fn)), groups)
+
+
+class _Sums:
+    """
+    Sums over rows of the observations, first, and of each replication, by group.
+
+    :param size: the number of replications and one.
+    """
+
+    def __init__(self, size: int, groups: int) -> None:
+        self.origin: float | None = None
+        self.count, self.first, self.second, self.zeros = np.zeros((4, size, groups))
+        self.least, self.largest = np.multiply.outer([np.inf, -np.inf], np.ones((size, groups)))
+
+    def add(self, values: np.ndarray, own: np.ndarray) -> None:
+        """Add values, shape (size, number), of these groups."""
+        if not own.size:
+            return
+        order = np.argsort(own, kind="stable")
+        here, starts = np.unique(own[order], return_index=True)
+        values = values[:, order].astype(np.float64)
+        if self.origin is None:
+            self.origin = float(values[0].mean())
+        # far from the origin squares would lose their digits
+        moved = values - self.origin
+
+        def total(x: np.ndarray) -> np.ndarray:
+            return np.add.reduceat(x, starts, axis=1)
+
+        self.count[:, here] += np.diff([*starts, own.size])
+        self.first[:, here] += total(moved)
+        self.second[:, here] += total(moved**2)
+        self.zeros[:, here] += total(values == 0)
+        for kept, extreme in ((self.least, np.minimum), (self.largest, np.maximum)):
+            kept[:, here] = extreme(kept[:, here], extreme.reduceat(values, starts, axis=1))
+
+    def statistics(self, law: Any) -> dict[str, np.ndarray]:
+        """The statistics of the observations, first, and of each replication, by group."""
+        with np.errstate(divide="ignore", invalid="ignore"):  # a group may have no rows
+            shift = self.first / self.count
+            mean = (self.origin or 0.0) + shift
+            if isinstance(law, _BINARY):
+                return {"mean": mean}
+            variance = np.maximum(self.second / self.count - shift**2, 0.0)
+            found = {"mean": mean, "sd": variance**0.5}
+            found |= {"minimum": self.least, "maximum": self.largest}
+            if law.support.is_discrete:
+                found |= {"zeros": self.zeros / self.count, "dispersion": variance / mean}
+        return found
+
+
+def _table(statistics: dict[str, np.ndarray], groups: np.ndarray | None) -> pd.DataFrame:
+    columns = []
+    for x in statistics.values():
+        y, replicated = x[0], x[1:]
+        tail = np.mean(replicated > y, axis=0) + np.mean(replicated == y, axis=0) / 2
+        low, high = np.quantile(replicated, [0.05, 0.95], axis=0)
+        columns.append([y, replicated.mean(0), low, high, tail])
+    if groups is None:
+        index = pd.Index(list(statistics), name="statistic")
+    else:
+        index = pd.MultiIndex.from_product([list(statistics), groups], names=["statistic", "group"])
+    names = ["observed", "replicated", "5%", "95%", "p_value"]
+    return pd.DataFrame(np.concatenate(columns, axis=1).T, index, names)
