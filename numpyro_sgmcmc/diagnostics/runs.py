@@ -154,17 +154,18 @@ def values_of(functions: Functions, posterior: xr.Dataset) -> tuple[np.ndarray, 
     return flat_draws(dataset)
 
 
-def labels_of(name: str, x: xr.DataArray) -> list[str]:
-    """The labels of the entries of a variable, as in ``arviz.summary``."""
+def labels_of(name: str, x: xr.DataArray, entries: np.ndarray | None = None) -> list[str]:
+    """The labels of all entries of a variable, or of some, as in ``arviz.summary``."""
     dims = [dim for dim in x.dims if dim not in ("chain", "draw")]
     if not dims:
         return [name]
     # a dimension without coordinates has numbers as labels
     known = [list(x.coords[d].values) if d in x.coords else list(range(x.sizes[d])) for d in dims]
     shape = [len(values) for values in known]
+    numbers = np.arange(math.prod(shape)) if entries is None else entries
     return [
         f"{name}[{', '.join(str(values[k]) for values, k in zip(known, index, strict=True))}]"
-        for index in np.ndindex(*shape)
+        for index in zip(*np.unravel_index(numbers, shape), strict=True)
     ]
 
 

@@ -3,9 +3,12 @@
 
 """The summary of a run: its draws, its bias and its cost."""
 
+from collections.abc import Mapping
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpyro.diagnostics import split_gelman_rubin
 import pandas as pd
 import xarray as xr
 
@@ -31,6 +34,10 @@ _LARGEST_RHAT, _FEWEST_EFFECTIVE = 1.01, 100
 _KEPT = 0.2
 
 
+#: Number of entries of a variable from which on the table has only some of them, a third of these,
+#: and number of entries whose correlations are computed at once.
+_MANY_ENTRIES, _THIRD, _AT_ONCE = 1_000, 100, 20_000
+
 #: First words of verdicts, each a heading of ``docs/verdicts.md``.
 _HEADINGS = ("Do not trust this run", "Doubtful", "Slower than promised", "Too short", "Not known")
 
@@ -40,7 +47,8 @@ class Summary(NamedTuple):
     """
     The summary of a run; printing shows all of it.
 
-    - **table** - a row for each entry of each variable: the columns of ``arviz.summary``, and
+    - **table** - a row for each entry of each variable, or for the slowest and an even sample of
+      those of a variable with more than 1,000 entries: the columns of ``arviz.summary``, and
       ``variance_error``, the relative error of the variance by the Stein matrix, with
       ``mcse_variance_error``, its standard error.
     - **facts** - settings and costs of the run, by name.
@@ -130,8 +138,19 @@ def summary(
     instance("debiased", debiased, Debiased | None, "what `debiased(mcmc)` gives")
     names = None if var_names is None else list(posterior.data_vars)
     options = {"round_to": "none"} | options
+    some = {k: _some_entries(x) for k, x in posterior.data_vars.items()}
     with np.errstate(invalid="ignore", divide="ignore"):  # R-hat of values that never move
-        table = arviz.summary(data, var_names=names, **options)
+        if any(entries is not None for entries in some.values()):
+            table = arviz.summary(_shortened(posterior, some), **options)
+            table.index = pd.Index(
+                [
+                    label
+                    for k, x in posterior.data_vars.items()
+                    for label in labels_of(k, x, some[k])
+                ]
+            )
+        else:
+            table = arviz.summary(data, var_names=names, **options)
     missing = [name for name in ("sd", "ess_bulk", "r_hat") if name not in table]
     if missing:
         raise ValueError(
@@ -139,7 +158,7 @@ def summary(
             f" {options} leave them out. Remove these options, or call `arviz.summary` itself."
         )
     stein = group(data, "stein")
-    errors = _variance_errors(posterior, stein).reindex(table.index)
+    errors = _variance_errors(posterior, stein, some).reindex(table.index)
     table = pd.concat([table, errors], axis=1)
     if calibrated is not None:
         table["calibrated_sd"] = calibrated.table["calibrated_sd"].reindex(table.index)
@@ -147,24 +166,77 @@ def summary(
         table[["debiased_mean", "debiased_sd"]] = debiased.moments.reindex(table.index)
     chains, draws = posterior.sizes["chain"], posterior.sizes["draw"]
     facts = _facts(data, table, chains * draws)
-    return Summary(table, facts, _verdict(data, table, stein, chains, draws))
+    verdict = _verdict(data, table, stein, chains, draws)
+    for name, entries in some.items():
+        if entries is not None:
+            size = posterior[name].size // (chains * draws)
+            verdict += (
+                f" The table has {len(entries):,} of the {size:,} entries of '{name}': the slowest,"
+                " and an even sample."
+            )
+    return Summary(table, facts, verdict)
 
 
-def _variance_errors(posterior: xr.Dataset, stein: xr.Dataset | None) -> pd.DataFrame:
+def _some_entries(x: xr.DataArray) -> np.ndarray | None:
+    """
+    Numbers of the entries of a large variable that stand in the table; None for all entries.
+
+    ArviZ takes milliseconds for each. Those with the largest R-hat, and with the largest
+    correlation of successive draws, are among them.
+    """
+    values = x.values.reshape(*x.shape[:2], -1)
+    size = values.shape[-1]
+    if size <= _MANY_ENTRIES:
+        return None
+    chosen = [np.linspace(0, size - 1, _THIRD).astype(int)]
+    parts = [values[..., k : k + _AT_ONCE] for k in range(0, size, _AT_ONCE)]
+    measures = [_successive, split_gelman_rubin] if x.shape[1] >= 4 else []
+    with np.errstate(invalid="ignore", divide="ignore"):
+        for measure in measures:
+            found = np.concatenate([measure(part) for part in parts])
+            # values that never move come first
+            chosen.append(np.argsort(-np.nan_to_num(found, nan=np.inf), kind="stable")[:_THIRD])
+    return np.unique(np.concatenate(chosen))
+
+
+def _successive(x: np.ndarray) -> np.ndarray:
+    """The correlation of successive draws, shape (chains, draws, entries), about a common mean."""
+    apart = x - x.mean((0, 1))
+    return (apart[:, 1:] * apart[:, :-1]).sum((0, 1)) / (apart**2).sum((0, 1))
+
+
+def _shortened(posterior: xr.Dataset, some: Mapping[Any, np.ndarray | None]) -> Any:
+    """The draws with some entries of large variables."""
+    import arviz
+
+    values = {}
+    for name, x in posterior.data_vars.items():
+        flat = x.values.reshape(*x.shape[:2], -1) if some[name] is not None else x.values
+        values[str(name)] = flat if some[name] is None else flat[..., some[name]]
+    if int(arviz.__version__.split(".")[0]) < 1:
+        return arviz.from_dict(values)
+    return arviz.from_dict({"posterior": values})
+
+
+def _variance_errors(
+    posterior: xr.Dataset, stein: xr.Dataset | None, some: Mapping[Any, np.ndarray | None]
+) -> pd.DataFrame:
     """The variance error and its standard error for each row of the table."""
     rows, labels = [], []
     for name, x in posterior.data_vars.items():
-        entries = len(found_labels := labels_of(str(name), x))
-        labels += found_labels
+        entries = math.prod(x.shape[2:])
+        own = some[name]
+        chosen = np.arange(entries) if own is None else own
+        labels += labels_of(str(name), x, chosen)
         of_site = None if stein is None else stein.isel(parameter=stein["site"].values == name)
         if of_site is None or not of_site.sizes["parameter"]:
-            rows.append(np.full((entries, 2), np.nan))
+            rows.append(np.full((len(chosen), 2), np.nan))
             continue
         values = np.column_stack([of_site["variance_ratio"] - 1, of_site["variance_ratio_error"]])
         if len(values) != entries:
             error = np.sqrt(np.mean(values[:, 1] ** 2))
             values = np.tile([values[:, 0].mean(), error], (entries, 1))
-        rows.append(values)
+        rows.append(values[chosen])
     columns = ["variance_error", "mcse_variance_error"]
     return pd.DataFrame(np.concatenate(rows), index=labels, columns=columns)
 

@@ -18,7 +18,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
 import pytest
-from runs import run_mcmc
+from runs import run_mcmc, with_draws
 from scipy import stats
 from scipy.signal import lfilter
 from small_models import means
@@ -597,3 +597,31 @@ def test_a_verdict_has_a_page():
     assert re.findall("^## (.*)$", page, re.MULTILINE) == list(_HEADINGS)
     said = summary(as_arviz({"a": np.random.default_rng(0).standard_normal((1, 50))}))
     assert said.verdict.endswith("What to do: docs/verdicts.md#too-short, #not-known.")
+
+
+def many(y):
+    numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("columns", 3), numpyro.plate("groups", 2_000, dim=-2):
+        numpyro.sample("a", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=5) as i:
+        numpyro.sample("y", dist.Normal(0, 1), obs=y[i])
+
+
+def test_summary_of_many_entries_has_the_slowest():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 100, 2_000, 3))
+    x[0, :, 1_234, 1] += 5  # chains apart
+    x[:, :, 77, 2] = np.cumsum(x[:, :, 77, 2], 1)  # a random walk
+    x[:, :, 1_999, 0] = 1.0
+    run = with_draws(many, (np.zeros(20, np.float32),), {"a": x, "b": rng.normal(size=(2, 100))})
+    found = summary(run)
+    assert len(found.table) <= 301
+    assert {"b", "a[1234, 1]", "a[77, 2]", "a[1999, 0]", "a[0, 0]"} <= set(found.table.index)
+    assert "have not mixed" in found.verdict
+    assert "'a[1999, 0]' should be constant" in found.verdict
+    assert "of the 6,000 entries of 'a': the slowest, and an even sample" in found.verdict
+    # a row is that of ArviZ
+    group = xr.Dataset({"a": (("chain", "draw"), x[:, :, 77, 2].astype(np.float32))})
+    row = az.summary(group, round_to="none").iloc[0]
+    same = found.table.loc["a[77, 2]", row.index]
+    assert np.allclose(same.astype(float), row.astype(float), rtol=1e-5)
