@@ -26,6 +26,7 @@ from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
 import pandas as pd
+import pyarrow as pa
 
 from numpyro_sgmcmc import (
     SGFS,
@@ -600,10 +601,38 @@ BAD_ARGUMENTS = {
         chain_of(sgld(regression), X, Y, init_params={"w": jnp.full(3, 1e30)}),
         "potential at `init_params` is inf",
     ),
-    "a file that is not of rows": (partial(RowsOnDisk, "rows.parquet"), "is not a .npy file"),
+    "a file that is not of rows": (partial(RowsOnDisk, "rows.csv"), "is not a .npy, .parquet or"),
     "a file that is not there": (
         partial(RowsOnDisk, "rows.npy"),
         r"'rows.npy' cannot be opened \(No such file.*Give the path",
+    ),
+    "a table that is not there": (
+        partial(RowsOnDisk, "rows.parquet", ["x1", "x2"]),
+        "'rows.parquet' cannot be opened: no file has this path",
+    ),
+    "a column that is not there": (
+        partial(RowsOnDisk, pa.table({"x1": X[:, 0], "x2": X[:, 1]}), ["x1", "x3"]),
+        "has no column 'x3'. It has 'x1', 'x2'",
+    ),
+    "a column of text": (
+        partial(RowsOnDisk, pa.table({"carrier": ["AA", "DL"]}), "carrier"),
+        "Column 'carrier' .* has type string, and rows are numbers. Store codes",
+    ),
+    "a column of dates": (
+        partial(RowsOnDisk, pa.table({"day": np.array([0, 1], "M8[s]")}), "day"),
+        "Column 'day' .* has type timestamp.* Store a number of days",
+    ),
+    "a column with missing values": (
+        partial(RowsOnDisk, pa.table({"delay": [1.0, None]}), "delay"),
+        "Column 'delay' .* has missing values, the first in row 1",
+    ),
+    "columns of an array": (
+        partial(RowsOnDisk, "rows.npy", "x1"),
+        "`columns` chooses columns of a table, and 'rows.npy' is an array or no table",
+    ),
+    "a frame in the place of a file": (
+        partial(RowsOnDisk, pd.DataFrame(X), ["x1"]),
+        "A DataFrame of pandas is not on disk. Give the model its columns",
     ),
     "strata of another number of rows": (
         chain_of(sgld(regression, subsampling=np.zeros(39, int)), X, Y),

@@ -108,7 +108,7 @@ def looked_at_again(
     given: Any = before.given
     # an array of Zarr keeps the shape that it had when it was opened
     given = type(given).open(given.store_path) if hasattr(given, "store_path") else given
-    now = RowsOnDisk(given)
+    now = RowsOnDisk(given, before.columns)
     _check_order(before, now)
     _check_content(parts, now)
     return now, _between(now, len(before), len(now)) if len(now) > len(before) else None

@@ -37,7 +37,8 @@ from numpyro_sgmcmc.data.content_hash import (
     seen_of,
 )
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, IndexedByRows
-from numpyro_sgmcmc.data.sources import MOST_BYTES, Source, UnreadableRows, opened
+from numpyro_sgmcmc.data.sources import MOST_BYTES, Source, UnreadableRows
+from numpyro_sgmcmc.data.tables import sources_of
 
 #: Largest number of pending requests of a source: one or two for each chain on its own device.
 _MOST_REQUESTS = 32
@@ -62,14 +63,23 @@ class RowsOnDisk(IndexedByRows):
         - a ``numpy.memmap``, which is read without being mapped, so that resident memory does not
           grow;
         - a dataset of HDF5 (``h5py``) or an array of Zarr;
-        - a table of Arrow (``pyarrow``) with columns of numbers. Convert a Parquet file to the
-          Arrow IPC format first, which can be read by rows;
+        - a file of Parquet or Arrow, a folder of them, a data set that Hugging Face's
+          ``save_to_disk`` has written, or a ``pyarrow.Table``, with ``columns``. This takes the
+          package ``pyarrow``. A file is decoded once into a temporary file without a name, of which
+          the environment variable ``TMPDIR`` sets the folder. It has the size of the chosen columns
+          and disappears with the object;
         - any object with ``shape``, ``dtype`` and row indexing ``source[numbers]``;
-        - for a data set in shards, a list of these sources or a pattern of ``.npy`` files,
+        - for a data set in shards, a list of these sources or a pattern of files,
           ``"flights/X-*.npy"``, in the order of their names. The shards are one array, and row
           numbers go through all of them.
+
+    :param columns: columns of a table that are the rows: a list of names, shape
+        (N, columns); or one name, shape (N,), or (N, length) for a column of lists of one length.
+        Several columns have one data type, in which integers and truth values among numbers of
+        floating point are such numbers. Give codes of groups a ``RowsOnDisk`` of their own.
     :raises TypeError: if the source has no shape or data type.
-    :raises ValueError: if its rows are not numbers, or shards differ in columns or data type.
+    :raises ValueError: if its rows are not numbers, if values of a table are missing, if it has no
+        such columns, or if shards differ in columns or data type.
     :raises UnreadableRows: if a file is missing, a folder, empty, cut off or not of the format of
         its name. On reading, if the source has changed or ends early, or if a row has entries that
         are NaN or infinite. The message names the file or row.
@@ -80,12 +90,14 @@ class RowsOnDisk(IndexedByRows):
     and place on the disk counts as unchanged if four stretches of 8 MB are unchanged. Every test
     takes other stretches. A file that was copied, restored or touched is read again, and counts as
     unchanged if its rows are. A change during a run ends the run if the times of the file show it.
-    Three kinds of changes are not noticed:
+    Four kinds of changes are not noticed:
 
     - changes of rows that no tuning and no :class:`~numpyro_sgmcmc.LongRun` has read, during a
       plain run with a given step size;
     - changes outside of these stretches in a source that is neither a file nor in memory, such as
       an array of Zarr, as long as the same object wraps it;
+    - changes of a file of a table, until the next run asks for them: a run goes on with the rows
+      that were decoded;
     - changes in memory during a run. A memory map with ``mode="c"`` is an array in memory: its
       own values are read instead of the values of the file.
 
@@ -112,10 +124,10 @@ class RowsOnDisk(IndexedByRows):
         3.00
     """
 
-    def __init__(self, source: Any) -> None:
-        #: the source as the user gave it
-        self.given = source
-        self._source = _opened(source)
+    def __init__(self, source: Any, columns: str | Sequence[str] | None = None) -> None:
+        #: the source and its columns as the user gave them
+        self.given, self.columns = source, columns
+        self._source = _opened(source, columns)
         #: the error of the latest rows that could not be read
         self.failure: UnreadableRows | None = None
         self._requests: OrderedDict[bytes, Future] = OrderedDict()
@@ -364,10 +376,17 @@ class RowsOnDisk(IndexedByRows):
         if len(where):
             row, column = where[0]
             raise UnreadableRows(
-                f"Row {numbers[row]:,} of {self!r} has {found[row, column]:,} at position"
-                f" {column}. JAX keeps 32 bits, and would turn numbers beyond {limits.max:,} into"
-                " others. Call `numpyro.enable_x64()` before anything else, or store codes from 0."
+                f"Row {numbers[row]:,} of {self!r} has {found[row, column]:,}"
+                f" {self._place(column)}. JAX keeps 32 bits, and would turn numbers beyond"
+                f" {limits.max:,} into others. Call `numpyro.enable_x64()` before anything else,"
+                " or store codes from 0."
             )
+
+    def _place(self, position: Any) -> str:
+        """Return a text about a position in a row, which may be a column with a name."""
+        if self.columns is None or isinstance(self.columns, str):
+            return f"at position {position}"
+        return f"in column '{self.columns[position]}'"
 
     def _refuse_nonfinite(self, numbers: np.ndarray, found: np.ndarray) -> None:
         """Raise `UnreadableRows` if an entry is not finite, and not only the sum of all."""
@@ -375,7 +394,7 @@ class RowsOnDisk(IndexedByRows):
         if len(where):
             row, column = where[0]
             raise UnreadableRows(
-                f"Row {numbers[row]:,} of {self!r} has {found[row, column]} at position {column}."
+                f"Row {numbers[row]:,} of {self!r} has {found[row, column]} {self._place(column)}."
                 " Drop such rows; or put any finite value there, and mask the site with"
                 " `numpyro.handlers.mask`."
             )
@@ -469,9 +488,9 @@ def read_ahead(
     return tuple(jax.pure_callback(read, shapes, now, following))
 
 
-def _opened(source: Any) -> Source:
+def _opened(source: Any, columns: str | Sequence[str] | None) -> Source:
     """
-    Return the source of rows: a single one, or the shards of a pattern or a list.
+    Return the source of rows: a single one, or the shards of a pattern, a list or a folder.
 
     :raises UnreadableRows: if there are no shards.
     """
@@ -480,14 +499,15 @@ def _opened(source: Any) -> Source:
     if isinstance(source, str | Path) and has_magic(str(source)) and not Path(source).exists():
         shards = sorted(glob(str(source), recursive=True))
     if shards is None:
-        return opened(source)
+        found = sources_of([source], columns)
+        return found[0] if len(found) == 1 else Joined(found)
     if not shards:
         raise UnreadableRows(
             f"No file matches the pattern '{source}'."
             if isinstance(source, str | Path)
             else "The list of shards is empty."
         )
-    return Joined([opened(shard) for shard in shards])
+    return Joined(sources_of(shards, columns))
 
 
 def _is_on_disk(leaf: Any) -> bool:

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sources of rows on disk: files, indexable objects and tables."""
+"""Sources of rows on disk: files of arrays, and indexable objects."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -44,7 +44,7 @@ _PUT_BACK = "Put the file back, or make a `RowsOnDisk` of its new path."
 _MOST_OPEN = 128
 
 #: Files that were opened last, the latest at the end.
-_LAST_OPENED: "deque[weakref.ref[_File]]" = deque()
+_LAST_OPENED: "deque[weakref.ref[File]]" = deque()
 
 
 class UnreadableRows(OSError):
@@ -110,17 +110,16 @@ def opened(source: Any) -> Source:
     if isinstance(source, str | Path):
         if not str(source).endswith(".npy"):
             raise ValueError(
-                f"'{source}' is not a .npy file. Open it, and give the array or table of the rows:"
-                " `numpy.memmap(path, dtype, mode='r', shape=...)`, `h5py.File(path)['X']`,"
-                " `zarr.open(path)['X']` or a table of `pyarrow`."
+                f"'{source}' is not a .npy, .parquet or .arrow file, nor a folder of tables. Open"
+                " it, and give the array or table of the rows: `numpy.memmap(path, dtype, mode='r',"
+                " shape=...)`, `h5py.File(path)['X']`, `zarr.open(path)['X']` or a table of"
+                " `pyarrow`."
             )
         source = _mapped(source)
     is_file = isinstance(source, np.memmap) and source.filename and source.flags.c_contiguous
     # changes in a map of mode "c" are not in the file
     if is_file and source.mode != "c" and hasattr(os, "preadv"):
-        return _File(source)
-    if hasattr(source, "column_names") and hasattr(source, "take"):
-        return _Table(source)
+        return File(source)
     if not (hasattr(source, "shape") and hasattr(source, "dtype")):
         raise TypeError(
             f"{type(source).__name__} has no rows to read. Give an object with `shape`, `dtype`"
@@ -165,7 +164,7 @@ class _Open:
         return os.fstat(self.descriptor)
 
 
-class _File(Source):
+class File(Source):
     """
     Source of a memory map, read by position: mapped pages would count as resident memory.
 
@@ -366,31 +365,6 @@ class _Indexed(Source):
                 f" {(len(wanted), *self.shape[1:])}."
             )
         out[...] = values if len(values) == len(order) and _increases(numbers) else values[order]
-
-
-class _Table(Source):
-    """Source of a table of Arrow whose columns are numbers."""
-
-    def __init__(self, table: Any) -> None:
-        self._table = table
-        self.shape: tuple[int, ...] = (table.num_rows, table.num_columns)
-        kinds = [column.type.to_pandas_dtype() for column in table.columns]
-        self.dtype = np.result_type(*kinds)
-        self.name = f"a table of columns {', '.join(table.column_names)}"
-        if missing := [
-            n for n, c in zip(table.column_names, table.columns, strict=True) if c.null_count
-        ]:
-            raise ValueError(
-                f"Column '{missing[0]}' of {self.name} has missing values. Fill or drop them."
-            )
-
-    def read_into(self, out: np.ndarray, numbers: np.ndarray) -> None:
-        if numbers[-1] - numbers[0] == len(numbers) - 1 and _increases(numbers):
-            part = self._table.slice(int(numbers[0]), len(numbers))
-        else:
-            part = self._table.take(numbers)
-        for k, column in enumerate(part.columns):
-            out[:, k] = column
 
 
 def _described(header: bytes) -> str:

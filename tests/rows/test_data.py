@@ -567,7 +567,11 @@ def test_a_long_run_on_rows_that_were_restored(tmp_path, short_stretches, monkey
         ),
         (np.zeros((0, 3)), ValueError, "needs at least one row"),
         ([1.0, 2.0], TypeError, "list has no rows to read.* with `shape`, `dtype`"),
-        ("x.csv", ValueError, "'x.csv' is not a .npy file. Open it, and give"),
+        (
+            "x.csv",
+            ValueError,
+            "'x.csv' is not a .npy, .parquet or .arrow file, nor a folder of tables. Open it",
+        ),
     ],
 )
 def test_what_has_no_rows(source, error, message):

@@ -201,8 +201,8 @@ def _not_an_array(value: Any) -> list[tuple[str, str]]:
         return [
             (
                 name,
-                "pass its columns as arrays, `df['x'].to_numpy()`, and codes of text,"
-                " `np.unique(df['x'], return_inverse=True)[1]`",
+                "pass its columns as arrays, `df['x'].to_numpy()` or `df[['x', 'z']].to_numpy()`,"
+                " and codes of text, `np.unique(df['x'], return_inverse=True)[1]`",
             )
         ]
     if package in ("h5py", "zarr"):
