@@ -16,7 +16,7 @@ from numpyro_sgmcmc.data.converters import array, instance, random_key, whole
 from numpyro_sgmcmc.diagnostics._predictive_mixture import of_classes
 from numpyro_sgmcmc.posterior.handlers import without_wrappers
 from numpyro_sgmcmc.results.inference_data import arguments_of
-from numpyro_sgmcmc.results.predict import new_rows
+from numpyro_sgmcmc.results.new_rows import new_rows
 from numpyro_sgmcmc.results.row_subset import chosen_site, chunked_axis
 from numpyro_sgmcmc.results.run_data import check_data
 

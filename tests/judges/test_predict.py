@@ -15,7 +15,7 @@ from runs import run_mcmc, with_draws
 import xarray as xr
 
 from numpyro_sgmcmc import SGHMC, RowsOnDisk, group_rows, predict
-from numpyro_sgmcmc.results import predict as module
+from numpyro_sgmcmc.results import new_rows
 
 COMPILE_QUICKLY = True
 
@@ -95,7 +95,7 @@ def test_each_row_has_its_own_law(of_rows):
 
 @pytest.mark.parametrize("chunk", [1, 50, 123])
 def test_parts_are_of_any_length(of_rows, monkeypatch, chunk):
-    monkeypatch.setattr(module, "_CHUNK", chunk)
+    monkeypatch.setattr(new_rows, "MOST_ROWS", chunk)
     new = np.arange(246, dtype=np.float32).reshape(123, 2)
     found = predict(of_rows, new, num_draws=3, var_names="mean")["mean"]
     assert found.shape == (2, 3, 123)
@@ -206,7 +206,7 @@ def crossed(x, y=None, t=None):
 
 
 def test_sites_of_any_shape(monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 4)
+    monkeypatch.setattr(new_rows, "MOST_ROWS", 4)
     w = 1 + 0.1 * RNG.normal(size=(1, 50))
     run = with_draws(crossed, (X[:9], X[:9], jnp.ones(3)), {"w": w})
     found = predict(run, X[:11], num_draws=50)

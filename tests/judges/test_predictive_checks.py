@@ -13,7 +13,7 @@ import pytest
 from runs import run_mcmc, with_draws
 
 from numpyro_sgmcmc import SGHMC, group_rows, predictive_checks
-from numpyro_sgmcmc.results import predict
+from numpyro_sgmcmc.results import new_rows
 
 COMPILE_QUICKLY = True
 
@@ -48,7 +48,7 @@ NAMES = ["mean", "sd", "minimum", "maximum", "zeros", "dispersion"]
 
 @pytest.mark.parametrize("chunk", [7, 10_000])
 def test_statistics_of_a_right_and_of_a_wrong_model(monkeypatch, chunk):
-    monkeypatch.setattr(predict, "_CHUNK", chunk)
+    monkeypatch.setattr(new_rows, "MOST_ROWS", chunk)
     right = predictive_checks(drawn(RNG.poisson(3.0, N)))
     assert right.index.tolist() == NAMES
     assert right["p_value"].between(0.01, 0.99).all()
