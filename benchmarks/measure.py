@@ -49,16 +49,10 @@ def interleaved(
     return {name: np.array(values) for name, values in seconds.items()}
 
 
-def seconds_of_draws(
-    mcmc: MCMC,
-    args: tuple,
-    draws: int,
-    rounds: int = 3,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
+def more_draws(mcmc: MCMC, args: tuple, draws: int) -> Callable[[], object]:
     """
-    Seconds for more draws after a run, compiled before: the median of some rounds of NumPyro's
-    loop without a progress bar, which ``run`` would compile anew each time.
+    The program of some more draws after a run, compiled at its first call: NumPyro's loop without
+    a progress bar, which ``run`` would compile anew each time.
     """
     kernel = mcmc.sampler
     values = attrgetter(kernel.sample_field)
@@ -71,7 +65,18 @@ def seconds_of_draws(
         return fori_collect(0, draws, sample, (state,), **kept)
 
     program = jax.jit(more)
-    found = interleaved({"draws": lambda: program(mcmc.last_state, args)}, rounds, clock)
+    return lambda: program(mcmc.last_state, args)
+
+
+def seconds_of_draws(
+    mcmc: MCMC,
+    args: tuple,
+    draws: int,
+    rounds: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds for more draws after a run, compiled before: the median of some rounds."""
+    found = interleaved({"draws": more_draws(mcmc, args, draws)}, rounds, clock)
     return float(np.median(found["draws"]))
 
 
