@@ -5,22 +5,27 @@
 
 import math
 from typing import Any
+import warnings
 
 from jax import Array
+import jax.numpy as jnp
 import numpy as np
 from numpyro import distributions as dist
 from numpyro.infer import MCMC
 import pandas as pd
 
 from numpyro_sgmcmc.data.converters import array, instance, random_key, whole
-from numpyro_sgmcmc.diagnostics._predictive_mixture import of_classes
+from numpyro_sgmcmc.diagnostics._predictive_mixture import of_numbers
 from numpyro_sgmcmc.posterior.handlers import without_wrappers
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.new_rows import new_rows
-from numpyro_sgmcmc.results.row_subset import chosen_site, chunked_axis
+from numpyro_sgmcmc.results.row_subset import chosen_site, chunked_axis, plate_axes
 from numpyro_sgmcmc.results.run_data import check_data
 
 _BINARY = dist.BernoulliLogits, dist.BernoulliProbs
+
+#: The most groups of rows, each with statistics of every replication.
+_MOST_GROUPS = 10_000
 
 
 def predictive_checks(
@@ -55,7 +60,8 @@ def predictive_checks(
         and the p-value. The statistics are the mean, standard deviation, minimum and maximum; for
         counts also the share of zeros and the dispersion, which is the variance over the mean; for
         binary observations the mean alone.
-    :raises ValueError: if the site has classes, or if ``by`` has not one group for each row.
+    :raises ValueError: if the site has classes, vectors, angles or censored values, or if ``by``
+        has not one group for each row.
 
     **References:**
 
@@ -89,29 +95,54 @@ def predictive_checks(
     check_data(mcmc, "Replicate")
     rows, observed, _ = new_rows(mcmc, None, num_draws, key)
     name = chosen_site(observed, var_name)
-    fn = rows.sites[name]["fn"]
-    if of_classes(fn) and not isinstance(without_wrappers(fn), _BINARY):
+    site = rows.sites[name]
+    law = without_wrappers(site["fn"])
+    if not of_numbers(site["fn"]) and not isinstance(law, _BINARY):
         raise ValueError(
-            f"Site '{name}' has classes, which have no mean. `predictive_scores(mcmc, ...)` says"
-            " whether their probabilities are calibrated."
+            f"Site '{name}' has the law {type(law).__name__}: classes, angles, vectors and censored"
+            " values have no mean that replications could be compared by. For classes see"
+            " `predictive_scores(mcmc, ...)`. For others observe numbers, one site for each."
         )
-    chunked = chunked_axis(rows.sites, name)
-    size = 1 if chunked is None else rows.sites[chunked[0]]["args"][0]
-    groups, codes = None, np.zeros(size, int)
-    if by is not None:
-        groups, codes = np.unique(array("by", by), return_inverse=True)
-        if codes.shape != (size,):
-            raise ValueError(
-                f"`by` must have the group of each of the {size:,} rows of site '{name}'; got shape"
-                f" {codes.shape}."
-            )
-    sums = _Sums(math.prod(rows.shape) + 1, 1 if groups is None else len(groups))
+    groups, codes, axis = _groups(by, site, name, chunked_axis(rows.sites, name))
+    sums = _Sums(math.prod(rows.shape) + 1, len(groups), law.support.is_discrete)
     for part in rows.predictions([name], observed=True):
         y, is_seen = part.observed
-        own = codes[part.rows].reshape(-1, *(1,) * (y.ndim - 1))
+        some = codes if part.axis is None else codes[part.rows]
+        own = np.expand_dims(some, [k for k in range(y.ndim) if k != axis])
         own = np.broadcast_to(own, y.shape)[is_seen]
         sums.add(np.concatenate([y[None], part.values])[:, is_seen], own)
-    return _table(sums.statistics(without_wrappers(fn)), groups)
+    return _table(sums.statistics(law), None if by is None else groups)
+
+
+def _groups(
+    by: Any, site: dict, name: str, chunked: tuple[str, int] | None
+) -> tuple[Any, np.ndarray, int]:
+    """The groups, the number of that of each row, and the axis of the rows in a part of a site."""
+    axes = plate_axes(site) if chunked is None else dict([chunked])
+    sizes = {plate: jnp.shape(site["value"])[axis] for plate, axis in axes.items()}
+    if by is None:
+        return [None], np.zeros(1 if chunked is None else sizes[chunked[0]], int), 0
+    given = np.ravel(by) if np.ndim(by) == 2 and np.shape(by)[1] == 1 else array("by", by)
+    plate = next((plate for plate, size in sizes.items() if given.shape == (size,)), None)
+    if plate is None:
+        said = " or ".join(f"{size:,} rows of plate '{plate}'" for plate, size in sizes.items())
+        raise ValueError(
+            f"`by` must have the group of each of the {said}, in which site '{name}' is; got shape"
+            f" {given.shape}."
+        )
+    codes, groups = pd.factorize(given, sort=True)
+    if (missing := np.flatnonzero(codes < 0)).size:
+        raise ValueError(
+            f"`by` has no group for {missing.size:,} rows, the first is row {missing[0]:,}. Give"
+            " them one, such as 'unknown'."
+        )
+    if len(groups) > _MOST_GROUPS:
+        raise ValueError(
+            f"`by` has {len(groups):,} groups, more than {_MOST_GROUPS:,}. Cut numbers into"
+            " intervals, `pandas.qcut(x, 10)`."
+        )
+    # the rows of a part come first; a site that is one part has one more axis
+    return groups, codes, 0 if chunked is not None else 1 + axes[plate]
 
 
 class _Sums:
@@ -119,10 +150,11 @@ class _Sums:
     Sums over rows of the observations, first, and of each replication, by group.
 
     :param size: the number of replications and one.
+    :param is_exact: whether values are whole numbers, whose sums have no error.
     """
 
-    def __init__(self, size: int, groups: int) -> None:
-        self.origin: float | None = None
+    def __init__(self, size: int, groups: int, is_exact: bool) -> None:
+        self.origin: float | None = 0.0 if is_exact else None
         self.count, self.first, self.second, self.zeros = np.zeros((4, size, groups))
         self.least, self.largest = np.multiply.outer([np.inf, -np.inf], np.ones((size, groups)))
 
@@ -160,16 +192,21 @@ class _Sums:
             found |= {"minimum": self.least, "maximum": self.largest}
             if law.support.is_discrete:
                 found |= {"zeros": self.zeros / self.count, "dispersion": variance / mean}
-        return found
+        return {k: np.where(np.isfinite(x), x, np.nan) for k, x in found.items()}
 
 
 def _table(statistics: dict[str, np.ndarray], groups: np.ndarray | None) -> pd.DataFrame:
     columns = []
     for x in statistics.values():
         y, replicated = x[0], x[1:]
-        tail = np.mean(replicated > y, axis=0) + np.mean(replicated == y, axis=0) / 2
-        low, high = np.quantile(replicated, [0.05, 0.95], axis=0)
-        columns.append([y, replicated.mean(0), low, high, tail])
+        # a statistic may be undefined, such as the dispersion of zeros
+        is_known = np.isfinite(y) & np.isfinite(replicated)
+        with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+            warnings.filterwarnings("ignore", "Mean of empty slice|All-NaN slice")
+            low, high = np.nanquantile(replicated, [0.05, 0.95], axis=0)
+            mean = np.nanmean(replicated, axis=0)
+            tail = np.sum(is_known & (replicated > y), 0) + np.sum(replicated == y, 0) / 2
+            columns.append([y, mean, low, high, tail / is_known.sum(0)])
     if groups is None:
         index = pd.Index(list(statistics), name="statistic")
     else:

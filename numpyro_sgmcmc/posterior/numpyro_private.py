@@ -74,8 +74,7 @@ def is_seen(site: dict[str, Any]) -> Array:
     while isinstance(fn, ExpandedDistribution | Independent | MaskedDistribution):
         if isinstance(fn, MaskedDistribution):
             mask = jnp.broadcast_to(fn._mask, fn.batch_shape)
-            mask = mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim))
-            seen &= jnp.broadcast_to(mask, shape)
+            seen &= jnp.broadcast_to(mask.reshape(*mask.shape, *(1,) * fn.event_dim), shape)
         fn = fn.base_dist
     return seen
 

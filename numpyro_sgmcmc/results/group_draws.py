@@ -130,5 +130,7 @@ class GroupDraws:
 def thinned(draws: Mapping[str, Array], most: int) -> tuple[np.ndarray, dict[str, Array]]:
     """Evenly spaced draws, at most this many of each chain, and their numbers."""
     length = next(iter(draws.values())).shape[1]
+    if not length:
+        raise ValueError("The run has no draws: `num_samples` is 0.")
     numbers = np.unique(np.linspace(0, length - 1, min(most, length)).round().astype(int))
     return numbers, {name: jnp.asarray(x[:, numbers]) for name, x in draws.items()}

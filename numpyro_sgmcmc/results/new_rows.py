@@ -7,19 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 import math
 from typing import Any, NamedTuple
+import zlib
 
 import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 import numpy as np
-from numpyro.handlers import seed, trace, uncondition
+from numpyro import distributions as dist
+from numpyro.handlers import seed, substitute, trace, uncondition
 from numpyro.infer import MCMC
 from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.data.converters import array
 from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
+from numpyro_sgmcmc.posterior.checks.exceptions import explained
 from numpyro_sgmcmc.posterior.group_handlers import group_axis, with_observed
-from numpyro_sgmcmc.posterior.handlers import Model, full_data
+from numpyro_sgmcmc.posterior.handlers import Model, full_data, without_wrappers
 from numpyro_sgmcmc.posterior.numpyro_private import is_seen
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws, thinned
@@ -101,7 +104,7 @@ class NewRows:
                 for first in range(0, size, length):
                     # copies of the last row give the last part the length of the others
                     rows = np.minimum(np.arange(first, first + length), size - 1)
-                    given = self._given(plate, rows, random.fold_in(self.key, first))
+                    given = self._given(plate, rows, first)
                     if program is None:
                         program = compiled(self._program(plate, own, observed), *given)
                     count = min(length, size - first)
@@ -112,21 +115,23 @@ class NewRows:
                         yield Part(name, axis, some, predicted[name][:, :count], here)
                     seen.update(count)
 
-    def _given(self, plate: str | None, rows: np.ndarray, key: Array) -> tuple:
+    def _given(self, plate: str | None, rows: np.ndarray, first: int) -> tuple:
         """The rows, and the draws, keys and numbers of members for them."""
-        key, of_groups_key = random.split(key)
-        keys = random.split(key, math.prod(self.shape))
+        # what is common to all parts has the same key in all of them
+        common = random.split(self.key, math.prod(self.shape))
+        own = jax.vmap(random.fold_in, (0, None))(common, 1 + first)
         draws = dict(self.draws)
         known = {k: x[rows] if k == plate else x for k, x in self.known.items()}
         if plate in self.local and self.of_groups is not None:
-            parts = replace(self.of_groups, key=of_groups_key)
+            parts = replace(self.of_groups, key=random.fold_in(self.of_groups.key, first))
             found = parts.in_memory(plate, np.maximum(known[plate], 0))
             for name in self.local[plate]:
                 axis = group_axis(self.sites[name], plate)
                 draws[name] = jnp.moveaxis(jnp.asarray(found[name]), 2, 2 + axis)
             known[plate] = np.where(known[plate] >= 0, np.arange(len(rows)), -1)
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws)
-        return jnp.asarray(rows), flat, keys, {k: jnp.asarray(x) for k, x in known.items()}
+        known = {k: jnp.asarray(x) for k, x in known.items()}
+        return jnp.asarray(rows), flat, (common, own), known
 
     def _program(self, plate: str | None, axes: Mapping[str, int | None], observed: bool) -> Any:
         """The function of what is given to predictions and observations, with rows first."""
@@ -139,18 +144,20 @@ class NewRows:
             axis = axes[name]
             return x[None] if axis is None else jnp.moveaxis(x, axis, 0)
 
-        def values(rows: Array, draws: dict, keys: Array, known: dict) -> tuple[dict, Any]:
+        are_new = {k for k, x in self.known.items() if np.any(x < 0)}
+
+        def values(rows: Array, draws: dict, keys: Any, known: dict) -> tuple[dict, Any]:
             of_rows = others if plate is None else others | {plate: rows}
             model = uncondition(at_rows(self.model, plates, of_rows))
             known = {k: x[:1] if k in others else x for k, x in known.items()}
 
-            def sites(draw_and_key: tuple[dict, Array]) -> dict[str, dict]:
-                draw, key = draw_and_key
-                with _Posterior(draw, known):
-                    return trace(seed(model, key)).get_trace(*self.args, **self.kwargs)
+            def sites(draw_and_keys: tuple[dict, Any]) -> dict[str, dict]:
+                draw, (common, own) = draw_and_keys
+                with _Posterior(draw, known, are_new, plate, common, own):
+                    return trace(seed(model, own)).get_trace(*self.args, **self.kwargs)
 
-            def predicted(draw_and_key: tuple[dict, Array]) -> dict[str, Array]:
-                found = sites(draw_and_key)
+            def predicted(draw_and_keys: tuple[dict, Any]) -> dict[str, Array]:
+                found = sites(draw_and_keys)
                 return {k: rows_first(k, found[k]["value"]) for k in axes}
 
             seen = None
@@ -184,15 +191,18 @@ def new_rows(
     model: Any = mcmc.sampler.model if marginal is None else marginal.model
     args, kwargs = run if given is None else checked_arrays(model, *given)
     old = site_shapes(mcmc.sampler.model, draws, *run)
-    new = site_shapes(uncondition(full_data(model)), {}, args, kwargs)
+    with explained(model, args, kwargs):
+        new = site_shapes(uncondition(full_data(model)), draws, args, kwargs, _sites_at)
     chosen = _outputs(new, draws, with_observed(old), wanted)
     local = {} if marginal is None else {p.name: p.names for p in marginal.plates if p.name in new}
     sizes = {name: old[name]["args"][0] for name in local}
     known = _known(known_groups, new, draws, sizes, given is None)
+    key, of_groups_key = random.split(key)
     of_groups = None
     if marginal is not None and any(np.any(known[name] >= 0) for name in local):
         check_data(mcmc, "Draw the groups of")
-        of_groups = GroupDraws(marginal.draws, subsampled_plates(old), draws, key, *run)
+        plates = subsampled_plates(old)
+        of_groups = GroupDraws(marginal.draws, plates, draws, of_groups_key, *run)
     latents = {k: x for k, x in draws.items() if k in new and new[k]["type"] == "sample"}
     return NewRows(model, args, kwargs, new, latents, known, local, of_groups, key), chosen, numbers
 
@@ -203,31 +213,70 @@ class _Posterior(Messenger):
 
     :param draw: values by site.
     :param known: number in these values of each member of a plate, or -1.
+    :param are_new: plates some of whose members have no draw.
+    :param plate: the plate of the rows of this part.
+    :param common: random key of the sites outside of it, the same for all parts.
+    :param own: random key of the sites inside of it.
     """
 
-    def __init__(self, draw: Mapping[str, Array], known: Mapping[str, Array]) -> None:
-        self.draw, self.known = draw, known
+    def __init__(
+        self,
+        draw: Mapping[str, Array],
+        known: Mapping[str, Array],
+        are_new: set[str],
+        plate: str | None,
+        common: Array,
+        own: Array,
+    ) -> None:
+        self.draw, self.known, self.are_new = draw, known, are_new
+        self.plate, self.common, self.own = plate, common, own
         super().__init__(None)
 
-    def _plates(self, msg: dict[str, Any]) -> list[str] | None:
-        """The plates of a site whose members are chosen; None if the site has no draw."""
-        if msg["type"] != "sample" or msg["is_observed"] or msg["name"] not in self.draw:
-            return None
-        return [frame.name for frame in msg["cond_indep_stack"] if frame.name in self.known]
+    def _value(self, msg: dict[str, Any]) -> tuple[Array, Array | None]:
+        """The draw of a site, and which of its members have one; None if all have."""
+        value, are_known = self.draw[msg["name"]], None
+        for frame in msg["cond_indep_stack"]:
+            if frame.name in self.known:
+                axis, numbers = group_axis(msg, frame.name), self.known[frame.name]
+                value = jnp.take(value, jnp.maximum(numbers, 0), axis=axis)
+                if frame.name in self.are_new:
+                    others = [k for k in range(value.ndim) if k != axis]
+                    here = jnp.expand_dims(numbers >= 0, others)
+                    are_known = here if are_known is None else are_known & here
+        return value, are_known
+
+    def _has_draw(self, msg: dict[str, Any]) -> bool:
+        return msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.draw
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if self._plates(msg) == []:
-            msg["value"] = self.draw[msg["name"]]
+        if msg["type"] != "sample" or msg["value"] is not None:
+            return
+        if self._has_draw(msg):
+            value, are_known = self._value(msg)
+            if are_known is None:
+                msg["value"] = value
+                return
+        is_inside = any(frame.name == self.plate for frame in msg["cond_indep_stack"])
+        key = self.own if is_inside else self.common
+        msg["kwargs"]["rng_key"] = random.fold_in(key, zlib.crc32(msg["name"].encode()))
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
-        if not (plates := self._plates(msg)):
-            return
-        value, is_known = self.draw[msg["name"]], jnp.asarray(True)
-        for plate in plates:
-            axis, numbers = group_axis(msg, plate), self.known[plate]
-            value = jnp.take(value, jnp.maximum(numbers, 0), axis=axis)
-            is_known &= jnp.expand_dims(numbers >= 0, [k for k in range(value.ndim) if k != axis])
-        msg["value"] = jnp.where(is_known, value, msg["value"])
+        if self._has_draw(msg):
+            value, are_known = self._value(msg)
+            if are_known is not None:
+                msg["value"] = jnp.where(are_known, value, msg["value"])
+
+
+def _sites_at(model: Model, draw: dict, args: tuple, kwargs: dict) -> dict[str, dict]:
+    """The sites of the model, with the values of a draw where they have the right shape."""
+
+    def given(site: dict) -> Array | None:
+        value = draw.get(site["name"]) if site["type"] == "sample" else None
+        return value if value is not None and jnp.shape(value) == site["fn"].shape() else None
+
+    return trace(substitute(seed(model, random.key(0)), substitute_fn=given)).get_trace(
+        *args, **kwargs
+    )
 
 
 def _outputs(
@@ -236,7 +285,13 @@ def _outputs(
     """The sites to predict."""
     kinds = "sample", "deterministic"
     possible = [k for k, site in new.items() if site["type"] in kinds and k not in draws]
-    observed = [k for k in possible if k in old and old[k].get("is_observed")]
+    observed = [
+        k
+        for k in possible
+        if k in old
+        and old[k].get("is_observed")
+        and not isinstance(without_wrappers(new[k]["fn"]), dist.Unit)
+    ]
     if wanted is None and not observed:
         raise ValueError(
             "With these arguments the model has none of the observed sites of the run. Write"
@@ -280,27 +335,37 @@ def _known(
         for plate, axis in axes.items():
             shapes.setdefault(plate, {})[shape[axis]] = name
     known_sizes = {k: max(x) for k, x in shapes.items()} | dict(sizes)
-    if isinstance(groups, str) and groups == "new":
-        groups = {name: np.full(new[name]["args"][0], -1) for name in known_sizes}
-    elif groups is None:
+    if groups is None:
         groups = {}
     elif not isinstance(groups, Mapping):
-        if len(known_sizes) != 1:
+        numbers = array("known_groups", groups)
+        if not known_sizes or (numbers.ndim and len(known_sizes) > 1):
+            names = f"plates {sorted(known_sizes)} have" if known_sizes else "no plate has"
             raise ValueError(
-                f"`groups` must name the plate of the groups, since {len(known_sizes)} plates have"
-                f" latent sites: {sorted(known_sizes)}. Write `groups={{'name': numbers}}`."
+                f"`known_groups` is for the plate of the groups, and {names} latent sites."
+                + (" Write `known_groups={'name': numbers}`." if known_sizes else " Leave it out.")
             )
-        groups = dict.fromkeys(known_sizes, groups)
+        groups = dict.fromkeys(known_sizes, numbers)
     if unknown := sorted(set(groups) - set(known_sizes)):
         raise ValueError(
-            f"`groups` names {unknown}, but the plates with latent sites are {sorted(known_sizes)}."
+            f"`known_groups` names {unknown}, but the plates with latent sites are"
+            f" {sorted(known_sizes)}."
         )
     known = {}
     for plate, size in known_sizes.items():
-        now = new[plate]["args"][0]
+        now, subsample_size = new[plate]["args"]
+        # rows of another call are other rows, also if there are as many
+        is_row = plate in sizes or subsample_size is not None
         if plate in groups:
             known[plate] = _checked_numbers(groups[plate], plate, now, size)
-        elif (plate in sizes and not are_same) or now != size:
+            values, counts = np.unique(known[plate], return_counts=True)
+            if plate in sizes and (again := values[(counts > 1) & (values >= 0)]).size:
+                raise ValueError(
+                    f"Group {again[0]} of the run is given {counts[values == again[0]][0]} times in"
+                    f" plate '{plate}', and would have an effect of its own each time. Put all of"
+                    " its rows into one group of the new rows."
+                )
+        elif (is_row and not are_same) or now != size:
             latent = "effects that the run integrates out" if plate in sizes else "latent sites"
             raise ValueError(
                 f"Plate '{plate}' has {latent}, {size:,} members in the run and {now:,} with these"

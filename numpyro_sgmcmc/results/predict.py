@@ -26,6 +26,7 @@ from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import MAX_VALUES, plate_dims
 from numpyro_sgmcmc.results.new_rows import MOST_ROWS, new_rows
+from numpyro_sgmcmc.results.row_subset import chunked_axis, plate_axes
 
 
 def predict(
@@ -60,8 +61,8 @@ def predict(
         ``obs=None if y is None else y[i]`` if the observations are left out.
     :param known_groups: number in the run of each group of the new rows, where -1 is a new group; a
         single -1, if all are new; or a dict of either by the name of the plate of the groups. It
-        is required where the run integrates effects of groups out. Groups whose effects are
-        sampled are those of the run, if their number is the same.
+        is required for effects that the run integrates out, or that are inside of the plate of the
+        rows. Other groups are those of the run, if their number is the same.
     :param var_names: sample or deterministic sites to predict; None for all observed sites.
     :param quantiles: levels between 0 and 1, for instance ``[0.05, 0.5, 0.95]``. The result then
         has the mean, the standard deviation and these quantiles over all draws.
@@ -105,7 +106,9 @@ def predict(
     max_values = whole("max_values", max_values, most=MOST_OF_64_BITS)
     folder = None if store is None else path("store", store)
     wanted = None if var_names is None else names("var_names", var_names)
-    levels = None if quantiles is None else [share("quantiles", q) for q in np.ravel(quantiles)]
+    levels = None
+    if quantiles is not None:
+        levels = list(dict.fromkeys(share("quantiles", float(q)) for q in np.ravel(quantiles)))
     if levels is not None and folder is not None:
         raise ValueError(
             "`store` is for draws. Leave it out: means and quantiles of the rows stay in memory."
@@ -114,17 +117,27 @@ def predict(
     if levels is None:
         coords = {"chain": np.arange(rows.shape[0]), "draw": numbers}
     else:
-        coords = {"statistic": np.array(["mean", "sd", *(f"{q:g}" for q in levels)])}
+        coords = {"statistic": np.array(["mean", "sd", *map(str, levels)])}
     shapes = {k: (*map(len, coords.values()), *jnp.shape(rows.sites[k]["value"])) for k in chosen}
     if folder is None:
-        _check_size(shapes, max_values)
+        all_draws = {
+            k: (rows.shape if chunked_axis(rows.sites, k) is None else shape[:1]) + shape[1:]
+            for k, shape in shapes.items()
+        }
+        _check_size(shapes if levels is None else all_draws, max_values)
     plates, variables = plate_dims(rows.sites), {}
     with in_memory() if folder is None else on_disk(folder) as create:
         for name, shape in shapes.items():
             variable = variable_name(name)
-            dims = [*coords, *plates.get(variable, [])]
+            inner = plates.get(variable, [])
+            known = plate_axes(rows.sites[name])
+            if rows.sites[name]["type"] == "deterministic" and len(known) < len(inner):
+                inner = []
+            dims = [*coords, *inner]
             dims += [f"{variable}_dim_{j}" for j in range(len(shape) - len(dims))]
-            dtype = rows.sites[name]["value"].dtype if levels is None else np.float32
+            dtype = rows.sites[name]["value"].dtype
+            if levels is not None and dtype != np.float32:
+                dtype = np.float64
             chunks = tuple(min(n, MOST_ROWS) for n in shape)
             variables[variable] = dims, create(variable, shape, dtype, dims, chunks)
         for part in rows.predictions(chosen):
@@ -146,7 +159,7 @@ def predict(
 
 def _summary(values: np.ndarray, levels: Sequence[float]) -> np.ndarray:
     """Mean, standard deviation and quantiles over the first axis."""
-    exact: Any = values.astype(np.float64 if values.dtype == np.float64 else np.float32)
+    exact: Any = values if values.dtype == np.float32 else values.astype(np.float64)
     moments = exact.mean(0, dtype=np.float64), exact.std(0, dtype=np.float64)
     return np.stack([*moments, *np.quantile(exact, levels, axis=0)])
 

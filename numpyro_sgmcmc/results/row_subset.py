@@ -106,15 +106,24 @@ def subsampled_plates(sites: Mapping[str, dict]) -> tuple[Plate, ...]:
     )
 
 
+def plate_axes(site: dict) -> dict[str, int]:
+    """The axis of each plate in a sample or deterministic site, for plates that have one."""
+    frames = site["cond_indep_stack"]
+    if site["type"] == "sample":
+        shape = site["fn"].batch_shape
+    else:
+        # plates come first in a value of more axes, and last in one of fewer
+        shape = jnp.shape(site["value"])
+        shape = shape[: max((-frame.dim for frame in frames), default=0)]
+    axes = {frame.name: (len(shape) + frame.dim, frame.size) for frame in frames}
+    return {name: k for name, (k, size) in axes.items() if k >= 0 and shape[k] == size}
+
+
 def chunked_axis(sites: Mapping[str, dict], name: str) -> tuple[str, int] | None:
     """The subsampled plate that divides the rows of a site, with its axis."""
-    plates, site = {plate.name for plate in subsampled_plates(sites)}, sites[name]
-    shape = site["fn"].batch_shape if site["type"] == "sample" else jnp.shape(site["value"])
-    for frame in site["cond_indep_stack"]:
-        axis = len(shape) + frame.dim
-        if frame.name in plates and axis >= 0 and shape[axis] == frame.size:
-            return frame.name, axis
-    return None
+    plates = {plate.name for plate in subsampled_plates(sites)}
+    axes = plate_axes(sites[name])
+    return next(((plate, axis) for plate, axis in axes.items() if plate in plates), None)
 
 
 def keep_rows(

@@ -42,8 +42,9 @@ def exact(sd, prior=1.0, likelihood=1.0):
 
 def of_normal(sd):
     mean, width = exact(sd)
-    run = with_draws(normal, (np.full(N, MEAN, np.float32), sd),
-                     {"mu": RNG.normal(mean, width, DRAWS)})  # fmt: skip
+    y = MEAN + np.linspace(-1, 1, N).astype(np.float32)
+    draws = {"mu": RNG.normal(mean, width, DRAWS)}
+    run = with_draws(full_data(normal), (y, sd), draws)
     return to_arviz(run, **GROUPS)
 
 
@@ -138,9 +139,29 @@ def test_likelihood_of_groups_has_their_effects_integrated_out():
     assert np.allclose(total.values.ravel(), right, rtol=1e-4)
 
 
+def test_digits_of_the_total_of_many_rows():
+    """Its differences between draws, of which the sum in single precision has none."""
+    y = RNG.normal(5.0, 1, 1_000_000).astype(np.float32)
+    mu = 5 + RNG.normal(size=(1, 30)) / 1_000
+    run = with_draws(full_data(normal), (y, 10.0), {"mu": mu})
+    total = to_arviz(run, constant_data=False, **GROUPS)["log_likelihood"]["y"].values
+    exact = [stats.norm(m, 1).logpdf(y.astype(float)).sum() for m in mu[0].astype(np.float32)]
+    assert np.std(total[0] - exact) < 0.02 < 0.3 < np.std(exact)
+
+
+def of_rows(y):
+    with numpyro.plate("rows", len(y), subsample_size=5) as i:
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(a, 1), obs=y[i])
+
+
 def test_total_is_of_all_rows():
-    run = with_draws(normal, (np.zeros(N, np.float32), 1.0), {"mu": np.zeros((1, 3))})
+    y = np.zeros(N, np.float32)
+    run = with_draws(full_data(normal), (y, 1.0), {"mu": np.zeros((1, 3))})
     with pytest.raises(ValueError, match="sum over all rows. Leave `rows` out"):
         to_arviz(run, log_likelihood="total", rows=3)
     with pytest.raises(ValueError, match="`log_likelihood` must be True or False"):
         to_arviz(run, log_likelihood="all")
+    run = with_draws(full_data(of_rows), (y,), {"a": np.zeros((1, 3, N))})
+    with pytest.raises(ValueError, match="needs all rows, because sites .'a'. are inside"):
+        to_arviz(run, log_prior=True, rows=3)

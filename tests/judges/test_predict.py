@@ -14,7 +14,7 @@ import pytest
 from runs import run_mcmc, with_draws
 import xarray as xr
 
-from numpyro_sgmcmc import SGHMC, RowsOnDisk, group_rows, predict
+from numpyro_sgmcmc import SGHMC, RowsOnDisk, full_data, group_rows, predict
 from numpyro_sgmcmc.results import new_rows
 
 COMPILE_QUICKLY = True
@@ -180,6 +180,83 @@ def test_local_effects_of_new_groups(of_hidden):
         assert np.all(sd[:, ~np.array(is_new)] < 1.3)
 
 
+def test_a_new_group_has_one_effect_in_all_parts(of_groups, monkeypatch):
+    monkeypatch.setattr(new_rows, "MOST_ROWS", 8)
+    found = predict(of_groups, np.zeros(40, int), known_groups=-1, groups=1, num_draws=300)["y"]
+    assert np.allclose(found[..., 0], found[..., 39], atol=0.1)
+    assert abs(found.mean("rows").values.std() / 5 - 1) < 4.5 / 1_200**0.5
+    # the noise of rows differs between parts
+    noise = found.values - found.values.mean(-1, keepdims=True)
+    assert abs(np.corrcoef(noise[..., 0].ravel(), noise[..., 8].ravel())[0, 1]) < 0.2
+
+
+def test_a_group_that_is_given_twice(of_hidden):
+    with pytest.raises(ValueError, match="Group 3 of the run is given 2 times in plate 'groups'"):
+        predict(of_hidden, *group_rows([0, 1, 2]), known_groups=[3, 3, 5])
+
+
+def of_each_row(x, y=None):
+    with numpyro.plate("rows", len(x), subsample_size=3) as i:
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(a + x[i], 0.01), obs=None if y is None else y[i])
+
+
+def test_effects_of_rows_are_not_those_of_other_rows():
+    effects = RNG.normal(size=(1, 400, 9))
+    run = with_draws(full_data(of_each_row), (X[:9, 0], X[:9, 0]), {"a": effects})
+    with pytest.raises(ValueError, match="Plate 'rows' has latent sites, 9 members in the run"):
+        predict(run, X[:9, 1])
+    found = predict(run, X[:9, 1], known_groups=-1, num_draws=400)["y"]
+    assert abs((found - X[:9, 1]).values.std() - 1) < 4.5 / 7_200**0.5
+    found = predict(run, X[:2, 1], known_groups=[8, 8], num_draws=400)["y"]
+    assert np.allclose(found - X[:2, 1], effects[:, :, [8, 8]], atol=0.06)
+
+
+def odd(x, y=None):
+    w = numpyro.sample("w", dist.ImproperUniform(dist.constraints.real_vector, (), (2,)))
+    with numpyro.plate("rows", len(x), subsample_size=3) as i:
+        mean = x[i] @ w
+        numpyro.deterministic("scalar", w.sum())
+        numpyro.deterministic("pair", jnp.stack([mean, -mean], -1))
+        numpyro.deterministic("turned", (x[i] * w).T)
+        numpyro.factor("penalty", -mean)
+        numpyro.sample("y", dist.Normal(mean, 0.01), obs=None if y is None else y[i])
+
+
+def test_deterministic_sites_of_any_shape(monkeypatch):
+    monkeypatch.setattr(new_rows, "MOST_ROWS", 4)
+    x, w = X[:11], SLOPES[:, :10]
+    run = with_draws(full_data(odd), (X[:9], X[:9, 0]), {"w": w})
+    found = predict(run, x, var_names=["scalar", "pair", "turned"], num_draws=10)
+    mean = w @ x.T
+    assert found["scalar"].dims == ("chain", "draw")
+    assert found["pair"].dims[:3] == ("chain", "draw", "rows")
+    assert found["turned"].dims[2:] == ("turned_dim_0", "turned_dim_1")
+    assert np.allclose(found["scalar"], w.sum(-1), atol=1e-4)
+    assert np.allclose(found["pair"], np.stack([mean, -mean], -1), atol=1e-4)
+    assert np.allclose(found["turned"], (x * w[..., None, :]).swapaxes(-1, -2), atol=1e-4)
+    assert list(predict(run, x).data_vars) == ["y"]
+
+
+def test_what_does_not_fit_the_model_is_explained(of_rows):
+    with pytest.raises((TypeError, ValueError), match="list"):
+        predict(of_rows, X.tolist())
+
+
+def counts(n, y=None):
+    numpyro.sample("unused", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(n), subsample_size=3) as i:
+        numpyro.sample("y", dist.Poisson(n[i]), obs=None if y is None else y[i])
+
+
+def test_digits_of_a_summary_of_counts():
+    run = with_draws(counts, (np.ones(5), np.ones(5, int)), {"unused": np.zeros((1, 20))})
+    n = np.full(3, 2.0e8, np.float32)
+    draws, found = predict(run, n), predict(run, n, quantiles=[0.5])
+    right = np.median(draws["y"].values[0].astype(float), axis=0)
+    assert np.array_equal(found["y"].sel(statistic="0.5"), right)
+
+
 def test_reparametrised_effects_of_new_groups(of_groups):
     def model(group, y=None, groups=5):
         reparam(grouped, config={"a": LocScaleReparam(0)})(group, y, groups)
@@ -243,7 +320,7 @@ def only_observed(x, y):
         ("of_rows", (X,), {"var_names": "mu"}, "'mu'.*predicts .'mean', 'y'."),
         ("of_rows", (X,), {"max_values": 100}, r"12,000 values, .*quantiles=.*store="),
         ("of_rows", (X,), {"quantiles": [0.5, 95]}, "`quantiles` must be .* 0 and 1; got .*95"),
-        ("of_rows", (X,), {"known_groups": [1]}, "must name the plate .*0 plates"),
+        ("of_rows", (X,), {"known_groups": [1]}, "no plate has latent sites. Leave it out"),
         ("of_groups", ([0],), {"groups": 1}, "Plate 'groups' .* 5 members .* 1 with.*or -1"),
         ("of_groups", ([0],), {"groups": 1, "known_groups": [5]}, "first is 5. .* 0 to 4"),
         ("of_groups", ([0],), {"groups": 1, "known_groups": [0.5]}, "vector of 1 .* float64"),

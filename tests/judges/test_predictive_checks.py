@@ -11,6 +11,7 @@ from numpyro.infer import init_to_value
 import pandas as pd
 import pytest
 from runs import run_mcmc, with_draws
+from scipy import stats
 
 from numpyro_sgmcmc import SGHMC, group_rows, predictive_checks
 from numpyro_sgmcmc.results import new_rows
@@ -90,7 +91,7 @@ def test_digits_far_from_zero():
 
 def binary(y):
     p = numpyro.sample("p", dist.Beta(1, 1))
-    with numpyro.plate("rows", len(y), subsample_size=50) as i:
+    with numpyro.plate("rows", len(y), subsample_size=10) as i:
         numpyro.sample("y", dist.Bernoulli(p), obs=y[i])
 
 
@@ -105,11 +106,76 @@ def test_kinds_of_observations():
     run = with_draws(binary, (y,), {"p": np.full((1, 20), 0.5)})
     table = predictive_checks(run)
     assert table.index.tolist() == ["mean"] and 0 < table["p_value"]["mean"] < 1
-    with pytest.raises(ValueError, match="each of the 600 rows of site 'y'; got shape .3,."):
-        predictive_checks(run, by=[1, 2, 3])
+    for by, match in (
+        ([1, 2, 3], "each of the 600 rows of plate 'rows', in .*'y' is; got shape .3,."),
+        ([None] + ["a"] * (N - 1), "no group for 1 rows, the first is row 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            predictive_checks(run, by=by)
+    frame = pd.DataFrame({"half": np.arange(N) < 300})
+    for by in (frame, frame["half"]):
+        assert len(predictive_checks(run, by=by)) == 2
     run = with_draws(classes, (y,), {"p": np.full((1, 20, 3), 1 / 3)})
-    with pytest.raises(ValueError, match="Site 'y' has classes"):
+    with pytest.raises(ValueError, match="Site 'y' has the law Categorical.*: classes"):
         predictive_checks(run)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        dist.VonMises(3.1, 50),
+        dist.RightCensoredDistribution(dist.Exponential(0.1), jnp.ones(N, bool)),
+        dist.Multinomial(3, jnp.full(3, 1 / 3)),
+    ],
+    ids=lambda law: type(law).__name__,
+)
+def test_values_without_a_mean_are_refused(law):
+    def model(y):
+        numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", N):
+            numpyro.sample("y", law, obs=y)
+
+    y = np.ones((N, *law.event_shape), np.float32)
+    with pytest.raises(ValueError, match=f"has the law {type(law).__name__}"):
+        predictive_checks(with_draws(model, (y,), {"mu": np.zeros((1, 5))}))
+
+
+def complete(y):
+    rate = numpyro.sample("rate", dist.Gamma(1, 0.1))
+    numpyro.factor("penalty", -rate)
+    with numpyro.plate("rows", y.shape[1]), numpyro.plate("times", y.shape[0]):
+        numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+def test_groups_without_minibatches():
+    y = RNG.poisson(3.0, (4, 30))
+    run = with_draws(complete, (y,), {"rate": np.full((1, 50), 3.0)})
+    by_row = predictive_checks(run, by=np.arange(30) % 2)
+    assert np.allclose(by_row["observed"]["mean"], [y[:, ::2].mean(), y[:, 1::2].mean()])
+    by_time = predictive_checks(run, by=list("abca"))
+    assert np.allclose(by_time["observed"]["mean"]["a"], y[[0, 3]].mean())
+
+
+def test_statistics_that_are_not_defined():
+    """Of zeros, and of a group without rows."""
+    y = np.repeat([0, 3], N // 2)
+    seen = np.arange(N) < N - 10
+    group = np.where(seen, y > 0, 2)
+    table = predictive_checks(drawn(y, seen), by=group)
+    assert np.isnan(table["p_value"]["dispersion"][0])
+    assert table["p_value"].xs(2, level="group").isna().all()
+    assert table["p_value"]["mean"][[0, 1]].notna().all()
+
+
+def test_ties_do_not_depend_on_the_order():
+    y = np.array([0, 0, 1, 1, 1] * 4)
+    exact = stats.binom(20, 0.6)
+    right = exact.sf(12) + exact.pmf(12) / 2
+    for _ in range(3):
+        run = with_draws(binary, (RNG.permutation(y),), {"p": np.full((1, 400), 0.6)})
+        table = predictive_checks(run, num_draws=400)
+        assert table["observed"]["mean"] == 0.6
+        assert abs(table["p_value"]["mean"] - right) < 4 * 0.5 / 400**0.5
 
 
 def hidden(members, observed, y):
