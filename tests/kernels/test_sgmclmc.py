@@ -78,7 +78,7 @@ def kernel_of(h, batch_size=N, friction=1.0, **options):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_law_is_the_posterior_and_its_error_of_second_order():
     y, errors = data(), []
     for h in (0.25, 0.5, 1.0):

@@ -124,7 +124,7 @@ CORRELATED = {
 }
 
 
-@pytest.mark.parametrize("name", CORRELATED)
+@pytest.mark.parametrize("name", ["trend", pytest.param("sum of two", marks=pytest.mark.nightly)])
 def test_strongly_correlated_effects(name):
     """Value, slope and curvature in log sigma, against the law of the rows in double precision."""
     model, design, sigma = CORRELATED[name]

@@ -28,7 +28,7 @@ def tuned(size, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("friction", [None, 4.0])
+@pytest.mark.parametrize("friction", [None, pytest.param(4.0, marks=pytest.mark.nightly)])
 def test_larger_minibatches_need_the_promised_steps(friction):
     few = tuned(50, gradient="minibatch", friction=friction)
     factor, steps = few.larger
