@@ -19,7 +19,7 @@ from numpyro_sgmcmc.diagnostics._predictive_mixture import of_numbers
 from numpyro_sgmcmc.posterior.handlers import without_wrappers
 from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.new_rows import new_rows
-from numpyro_sgmcmc.results.row_subset import chosen_site, chunked_axis, plate_axes
+from numpyro_sgmcmc.results.row_subset import chosen_site, plate_axes
 from numpyro_sgmcmc.results.run_data import check_data
 
 _BINARY = dist.BernoulliLogits, dist.BernoulliProbs
@@ -39,15 +39,17 @@ def predictive_checks(
     """
     Compare statistics of the observations with those of replicated data.
 
-    For each kept draw :math:`\\theta^{(s)}` all rows are drawn anew. A statistic :math:`T` of them
-    is compared with that of the observations by its posterior predictive p-value [1],
+    For each kept draw :math:`\\theta^{(s)}` all rows get new observations. A statistic :math:`T` of
+    these is compared with that of the observations by its posterior predictive p-value [1],
 
     .. math:: P(T(\\tilde y) > T(y)) + \\tfrac12 P(T(\\tilde y) = T(y)),
         \\qquad \\tilde y^{(s)} \\sim p(\\tilde y \\mid z^{(s)}, \\theta^{(s)}) .
 
-    Values near 0 and 1 show what the model does not reproduce. A right model gives values nearer to
-    one half than uniform ones, because the posterior has seen the rows: a fitted mean is at one
-    half. All rows are passed once, some thousand at a time. Masked rows do not count.
+    Values near 0 and 1 show what the model does not reproduce. The p-values of a right model are
+    more concentrated near one half than uniform ones, because the posterior has seen the rows: that
+    of a fitted mean is near one half. With :math:`S` draws its standard error is up to
+    :math:`1 / (2 \\sqrt S)`. All rows are passed once, some thousand at a time. Masked rows do not
+    count.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel.
     :param by: the group of each row, numbers or names, for the statistics of each group.
@@ -103,7 +105,7 @@ def predictive_checks(
             " values have no mean that replications could be compared by. For classes see"
             " `predictive_scores(mcmc, ...)`. For others observe numbers, one site for each."
         )
-    groups, codes, axis = _groups(by, site, name, chunked_axis(rows.sites, name))
+    groups, codes, axis = _groups(by, site, name, rows.rows_of(name))
     sums = _Sums(math.prod(rows.shape) + 1, len(groups), law.support.is_discrete)
     for part in rows.predictions([name], observed=True):
         y, is_seen = part.observed
@@ -123,12 +125,13 @@ def _groups(
     if by is None:
         return [None], np.zeros(1 if chunked is None else sizes[chunked[0]], int), 0
     given = np.ravel(by) if np.ndim(by) == 2 and np.shape(by)[1] == 1 else array("by", by)
-    plate = next((plate for plate, size in sizes.items() if given.shape == (size,)), None)
-    if plate is None:
+    plates = [plate for plate, size in sizes.items() if given.shape == (size,)]
+    if len(plates) != 1:
         said = " or ".join(f"{size:,} rows of plate '{plate}'" for plate, size in sizes.items())
         raise ValueError(
-            f"`by` must have the group of each of the {said}, in which site '{name}' is; got shape"
-            f" {given.shape}."
+            f"`by` must have the group of each of the {said or 'rows of a plate'}, in which site"
+            f" '{name}' is; got shape {given.shape}."
+            + (" Give one of the plates a `subsample_size`." if len(plates) > 1 else "")
         )
     codes, groups = pd.factorize(given, sort=True)
     if (missing := np.flatnonzero(codes < 0)).size:
@@ -142,7 +145,7 @@ def _groups(
             " intervals, `pandas.qcut(x, 10)`."
         )
     # the rows of a part come first; a site that is one part has one more axis
-    return groups, codes, 0 if chunked is not None else 1 + axes[plate]
+    return groups, codes, 0 if chunked is not None else 1 + axes[plates[0]]
 
 
 class _Sums:

@@ -34,9 +34,9 @@ _LARGEST_RHAT, _FEWEST_EFFECTIVE = 1.01, 100
 _KEPT = 0.2
 
 
-#: Number of entries of a variable from which on the table has only some of them, a third of these,
-#: and number of entries whose correlations are computed at once.
-_MANY_ENTRIES, _THIRD, _AT_ONCE = 1_000, 100, 20_000
+#: Number of entries of a variable from which on the table has only some of them; a third of these;
+#: entries that never move among them; and entries whose correlations are computed at once.
+_MANY_ENTRIES, _THIRD, _CONSTANT, _AT_ONCE = 1_000, 100, 10, 20_000
 
 #: First words of verdicts, each a heading of ``docs/verdicts.md``.
 _HEADINGS = ("Do not trust this run", "Doubtful", "Slower than promised", "Too short", "Not known")
@@ -47,10 +47,10 @@ class Summary(NamedTuple):
     """
     The summary of a run; printing shows all of it.
 
-    - **table** - a row for each entry of each variable, or for the slowest and an even sample of
-      those of a variable with more than 1,000 entries: the columns of ``arviz.summary``, and
-      ``variance_error``, the relative error of the variance by the Stein matrix, with
-      ``mcse_variance_error``, its standard error.
+    - **table** - a row for each entry of each variable, with the columns of ``arviz.summary``, and
+      ``variance_error``, the relative error of the variance by the Stein matrix. A variable with
+      more than 1,000 entries has an even sample of them, and those with the largest R-hat and
+      autocorrelation. ``mcse_variance_error`` is the standard error of ``variance_error``.
     - **facts** - settings and costs of the run, by name.
     - **verdict** - the verdict in words.
     """
@@ -171,8 +171,8 @@ def summary(
         if entries is not None:
             size = posterior[name].size // (chains * draws)
             verdict += (
-                f" The table has {len(entries):,} of the {size:,} entries of '{name}': the slowest,"
-                " and an even sample."
+                f" The table has {len(entries):,} of the {size:,} entries of '{name}': an even"
+                " sample, and those with the largest R-hat and autocorrelation."
             )
     return Summary(table, facts, verdict)
 
@@ -193,9 +193,10 @@ def _some_entries(x: xr.DataArray) -> np.ndarray | None:
     measures = [_successive, split_gelman_rubin] if x.shape[1] >= 4 else []
     with np.errstate(invalid="ignore", divide="ignore"):
         for measure in measures:
-            found = np.concatenate([measure(part) for part in parts])
-            # values that never move come first
-            chosen.append(np.argsort(-np.nan_to_num(found, nan=np.inf), kind="stable")[:_THIRD])
+            found = np.concatenate([measure(part.astype(np.float64)) for part in parts])
+            slowest = np.argsort(-np.nan_to_num(found, nan=-np.inf), kind="stable")
+            # of values that never move some are enough
+            chosen += [slowest[:_THIRD], np.flatnonzero(np.isnan(found))[:_CONSTANT]]
     return np.unique(np.concatenate(chosen))
 
 

@@ -113,9 +113,14 @@ class GroupDraws:
                     yield (slice(None), some, slice(first, first + number)), values
                     seen.update(number * own.shape[1])
 
-    def in_memory(self, plate: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def in_memory(
+        self,
+        plate: str,
+        rows: np.ndarray,
+        shapes: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+    ) -> dict[str, np.ndarray]:
         """All draws of some groups of a plate, by site, shape (chains, draws, groups, ...)."""
-        shapes = self.shapes(plate, len(rows))
+        shapes = self.shapes(plate, len(rows)) if shapes is None else shapes
         arrays = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
         for here, values in self.of(plate, rows, shapes):
             for name, array in arrays.items():

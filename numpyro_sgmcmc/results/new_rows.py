@@ -92,19 +92,18 @@ class NewRows:
 
         :param observed: whether to return the observations of the rows too.
         """
-        axes = {name: chunked_axis(self.sites, name) for name in names}
+        axes = {name: self.rows_of(name) for name in names}
         for plate in dict.fromkeys(None if at is None else at[0] for at in axes.values()):
             own = {k: at and at[1] for k, at in axes.items() if plate == (at and at[0])}
             size = 1 if plate is None else self.sites[plate]["args"][0]
-            each = sum(math.prod(jnp.shape(self.sites[name]["value"])) for name in own) // size
-            length = min(size, CHUNK if plate in self.local else MOST_ROWS)
-            length = max(1, min(length, _CHUNK_VALUES // (math.prod(self.shape) * max(1, each))))
-            program = None
+            length, program, shapes = self.length(plate, list(own)), None, None
+            if plate in self.local and self.of_groups is not None:
+                shapes = self.of_groups.shapes(plate, length)
             with waiting_bar(size, f"predictions of {', '.join(own)}") as seen:
                 for first in range(0, size, length):
                     # copies of the last row give the last part the length of the others
                     rows = np.minimum(np.arange(first, first + length), size - 1)
-                    given = self._given(plate, rows, first)
+                    given = self._given(plate, rows, first, shapes)
                     if program is None:
                         program = compiled(self._program(plate, own, observed), *given)
                     count = min(length, size - first)
@@ -115,16 +114,27 @@ class NewRows:
                         yield Part(name, axis, some, predicted[name][:, :count], here)
                     seen.update(count)
 
-    def _given(self, plate: str | None, rows: np.ndarray, first: int) -> tuple:
+    def rows_of(self, name: str) -> tuple[str, int] | None:
+        """The plate that divides the rows of a site, with its axis."""
+        return chunked_axis(self.sites, name, preferred=self.local)
+
+    def length(self, plate: str | None, names: Sequence[str]) -> int:
+        """The number of rows that are predicted at once."""
+        size = 1 if plate is None else self.sites[plate]["args"][0]
+        each = sum(math.prod(jnp.shape(self.sites[name]["value"])) for name in names) // size
+        most = min(size, CHUNK if plate in self.local else MOST_ROWS)
+        return max(1, min(most, _CHUNK_VALUES // (math.prod(self.shape) * max(1, each))))
+
+    def _given(self, plate: str | None, rows: np.ndarray, first: int, shapes: Any) -> tuple:
         """The rows, and the draws, keys and numbers of members for them."""
         # what is common to all parts has the same key in all of them
         common = random.split(self.key, math.prod(self.shape))
         own = jax.vmap(random.fold_in, (0, None))(common, 1 + first)
         draws = dict(self.draws)
         known = {k: x[rows] if k == plate else x for k, x in self.known.items()}
-        if plate in self.local and self.of_groups is not None:
+        if shapes is not None and plate is not None and self.of_groups is not None:
             parts = replace(self.of_groups, key=random.fold_in(self.of_groups.key, first))
-            found = parts.in_memory(plate, np.maximum(known[plate], 0))
+            found = parts.in_memory(plate, np.maximum(known[plate], 0), shapes)
             for name in self.local[plate]:
                 axis = group_axis(self.sites[name], plate)
                 draws[name] = jnp.moveaxis(jnp.asarray(found[name]), 2, 2 + axis)
@@ -140,11 +150,22 @@ class NewRows:
         # rows of other plates make no difference, but a plate cannot be empty
         others = {p.name: np.zeros(1, int) for p in plates if p.name not in around}
 
+        def observation(name: str, site: dict) -> Array:
+            if (value := site["infer"].get("obs")) is None:
+                raise ValueError(f"Site '{name}' has no observations outside of a `scan`.")
+            return jnp.broadcast_to(value, site["fn"].shape())
+
         def rows_first(name: str, x: Array) -> Array:
             axis = axes[name]
             return x[None] if axis is None else jnp.moveaxis(x, axis, 0)
 
         are_new = {k for k, x in self.known.items() if np.any(x < 0)}
+        # the sites inside of a `scan` take no other handler's values
+        whole = {
+            name
+            for name in self.draws
+            if not any(frame.name in self.known for frame in self.sites[name]["cond_indep_stack"])
+        }
 
         def values(rows: Array, draws: dict, keys: Any, known: dict) -> tuple[dict, Any]:
             of_rows = others if plate is None else others | {plate: rows}
@@ -153,8 +174,9 @@ class NewRows:
 
             def sites(draw_and_keys: tuple[dict, Any]) -> dict[str, dict]:
                 draw, (common, own) = draw_and_keys
+                given = substitute(model, data={k: x for k, x in draw.items() if k in whole})
                 with _Posterior(draw, known, are_new, plate, common, own):
-                    return trace(seed(model, own)).get_trace(*self.args, **self.kwargs)
+                    return trace(seed(given, own)).get_trace(*self.args, **self.kwargs)
 
             def predicted(draw_and_keys: tuple[dict, Any]) -> dict[str, Array]:
                 found = sites(draw_and_keys)
@@ -164,7 +186,7 @@ class NewRows:
             if observed:
                 found = sites(jax.tree.map(lambda x: x[0], (draws, keys)))
                 seen = {
-                    k: (rows_first(k, found[k]["infer"]["obs"]), rows_first(k, is_seen(found[k])))
+                    k: (rows_first(k, observation(k, found[k])), rows_first(k, is_seen(found[k])))
                     for k in axes
                 }
             return lax.map(predicted, (draws, keys)), seen
@@ -284,7 +306,11 @@ def _outputs(
 ) -> list[str]:
     """The sites to predict."""
     kinds = "sample", "deterministic"
-    possible = [k for k, site in new.items() if site["type"] in kinds and k not in draws]
+    possible = [
+        k
+        for k, site in new.items()
+        if site["type"] in kinds and not (k in draws and site["type"] == "sample")
+    ]
     observed = [
         k
         for k in possible

@@ -25,8 +25,8 @@ from numpyro_sgmcmc.data.converters import (
 from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import MAX_VALUES, plate_dims
-from numpyro_sgmcmc.results.new_rows import MOST_ROWS, new_rows
-from numpyro_sgmcmc.results.row_subset import chunked_axis, plate_axes
+from numpyro_sgmcmc.results.new_rows import new_rows
+from numpyro_sgmcmc.results.row_subset import plate_axes
 
 
 def predict(
@@ -53,8 +53,9 @@ def predict(
     where :math:`z_g` are the latent sites of a group, if there are any. Every row of the arguments
     counts, whatever the ``subsample_size``. Observations among the arguments are ignored.
 
-    Rows of a subsampled plate are predicted some thousand at a time. With ``quantiles`` only their
-    summary is kept, so that memory does not grow with the draws.
+    Rows of a subsampled plate are predicted some thousand at a time. With ``quantiles`` only the
+    mean, standard deviation and quantiles of each row are kept, so that memory does not grow with
+    the draws. Another call has other draws, even with the same key, unless it asks for the same.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel.
     :param args: arguments of the model with the new rows. The model needs
@@ -62,7 +63,7 @@ def predict(
     :param known_groups: number in the run of each group of the new rows, where -1 is a new group; a
         single -1, if all are new; or a dict of either by the name of the plate of the groups. It
         is required for effects that the run integrates out, or that are inside of the plate of the
-        rows. Other groups are those of the run, if their number is the same.
+        rows. Other groups are taken to be those of the run if their number is the same.
     :param var_names: sample or deterministic sites to predict; None for all observed sites.
     :param quantiles: levels between 0 and 1, for instance ``[0.05, 0.5, 0.95]``. The result then
         has the mean, the standard deviation and these quantiles over all draws.
@@ -121,7 +122,7 @@ def predict(
     shapes = {k: (*map(len, coords.values()), *jnp.shape(rows.sites[k]["value"])) for k in chosen}
     if folder is None:
         all_draws = {
-            k: (rows.shape if chunked_axis(rows.sites, k) is None else shape[:1]) + shape[1:]
+            k: (rows.shape if rows.rows_of(k) is None else shape[:1]) + shape[1:]
             for k, shape in shapes.items()
         }
         _check_size(shapes if levels is None else all_draws, max_values)
@@ -138,8 +139,10 @@ def predict(
             dtype = rows.sites[name]["value"].dtype
             if levels is not None and dtype != np.float32:
                 dtype = np.float64
-            chunks = tuple(min(n, MOST_ROWS) for n in shape)
-            variables[variable] = dims, create(variable, shape, dtype, dims, chunks)
+            chunks, at = list(shape), rows.rows_of(name)
+            if at is not None:
+                chunks[len(coords) + at[1]] = rows.length(at[0], [name])
+            variables[variable] = dims, create(variable, shape, dtype, dims, tuple(chunks))
         for part in rows.predictions(chosen):
             if levels is None:
                 values = part.values.reshape(*rows.shape, *part.values.shape[1:])

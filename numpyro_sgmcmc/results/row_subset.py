@@ -3,7 +3,7 @@
 
 """Subsets of the rows of a run: the model, its draws and its likelihood on these rows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -119,11 +119,17 @@ def plate_axes(site: dict) -> dict[str, int]:
     return {name: k for name, (k, size) in axes.items() if k >= 0 and shape[k] == size}
 
 
-def chunked_axis(sites: Mapping[str, dict], name: str) -> tuple[str, int] | None:
-    """The subsampled plate that divides the rows of a site, with its axis."""
+def chunked_axis(
+    sites: Mapping[str, dict], name: str, preferred: Container[str] = ()
+) -> tuple[str, int] | None:
+    """
+    The subsampled plate that divides the rows of a site, with its axis.
+
+    :param preferred: plates that come before other subsampled plates.
+    """
     plates = {plate.name for plate in subsampled_plates(sites)}
-    axes = plate_axes(sites[name])
-    return next(((plate, axis) for plate, axis in axes.items() if plate in plates), None)
+    axes = [(plate, axis) for plate, axis in plate_axes(sites[name]).items() if plate in plates]
+    return min(axes, key=lambda at: at[0] not in preferred, default=None)
 
 
 def keep_rows(

@@ -3,9 +3,12 @@
 
 """Predictions for new rows, of known and of new groups."""
 
+import arviz as az
+from generations import FIRST_GENERATION
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from numpyro.contrib.control_flow import scan
 import numpyro.distributions as dist
 from numpyro.handlers import reparam
 from numpyro.infer import init_to_value
@@ -190,6 +193,26 @@ def test_a_new_group_has_one_effect_in_all_parts(of_groups, monkeypatch):
     assert abs(np.corrcoef(noise[..., 0].ravel(), noise[..., 8].ravel())[0, 1]) < 0.2
 
 
+@pytest.mark.arviz
+@pytest.mark.parametrize(
+    "which, args, options",
+    [
+        ("of_rows", (X,), {}),
+        ("of_groups", (np.array([0, 1, 0]),), {"known_groups": [4, -1], "groups": 2}),
+        ("of_hidden", group_rows([0, 0, 1]), {"known_groups": [3, -1]}),
+    ],
+    ids=["rows", "sampled groups", "integrated groups"],
+)
+def test_arviz_takes_the_predictions(which, args, options, request):
+    found = predict(request.getfixturevalue(which), *args, num_draws=200, **options)
+    prob = {"hdi_prob" if FIRST_GENERATION else "prob": 0.8}
+    bounds = az.hdi(found, **prob)["y"]
+    low, high = bounds.min(bounds.dims[-1]), bounds.max(bounds.dims[-1])
+    inside = ((low <= found["y"]) & (found["y"] <= high)).mean(("chain", "draw"))
+    assert abs(inside - 0.8).max() < 0.05
+    assert len(az.summary(found, kind="stats")) == found["y"][0, 0].size
+
+
 def test_a_group_that_is_given_twice(of_hidden):
     with pytest.raises(ValueError, match="Group 3 of the run is given 2 times in plate 'groups'"):
         predict(of_hidden, *group_rows([0, 1, 2]), known_groups=[3, 3, 5])
@@ -236,6 +259,34 @@ def test_deterministic_sites_of_any_shape(monkeypatch):
     assert np.allclose(found["pair"], np.stack([mean, -mean], -1), atol=1e-4)
     assert np.allclose(found["turned"], (x * w[..., None, :]).swapaxes(-1, -2), atol=1e-4)
     assert list(predict(run, x).data_vars) == ["y"]
+
+
+def test_deterministic_sites_among_the_draws_are_those_of_the_new_rows():
+    draws = {"w": SLOPES, "mean": np.zeros((2, 300, N))}
+    run = with_draws(full_data(rows), (X, X[:, 0]), draws)
+    found = predict(run, X[:5], num_draws=300, var_names="mean")["mean"]
+    assert np.allclose(found, SLOPES @ X[:5].T, atol=1e-4)
+
+
+def series(x, y=None):
+    """A latent path of all rows, in a loop of its own."""
+
+    def step(state, _):
+        state = numpyro.sample("state", dist.Normal(state, 1))
+        return state, state
+
+    _, path = scan(step, 0.0, jnp.arange(3))
+    with numpyro.plate("rows", len(x), subsample_size=2) as i:
+        mean = path[x[i]]
+        numpyro.sample("y", dist.Normal(mean, 0.01), obs=None if y is None else y[i])
+
+
+def test_sites_of_a_scan_have_their_draws():
+    path = RNG.normal(size=(1, 60, 3)) * 5
+    x = np.array([0, 1, 2, 2])
+    run = with_draws(full_data(series), (x, x * 1.0), {"state": path})
+    found = predict(run, x[::-1].copy(), num_draws=60)["y"]
+    assert np.allclose(found, path[..., x[::-1]], atol=0.06)
 
 
 def test_what_does_not_fit_the_model_is_explained(of_rows):
