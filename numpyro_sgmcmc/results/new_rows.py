@@ -271,7 +271,16 @@ class _Posterior(Messenger):
         return msg["type"] == "sample" and not msg["is_observed"] and msg["name"] in self.draw
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] != "sample" or msg["value"] is not None:
+        if msg["type"] != "sample":
+            return
+        if msg["value"] is not None:
+            chosen = [f.name for f in msg["cond_indep_stack"] if f.name in self.known]
+            if chosen and self._has_draw(msg):
+                raise ValueError(
+                    f"Site '{msg['name']}' is inside of a `scan`, which draws it before the groups"
+                    f" of plate '{chosen[0]}' can be chosen. Predict for all groups of the run, in"
+                    " their order and without `known_groups`."
+                )
             return
         if self._has_draw(msg):
             value, are_known = self._value(msg)
@@ -345,7 +354,8 @@ def _known(
     :param sizes: the number of groups in the run, by plate with sites that are integrated out.
     :param are_same: whether the rows are those of the run.
     """
-    shapes: dict[str, dict[int, str]] = {}  # by plate and size in the run, a site
+    # the members of each plate, in the run and with these arguments
+    known_sizes, here = dict(sizes), {k: int(new[k]["args"][0]) for k in sizes}
     for name, x in draws.items():
         site = new.get(name, {"type": None})
         if site["type"] != "sample":
@@ -359,8 +369,7 @@ def _known(
                 " run. New rows need as many columns as the rows of the run."
             )
         for plate, axis in axes.items():
-            shapes.setdefault(plate, {})[shape[axis]] = name
-    known_sizes = {k: max(x) for k, x in shapes.items()} | dict(sizes)
+            known_sizes[plate], here[plate] = shape[axis], now[axis]
     if groups is None:
         groups = {}
     elif not isinstance(groups, Mapping):
@@ -379,11 +388,12 @@ def _known(
         )
     known = {}
     for plate, size in known_sizes.items():
-        now, subsample_size = new[plate]["args"]
-        # rows of another call are other rows, also if there are as many
-        is_row = plate in sizes or subsample_size is not None
+        count = here[plate]
+        # rows of another call are other rows, also if there are as many; a plate inside of a `scan`
+        # is no site
+        is_row = plate in sizes or (plate in new and new[plate]["args"][1] is not None)
         if plate in groups:
-            known[plate] = _checked_numbers(groups[plate], plate, now, size)
+            known[plate] = _checked_numbers(groups[plate], plate, count, size)
             values, counts = np.unique(known[plate], return_counts=True)
             if plate in sizes and (again := values[(counts > 1) & (values >= 0)]).size:
                 raise ValueError(
@@ -391,14 +401,14 @@ def _known(
                     f" plate '{plate}', and would have an effect of its own each time. Put all of"
                     " its rows into one group of the new rows."
                 )
-        elif (is_row and not are_same) or now != size:
+        elif (is_row and not are_same) or count != size:
             latent = "effects that the run integrates out" if plate in sizes else "latent sites"
             raise ValueError(
-                f"Plate '{plate}' has {latent}, {size:,} members in the run and {now:,} with these"
-                f" arguments. Say which they are, `known_groups={{'{plate}': numbers}}`, with the"
+                f"Plate '{plate}' has {latent}, {size:,} members in the run and {count:,} with"
+                f" these arguments. Say which they are, `known_groups={{'{plate}': numbers}}`, with the"
                 " number in the run of each, or -1 for a new one."
             )
-        else:
+        elif is_row:
             known[plate] = np.arange(size)
     return known
 

@@ -55,7 +55,8 @@ def predict(
 
     Rows of a subsampled plate are predicted some thousand at a time. With ``quantiles`` only the
     mean, standard deviation and quantiles of each row are kept, so that memory does not grow with
-    the draws. Another call has other draws, even with the same key, unless it asks for the same.
+    the draws. Calls for other sites or another number of draws have other random numbers, even with
+    the same key.
 
     :param mcmc: an ``MCMC`` object after its run, of any kernel.
     :param args: arguments of the model with the new rows. The model needs

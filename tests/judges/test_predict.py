@@ -289,6 +289,30 @@ def test_sites_of_a_scan_have_their_draws():
     assert np.allclose(found, path[..., x[::-1]], atol=0.06)
 
 
+def panel(x, y=None, series=2):
+    """A latent path for each of some series, in a loop inside of their plate."""
+
+    def step(state, _):
+        with numpyro.plate("series", series):
+            state = numpyro.sample("state", dist.Normal(state, 1))
+        return state, state
+
+    _, path = scan(step, jnp.zeros(series), jnp.arange(3))
+    with numpyro.plate("rows", len(x), subsample_size=2) as i:
+        mean = path[x[i] // series, x[i] % series]
+        numpyro.sample("y", dist.Normal(mean, 0.01), obs=None if y is None else y[i])
+
+
+def test_sites_of_a_scan_inside_of_a_plate():
+    path = RNG.normal(size=(1, 60, 3, 2)) * 5
+    x = np.arange(6)
+    run = with_draws(full_data(panel), (x, x * 1.0), {"state": path})
+    found = predict(run, x[::-1].copy(), num_draws=60)["y"]
+    assert np.allclose(found, path.reshape(1, 60, 6)[..., ::-1], atol=0.06)
+    with pytest.raises(ValueError, match="'state' is inside of a `scan`.*plate 'series'"):
+        predict(run, x, known_groups=[1, 0])
+
+
 def test_what_does_not_fit_the_model_is_explained(of_rows):
     with pytest.raises((TypeError, ValueError), match="list"):
         predict(of_rows, X.tolist())
