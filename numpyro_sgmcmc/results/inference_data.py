@@ -465,6 +465,8 @@ def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
         if site["type"] not in ("sample", "deterministic"):
             continue
         frames = sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)
+        if site["type"] == "deterministic" and len(plate_axes(site)) < len(frames):
+            frames = []  # its shape is not that of its plates
         events = site["infer"].get("event_dims", []) if site["type"] == "sample" else []
         if frames or events:
             dims[variable_name(name)] = [frame.name for frame in frames] + list(events)

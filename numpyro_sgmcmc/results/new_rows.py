@@ -405,8 +405,8 @@ def _known(
             latent = "effects that the run integrates out" if plate in sizes else "latent sites"
             raise ValueError(
                 f"Plate '{plate}' has {latent}, {size:,} members in the run and {count:,} with"
-                f" these arguments. Say which they are, `known_groups={{'{plate}': numbers}}`, with the"
-                " number in the run of each, or -1 for a new one."
+                f" these arguments. Say which they are, `known_groups={{'{plate}': numbers}}`, with"
+                " the number in the run of each, or -1 for a new one."
             )
         elif is_row:
             known[plate] = np.arange(size)

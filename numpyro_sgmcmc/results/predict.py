@@ -26,7 +26,6 @@ from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import MAX_VALUES, plate_dims
 from numpyro_sgmcmc.results.new_rows import new_rows
-from numpyro_sgmcmc.results.row_subset import plate_axes
 
 
 def predict(
@@ -131,11 +130,7 @@ def predict(
     with in_memory() if folder is None else on_disk(folder) as create:
         for name, shape in shapes.items():
             variable = variable_name(name)
-            inner = plates.get(variable, [])
-            known = plate_axes(rows.sites[name])
-            if rows.sites[name]["type"] == "deterministic" and len(known) < len(inner):
-                inner = []
-            dims = [*coords, *inner]
+            dims = [*coords, *plates.get(variable, [])]
             dims += [f"{variable}_dim_{j}" for j in range(len(shape) - len(dims))]
             dtype = rows.sites[name]["value"].dtype
             if levels is not None and dtype != np.float32:

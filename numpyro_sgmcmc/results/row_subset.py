@@ -172,18 +172,10 @@ def of_rows(
     """Values of the chosen rows for sites inside of plates; leading axes are for the draws."""
     subset = dict(values)
     for name in values.keys() & sites.keys():
-        site, frames = sites[name], sites[name]["cond_indep_stack"]
-        shape = jnp.shape(site["value"])
-        for frame in frames:
-            # a deterministic site has only its shape, in which the plates come first
-            events = (
-                site["fn"].event_dim
-                if site["type"] == "sample"
-                else len(shape) - max(-frame.dim for frame in frames)
-            )
-            axis = frame.dim - events
-            if frame.name in chosen and 1 <= -axis <= len(shape) and shape[axis] == frame.size:
-                subset[name] = jnp.take(subset[name], chosen[frame.name], axis=axis)
+        axes = len(jnp.shape(sites[name]["value"]))
+        for plate, axis in plate_axes(sites[name]).items():
+            if plate in chosen:
+                subset[name] = jnp.take(subset[name], chosen[plate], axis=axis - axes)
     return subset
 
 
