@@ -17,7 +17,6 @@ import pandas as pd
 from numpyro_sgmcmc.data.converters import array, instance, random_key, whole
 from numpyro_sgmcmc.diagnostics._predictive_mixture import of_numbers
 from numpyro_sgmcmc.posterior.handlers import without_wrappers
-from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.new_rows import new_rows
 from numpyro_sgmcmc.results.row_subset import chosen_site, plate_axes
 from numpyro_sgmcmc.results.run_data import check_data
@@ -93,9 +92,8 @@ def predictive_checks(
     """
     instance("var_name", var_name, str | None, "the name of a site")
     num_draws, key = whole("num_draws", num_draws), random_key(rng_key)
-    arguments_of(mcmc)
-    check_data(mcmc, "Replicate")
     rows, observed, _ = new_rows(mcmc, None, num_draws, key)
+    check_data(mcmc, "Replicate")
     name = chosen_site(observed, var_name)
     site = rows.sites[name]
     law = without_wrappers(site["fn"])

@@ -212,8 +212,9 @@ def _shortened(posterior: xr.Dataset, some: Mapping[Any, np.ndarray | None]) -> 
 
     values = {}
     for name, x in posterior.data_vars.items():
-        flat = x.values.reshape(*x.shape[:2], -1) if some[name] is not None else x.values
-        values[str(name)] = flat if some[name] is None else flat[..., some[name]]
+        own = some[name]
+        flat = x.values.reshape(*x.shape[:2], -1)
+        values[str(name)] = x.values if own is None else flat[..., own]
     if int(arviz.__version__.split(".")[0]) < 1:
         return arviz.from_dict(values)
     return arviz.from_dict({"posterior": values})
