@@ -1,18 +1,9 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""
-Checkpoint files, from which a run goes on; written atomically and checked when read.
+"""Checkpoints, from which a run goes on: archives of its state, its draws and its identity."""
 
-A checkpoint is an ``.npz`` archive of NumPy, not compressed and read with ``allow_pickle=False``.
-It has arrays, each with a CRC-32, and a member ``words`` of JSON for everything else
-(:mod:`numpyro_sgmcmc.long_runs.records`). Reading it runs no code.
-"""
-
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-import io
-import json
+from collections.abc import Mapping
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +13,15 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.archive import Archive
 from numpyro_sgmcmc.data.content_hash import ContentHash
+from numpyro_sgmcmc.data.records import is_of_type, kinds_in
 from numpyro_sgmcmc.long_runs.effective_size import ThinnedDraws
-from numpyro_sgmcmc.long_runs.files import flush_folder, read, write_atomically
 from numpyro_sgmcmc.long_runs.growing import RowsOfRun
 from numpyro_sgmcmc.long_runs.moments import Moments
-from numpyro_sgmcmc.long_runs.records import as_words, from_words, is_of_type, kinds_in
 from numpyro_sgmcmc.tuning.tuning import Tuning
 
 VERSION = 7
-
-#: First bytes of a checkpoint, first bytes up to version 4, and the version after them.
-_MAGIC, _OLD_MAGIC = b"PK", b"SGMCMCRN"
 
 REMEDY = (
     "`resume=False` begins anew and keeps the store under another name, and its draws can still be"
@@ -56,8 +44,10 @@ class Key(NamedTuple):
         return random.wrap_key_data(jnp.asarray(self.data), impl=self.implementation)
 
 
-#: Types in a checkpoint, besides numbers, words and arrays.
 _KINDS = kinds_in(Key, Moments, ThinnedDraws, RowsOfRun, ContentHash, Tuning)
+
+#: The file of a checkpoint.
+CHECKPOINT = Archive("checkpoint", VERSION, _KINDS, REMEDY)
 
 #: Fields of the checkpoint of a run and their types: the identity of the run, the number of draws
 #: of each chain, the state, the tuning, the records of rows on disk and of growing rows, the number
@@ -71,91 +61,14 @@ _FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save(path: Path, content: Mapping[str, Any]) -> None:
-    """
-    Write a checkpoint in the place of the previous one.
-
-    :raises TypeError: if the content has anything that is not data.
-    """
-    arrays: list[np.ndarray] = []
-    words = {"version": VERSION, "content": as_words(content, arrays, _KINDS)}
-    words["types"] = [str(x.dtype) for x in arrays]
-    text, file = np.frombuffer(json.dumps(words).encode(), np.uint8), io.BytesIO()
-    np.savez(file, *map(_of_numpy, arrays), words=text)
-    write_atomically(path, file.getbuffer())
-    flush_folder(path.parent)
-
-
-def load(path: Path) -> dict[str, Any]:
-    """
-    Read the content of a checkpoint.
-
-    :raises ValueError: if the file is incomplete, or of another version.
-    """
-    try:
-        content = read(path)
-    except OSError as error:
-        raise ValueError(f"The checkpoint {path} cannot be read: {error}. {REMEDY}") from error
-    if content.startswith(_OLD_MAGIC):
-        start = len(_OLD_MAGIC)
-        raise _of_version(path, int.from_bytes(content[start : start + 4], "little"))
-    if not content.startswith(_MAGIC):
-        raise ValueError(f"{path} is not a checkpoint, or its beginning is lost. {REMEDY}")
-    try:
-        words, arrays = _members_of(content)
-    except Exception as error:  # archives with other content raise many kinds of errors
-        raise ValueError(
-            f"The checkpoint {path} is truncated or corrupted"
-            f" ({type(error).__name__}: {error}). {REMEDY}"
-        ) from error
-    with understood(path):
-        if (version := words["version"]) != VERSION:
-            raise _of_version(path, version)
-        try:
-            arrays = [x.view(of) for x, of in zip(arrays, words["types"], strict=True)]
-            record = from_words(words["content"], arrays, _KINDS)
-        except ValueError as error:
-            raise TypeError(error) from error
-        if not isinstance(record, dict):
-            raise TypeError("it has no named fields")
-    return record
-
-
-def _members_of(content: bytes) -> tuple[Any, list[np.ndarray]]:
-    """
-    The words and the arrays of an archive.
-
-    :raises Exception: of many kinds, if the archive is incomplete.
-    """
-    with np.load(io.BytesIO(content), allow_pickle=False) as file:
-        # with another shape in its header an array would be read in part, without its checksum
-        if (name := file.zip.testzip()) is not None:
-            raise ValueError(f"the checksum of its member {name} differs")
-        arrays = [file[f"arr_{k}"] for k in range(len(file.files) - 1)]
-        return json.loads(file["words"].tobytes()), arrays
-
-
-def _of_numpy(array: np.ndarray) -> np.ndarray:
-    """The array, or its bytes if its type, such as bfloat16, is not one of NumPy."""
-    array = np.asarray(array, order="C")
-    return array if array.dtype.isbuiltin == 1 else array.view(f"V{array.itemsize}")
-
-
-def _of_version(path: Path, version: Any) -> ValueError:
-    return ValueError(
-        f"The checkpoint {path} has version {version} of the format; this is version {VERSION}. Go"
-        f" on with the version of numpyro_sgmcmc that wrote it. {REMEDY}"
-    )
-
-
 def load_run(path: Path) -> dict[str, Any]:
     """
     Read the content of the checkpoint of a run.
 
     :raises ValueError: if the file is invalid, or a field of a run is missing or has another type.
     """
-    content = load(path)
-    with understood(path):
+    content = CHECKPOINT.load(path)
+    with CHECKPOINT.understood(path):
         if names := sorted(_FIELDS.keys() ^ content.keys()):
             raise TypeError(f"its fields {', '.join(names)} are missing or unknown")
         for name, kind in _FIELDS.items():
@@ -165,24 +78,6 @@ def load_run(path: Path) -> dict[str, Any]:
         if not 0 <= least <= max(content["done"], content["seconds"]) < math.inf:
             raise TypeError("its numbers of draws, samples and seconds are impossible")
     return content
-
-
-@contextmanager
-def understood(path: Path | None) -> Iterator[None]:
-    """
-    Context that turns any error from invalid content of a checkpoint into a ``ValueError``.
-
-    The checksum of the checkpoint is right here, but its content need not be.
-
-    :raises ValueError: in the place of errors from other content.
-    """
-    try:
-        yield
-    except (TypeError, LookupError, ArithmeticError, RecursionError) as error:
-        raise ValueError(
-            f"The checkpoint {path} was written by something else:"
-            f" {error if isinstance(error, TypeError) else repr(error)}. {REMEDY}"
-        ) from error
 
 
 def held(tree: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from numpyro_sgmcmc.data.converters import given_key, instance, one_of, path, po
 from numpyro_sgmcmc.data.growing import trimmed
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.long_runs import identity
-from numpyro_sgmcmc.long_runs.checkpoint import understood
+from numpyro_sgmcmc.long_runs.checkpoint import CHECKPOINT
 from numpyro_sgmcmc.long_runs.draws import Draws
 from numpyro_sgmcmc.long_runs.effective_size import places
 from numpyro_sgmcmc.long_runs.folder import RunFolder
@@ -163,6 +163,7 @@ class LongRun(HostedRun):
         self._moments: tuple[Moments, dict[str, list[str]]] | None = None
         self._stopped: str | None = None
         self._rows: RowsOfRun | None = None
+        self._program: Program | None = None
 
     @property
     def num_samples(self) -> int:
@@ -247,13 +248,14 @@ class LongRun(HostedRun):
             about = self._about(folder, begun, rng_key, init_params, extra_fields)
             if content is not None and content["tuning"] is not None:
                 self.sampler.tuning = content["tuning"]
-            with understood(folder.file) if content is not None else nullcontext():
+            with CHECKPOINT.understood(folder.file) if content is not None else nullcontext():
                 states = self._started(rng_key, init_params, begun, content)
             program = Program(
                 self.sampler, self.postprocess_fn, names, *arguments,
                 method=self.chain_method, num_chains=self.num_chains, thinning=self.thinning,
                 states=states, num_draws=num_draws,
-            )  # fmt: skip
+            ).compiled_as(self._program)  # fmt: skip
+            self._program = program
             draws = Draws(program.shapes, names[0], removed, self.num_chains, self._rows)
             self._draws = draws
             dims = _dims_of(self.sampler, program.shapes[names[0]], trimmed(arguments))
@@ -283,7 +285,7 @@ class LongRun(HostedRun):
             self._rows = rows_of_run(arguments)
             return arguments, arguments
         known = content["known"]
-        with understood(folder.file):
+        with CHECKPOINT.understood(folder.file):
             check_rows(self._path, arguments, known, content["rows"])
             if known is None:
                 for rows, seen in zip(on_disk(arguments), content["rows"], strict=False):
@@ -319,7 +321,7 @@ class LongRun(HostedRun):
         if content is None or draws is None:
             return progress
         kept = max(0, content["done"] - skipped) // self.thinning
-        with understood(folder.file):
+        with CHECKPOINT.understood(folder.file):
             numbers = sum(map(len, places(shapes).values()))
             progress = restored_progress(content, progress, kept, numbers)
         draws.cut(folder, content["draws"])
@@ -409,7 +411,7 @@ def _is_number(value: Any) -> bool:
 
 def _compared(folder: RunFolder, about: dict[str, Any]) -> int:
     """The number of samples over which the run of a checkpoint was compared."""
-    with understood(folder.file):
+    with CHECKPOINT.understood(folder.file):
         samples = about[COMPARED]
         if not _is_number(samples) or not 0 < samples < 2**63 or samples % 1:
             raise TypeError(f"it has no valid `{COMPARED}`")

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 import numpy as np
 
+from numpyro_sgmcmc.data.files import Lock
 from numpyro_sgmcmc.long_runs import checkpoint
-from numpyro_sgmcmc.long_runs.files import Lock
+from numpyro_sgmcmc.long_runs.checkpoint import CHECKPOINT
 from numpyro_sgmcmc.long_runs.identity import differences
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class RunFolder:
         assert file is not None
         if os.path.lexists(file):
             content = checkpoint.load_run(file)
-            with checkpoint.understood(file):
+            with CHECKPOINT.understood(file):
                 self.store.go_on(content["metadata"])
             leaves = content.pop("leaves")
             self.checkpoint = content | {"restored": partial(checkpoint.restored, file, leaves)}
@@ -201,7 +202,7 @@ class RunFolder:
         content["tuning"] = jax.device_get(content["tuning"])
         content |= {"about": about, "leaves": checkpoint.held(state)}
         try:
-            checkpoint.save(self.file, content)
+            CHECKPOINT.save(self.file, content)
         except TypeError as error:
             raise ValueError(
                 f"The checkpoint in {self.path} cannot be written: {error}. The state, `tuning`"

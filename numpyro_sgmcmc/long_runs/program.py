@@ -84,6 +84,24 @@ class Program:
         self._run = jax.jit(run)
         self._first = states[0]
 
+    def compiled_as(self, other: "Program | None") -> "Program":
+        """
+        This program, with the compiled loop of another one where the two differ in data alone.
+
+        What else a loop depends on is in the shapes of states and data, for which JAX compiles it
+        again. The data of the other program are forgotten.
+        """
+        if other is None:
+            return self
+        own, others = (
+            (x._kernel, x._postprocess, x._fields, x._rest, x._method, x._thinning, x.capacity)
+            for x in (self, other)
+        )
+        if own == others:
+            self._run = other._run
+        other._data = []
+        return self
+
     def _collected(self, state: Any, args: tuple, kwargs: dict) -> Fields:
         values = nested_attrgetter(*self._fields)(state)
         sample, *rest = [values] if len(self._fields) == 1 else values

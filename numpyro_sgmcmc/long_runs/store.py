@@ -29,7 +29,7 @@ from zlib import crc32
 import numpy as np
 import xarray as xr
 
-from numpyro_sgmcmc.long_runs.files import flush_folder, plain, read, write_atomically
+from numpyro_sgmcmc.data.files import flush_folder, plain, read, write_atomically
 
 try:
     import zarr

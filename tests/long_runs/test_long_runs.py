@@ -36,6 +36,7 @@ import zarr
 from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data, summary, to_arviz
 from numpyro_sgmcmc.long_runs import checkpoint, driver, effective_size, moments, running, store
 from numpyro_sgmcmc.long_runs.folder import FOLDER, RunFolder
+from numpyro_sgmcmc.long_runs.program import Program
 from numpyro_sgmcmc.posterior.control_variate import Anchor
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -64,6 +65,10 @@ def as_numbers(x):
 
 def results(mcmc):
     return mcmc.get_samples(True), mcmc.get_extra_fields(True), mcmc.last_state
+
+
+def full_nuts():
+    return NUTS(full_data(model))
 
 
 def long_run(path=None, sampler=None, **changes):
@@ -301,7 +306,6 @@ def test_damaged_checkpoint_is_refused(tmp_path):
             archive(version=now + 1),
             rf"has version {now + 1} of the format; this is version {now}\.",
         ),
-        (b"SGMCMCRN\4\0\0\0" + content, f"has version 4 of the format; this is version {now}"),
         (b"", "is not a checkpoint"),
     ):
         file.write_bytes(damaged)
@@ -314,6 +318,28 @@ def test_damaged_checkpoint_is_refused(tmp_path):
     store.Store(folder).publish(30)
     with pytest.raises(ValueError, match="has 30 draws .* checkpoint has 36"):
         run(long_run(folder))
+
+
+@pytest.mark.parametrize("sampler", [kernel, lambda: CCAdL(model, progress_bar=False), full_nuts])
+def test_a_second_run_has_the_program_of_the_first(sampler, monkeypatch):
+    def made(sampler, **options):
+        settings = {"num_warmup": 20, "num_samples": 30, "progress_bar": False, "num_chains": 2}
+        return LongRun(sampler, chain_method="vectorized", **settings | options)
+
+    traced, drawn = [], Program._drawn
+    monkeypatch.setattr(Program, "_drawn", lambda *x: traced.append(x[0]) or drawn(*x))
+    mcmc, others = made(sampler()), 1 + data()
+    mcmc.run(random.key(0), data())
+    mcmc.run(random.key(1), others)
+    assert len(traced) == 1
+    alone = made(sampler())
+    alone.run(random.key(1), others)
+    np.testing.assert_array_equal(mcmc.get_samples()["mu"], alone.get_samples()["mu"])
+    if sampler is not full_nuts:  # which cannot be traced again by NumPyro
+        mcmc.run(random.key(1), others[:-1])  # data of another shape
+        mcmc.thinning = 3
+        mcmc.run(random.key(1), others)
+        assert len(traced) == 4
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -603,10 +629,10 @@ def test_a_checkpoint_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     body, file = pickle.dumps(Attack()), tmp_path / "checkpoint"
     of_objects = archive(np.array([Attack()]), types=["O"])
-    for content in (body, b"SGMCMCRN\2\0\0\0" + body, of_objects):
+    for content in (body, of_objects):
         file.write_bytes(content)
         with pytest.raises(ValueError, match="`resume=False`"):
-            checkpoint.load(file)
+            checkpoint.CHECKPOINT.load(file)
         assert not Path("attacked").exists()
     pickle.loads(body)  # it would have
     assert Path("attacked").exists()
@@ -626,21 +652,21 @@ def test_a_checkpoint_runs_nothing(tmp_path, monkeypatch):
 def test_a_checkpoint_that_says_something_else(change, said, tmp_path):
     (tmp_path / "checkpoint").write_bytes(archive(np.zeros(1), **{"types": ["float64"]} | change))
     with pytest.raises(ValueError, match=f"written by something else: .*{said}"):
-        checkpoint.load(tmp_path / "checkpoint")
+        checkpoint.CHECKPOINT.load(tmp_path / "checkpoint")
 
 
 def test_no_bit_of_a_checkpoint_changes_in_silence(tmp_path):
     """Of each byte one, in members, headers and the directory: refused, or nothing is changed."""
     file = tmp_path / "checkpoint"
     leaves = {"mu": np.arange(6.0).reshape(2, 3), "key": checkpoint.Key("rbg", np.arange(4))}
-    checkpoint.save(file, {"leaves": leaves, "draws": 3, "scale": jnp.bfloat16(0.5)})
-    whole, content, refused = checkpoint.load(file), file.read_bytes(), 0
+    checkpoint.CHECKPOINT.save(file, {"leaves": leaves, "draws": 3, "scale": jnp.bfloat16(0.5)})
+    whole, content, refused = checkpoint.CHECKPOINT.load(file), file.read_bytes(), 0
     for place in range(len(content)):
         flipped = bytearray(content)
         flipped[place] ^= 1 << place % 8
         file.write_bytes(flipped)
         try:
-            equal = jax.tree.map(np.array_equal, checkpoint.load(file), whole)
+            equal = jax.tree.map(np.array_equal, checkpoint.CHECKPOINT.load(file), whole)
             assert jax.tree.all(equal), place
         except ValueError as error:
             assert f"{file}" in str(error) and "resume=False" in str(error)
@@ -664,8 +690,8 @@ def test_what_a_checkpoint_holds(tmp_path):
                     anchor=Anchor({"w": center}, center[0], {"w": center}))  # fmt: skip
     content = {"leaves": checkpoint.held(state), "tuning": tuning, "words": (True, [1, "ä"]),
                **arrays, "count": np.int64(2**62)}  # fmt: skip
-    checkpoint.save(tmp_path / "checkpoint", content)
-    found = checkpoint.load(tmp_path / "checkpoint")
+    checkpoint.CHECKPOINT.save(tmp_path / "checkpoint", content)
+    found = checkpoint.CHECKPOINT.load(tmp_path / "checkpoint")
     assert same(checkpoint.restored(tmp_path, found.pop("leaves"), state), state)
     assert found["tuning"] == tuning._replace(
         metric=found["tuning"].metric, anchor=found["tuning"].anchor
@@ -676,8 +702,8 @@ def test_what_a_checkpoint_holds(tmp_path):
     for name, x in arrays.items():
         assert found[name].dtype == x.dtype and np.array_equal(found[name], x)
     with pytest.raises(TypeError, match="function cannot be stored in a file"):
-        checkpoint.save(tmp_path / "checkpoint", {"words": same})
-    assert checkpoint.load(tmp_path / "checkpoint")["count"] == 2**62
+        checkpoint.CHECKPOINT.save(tmp_path / "checkpoint", {"words": same})
+    assert checkpoint.CHECKPOINT.load(tmp_path / "checkpoint")["count"] == 2**62
 
 
 class Found(NamedTuple):
@@ -945,4 +971,4 @@ def test_a_process_that_fails_or_dies_ends_the_others(failing, tmp_path):
         assert ("OSError: row 17 of rows.bin cannot be read" in errors) == failing
         assert first.wait(timeout=60) != 0
     kept = store.Store(folder).draws
-    assert checkpoint.load(folder / FOLDER / "checkpoint")["draws"] == kept > 0
+    assert checkpoint.CHECKPOINT.load(folder / FOLDER / "checkpoint")["draws"] == kept > 0

@@ -462,10 +462,10 @@ def test_checkpoints_of_other_content(every, runs):
     wrong, told = {}, 0
     file = runs.folder / FOLDER / "checkpoint"
     runs.put_back(runs.finished)
-    content = checkpoint.load(file)
+    content = checkpoint.CHECKPOINT.load(file)
     for words, changed in list(others_of(content))[::every]:
         runs.put_back(runs.finished)
-        checkpoint.save(file, changed)
+        checkpoint.CHECKPOINT.save(file, changed)
         try:
             told += outcome(runs, lambda: results(runs.again())) is not None
         except Exception as error:

@@ -27,7 +27,8 @@ import numpy as np
 from small_models import means as model
 
 from numpyro_sgmcmc import SGHMC, GrowingRows, LongRun, RowsOnDisk
-from numpyro_sgmcmc.long_runs import checkpoint, running, store
+from numpyro_sgmcmc.data import archive
+from numpyro_sgmcmc.long_runs import running, store
 
 
 def data():
@@ -48,7 +49,7 @@ def kernel(**settings):
 
 def hang_in(name: str, count: int) -> None:
     """Makes one of the writes of a file hang half way, for the parent to kill it there."""
-    write, seen = checkpoint.write_atomically, 0
+    write, seen = archive.write_atomically, 0
 
     def stopping(path: Path, *parts) -> None:
         nonlocal seen
@@ -60,7 +61,7 @@ def hang_in(name: str, count: int) -> None:
             time.sleep(1_000)
         write(path, *parts)
 
-    checkpoint.write_atomically = store.write_atomically = stopping
+    archive.write_atomically = store.write_atomically = stopping
 
 
 def fail_in(count: int) -> None:
