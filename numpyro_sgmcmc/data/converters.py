@@ -121,6 +121,11 @@ def random_key(value: Any) -> Array:
     return random.key(0) if value is None else given_key(value)
 
 
+def in_host_memory(x: Array) -> bool:
+    """Return whether NumPy can read an array without a copy."""
+    return x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())
+
+
 def given_key(value: Any, chains: int | None = 1) -> Array:
     """
     Return a random key or a batch of keys, one for each chain.

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+import math
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from numpyro.distributions import biject_to
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.handlers import seed, substitute, trace
+from numpyro.infer import init_to_uniform
 from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.data.drawn_rows import ShapeOf, Watched
@@ -235,6 +237,9 @@ def _checked_initial(init_strategy: Callable) -> Callable:
     :raises ValueError: on evaluation, if its values have another shape, or are not finite.
     """
 
+    if init_strategy is init_to_uniform:
+        init_strategy = _by_numpy
+
     def initial(site: dict) -> Any:
         if _is_endless(site):
             # the site is refused later, and a draw would take seconds to compile
@@ -256,6 +261,19 @@ def _checked_initial(init_strategy: Callable) -> Callable:
         return value
 
     return initial
+
+
+def _by_numpy(site: dict) -> Any:
+    """Return values as of ``init_to_uniform``, without a program for each shape."""
+    if site["type"] != "sample" or site["is_observed"] or site["fn"].support.is_discrete:
+        return None
+    try:
+        transform = biject_to(site["fn"].support)
+    except NotImplementedError:
+        return init_to_uniform(site)  # its error says which site
+    shape = transform.inverse_shape(site["fn"].shape())
+    values = np.cos(1.0 + np.arange(math.prod(shape))).reshape(shape)
+    return transform(jnp.asarray(values, jnp.result_type(float)))
 
 
 def arrays_of(tree: Any) -> list[Array]:

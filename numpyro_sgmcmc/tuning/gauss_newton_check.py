@@ -73,8 +73,10 @@ def compare(products: Products, rng_key: Array, dimension: int, dtype: Any) -> C
     :param int dimension: the number of parameters.
     :param dtype: of the parameters.
     """
-    first_key, second_key, vector_key = random.split(rng_key, 3)
-    start = random.normal(vector_key, (dimension,), dtype)
+    first_key, second_key = (random.fold_in(rng_key, k) for k in range(2))
+    # by NumPy: of JAX it would be one more program to compile
+    generator = np.random.default_rng(np.asarray(random.key_data(rng_key)))
+    start = jnp.asarray(generator.standard_normal(dimension), dtype)
     ends = products(first_key, start, PRODUCTS)
     basis, diagonal, beside = (np.asarray(x, np.float64) for x in ends)
     if not (np.all(np.isfinite(diagonal)) and np.all(np.isfinite(beside))):

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from numpyro_sgmcmc.data.converters import in_host_memory
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, counted_rows, first_of, rows_of
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
@@ -491,10 +492,9 @@ class _Look:
             numbers: list[Any] = [np.zeros(0, int)]
             for x in arguments if self.target.shards is None else ():
                 if isinstance(x, jax.Array) and x.ndim and len(x) == plate.size and x.size:
-                    columns = x.reshape(len(x), -1)[:, :_COLUMNS]
-                    numbers += [
-                        np.asarray(look(columns, axis=0)) for look in (jnp.argmax, jnp.argmin)
-                    ]
+                    of = np.asarray(x) if in_host_memory(x) else x
+                    columns = of.reshape(len(x), -1)[:, :_COLUMNS]
+                    numbers += [np.asarray(columns.argmax(0)), np.asarray(columns.argmin(0))]
             extremes[plate.name] = np.unique(np.concatenate(numbers))
         half = {name: max(1, length // 2) for name, length in lengths.items()}
         sets = max((-(-len(x) // half[name]) for name, x in extremes.items()), default=1)
