@@ -23,6 +23,7 @@ import subprocess
 import sys
 from tempfile import TemporaryDirectory
 import time
+from typing import Any
 import warnings
 
 from blocks import fori_collect_in_blocks
@@ -35,9 +36,9 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 import numpyro.infer.mcmc
 from step_cost import FRICTION, bound, collected, started
-from workloads import Workload, logistic, logistic_potential, workloads
+from workloads import Workload, logistic, logistic_data, logistic_potential, workloads
 
-from numpyro_sgmcmc import SGHMC, CCAdL, full_data
+from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data
 
 PARTS = ("bar", "second", "first", "chains", "devices", "processes", "memory")
 
@@ -52,8 +53,25 @@ def sghmc(workload: Workload, steps_per_sample: int = 1) -> Callable:
     )
 
 
+#: The environment variable with a folder of tunings.
+TUNINGS = "NUMPYRO_SGMCMC_TUNINGS"
+
+
+def started_workloads() -> list[Workload]:
+    """The workloads whose first sample is timed; NUTS takes minutes for the network."""
+    more = [
+        Workload(
+            f"logistic, N = {size:,}, d = 20, n = 500",
+            logistic, logistic_potential, logistic_data(size, 20), 500, 1e-3, 4_000,
+        )
+        for size in (1_000, 100_000)
+    ]  # fmt: skip
+    return [*workloads()[:2], *more]
+
+
 def samplers(workload: Workload) -> dict[str, Callable]:
-    model = bound(workload)
+    model, folder = bound(workload), os.environ.get(TUNINGS)
+    kept = {"CCAdL, tuning kept": lambda: CCAdL(model, tuning=folder, progress_bar=False)}
     return {
         "NUTS": lambda: NUTS(full_data(model)),
         "SGHMC, step size given": lambda: sghmc(workload)(model),
@@ -61,7 +79,7 @@ def samplers(workload: Workload) -> dict[str, Callable]:
             model, workload.step_size, FRICTION, noise="diagonal"
         ),
         "CCAdL, tuned": lambda: CCAdL(model, progress_bar=False),
-    }
+    } | (kept if folder else {})
 
 
 def finished(mcmc: MCMC, key: int, data: tuple) -> None:
@@ -138,23 +156,27 @@ def least_size(mcmc: MCMC) -> float:
 
 
 def second(rounds: int) -> str:
-    """A second ``run()`` of the same object, less the time of its steps."""
+    """A second ``run()`` of the same object, with ten samples after ten of warm-up."""
     rows = []
+    ways = [
+        ("MCMC", True, False), ("MCMC", True, True), ("MCMC", False, True), ("LongRun", False, "")
+    ]  # fmt: skip
     for workload in workloads()[:2]:
         others = tuple(jnp.roll(x, 1, axis=0) for x in workload.data)
         for name, make in samplers(workload).items():
             if name == "CCAdL, tuned":
                 continue
-            for shown, jit_model_args in ((True, False), (True, True), (False, True)):
-                mcmc = MCMC(
-                    make(), num_warmup=10, num_samples=10,
-                    progress_bar=shown, jit_model_args=jit_model_args,
-                )  # fmt: skip
+            for way, shown, jit_model_args in ways:
+                options: dict[str, Any] = {"progress_bar": shown}
+                if way == "MCMC":
+                    options["jit_model_args"] = jit_model_args
+                made: Any = {"MCMC": MCMC, "LongRun": LongRun}[way]
+                mcmc = made(make(), num_warmup=10, num_samples=10, **options)
                 finished(mcmc, 0, workload.data)
                 seconds: dict[str, list[float]] = {"same": [], "other": [], "resumed": []}
                 for k in range(rounds):
                     for case, data in (("same", workload.data), ("other", others)):
-                        if case == "other" and not jit_model_args:
+                        if case == "other" and jit_model_args is False:
                             continue  # NumPyro makes the data constants of the program
                         start = time.perf_counter()
                         finished(mcmc, k, data)
@@ -167,8 +189,8 @@ def second(rounds: int) -> str:
                 words = [f"{1e3 * np.median(s):.0f}" if s else "" for s in seconds.values()]
                 jax.clear_caches()  # thousands of programs exhaust the memory maps of a process
                 state = "on" if shown else "off"
-                rows.append([workload.name, name, state, jit_model_args, *words])
-    header = ["", "sampler", "bar", "jit_model_args"]
+                rows.append([workload.name, name, way, state, jit_model_args, *words])
+    header = ["", "sampler", "", "bar", "jit_model_args"]
     return table([*header, "again, ms", "other data, ms", "resumed, ms"], rows)
 
 
@@ -183,19 +205,19 @@ def alone(*arguments: object, **environment: str) -> dict:
 
 def first(rounds: int) -> str:
     """
-    The time to the first sample, and in a process that finds the programs of another one in JAX's
-    compilation cache.
+    The time to the first sample without warm-up, and in a process that finds the programs of
+    another one in JAX's compilation cache.
     """
     rows = []
-    for k, workload in enumerate(workloads()[:2]):  # NUTS takes minutes for the network
-        names = list(samplers(workload))
-        with TemporaryDirectory() as folder:
+    for k, workload in enumerate(started_workloads()):
+        with TemporaryDirectory() as folder, TemporaryDirectory() as os.environ[TUNINGS]:
+            names = list(samplers(workload))
             kept = {
                 "JAX_COMPILATION_CACHE_DIR": folder,
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             }
             for name in names:
-                alone("first", k, name, **kept)
+                alone("first", k, name, **kept)  # it fills the folders
             seconds = [  # every one in a new process
                 [
                     [alone("first", k, name, **how)["seconds"] for how in ({}, kept)]
@@ -349,7 +371,7 @@ def part(name: str, *arguments: str) -> dict:
     """What runs in a process of its own."""
     jax.block_until_ready(jax.jit(jnp.sum)(jnp.ones(3)))
     if name == "first":
-        workload = workloads()[int(arguments[0])]
+        workload = started_workloads()[int(arguments[0])]
         make = samplers(workload)[arguments[1]]
         start = time.perf_counter()
         finished(MCMC(make(), num_warmup=0, num_samples=1, progress_bar=False), 0, workload.data)

@@ -47,6 +47,7 @@ from numpyro_sgmcmc.results.local_draws import local_draws as local_draws
 from numpyro_sgmcmc.results.loo import loo as loo
 from numpyro_sgmcmc.results.predict import predict as predict
 from numpyro_sgmcmc.tuning.ensemble import Ensemble as Ensemble
+from numpyro_sgmcmc.tuning.tuning import Tuning as Tuning
 
 # before JAX starts, which no import does
 _avoid_faulty_fusions()

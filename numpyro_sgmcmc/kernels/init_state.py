@@ -19,6 +19,7 @@ from numpyro_sgmcmc.kernels.chains import axes_for, check_chains, placed, with_c
 from numpyro_sgmcmc.kernels.ensemble_start import chain_starts, members_tuning, with_metrics
 from numpyro_sgmcmc.kernels.exchange import check_replicas, with_replicas
 from numpyro_sgmcmc.kernels.growth import with_row_progress
+from numpyro_sgmcmc.kernels.kept_tuning import kept_for
 from numpyro_sgmcmc.kernels.method import Begun, Method
 from numpyro_sgmcmc.kernels.runtime import Runtime
 from numpyro_sgmcmc.kernels.self_tuning import constants_for, tuning_for
@@ -74,7 +75,8 @@ def init_state(
         check_chains(shards, 1 if is_prng_key(rng_key) else rng_key.shape[0], traced)
     target = runtime.read(method, args, kwargs)
     with at_once():
-        runtime.check_rows(target)
+        kept = kept_for(method, runtime, target)
+        runtime.check_rows(target, kept.tuning)
     method.check(Begun(target, num_warmup))
     check_replicas(method, runtime.name, target)
     starts = chain_starts(method, runtime, target, rng_key, chains.init_params, chains.shows_bars)
@@ -82,7 +84,7 @@ def init_state(
         if method.start is not None:
             tuning = members_tuning(method, runtime, target, starts, is_prng_key(rng_key))
         else:
-            tuning = tuning_for(method, runtime, target, chains.shows_bars)
+            tuning = tuning_for(method, runtime, target, kept, chains.shows_bars)
         runtime.tuning = tuning
         steps = runtime.samples_every(method)
         _check_schedule(method.step_size, num_warmup * steps)

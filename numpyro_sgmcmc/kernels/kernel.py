@@ -15,6 +15,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro_sgmcmc.data.converters import given_key, positive
 from numpyro_sgmcmc.kernels import settings as arguments
 from numpyro_sgmcmc.kernels.init_state import Chains, init_state
+from numpyro_sgmcmc.kernels.kept_tuning import kept_for
 from numpyro_sgmcmc.kernels.method import Method
 from numpyro_sgmcmc.kernels.monitor import Monitor
 from numpyro_sgmcmc.kernels.postprocess import constrained
@@ -197,7 +198,8 @@ class SGMCMCKernel(MCMCKernel):
         self.runtime.check_rows(target)
         with self.runtime.tuning_kept_on_failure():
             shown = numpyro_private.shows_bars(self)
-            tuning = new_tuning(self.method, self.runtime, target, rng_key, shown)
+            kept = kept_for(self.method, self.runtime, target)
+            tuning = new_tuning(self.method, self.runtime, target, kept, rng_key, shown)
         if self.method.start is None:
             self.runtime.tuning = tuning
         return tuning

@@ -80,29 +80,40 @@ def identity_of(method: Method, runtime: Runtime, target: Target, num_steps: int
     """
     The facts that determine the law of a run.
 
-    They are the class of the kernel, its settings, the shapes of the latent sites, the density of
-    every site at some values and rows, the fingerprint of the computation and of the data, and the
-    devices.
+    They are those of :func:`facts_of_model`, the density of every site at some values and rows, and
+    the fingerprints of the data.
 
     :param target: the model with its data.
     :param int num_steps: number of steps over which schedules are compared.
     """
     if callable(method.step_size):
         check_schedule(method.step_size, num_steps)
-    identity: dict[str, Any] = {"kernel": runtime.name}
-    settings = method.described(num_steps)
-    identity |= {f"kernel's {name}": words for name, words in settings.items()}
-    latents = sorted(target.model.latents.items())
-    identity["latent sites"] = ", ".join(f"{k}: {x.dtype}{list(x.shape)}" for k, x in latents)
-
+    identity = facts_of_model(method, runtime, target, num_steps)
     densities = densities_of(target, runtime.compiled)
     identity |= {f"log density of '{k}'": x for k, x in densities.items()}
-    versions = f"JAX {jax.__version__}, NumPyro {numpyro.__version__}, {jax.default_backend()}"
-    identity["program of the model"] = {versions: program_of(target)}
     data = fingerprint_of(target.args, target.kwargs)
     identity["data"] = "" if data is None else data
     identity["data that are no arguments"] = target.model.captured
+    return identity
+
+
+def facts_of_model(
+    method: Method, runtime: Runtime, target: Target, num_steps: int
+) -> dict[str, Any]:
+    """
+    The facts that determine the law of a run, without the values of the data.
+
+    They are the class of the kernel, its settings, the shapes of the latent sites, the fingerprint
+    of the computation, and the devices. The arguments are those of :func:`identity_of`.
+    """
+    facts: dict[str, Any] = {"kernel": runtime.name}
+    settings = method.described(num_steps)
+    facts |= {f"kernel's {name}": words for name, words in settings.items()}
+    latents = sorted(target.model.latents.items())
+    facts["latent sites"] = ", ".join(f"{k}: {x.dtype}{list(x.shape)}" for k, x in latents)
+    versions = f"JAX {jax.__version__}, NumPyro {numpyro.__version__}, {jax.default_backend()}"
+    facts["program of the model"] = {versions: program_of(target)}
     # each device draws its own rows
     shards = runtime.shards
-    identity["mesh"] = str(dict(shards.mesh.shape)) if shards else "none"
-    return identity
+    facts["mesh"] = str(dict(shards.mesh.shape)) if shards else "none"
+    return facts

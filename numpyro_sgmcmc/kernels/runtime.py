@@ -155,15 +155,19 @@ class Runtime:
             return whole
         return whole._replace(model=whole.model.on_each(self.shards.parts), shards=self.shards)
 
-    def check_rows(self, target: Target) -> None:
+    def check_rows(self, target: Target, kept: Tuning | None = None) -> None:
         """
         Check all rows of the data, unless their values are not known.
 
+        :param kept: the tuning of a run with these data, whose rows were checked; or None.
         :raises ValueError: naming site and row, if minibatches cannot serve them.
         """
         if any(
             isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((target.args, target.kwargs))
         ):
+            return
+        if kept is not None:
+            self.densities = kept.densities
             return
         assert self.model is not None
         whole = target._replace(model=self.model, shards=None)

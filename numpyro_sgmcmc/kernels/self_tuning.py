@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.kernels.chains import axes_for
 from numpyro_sgmcmc.kernels.identity import data_fingerprint, digest, other_sites
+from numpyro_sgmcmc.kernels.kept_tuning import Kept
 from numpyro_sgmcmc.kernels.method import Method
 from numpyro_sgmcmc.kernels.runtime import Runtime
 from numpyro_sgmcmc.kernels.state import ChainConstants, StaticConfig
@@ -75,13 +76,14 @@ def constants_for(
     )
 
 
-def tuning_for(method: Method, runtime: Runtime, target: Target, bar: bool) -> Tuning:
+def tuning_for(method: Method, runtime: Runtime, target: Target, kept: Kept, bar: bool) -> Tuning:
     """
-    The given tuning, the latest one if it is for these data, or a new one.
+    The given tuning, the latest or the kept one if it is for these data, or a new one.
 
+    :param kept: the tunings in the folder of the method.
     :param bool bar: whether a progress bar is shown.
     """
-    if method.tuning is not None:
+    if isinstance(method.tuning, Tuning):
         return _adopted(method, runtime, target, method.tuning)
     if (
         method.rates_are_given
@@ -97,7 +99,10 @@ def tuning_for(method: Method, runtime: Runtime, target: Target, bar: bool) -> T
     if latest is not None and latest.data == _known_data(runtime, target):
         if not other_sites(runtime.densities, latest.densities):
             return latest
-    return new_tuning(method, runtime, target, random.key(0), bar)
+    if kept.tuning is not None:
+        warn_of(kept.tuning)
+        return kept.tuning
+    return new_tuning(method, runtime, target, kept, random.key(0), bar)
 
 
 def _known_data(runtime: Runtime, target: Target) -> str:
@@ -177,11 +182,12 @@ def _strata_anew(name: str, target: Target, tuning: Tuning, data: str | None) ->
 
 
 def new_tuning(
-    method: Method, runtime: Runtime, target: Target, rng_key: Array, bar: bool
+    method: Method, runtime: Runtime, target: Target, kept: Kept, rng_key: Array, bar: bool
 ) -> Tuning:
     """
     Run the phases of the tuning behind a progress bar.
 
+    :param kept: the tunings in the folder of the method, to which the new one is added.
     :param bool bar: whether the bar is shown.
     :raises TuningFailed: if samples would take too many steps.
     """
@@ -193,7 +199,7 @@ def new_tuning(
         return pilots[-1]
 
     suggest = None if method.rates_are_given else method.suggest
-    request = _request(method, target, runtime.grows)
+    request = _request(method, target, runtime.grows, kept.near)
     with tuning_bar(method.progress_bar and bar) as report, _explained(runtime.name):
         tuning = run_phases(target, rng_key, request, suggest, pilot, report)
     if method.replicas is not None:
@@ -201,6 +207,7 @@ def new_tuning(
     tuning = tuning._replace(data=data, densities=runtime.densities)
     if method.step_size is not None:
         warn_of(tuning)
+        kept.keep(tuning)
         return tuning
     steps = math.ceil(2 * method.relaxation_time(tuning) / tuning.step_size)
     passes = steps * target.minibatch_share * GRADIENTS_OF_A_STEP[order_of(tuning.anchor)]
@@ -216,10 +223,11 @@ def new_tuning(
         tuning = tuning._replace(seconds_per_sample=seconds)
     without_noise = _steps_with(method, tuning, 0.0)
     check_speed(runtime.name, tuning, steps, without_noise, method.on_failure)
+    kept.keep(tuning)
     return tuning
 
 
-def _request(method: Method, target: Target, grows: bool) -> TuningRequest:
+def _request(method: Method, target: Target, grows: bool, near: Tuning | None) -> TuningRequest:
     """The request for a tuning: the missing arguments of a method and the given ones."""
     metric = metric_for(method.metric, target)
     if metric is None and method.rates_are_given:
@@ -236,6 +244,7 @@ def _request(method: Method, target: Target, grows: bool) -> TuningRequest:
         method.init_strategy,
         None if isinstance(method.strata, str) and has_none else method.strata,
         method.reparametrise and is_found and not grows,
+        near,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 import inspect
 import math
+from os import PathLike
 import re
 from typing import Any, Self, TypeVar
 
@@ -77,8 +78,12 @@ class Settings:
         ``"second_order_control_variate"`` has the least, for up to 2,000 parameters. ``"auto"``,
         the default, takes one where it pays. ``("control_variate", passes)`` moves the anchor to
         the current position every ``passes`` passes over the data.
-    :param Tuning tuning: the result of :meth:`~numpyro_sgmcmc.SGMCMCKernel.tune`, used again. A
-        control variate gets a new anchor for other data.
+    :param tuning: a :class:`~numpyro_sgmcmc.Tuning`, the result of
+        :meth:`~numpyro_sgmcmc.SGMCMCKernel.tune`, used again. A control variate gets a new anchor
+        for other data. Or the path of a folder of tunings: a kernel with the same model and data
+        takes its tuning from there, without checking the rows again, and another kernel tunes
+        itself and adds its tuning. With other data of the same shape the search starts at the
+        latest centre.
     :param float temperature: :math:`T` of the target :math:`\\propto \\exp(-U / T)`. 1, the
         default, is the posterior.
     :param subsampling: the scheme by which rows are drawn. ``"auto"``, the default, is without
@@ -109,7 +114,7 @@ class Settings:
     _: KW_ONLY
     metric: Any = None
     gradient: Any = "auto"
-    tuning: Tuning | None = None
+    tuning: Tuning | str | PathLike | None = None
     temperature: float = recorded(1.0)
     subsampling: Any = "auto"
     reparametrise: bool = True

@@ -34,6 +34,7 @@ from numpyro_sgmcmc.posterior.prefetch import minibatch, nothing_prefetched
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.tempered import tempered
 from numpyro_sgmcmc.stein import add_to_sums, batch_is_full, center_sums, close_batch, start_sums
+from numpyro_sgmcmc.tuning.tuning import Tuning
 
 #: Steps kept free at the end of the counter: those whose rows are read ahead, and a reserve.
 _ROOM = 2**16
@@ -219,7 +220,7 @@ def _is_right(
     """True if a step is finite, with a plausible momentum and a positive step size."""
     # The sum is finite only if all entries are. Squares could overflow earlier.
     finite = jnp.isfinite(sum(jnp.sum(x) for x in jax.tree.leaves((after.z, after.dynamics))))
-    if method.step_size is None or method.tuning is not None:
+    if method.step_size is None or isinstance(method.tuning, Tuning):
         is_warmup = before.i < fixed.warmup_steps
         finite = finite & (is_warmup | _energy_is_plausible(after, method.temperature))
     if callable(method.step_size):

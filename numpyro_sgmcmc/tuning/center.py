@@ -18,7 +18,7 @@ from numpyro.infer import init_to_uniform
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
-from numpyro_sgmcmc.posterior.metric import IdentityMetric, from_covariance
+from numpyro_sgmcmc.posterior.metric import DenseMetric, IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Program, Target
@@ -149,6 +149,30 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
         metric,
         search.passes,
         multimodal=several,
+        part=part,
+        is_rough=search.is_rough,
+        is_gauss_newton=search.is_gauss_newton,
+    )
+
+
+def search_near(target: Target, rng_key: Array, near: DenseMetric) -> Gaussian:
+    """
+    The Gaussian of :func:`search_center` on a part of the rows, from the one of other data.
+
+    :param target: the model with its data, in the coordinates of the other Gaussian.
+    :param near: the Gaussian closest to the posterior of other data of the same shape.
+    :return: the Gaussian, without `converged` if the search has not ended.
+    """
+    search = _Search(target, rng_key)
+    count = max(search.first_count, math.ceil(min(search.most_minibatches, search.all_minibatches)))
+    part = min(1.0, count / search.all_minibatches)
+    center, factor = (np.asarray(x, float) for x in (near.center, near.factor))
+    fit = search.fit(center, factor * part**-0.5, count, _FEWER_STEPS)
+    if fit is None or not has_converged(fit, search.shortest):
+        return Gaussian(near, search.passes, converged=False)
+    return Gaussian(
+        from_covariance(fit.factor @ fit.factor.T, fit.center, search.dtype),
+        search.passes,
         part=part,
         is_rough=search.is_rough,
         is_gauss_newton=search.is_gauss_newton,

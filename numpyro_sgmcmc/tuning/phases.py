@@ -99,7 +99,7 @@ from numpyro_sgmcmc.posterior.metric import (
 )
 from numpyro_sgmcmc.posterior.reparam import centred
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.center import prepare_center, search_center
+from numpyro_sgmcmc.tuning.center import prepare_center, search_center, search_near
 from numpyro_sgmcmc.tuning.correlated_noise import error_of_correlations
 from numpyro_sgmcmc.tuning.expansion import (
     DEARER,
@@ -202,11 +202,21 @@ def _find_center(search: Search, known: Known) -> Known:
     """The centre, and the coordinates of hierarchies."""
     seen, request = known.seen, search.request
     _prepare(seen, request, _controls(search, known))
-    find = search_center
+    at, gaussian, find = seen, None, search_center
     if seen.model.dimension > NEWTON:
         # effects are independent given their scale, as variational inference takes them to be
-        find, seen = find_center, seen._replace(centring=centred(seen.centring))
-    gaussian = find(seen, search.key(0), request.init_strategy)
+        find, at = find_center, seen._replace(centring=centred(seen.centring))
+    elif (near := request.near) is not None and isinstance(near.start, DenseMetric):
+        there = seen._replace(centring=near.centring)
+        gaussian = search_near(there, search.key(0), near.start)
+        known = known.after("centre", known.share * gaussian.passes)
+        if gaussian.converged:
+            at, gaussian = there, gaussian._replace(multimodal=near.multimodal, passes=0.0)
+        else:
+            gaussian = None
+    if gaussian is None:
+        gaussian = find(at, search.key(0), request.init_strategy)
+    seen = at
     gaussian = gaussian._replace(part=known.share * gaussian.part)
     known = known._replace(
         tuning=Tuning(1.0, None, IdentityMetric(), multimodal=gaussian.multimodal)

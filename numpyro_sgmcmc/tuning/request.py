@@ -29,6 +29,8 @@ class TuningRequest(NamedTuple):
     - **init_strategy** - where the search for the centre starts.
     - **strata** - numbers of strata by plate, ``"auto"``, or None.
     - **reparametrise** - whether hierarchies are sampled in coordinates of their own.
+    - **near** - a tuning of the same model and other data, at whose centre the search starts; or
+      None.
     """
 
     step_size: float | None
@@ -38,6 +40,7 @@ class TuningRequest(NamedTuple):
     init_strategy: Callable
     strata: Mapping[str, np.ndarray] | str | None = "auto"
     reparametrise: bool = True
+    near: Tuning | None = None
 
 
 #: From the noise of the gradient to step size and friction (None if the method has none).

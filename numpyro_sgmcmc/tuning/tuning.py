@@ -5,6 +5,8 @@
 
 from collections.abc import Callable
 import math
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 import warnings
 
@@ -13,6 +15,8 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.archive import Archive
+from numpyro_sgmcmc.data.records import kinds_in
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
 from numpyro_sgmcmc.posterior.metric import DenseMetric, GaussianMetric, Metric, name_of
@@ -85,6 +89,18 @@ class Tuning(NamedTuple):
     - **passes_per_sample** - cost of a sample of a chain in passes over the data.
     - **larger** - a factor of the number of rows in a minibatch, and the number of steps per sample
       with it, where the noise makes steps short; otherwise the factor is 1.
+
+    **Example:** a tuning in a file, for another process.
+
+    .. doctest::
+
+        >>> import tempfile
+        >>> from numpyro_sgmcmc import Tuning
+        >>> from numpyro_sgmcmc.posterior.metric import IdentityMetric
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Tuning(0.5, 0.7, IdentityMetric()).save(f"{folder}/tuning.npz")
+        ...     Tuning.load(f"{folder}/tuning.npz").step_size
+        0.5
     """
 
     step_size: float
@@ -117,13 +133,41 @@ class Tuning(NamedTuple):
     passes_per_sample: float = 0.0
     larger: tuple[int, int] = (1, 1)
 
+    def save(self, path: str | os.PathLike) -> None:
+        """
+        Write the tuning into a file of arrays and JSON, for :meth:`load`.
+
+        :param path: the path of the file. An older file is replaced.
+        :raises OSError: if the file cannot be written.
+        """
+        _FILE.save(Path(os.path.realpath(path)), {"tuning": self})
+
+    @staticmethod
+    def load(path: str | os.PathLike) -> "Tuning":
+        """
+        Read a tuning from the file that :meth:`save` wrote; this runs no code of the file.
+
+        :param path: the path of the file.
+        :raises ValueError: if the file is not a tuning, is damaged or has another version.
+        """
+        path = Path(os.path.realpath(path))
+        content = _FILE.load(path)
+        with _FILE.understood(path):
+            tuning = content["tuning"]
+            if not isinstance(tuning, Tuning):
+                raise TypeError("it has no tuning")
+        of_programs = ("metric", "start", "anchor", "strata", "centring")
+        return tuning._replace(
+            **{name: jax.tree.map(jnp.asarray, getattr(tuning, name)) for name in of_programs}
+        )
+
     @property
     def width(self) -> float:
         """
         The approximate largest posterior standard deviation, in the coordinates of the metric.
         """
         metric, start = self.metric, self.start
-        if start is None or metric is start:
+        if start is None or _are_equal(metric, start):
             return 1.0
         normal = random.normal(random.key(0), (100, *start.center.shape), start.center.dtype)
         coordinates = jax.vmap(lambda x: metric.coordinates(start.values(x)))(normal)
@@ -280,6 +324,9 @@ class Tuning(NamedTuple):
         return "\n".join(lines)
 
 
+_FILE = Archive("tuning", 1, kinds_in(Tuning), "Tune the kernel again.")
+
+
 class TuningFailed(ValueError):
     """
     The error of a tuning with which a run would be of no use.
@@ -290,6 +337,13 @@ class TuningFailed(ValueError):
     def __init__(self, message: str, tuning: Tuning) -> None:
         super().__init__(message)
         self.tuning = tuning
+
+
+def _are_equal(metric: Metric, other: Metric) -> bool:
+    """True for one metric, which may have been read from a file twice."""
+    if metric is other or type(metric) is not type(other):
+        return metric is other
+    return all(map(np.array_equal, metric, other))
 
 
 def _judged_step(tuning: Tuning) -> str:

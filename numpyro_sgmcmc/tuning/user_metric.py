@@ -3,6 +3,8 @@
 
 """Metrics, guides and tunings from the user, checked and fitted to a model."""
 
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,15 +41,24 @@ def checked_metric(metric: Any) -> Any:
     return values
 
 
-def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuning | None:
+def checked_tuning(tuning: Any, metric: Any, gradient: str, strata: Any) -> Tuning | Path | None:
     """
     Check the argument ``tuning`` of a kernel.
 
+    :return: the tuning, the absolute path of a folder of tunings, or None.
     :raises ValueError: if the argument is no tuning, or if another argument contradicts it.
     """
     if tuning is None:
         return None
-    instance("tuning", tuning, Tuning, "the result of `kernel.tune(...)`")
+    if isinstance(tuning, str | PathLike):
+        folder = Path(tuning).expanduser().resolve()
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(
+                f"`tuning` must be a folder, and {folder} is a file. Give"
+                f" `tuning=Tuning.load({str(tuning)!r})`, or the path of a folder."
+            )
+        return folder
+    instance("tuning", tuning, Tuning, "the result of `kernel.tune(...)`, or a folder of tunings")
     if metric is not None:
         raise ValueError("`tuning` has a metric already. Give `metric` to the kernel that tunes.")
     kind = GRADIENTS[order_of(tuning.anchor)]

@@ -1,0 +1,101 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Folders of tunings, which are found again by their model and data."""
+
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+import warnings
+
+import jax
+
+from numpyro_sgmcmc.kernels.identity import data_fingerprint
+from numpyro_sgmcmc.kernels.method import Method
+from numpyro_sgmcmc.kernels.run_info import facts_of_model
+from numpyro_sgmcmc.kernels.runtime import Runtime
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.tuning.speed import MOST_STEPS_PER_SAMPLE
+from numpyro_sgmcmc.tuning.tuning import Tuning
+
+#: Number of hexadecimal digits of a fingerprint in a file name.
+_DIGITS = 32
+
+
+class Kept(NamedTuple):
+    """
+    The findings in a folder of tunings.
+
+    A file belongs to one kernel with its arguments, to one program of the model with its numbers
+    and the shapes of its data, to the versions of the packages, and to the values of the data.
+
+    - **tuning** - the tuning of this model and these data, or None.
+    - **near** - the latest tuning of this model and other data, or None.
+    - **folder** - the folder, or None.
+    - **model** - first word of the names of the files of this model.
+    """
+
+    tuning: Tuning | None = None
+    near: Tuning | None = None
+    folder: Path | None = None
+    model: str = ""
+
+    def file_of(self, data: str) -> Path:
+        """The path of the tuning of some data, from their fingerprint."""
+        assert self.folder is not None
+        return self.folder / f"{self.model}-{_digest(data)}.npz"
+
+    def keep(self, tuning: Tuning) -> None:
+        """Write a new tuning, unless its samples take more steps than are allowed."""
+        if self.folder is None or tuning.steps_per_sample >= MOST_STEPS_PER_SAMPLE:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tuning.save(self.file_of(tuning.data or ""))
+        except OSError as error:
+            warnings.warn(
+                f"The tuning was not written to {self.folder}: {error}. The run goes on, and the"
+                " next one tunes itself again.",
+                stacklevel=2,
+            )
+
+
+def kept_for(method: Method, runtime: Runtime, target: Target) -> Kept:
+    """
+    Look for a tuning in the folder of a method, if it has one.
+
+    :param target: the model with its data, whose rows need not have been checked.
+    """
+    folder = method.tuning
+    # files of one process need not be those of another
+    if not isinstance(folder, Path) or jax.process_count() > 1:
+        return Kept()
+    facts = facts_of_model(method, runtime, target, 1)
+    del facts["kernel's tuning"]
+    facts["jax_enable_x64"] = bool(jax.config.read("jax_enable_x64"))
+    facts["numpyro_sgmcmc"] = version("numpyro_sgmcmc")
+    kept = Kept(folder=folder, model=_digest(repr(sorted(facts.items()))))
+    files = sorted(folder.glob(f"{kept.model}-*.npz"), key=lambda x: x.stat().st_mtime)
+    if not files or (data := data_fingerprint(target)) is None:
+        return kept
+    if (own := kept.file_of(data)) in files:
+        tuning = _loaded(own)
+        if tuning is not None and tuning.data == data:
+            return kept._replace(tuning=tuning)
+    others = (_loaded(file) for file in reversed(files) if file != own)
+    return kept._replace(near=next(filter(None, others), None))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode()).hexdigest()[:_DIGITS]
+
+
+def _loaded(path: Path) -> Tuning | None:
+    try:
+        return Tuning.load(path)
+    except ValueError as error:
+        warnings.warn(
+            f"The kernel tunes itself, since a kept tuning cannot be used. {error}", stacklevel=4
+        )
+        return None
