@@ -116,7 +116,7 @@ def test_a_minibatch_has_the_rows_that_were_drawn(scheme):
 
 def test_steps_read_the_rows_that_were_drawn(monkeypatch):
     """Through `MCMC`, two chains, read ahead of the steps."""
-    monkeypatch.setattr(Runtime, "check_rows", lambda self, target: None)
+    monkeypatch.setattr(Runtime, "check_rows", lambda self, target, kept: None)
     source = Computed(FAR)
     y = RowsOnDisk(source)
     kernel = SGLD(model, step_size=1e-13, gradient="minibatch", init_strategy=init_to_uniform)
