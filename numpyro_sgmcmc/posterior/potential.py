@@ -35,6 +35,9 @@ from numpyro_sgmcmc.posterior.reparam import (
 #: number of rows.
 _CHUNK, _FEWEST = 16_384, 64
 
+#: Number of chunks of groups above which they are larger, since each adds up a whole gradient.
+_MOST_CHUNKS = 512
+
 #: Number of columns of a Hessian that are computed at once.
 _COLUMNS = 32
 
@@ -384,8 +387,11 @@ def _parts(plate: Plate) -> list[tuple[int, int, int, int]]:
 
     A layout has the first row, the number of chunks, the rows of each, and the distance of chunks.
     """
-    size = plate.size
-    count = -(-size // min(_CHUNK, max(_FEWEST, _CHUNK // plate.points)))
+    size, evaluations = plate.size, plate.points
+    if plate.is_group:  # of many values each, which fall out of the cache in larger chunks
+        evaluations *= plate.members
+    fewest = max(_FEWEST, size // _MOST_CHUNKS if plate.is_group else 0)
+    count = -(-size // min(_CHUNK, max(fewest, _CHUNK // evaluations)))
     # chunks without a rest are preferred: a rest of another length needs one more program
     count = next((k for k in range(count, 2 * count) if size % k == 0), count)
     length = size // count

@@ -691,6 +691,22 @@ def test_the_tuning_knows_how_wrong_draws_are(monkeypatch):
     assert error(32) < 0.05 < error(8) / 2
 
 
+@pytest.mark.parametrize("members, most", [(100, 81), (1_000, 64)])
+def test_chunks_of_large_groups_have_fewer_groups(members, most):
+    """Their values stay in the cache; and of very many groups there are not many chunks."""
+    sizes = []
+
+    def counted(rows):
+        sizes.append(rows["groups"].numbers.size)
+        return jnp.zeros(())
+
+    plate = Plate("groups", 10_000, 10, points=2, members=members, is_group=True)
+    over_all_data(counted, [plate])
+    assert most / 2 < max(sizes) <= most
+    over_all_data(counted, [plate._replace(size=1_000_000)])
+    assert 1_000 < max(sizes) < 2_000
+
+
 def test_a_pass_over_some_rows():
     y = jnp.arange(1_000.0)
     plate = Plate("rows", 1_000, 10, points=100, seen=256)

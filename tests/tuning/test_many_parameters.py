@@ -21,7 +21,7 @@ from numpyro_sgmcmc.tuning import low_rank, variational
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
-from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, noise_with
 from numpyro_sgmcmc.tuning.pilot import run_pilot
 from numpyro_sgmcmc.tuning.pilot_rhat import Halves, PilotRun, beyond_chance, r_hats
 from numpyro_sgmcmc.tuning.tuning import Tuning
@@ -465,3 +465,24 @@ def test_noise_of_many_parameters_is_diagonal(size):
 
     resolved = NoiseEstimate().resolved(target_of(model, jnp.zeros(100)), 1.0)
     assert resolved.covariance == ("low_rank" if size == 20_000 else "diagonal")
+
+
+def test_the_largest_noise_of_many_effects_of_few_rows():
+    """Some of them have several rows in few minibatches, which is chance."""
+    levels, each, share = 2_000, 3, 0.01
+    level = jnp.repeat(jnp.arange(levels), each)
+
+    def model(y):
+        x = numpyro.sample("x", dist.Normal(0, 1).expand([levels]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=int(share * len(y))) as i:
+            numpyro.sample("y", dist.Normal(x[level[i]], 1), obs=y[i])
+
+    target = target_of(model, jnp.zeros(levels * each))
+    metric = DiagonalMetric(jnp.zeros(levels), jnp.full(levels, (1 + each) ** -0.5))
+    anchor = target.anchor({"x": metric.center})
+    before = NoiseLevel(0.0, 0.0, 1.0, 0.0)
+    found, _ = noise_with(target, random.key(0), Gaussian(metric, 0.0), metric, anchor, before)
+    # of all effects alike
+    expected = (1 / share - 1) / each * (each / (1 + each)) ** 2
+    assert abs(found.mean / expected - 1) < 0.1
+    assert 0.4 < found.largest / expected < 2
