@@ -91,6 +91,7 @@ PARTS = {
     "groups_and_nuts": (
         "benchmarks/groups_and_nuts.py --data {data} intercepts counts mixture verbagg"
     ),
+    "covariances": "benchmarks/covariances.py --runs 122",
     "insteval": "benchmarks/insteval.py --data {data}",
     "movielens": "benchmarks/movielens.py --data {data}",
     "movielens_likes": "benchmarks/movielens.py --data {data} --liking",
