@@ -213,8 +213,8 @@ def test_crossed_effects_are_not_too_narrow(monkeypatch):
 
 
 @pytest.mark.slow
-def test_effects_of_few_rows_are_not_too_wide():
-    """A row is in one minibatch of 200. An average that forgets it makes its effects wider."""
+def test_effects_of_few_rows_have_right_variances():
+    """A row is in one minibatch of 200: an average that forgets it gives other variances."""
     levels, rows = 3_000, 60_000
     rng, share = np.random.default_rng(0), 1 / np.arange(1, levels + 1)
     level = rng.choice(levels, rows, p=share / share.sum())
@@ -240,7 +240,7 @@ def test_effects_of_few_rows_are_not_too_wide():
     found = variances(None)
     error = found.std() / len(found) ** 0.5
     assert abs(found.mean() - 1) < 3 * error
-    assert variances(100).mean() > 1 + 5 * error
+    assert abs(variances(100).mean() - 1) > 5 * error  # larger for short steps, smaller for long
 
 
 @pytest.mark.parametrize(("batch", "steps"), [(40, 1_000), (10, 2_000), (1_000, 100)])
