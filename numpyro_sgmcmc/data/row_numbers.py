@@ -192,15 +192,15 @@ def _permuted(key: Array, positions: Array, size: int) -> Pair:
     sides = jnp.uint32(height), jnp.uint32(width)
     walk = network(key, sides, lambda x, bound: product(x, bound).high)
 
-    def again(place: tuple[Array, Array]) -> tuple[Array, Array]:
-        outside = _is_outside(*place, size, width)
+    def again(now: tuple[tuple[Array, Array], Array]) -> tuple[tuple[Array, Array], Array]:
+        place, outside = now
         moved = walk(*place)
-        return jnp.where(outside, moved[0], place[0]), jnp.where(outside, moved[1], place[1])
+        place = jnp.where(outside, moved[0], place[0]), jnp.where(outside, moved[1], place[1])
+        return place, _is_outside(*place, size, width)
 
     begin = positions // jnp.uint32(width), positions % jnp.uint32(width)
-    left, right = lax.while_loop(
-        lambda place: jnp.any(_is_outside(*place, size, width)), again, walk(*begin)
-    )
+    outside = jnp.ones(positions.shape, bool)
+    (left, right), _ = lax.while_loop(lambda now: jnp.any(now[1]), again, (begin, outside))
     rows = total(product(left, jnp.uint32(width)), right)
     return lax.optimization_barrier(rows)
 

@@ -83,13 +83,15 @@ def _permuted(key: Array, positions: Array, size: Any, sides: tuple[Any, Any]) -
         left, right = of_cells(x // sides[1], x % sides[1])
         return left * sides[1] + right
 
-    # The loop stays even if no position can be outside: without it XLA writes the rounds out anew
-    # for every use of the rows, which takes minutes.
-    image = lax.while_loop(
-        lambda x: jnp.any(x >= size),
-        lambda x: jnp.where(x >= size, walk(x), x),
-        walk(positions.astype(jnp.uint32)),
-    )
+    # All rounds are in the loop. The rounds of the first walk outside of it would double the
+    # program, and without a loop XLA writes them out anew for every use of the rows.
+    def again(now: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, is_outside = now
+        x = jnp.where(is_outside, walk(x), x)
+        return x, x >= size
+
+    begin = positions.astype(jnp.uint32), jnp.ones(positions.shape, bool)
+    image, _ = lax.while_loop(lambda now: jnp.any(now[1]), again, begin)
     return lax.optimization_barrier(image.astype(jnp.int32))
 
 
