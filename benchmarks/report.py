@@ -95,6 +95,7 @@ PARTS = {
     "insteval": "benchmarks/insteval.py --data {data}",
     "movielens": "benchmarks/movielens.py --data {data}",
     "movielens_likes": "benchmarks/movielens.py --data {data} --liking",
+    "factorisation": "benchmarks/factorisation.py --data {data}",
     "clicks": "benchmarks/clicks.py",
     "after_a_run": "benchmarks/after_a_run.py",
     "matches": "benchmarks/matches.py",
