@@ -62,7 +62,7 @@ class Archive(NamedTuple):
         """
         try:
             content = read(path)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise ValueError(
                 f"The {self.name} {path} cannot be read: {error}. {self.remedy}"
             ) from error

@@ -3,10 +3,14 @@
 
 """Fingerprints of data, settings and programs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
+from enum import Enum
+from functools import partial
 import hashlib
 import math
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import jax
@@ -44,6 +48,7 @@ def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
             hasher.update(leaf.digest.encode())
         else:
             hasher.update(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode())
+        hasher.update(b",")
     if all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
         return hasher.hexdigest()
     # each process has hashed its own rows only, and all must return one answer
@@ -62,7 +67,7 @@ def fingerprints_of_captured(traced: Any) -> tuple[str, str]:
     :param traced: the result of :func:`jax.make_jaxpr`.
     """
     captured = list(_captured(traced))
-    arrays = [x for x in captured if np.ndim(x) > 0]
+    arrays = [x for x in captured if np.ndim(x) > 0 or _is_key(x)]
     numbers = [np.asarray(x) for x in captured if np.ndim(x) == 0 and not _is_key(x)]
     return fingerprint_of((arrays,), {}) or "", fingerprint_of((numbers,), {}) or ""
 
@@ -99,7 +104,7 @@ def _equations(traced: Any) -> Iterator[str]:
             for x in jax.tree.leaves(value, is_leaf=_is_program):
                 if _is_program(x):
                     yield from _equations(x)
-                elif name != "name" and isinstance(x, bool | int | float | str | np.dtype):
+                elif name != "name" and isinstance(x, bool | int | float | str | np.dtype | Enum):
                     yield f"{name} {x}"
     yield f"gives {', '.join(map(word, jaxpr.outvars))}"
 
@@ -147,12 +152,72 @@ def description_of(value: Any) -> str:
     ]
     if callable(value):
         return _name(value)
-    return fingerprint_of((leaves,), {}) or ""
+    return fingerprint_of((leaves, str(jax.tree.structure(value))), {}) or ""
+
+
+def fingerprint_of_code(value: Any) -> str:
+    """
+    Return the fingerprint of a function, or of a class that is not of this package.
+
+    It has the instructions, the default arguments and the captured values of functions, and is
+    equal in every process with one version of Python. Functions that are called by their global
+    name are known by this name.
+    """
+    return hashlib.blake2b("\n".join(_words_of(value, [])).encode()).hexdigest()
+
+
+def _words_of(value: Any, seen: list) -> Iterator[str]:
+    within: list[Any] = []
+    # whether two equal numbers or tuples are one object differs between processes
+    if not isinstance(value, _VALUES | tuple | frozenset | CodeType):
+        if (again := next((k for k, x in enumerate(seen) if x is value), None)) is not None:
+            yield f"again {again}"
+            return
+        seen.append(value)
+    if isinstance(value, partial):
+        within = [value.func, value.args, value.keywords]
+    elif isinstance(value, MethodType):
+        within = [value.__func__, value.__self__]
+    elif isinstance(value, FunctionType):
+        within = [value.__code__, value.__defaults__, value.__kwdefaults__]
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # an empty cell
+                within.append(cell.cell_contents)
+    elif isinstance(value, CodeType):
+        yield f"{value.co_code.hex()} {value.co_names}"
+        within = list(value.co_consts)
+    elif isinstance(value, property | classmethod | staticmethod):
+        within = [getattr(value, name, None) for name in ("fget", "__func__")]
+    elif isinstance(value, type):
+        yield _name(value)
+        if value.__module__.partition(".")[0] not in _KNOWN_BY_VERSION:
+            within = [*vars(value).values(), *value.__bases__]
+    elif isinstance(value, Mapping):
+        within = [x for key in sorted(value, key=str) for x in (str(key), value[key])]
+    elif isinstance(value, list | tuple):
+        within = list(value)
+    elif isinstance(value, frozenset):
+        yield str(sorted(map(repr, value)))
+    elif isinstance(value, _VALUES):
+        yield fingerprint_of((value,), {}) or ""
+    else:
+        yield _name(value)
+        within = list(getattr(value, "__dict__", {}).items())
+    for x in within:
+        yield from _words_of(x, seen)
+    yield "."
+
+
+#: Types of arguments and captured values.
+_VALUES = np.ndarray | jax.Array | str | bytes | int | float | complex | None
+
+#: Packages whose classes do not change while their version stays.
+_KNOWN_BY_VERSION = frozenset(["builtins", "numpyro_sgmcmc", "numpyro", "jax", "typing", "abc"])
 
 
 def _name(value: Any) -> str:
     named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
 def are_same_densities(one: float, other: float) -> bool:

@@ -3,6 +3,7 @@
 
 """Folders of tunings, which are found again by their model and data."""
 
+from dataclasses import fields
 import hashlib
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +12,7 @@ import warnings
 
 import jax
 
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of_code
 from numpyro_sgmcmc.kernels.identity import data_fingerprint
 from numpyro_sgmcmc.kernels.method import Method
 from numpyro_sgmcmc.kernels.run_info import facts_of_model
@@ -46,14 +48,30 @@ class Kept(NamedTuple):
         assert self.folder is not None
         return self.folder / f"{self.model}-{_digest(data)}.npz"
 
+    def loaded(self, path: Path, target: Target) -> Tuning | None:
+        """The tuning in a file of this model, or None with a warning."""
+        try:
+            tuning = Tuning.load(path)
+            if tuning.model != self.model or path != self.file_of(tuning.data or ""):
+                raise ValueError(f"{path} is the tuning of another model or of other data.")
+            if tuning.start is None or tuning.start.center.shape != (target.model.dimension,):
+                raise ValueError(f"{path} is the tuning of another number of parameters.")
+        except ValueError as error:
+            warnings.warn(
+                f"The kernel tunes itself, since a kept tuning cannot be used. {error}",
+                stacklevel=4,
+            )
+            return None
+        return tuning
+
     def keep(self, tuning: Tuning) -> None:
         """Write a new tuning, unless its samples take more steps than are allowed."""
         if self.folder is None or tuning.steps_per_sample >= MOST_STEPS_PER_SAMPLE:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            tuning.save(self.file_of(tuning.data or ""))
-        except OSError as error:
+            tuning._replace(model=self.model).save(self.file_of(tuning.data or ""))
+        except (OSError, TypeError) as error:  # a metric of another package is no data
             warnings.warn(
                 f"The tuning was not written to {self.folder}: {error}. The run goes on, and the"
                 " next one tunes itself again.",
@@ -73,29 +91,32 @@ def kept_for(method: Method, runtime: Runtime, target: Target) -> Kept:
         return Kept()
     facts = facts_of_model(method, runtime, target, 1)
     del facts["kernel's tuning"]
+    settings = {x.name: getattr(method, x.name) for x in fields(method) if x.name != "model"}
+    functions = {name: x for name, x in settings.items() if callable(x)}
+    facts["functions"] = fingerprint_of_code([type(method), functions])
+    facts["plates"] = str([(p.name, p.size, p.subsample_size) for p in target.model.plates])
+    facts["growing"] = runtime.grows
     facts["jax_enable_x64"] = bool(jax.config.read("jax_enable_x64"))
     facts["numpyro_sgmcmc"] = version("numpyro_sgmcmc")
     kept = Kept(folder=folder, model=_digest(repr(sorted(facts.items()))))
-    files = sorted(folder.glob(f"{kept.model}-*.npz"), key=lambda x: x.stat().st_mtime)
+    files = sorted(folder.glob(f"{kept.model}-*.npz"), key=_written)
     if not files or (data := data_fingerprint(target)) is None:
         return kept
     if (own := kept.file_of(data)) in files:
-        tuning = _loaded(own)
-        if tuning is not None and tuning.data == data:
+        tuning = kept.loaded(own, target)
+        if tuning is not None:
             return kept._replace(tuning=tuning)
-    others = (_loaded(file) for file in reversed(files) if file != own)
+    others = (kept.loaded(file, target) for file in reversed(files) if file != own)
     return kept._replace(near=next(filter(None, others), None))
+
+
+def _written(path: Path) -> float:
+    """The time of the last change of a file, or zero if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode()).hexdigest()[:_DIGITS]
-
-
-def _loaded(path: Path) -> Tuning | None:
-    try:
-        return Tuning.load(path)
-    except ValueError as error:
-        warnings.warn(
-            f"The kernel tunes itself, since a kept tuning cannot be used. {error}", stacklevel=4
-        )
-        return None

@@ -8,6 +8,7 @@ import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 import warnings
 
 import jax
@@ -71,6 +72,7 @@ class Tuning(NamedTuple):
       matrix as metric, values that chance explains do not count.
     - **flat** - the site that neither the data nor the prior determine, if there is one.
     - **data** - fingerprint of the data of the anchor.
+    - **model** - fingerprint of kernel and model, in a folder of tunings.
     - **densities** - log density of each site at fixed values, which identifies the model.
     - **steps_per_sample** - number of steps after which a chain has nearly forgotten its position,
       for a tuned step size; otherwise 1.
@@ -120,6 +122,7 @@ class Tuning(NamedTuple):
     slowest: str = ""
     flat: str = ""
     data: str | None = None
+    model: str = ""
     densities: dict[str, float] = {}
     steps_per_sample: int = 1
     seconds_per_sample: float = 0.0
@@ -140,7 +143,13 @@ class Tuning(NamedTuple):
         :param path: the path of the file. An older file is replaced.
         :raises OSError: if the file cannot be written.
         """
-        _FILE.save(Path(os.path.realpath(path)), {"tuning": self})
+        path = Path(os.path.realpath(path))
+        own = path.with_name(f"{path.name}.{uuid4().hex}")  # another process may write, too
+        try:
+            _FILE.save(own, {"tuning": self})
+            os.replace(own, path)
+        finally:
+            own.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: str | os.PathLike) -> "Tuning":
@@ -156,10 +165,12 @@ class Tuning(NamedTuple):
             tuning = content["tuning"]
             if not isinstance(tuning, Tuning):
                 raise TypeError("it has no tuning")
-        of_programs = ("metric", "start", "anchor", "strata", "centring")
-        return tuning._replace(
-            **{name: jax.tree.map(jnp.asarray, getattr(tuning, name)) for name in of_programs}
-        )
+            if not 0 < tuning.step_size < math.inf:
+                raise TypeError(f"its step size is {tuning.step_size}")
+            of_programs = ("metric", "start", "anchor", "strata", "centring")
+            return tuning._replace(
+                **{name: jax.tree.map(jnp.asarray, getattr(tuning, name)) for name in of_programs}
+            )
 
     @property
     def width(self) -> float:

@@ -3,6 +3,7 @@
 
 """Tunings in files, and folders of them: found for their model and data, and for no others."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -10,13 +11,17 @@ from jax import random
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from numpyro.infer import init_to_uniform, init_to_value
+import optax
 import pytest
 from runs import run_mcmc
 from small_models import linear, means
 
 from numpyro_sgmcmc import SGHMC, SGLD, CCAdL, GrowingRows, Tuning
 from numpyro_sgmcmc.data.archive import Archive
+from numpyro_sgmcmc.data.fingerprint import description_of, fingerprint_of, fingerprint_of_code
 from numpyro_sgmcmc.kernels import runtime, self_tuning
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.tuning import tuning as of_tuning
 
 
@@ -26,13 +31,13 @@ def data(seed=0, size=2_000, shift=0.0):
     return x, (x @ [1.0, 0.5, 0.0] + shift + rng.normal(size=size)).astype(np.float32)
 
 
-def hierarchy(group, y):
+def hierarchy(group, y, batch_size=50):
     """Effects with a scale, which have coordinates of their own."""
     mu = numpyro.sample("mu", dist.Normal(0, 2))
     sd = numpyro.sample("sd", dist.HalfNormal(1))
     with numpyro.plate("groups", 10):
         effect = numpyro.sample("effect", dist.Normal(mu, sd))
-    with numpyro.plate("rows", len(y), subsample_size=50) as i:
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
         numpyro.sample("y", dist.Normal(effect[group[i]], 1), obs=y[i])
 
 
@@ -126,6 +131,147 @@ def test_no_other_run_uses_it(change, tmp_path, monkeypatch):
         tuned(**{"folder": tmp_path, "arguments": data()} | change)
 
 
+class Weighted(dist.Normal):
+    """A normal distribution whose density has an array that its values do not show."""
+
+    def __init__(self, weights):
+        super().__init__(0.0, np.ones(3, np.float32))
+        self.weights = weights
+
+    def log_prob(self, value):
+        return self.weights * super().log_prob(value)
+
+
+def captures(name, value):
+    """A model of three means that captures an array, a key or a bound."""
+
+    def model(y, batch_size):
+        prior = Weighted(value if name == "density" else np.ones(3, np.float32))
+        if name == "bound":
+            prior = dist.ImproperUniform(dist.constraints.interval(-value, value), (3,), ())
+        w = numpyro.sample("w", prior.to_event(1) if name != "bound" else prior)
+        if name == "key":
+            w = w + random.normal(value, (3,))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            law = dist.Normal(w, 1).to_event(1)
+            with numpyro.handlers.mask(mask=value[0] > 1 if name == "mask" else True):
+                numpyro.sample("y", law, obs=y[i])
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "name, one, other",
+    [
+        ("density", np.ones(3, "f4"), np.array([1, 1, 9], "f4")),
+        ("bound", np.full(3, 9, "f4"), np.full(3, 8, "f4")),
+        ("key", random.key(0), random.key(1)),
+        ("mask", np.ones(3, "f4"), np.full(3, 2, "f4")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_captured_values_belong_to_a_model(name, one, other, tmp_path, monkeypatch):
+    y = (np.random.default_rng(0).normal(size=(500, 3)).astype("f4"),)
+    tuned(tmp_path, y, captures(name, one))
+    monkeypatch.setattr(self_tuning, "run_phases", forbidden)
+    tuned(tmp_path, y, captures(name, one))
+    with pytest.raises(AssertionError, match="found in the folder"):
+        tuned(tmp_path, y, captures(name, other))
+
+
+def method_of(step):
+    class Method(CCAdL.Method):
+        def suggest(self, noise):
+            return step, 1.0
+
+    return Method
+
+
+def decaying(rate):
+    return lambda step: 0.1 * rate**step
+
+
+class Initial:
+    """Initial values of an own class that refers to itself."""
+
+    def __init__(self, value):
+        self.value, self.own = value, self
+
+    def __call__(self, site=None):
+        return self.value
+
+
+def in_turn(last):
+    return partial(max, 1.0, 2.0, last)
+
+
+@pytest.mark.parametrize(
+    "made, values",
+    [
+        (lambda x: init_to_value(values={"w": x}), (1.0, 2.0)),
+        (lambda x: init_to_uniform(radius=x), (1.0, 2.0)),
+        (decaying, (0.5, 0.4)),
+        (lambda x: optax.exponential_decay(0.1, 100, x), (0.5, 0.4)),
+        (in_turn, (1.0, 2.0)),
+        (Initial, (0.1, 0.2)),
+        (method_of, (0.1, 0.2)),
+    ],
+    ids=["values", "radius", "schedule", "optax", "again", "class", "method"],
+)
+def test_functions_are_known_by_what_they_do(made, values):
+    one, again, other = (fingerprint_of_code(made(x)) for x in (values[0], *values))
+    assert one == again != other
+
+
+def test_numbers_and_names_are_kept_apart():
+    assert fingerprint_of((1, 23), {}) != fingerprint_of((12, 3), {})
+    assert description_of({"a": np.ones(2)}) != description_of({"b": np.ones(2)})
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be used")
+def test_a_file_under_another_name_is_not_used(tmp_path, monkeypatch):
+    tuned(tmp_path / "one", data())
+    tuned(tmp_path / "two", data(), partial(linear, prior=1.5))
+    tuned(tmp_path / "three", data(seed=1))
+    (own,), (prior,), (other,) = (list((tmp_path / x).iterdir()) for x in ("one", "two", "three"))
+    right = Tuning.load(own)
+    monkeypatch.setattr(self_tuning, "run_phases", forbidden)
+    narrow = right.start._replace(center=right.start.center[:1])
+    for wrong in (Tuning.load(prior), Tuning.load(other), right._replace(start=narrow)):
+        wrong.save(own)
+        with (
+            pytest.warns(UserWarning, match="another model or of other data|number of parameters"),
+            pytest.raises(AssertionError, match="found in the folder"),
+        ):
+            tuned(tmp_path / "one", data())
+    with pytest.raises(ValueError, match="step size is nan"):
+        right._replace(step_size=float("nan")).save(own)
+        Tuning.load(own)
+
+
+def test_rows_in_memory_and_rows_that_keep_coming(tmp_path):
+    x, y = grouped()
+    tuned(tmp_path, (x, y), hierarchy)
+    rows = GrowingRows(x, y)
+    tuned(tmp_path, rows, hierarchy)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_several_write_at_once(tmp_path):
+    found = Tuning(0.1, 1.0, IdentityMetric())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: found.save(tmp_path / "one.npz"), range(40)))
+    assert Tuning.load(tmp_path / "one.npz").step_size == 0.1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_link_that_leads_nowhere(tmp_path):
+    tuned(tmp_path, data())
+    (file,) = tmp_path.iterdir()
+    (tmp_path / f"{file.name[:33]}0.npz").symlink_to(tmp_path / "gone")
+    tuned(tmp_path, data(seed=1))
+
+
 def test_other_data_start_at_its_centre(tmp_path):
     def moved(by):
         return (3 + by + np.random.default_rng(int(by)).normal(size=(2_000, 3)).astype("f4"),)
@@ -150,9 +296,9 @@ def test_rows_that_keep_coming(tmp_path):
 
 
 def test_its_warnings_are_heard_again(tmp_path):
-    found = tuned(tmp_path, data()).sampler.tuning
+    tuned(tmp_path, data())
     (file,) = tmp_path.iterdir()
-    found._replace(multimodal=True).save(file)
+    Tuning.load(file)._replace(multimodal=True).save(file)
     with pytest.warns(UserWarning, match="several modes"):
         tuned(tmp_path, data())
 

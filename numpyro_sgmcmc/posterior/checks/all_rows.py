@@ -27,7 +27,7 @@ import numpy as np
 
 from numpyro_sgmcmc.data.converters import in_host_memory
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, counted_rows, first_of, rows_of
-from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program
+from numpyro_sgmcmc.data.fingerprint import fingerprint_of_program, fingerprints_of_captured
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
@@ -145,11 +145,16 @@ def densities_of(target: Target, compiled: Callable[..., Callable]) -> dict[str,
 
 
 def program_of(target: Target) -> str:
-    """Return the fingerprint of the model's program, for this version of JAX and NumPyro."""
+    """
+    Return the fingerprint of the model's program, for this version of JAX and NumPyro.
+
+    It has the arrays that the density captures, which need not be among those of its values.
+    """
     target = target._replace(model=target.model.with_rule("point"))
     program, data, _ = target.program(seen_of, outputs=PartitionSpec(ROWS))
     arguments = unremarkable_values(target.model), target.model.first_rows(), random.key(0)
-    return fingerprint_of_program(jax.make_jaxpr(program)(data, *arguments))
+    traced = jax.make_jaxpr(program)(data, *arguments)
+    return fingerprint_of_program(traced) + fingerprints_of_captured(traced)[0]
 
 
 def seen_of(target: Target, z: Values, rows: Any, rng_key: Array) -> Seen:
