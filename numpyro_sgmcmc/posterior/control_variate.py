@@ -4,19 +4,25 @@
 """Control variates: minibatch potentials with less noise, by an expansion of all data."""
 
 from collections.abc import Callable
+import math
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.posterior.potential import ModelPotential, Rows
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.potential import ModelPotential, Rows, ravel
 
 #: Words for gradients by the order of the replaced expansion, and the cost of a step with each in
 #: gradients of its minibatch: a product with the Hessian counts as two.
 GRADIENTS = ("minibatch", "control_variate", "second_order_control_variate")
 GRADIENTS_OF_A_STEP = (1, 2, 4)
+
+#: Distance beyond the length of a typical draw, in posterior standard deviations, up to which the
+#: whole control variate is used, and the most parameters for which such a distance can be seen.
+_REACH, _MOST_BOUNDED = 4.0, 500
 
 
 class Anchor(NamedTuple):
@@ -79,9 +85,20 @@ class ControlVariate(NamedTuple):
 
     The log-likelihood of a hierarchy depends on the effects, and bends much less in effects than in
     coordinates that scale them. The expansion is therefore in effects, and its gradient is pulled
-    back to the coordinates of the sampler. A step costs two gradients of its minibatch, or about
-    four with the Hessian. The control variate is itself a potential, so that every estimator of
-    gradient noise also estimates its noise.
+    back to the coordinates of the sampler.
+
+    Far from the anchor an expansion says nothing of a row. Its noise would drive a chain further
+    out, as it drove the logarithm of a scale, whose likelihood is flat there, by twenty standard
+    deviations. With coordinates :math:`x` of a metric and :math:`d \\le 500`, a step takes the part
+
+    .. math:: a(\\theta) = \\min \\Big( 1, \\frac{\\sqrt d + 4}{|x|} \\Big)^4, \\qquad
+        \\nabla \\tilde U(\\theta; S) - a(\\theta) \\,
+        \\nabla_\\theta [ \\tilde T(\\theta; S) - T(\\theta) ],
+
+    of the control variate. It is unbiased for any :math:`a`, and is 1 where draws usually are.
+
+    A step costs two gradients of its minibatch, or about four with the Hessian. The control variate
+    is itself a potential, so that every estimator of gradient noise also estimates its noise.
 
     **References:**
 
@@ -139,7 +156,7 @@ class ControlVariate(NamedTuple):
         energy, effects = self.base.with_effects(values, rows, rng_key)
         away = self._from_anchor(effects)
         at = self._expanded(lambda x: self.base.centred(x, rows, rng_key), away)
-        return energy - at + self._known(away)[0]
+        return energy - self._part(values) * (at - self._known(away)[0])
 
     def value_and_gradient(self, values: Any, rows: Rows, rng_key: Array, /) -> tuple[Array, Any]:
         # differentiating the expansion would cost half a gradient more
@@ -159,8 +176,10 @@ class ControlVariate(NamedTuple):
             slope = jax.tree.map(jnp.add, slope, bend)
             rise += _dot(bend, away) / 2
         known, known_slope = self._known(away)
-        more = jax.tree.map(jnp.subtract, known_slope, slope)
-        return energy - at - rise + known, pullback((jnp.ones_like(energy), more))[0]
+        part = self._part(values)
+        more = jax.tree.map(lambda k, s: part * (k - s), known_slope, slope)
+        energy = energy - part * (at + rise - known)
+        return energy, pullback((jnp.ones_like(energy), more))[0]
 
     def with_row_terms(
         self, values: Any, rows: Rows, rng_key: Array, /
@@ -170,8 +189,9 @@ class ControlVariate(NamedTuple):
 
         energy, terms = self.base.with_row_terms(values, rows, rng_key)
         away = self._from_anchor(self.base.effects(values, rows, rng_key))
-        at, known = self._expanded(both, away), self._known(away)[0]
-        return energy - at[0] + known, jax.tree.map(jnp.subtract, terms, at[1])
+        at, known, part = self._expanded(both, away), self._known(away)[0], self._part(values)
+        terms = jax.tree.map(lambda t, a: t - part * a, terms, at[1])
+        return energy - part * (at[0] - known), terms
 
     @property
     def group_plates(self) -> frozenset[str]:
@@ -190,6 +210,15 @@ class ControlVariate(NamedTuple):
             return jax.tree.map(jnp.add, *slope(self.anchor.values))
         (at, rise), (_, bend) = jax.jvp(slope, (self.anchor.values,), (away,))
         return jax.tree.map(lambda a, r, b: a + r + b / 2, at, rise, bend)
+
+    def _part(self, values: Any) -> Array | float:
+        """Return the part :math:`a` of the control variate at some values."""
+        metric, dimension = self.base.metric, self.base.model.dimension
+        if isinstance(metric, IdentityMetric) or dimension > _MOST_BOUNDED:
+            return 1.0
+        x = lax.stop_gradient(metric.coordinates(ravel(values)))
+        reach = (math.sqrt(dimension) + _REACH) ** 2
+        return (reach / jnp.maximum(jnp.sum(x**2), reach)) ** 2
 
     def _from_anchor(self, effects: Any) -> Any:
         return jax.tree.map(jnp.subtract, effects, self.anchor.values)
