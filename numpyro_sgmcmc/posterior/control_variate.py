@@ -22,7 +22,7 @@ GRADIENTS_OF_A_STEP = (1, 2, 4)
 
 #: Distance beyond the length of a typical draw, in posterior standard deviations, up to which the
 #: whole control variate is used, and the most parameters for which such a distance can be seen.
-_REACH, _MOST_BOUNDED = 4.0, 500
+_REACH, _MOST_BOUNDED = 5.0, 500
 
 
 class Anchor(NamedTuple):
@@ -91,7 +91,7 @@ class ControlVariate(NamedTuple):
     out, as it drove the logarithm of a scale, whose likelihood is flat there, by twenty standard
     deviations. With coordinates :math:`x` of a metric and :math:`d \\le 500`, a step takes the part
 
-    .. math:: a(\\theta) = \\min \\Big( 1, \\frac{\\sqrt d + 4}{|x|} \\Big)^4, \\qquad
+    .. math:: a(\\theta) = \\min \\Big( 1, \\frac{\\sqrt d + 5}{|x|} \\Big)^4, \\qquad
         \\nabla \\tilde U(\\theta; S) - a(\\theta) \\,
         \\nabla_\\theta [ \\tilde T(\\theta; S) - T(\\theta) ],
 
