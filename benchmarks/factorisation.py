@@ -20,6 +20,7 @@ import jax
 from jax import random
 import jax.numpy as jnp
 from measure import machine, table
+from movielens import ratings
 import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
@@ -56,8 +57,14 @@ def model(rating, item, tables, items, properties, share):
                 numpyro.sample(f"rating {k}", law, obs=rating[row])
 
 
-def predictions(mcmc: MCMC, tables: tuple, users: int, pairs: tuple) -> tuple:
-    """Draws of the mean of a rating for pairs of user and item, shape (draws, pairs), and noise."""
+def predictions(
+    mcmc: MCMC, tables: tuple, users: int, pairs: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Draw the mean of a rating for pairs of user and item.
+
+    :return: draws of shape (draws, pairs), and the standard deviation of a rating in each draw.
+    """
     local = local_draws(mcmc, num_draws=LOCAL)
     kept = mcmc.get_samples(group_by_chain=True)
     kept = {k: np.asarray(x)[:, local.draw.values] for k, x in kept.items()}
@@ -87,9 +94,7 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=3)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    with np.load(f"{options.data}/movielens_1m.npz", allow_pickle=False) as file:
-        item, user = (np.unique(file[key], return_inverse=True)[1] for key in ("item", "user"))
-        rating = file["rating"].astype(np.float32)
+    item, user, rating = ratings(options.data)
     held_out, train = np.split(
         np.random.default_rng(2014).permutation(len(rating)), [len(rating) // 5]
     )

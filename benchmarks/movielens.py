@@ -68,6 +68,13 @@ def model(outcome, movie, tables, movies, share, liking=False):
                 numpyro.sample(f"outcome {k}", law.mask(observed[g].T), obs=outcome[row])
 
 
+def ratings(folder: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The movie, the user and the stars of each rating of MovieLens-1M."""
+    with np.load(f"{folder}/movielens_1m.npz", allow_pickle=False) as file:
+        movie, user = (np.unique(file[key], return_inverse=True)[1] for key in ("item", "user"))
+        return movie, user, file["rating"].astype(np.float32)
+
+
 def by_nuts(
     liked: np.ndarray, movie: np.ndarray, user: np.ndarray, number: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -108,9 +115,7 @@ def main() -> None:
     parser.add_argument("--draws-of-nuts", type=int, default=400)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    with np.load(f"{options.data}/movielens_1m.npz", allow_pickle=False) as file:
-        movie, user = (np.unique(file[key], return_inverse=True)[1] for key in ("item", "user"))
-        rating = file["rating"].astype(np.float32)
+    movie, user, rating = ratings(options.data)
     outcome = (rating >= 4).astype(np.float32) if options.liking else rating
     tables = group_rows(user, buckets=3)
 
