@@ -25,6 +25,12 @@ from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk
 #: Relative or absolute difference of log densities above which the models differ.
 _ROUNDING = 1e-4
 
+#: Types of arguments and captured values of functions.
+_VALUES = np.ndarray | jax.Array | str | bytes | int | float | complex | None
+
+#: Packages whose classes do not change while their version stays.
+_KNOWN_BY_VERSION = frozenset(["builtins", "numpyro_sgmcmc", "numpyro", "jax", "typing", "abc"])
+
 
 def fingerprint_of(args: tuple, kwargs: dict) -> str | None:
     """
@@ -157,62 +163,75 @@ def description_of(value: Any) -> str:
 
 def fingerprint_of_code(value: Any) -> str:
     """
-    Return the fingerprint of a function, or of a class that is not of this package.
+    Return the fingerprint of functions and classes, equal in every process of a Python version.
 
-    It has the instructions, the default arguments and the captured values of functions, and is
-    equal in every process with one version of Python. Functions that are called by their global
-    name are known by this name.
+    It covers the instructions, the default arguments and the captured values of functions, and the
+    functions of classes of other packages. A function that is called by its global name counts with
+    this name alone.
+
+    :param value: a function, a class, or a tree of both.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> from numpyro_sgmcmc.data.fingerprint import fingerprint_of_code
+        >>> def decaying(rate):
+        ...     return lambda step: rate**step
+        >>> one, same, other = (fingerprint_of_code(decaying(x)) for x in (0.5, 0.5, 0.4))
+        >>> one == same, one == other
+        (True, False)
     """
     return hashlib.blake2b("\n".join(_words_of(value, [])).encode()).hexdigest()
 
 
 def _words_of(value: Any, seen: list) -> Iterator[str]:
-    within: list[Any] = []
-    # whether two equal numbers or tuples are one object differs between processes
-    if not isinstance(value, _VALUES | tuple | frozenset | CodeType):
-        if (again := next((k for k, x in enumerate(seen) if x is value), None)) is not None:
-            yield f"again {again}"
+    """Yield words for a value and for all that it refers to; ``seen`` has what came before."""
+    if isinstance(value, _VALUES):
+        yield fingerprint_of((value,), {}) or ""
+        return
+    # whether two equal tuples are one object differs between processes
+    if not isinstance(value, tuple | frozenset | CodeType):
+        if (before := next((k for k, x in enumerate(seen) if x is value), None)) is not None:
+            yield f"again {before}"
             return
         seen.append(value)
-    if isinstance(value, partial):
-        within = [value.func, value.args, value.keywords]
-    elif isinstance(value, MethodType):
-        within = [value.__func__, value.__self__]
-    elif isinstance(value, FunctionType):
-        within = [value.__code__, value.__defaults__, value.__kwdefaults__]
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # an empty cell
-                within.append(cell.cell_contents)
-    elif isinstance(value, CodeType):
-        yield f"{value.co_code.hex()} {value.co_names}"
-        within = list(value.co_consts)
-    elif isinstance(value, property | classmethod | staticmethod):
-        within = [getattr(value, name, None) for name in ("fget", "__func__")]
-    elif isinstance(value, type):
-        yield _name(value)
-        if value.__module__.partition(".")[0] not in _KNOWN_BY_VERSION:
-            within = [*vars(value).values(), *value.__bases__]
-    elif isinstance(value, Mapping):
-        within = [x for key in sorted(value, key=str) for x in (str(key), value[key])]
-    elif isinstance(value, list | tuple):
-        within = list(value)
-    elif isinstance(value, frozenset):
-        yield str(sorted(map(repr, value)))
-    elif isinstance(value, _VALUES):
-        yield fingerprint_of((value,), {}) or ""
-    else:
-        yield _name(value)
-        within = list(getattr(value, "__dict__", {}).items())
-    for x in within:
-        yield from _words_of(x, seen)
+    word, parts = _parts_of(value)
+    yield word
+    for part in parts:
+        yield from _words_of(part, seen)
     yield "."
 
 
-#: Types of arguments and captured values.
-_VALUES = np.ndarray | jax.Array | str | bytes | int | float | complex | None
-
-#: Packages whose classes do not change while their version stays.
-_KNOWN_BY_VERSION = frozenset(["builtins", "numpyro_sgmcmc", "numpyro", "jax", "typing", "abc"])
+def _parts_of(value: Any) -> tuple[str, list[Any]]:
+    """Return a word for a value itself, and the values that it refers to."""
+    match value:
+        case partial():
+            return "partial", [value.func, value.args, value.keywords]
+        case MethodType():
+            return "method", [value.__func__, value.__self__]
+        case FunctionType():
+            parts: list[Any] = [value.__code__, value.__defaults__, value.__kwdefaults__]
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # an empty cell
+                    parts.append(cell.cell_contents)
+            return "function", parts
+        case CodeType():
+            return f"{value.co_code.hex()} {value.co_names}", list(value.co_consts)
+        case property():
+            return "property", [value.fget]
+        case classmethod() | staticmethod():
+            return "method", [value.__func__]
+        case type():
+            is_known = value.__module__.partition(".")[0] in _KNOWN_BY_VERSION
+            return _name(value), [] if is_known else [*vars(value).values(), *value.__bases__]
+        case Mapping():
+            return "mapping", [x for k in sorted(value, key=str) for x in (str(k), value[k])]
+        case list() | tuple():
+            return "sequence", list(value)
+        case frozenset():
+            return f"set {sorted(map(repr, value))}", []
+    return _name(value), list(getattr(value, "__dict__", {}).items())
 
 
 def _name(value: Any) -> str:

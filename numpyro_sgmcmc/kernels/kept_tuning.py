@@ -93,11 +93,14 @@ def kept_for(method: Method, runtime: Runtime, target: Target) -> Kept:
     del facts["kernel's tuning"]
     settings = {x.name: getattr(method, x.name) for x in fields(method) if x.name != "model"}
     functions = {name: x for name, x in settings.items() if callable(x)}
-    facts["functions"] = fingerprint_of_code([type(method), functions])
-    facts["plates"] = str([(p.name, p.size, p.subsample_size) for p in target.model.plates])
-    facts["growing"] = runtime.grows
-    facts["jax_enable_x64"] = bool(jax.config.read("jax_enable_x64"))
-    facts["numpyro_sgmcmc"] = version("numpyro_sgmcmc")
+    # a resumed run knows functions by their names, but a search depends on what they do
+    facts |= {
+        "functions": fingerprint_of_code([type(method), functions]),
+        "plates": str([(p.name, p.size, p.subsample_size) for p in target.model.plates]),
+        "growing": runtime.grows,
+        "jax_enable_x64": bool(jax.config.read("jax_enable_x64")),
+        "numpyro_sgmcmc": version("numpyro_sgmcmc"),
+    }
     kept = Kept(folder=folder, model=_digest(repr(sorted(facts.items()))))
     files = sorted(folder.glob(f"{kept.model}-*.npz"), key=_written)
     if not files or (data := data_fingerprint(target)) is None:
