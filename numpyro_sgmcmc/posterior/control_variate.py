@@ -87,15 +87,17 @@ class ControlVariate(NamedTuple):
     coordinates that scale them. The expansion is therefore in effects, and its gradient is pulled
     back to the coordinates of the sampler.
 
-    Far from the anchor an expansion says nothing of a row. Its noise would drive a chain further
-    out, as it drove the logarithm of a scale, whose likelihood is flat there, by twenty standard
-    deviations. With coordinates :math:`x` of a metric and :math:`d \\le 500`, a step takes the part
+    Far from the anchor an expansion says nothing of a row, and its noise drives chains further out.
+    The logarithm of a scale, whose likelihood is flat towards zero, went twenty standard deviations
+    away. With coordinates :math:`x` of a metric, a step therefore takes the part
 
     .. math:: a(\\theta) = \\min \\Big( 1, \\frac{\\sqrt d + 5}{|x|} \\Big)^4, \\qquad
         \\nabla \\tilde U(\\theta; S) - a(\\theta) \\,
         \\nabla_\\theta [ \\tilde T(\\theta; S) - T(\\theta) ],
 
-    of the control variate. It is unbiased for any :math:`a`, and is 1 where draws usually are.
+    of the control variate. The gradient is unbiased for any :math:`a`, which is 1 where draws
+    usually are. It is 1 everywhere for the identity as metric, which has no units of the posterior,
+    and above 500 parameters, whose :math:`|x|` does not show how far one of them is.
 
     A step costs two gradients of its minibatch, or about four with the Hessian. The control variate
     is itself a potential, so that every estimator of gradient noise also estimates its noise.
