@@ -218,8 +218,10 @@ class GrowingRows:
         >>> mcmc.post_warmup_state = mcmc.last_state
         >>> mcmc.run(mcmc.last_state.rng_key, *rows)
         >>> mu = mcmc.get_samples()["mu"]
-        >>> print(abs(mu.mean() - y.mean()) * 20_000**0.5 < 0.1, f"{before / mu.std():.1f}")
-        True 1.4
+        >>> print(abs(mu.mean() - y.mean()) * 20_000**0.5 < 0.1)
+        True
+        >>> print(1.27 < before / mu.std() < 1.56)  # the root of 2, within 10 %
+        True
     """
 
     def __init__(self, *arrays: Any, half_life: float | None = None) -> None:

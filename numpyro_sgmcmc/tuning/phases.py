@@ -73,8 +73,9 @@ are read twice, for the gradient at its centre and for the anchor near their mod
     >>> noise = measure_noise(target, keys[2], gaussian, gaussian.metric, controlled=True)
     >>> noise.controlled.mean < noise.plain.mean / 1_000
     True
-    >>> CCAdL(model).method.suggest(noise.controlled)
-    (1.0, 0.7)
+    >>> step_size, friction = CCAdL(model).method.suggest(noise.controlled)
+    >>> print(f"step size {step_size:.1f}, friction {friction:.1f}")
+    step size 0.8, friction 2.5
 """
 
 from collections.abc import Callable, Iterator
