@@ -96,6 +96,10 @@ PARTS = {
     "movielens": "benchmarks/movielens.py --data {data}",
     "movielens_likes": "benchmarks/movielens.py --data {data} --liking",
     "factorisation": "benchmarks/factorisation.py --data {data}",
+    "ratings": (
+        "benchmarks/ratings.py --ratings 25000000 --users 162000 --items 59000 --share 0.01"
+        " --buckets 3 --draws 600"
+    ),
     "clicks": "benchmarks/clicks.py",
     "after_a_run": "benchmarks/after_a_run.py",
     "matches": "benchmarks/matches.py",
