@@ -153,6 +153,7 @@ def _anchor_of_all(target: Target, metric: Metric, fixed: ChainConstants) -> Anc
         moves, is_of_others, anchor = run
         there = jnp.where(is_of_others, ravel(anchor.values), _mode(metric, anchor))
         moved = target.anchor(target.unravel(there), order_of(anchor))
+        moved = moved._replace(reach=anchor.reach)
         return moves + 1, jnp.zeros_like(is_of_others), moved
 
     return lax.while_loop(is_due, move, (jnp.zeros((), jnp.int32), has_other_rows, anchor))[2]

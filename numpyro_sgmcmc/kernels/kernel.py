@@ -190,7 +190,7 @@ class SGMCMCKernel(MCMCKernel):
             >>> y = 3 + jax.random.normal(jax.random.key(0), (10_000,))
             >>> tuning = CCAdL(model, progress_bar=False).tune(jax.random.key(1), y)
             >>> print(str(tuning).splitlines()[0])
-            step size 0.794 (long), friction 2.5, 7 steps per sample, dense metric
+            step size 1 (long), friction 0.7, 4 steps per sample, dense metric
         """
         rng_key = given_key(rng_key)
         args, kwargs = self.runtime.trimmed(self.method.model, args, kwargs)

@@ -159,7 +159,8 @@ def _adopted(method: Method, runtime: Runtime, target: Target, tuning: Tuning) -
         # any centre serves, with the gradients of these data at it
         of_order = partial(Target.anchor, order=order_of(tuning.anchor))
         anchor_at = runtime.compiled("anchor", of_order, target, order_of(tuning.anchor))
-        tuning = tuning._replace(anchor=anchor_at(tuning.anchor.values), data=data)
+        anchor = anchor_at(tuning.anchor.values)._replace(reach=tuning.anchor.reach)
+        tuning = tuning._replace(anchor=anchor, data=data)
     return tuning
 
 

@@ -4,7 +4,6 @@
 """Control variates: minibatch potentials with less noise, by an expansion of all data."""
 
 from collections.abc import Callable
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,17 +11,12 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.potential import ModelPotential, Rows, ravel
 
 #: Words for gradients by the order of the replaced expansion, and the cost of a step with each in
 #: gradients of its minibatch: a product with the Hessian counts as two.
 GRADIENTS = ("minibatch", "control_variate", "second_order_control_variate")
 GRADIENTS_OF_A_STEP = (1, 2, 4)
-
-#: Distance beyond the length of a typical draw, in posterior standard deviations, up to which the
-#: whole control variate is used, and the most parameters for which such a distance can be seen.
-_REACH, _MOST_BOUNDED = 5.0, 500
 
 
 class Anchor(NamedTuple):
@@ -35,12 +29,15 @@ class Anchor(NamedTuple):
     - **gradient** - :math:`\\nabla U(\\hat\\theta)`, a tree like ``values``.
     - **hessian** - :math:`\\nabla^2 U(\\hat\\theta)`, shape ``(d, d)`` in the order of
       :func:`jax.flatten_util.ravel_pytree`; None for an expansion to first order.
+    - **reach** - :math:`R`, the distance from the metric's centre up to which the whole control
+      variate is used, in its coordinates; None for all of them.
     """
 
     values: Any
     potential: Array
     gradient: Any
     hessian: Array | None = None
+    reach: Array | None = None
 
 
 def order_of(anchor: Anchor | None) -> int:
@@ -91,13 +88,13 @@ class ControlVariate(NamedTuple):
     The logarithm of a scale, whose likelihood is flat towards zero, went twenty standard deviations
     away. With coordinates :math:`x` of a metric, a step therefore takes the part
 
-    .. math:: a(\\theta) = \\min \\Big( 1, \\frac{\\sqrt d + 5}{|x|} \\Big)^4, \\qquad
+    .. math:: a(\\theta) = \\min \\Big( 1, \\frac{R}{|x|} \\Big)^4, \\qquad
         \\nabla \\tilde U(\\theta; S) - a(\\theta) \\,
         \\nabla_\\theta [ \\tilde T(\\theta; S) - T(\\theta) ],
 
-    of the control variate. The gradient is unbiased for any :math:`a`, which is 1 where draws
-    usually are. It is 1 everywhere for the identity as metric, which has no units of the posterior,
-    and above 500 parameters, whose :math:`|x|` does not show how far one of them is.
+    of the control variate. The gradient is unbiased for any :math:`a`. The tuning finds the reach
+    :math:`R`, beyond which plain minibatches soon have less noise
+    (:func:`~numpyro_sgmcmc.tuning.noise_level.reach_of`).
 
     A step costs two gradients of its minibatch, or about four with the Hessian. The control variate
     is itself a potential, so that every estimator of gradient noise also estimates its noise.
@@ -215,11 +212,10 @@ class ControlVariate(NamedTuple):
 
     def _part(self, values: Any) -> Array | float:
         """Return the part :math:`a` of the control variate at some values."""
-        metric, dimension = self.base.metric, self.base.model.dimension
-        if isinstance(metric, IdentityMetric) or dimension > _MOST_BOUNDED:
+        if self.anchor.reach is None:
             return 1.0
-        x = lax.stop_gradient(metric.coordinates(ravel(values)))
-        reach = (math.sqrt(dimension) + _REACH) ** 2
+        x = lax.stop_gradient(self.base.metric.coordinates(ravel(values)))
+        reach = self.anchor.reach**2
         return (reach / jnp.maximum(jnp.sum(x**2), reach)) ** 2
 
     def _from_anchor(self, effects: Any) -> Any:

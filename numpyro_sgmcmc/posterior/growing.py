@@ -65,4 +65,4 @@ def with_new_rows(target: Target, anchor: Anchor, first: Array) -> Anchor:
         left = known.weights(first - 1, anchor.potential.dtype)
         total = jax.tree.map(lambda x, p: p + left * (x - p), total, prior)
     _, total = lax.while_loop(lambda run: run[0] < known.rows, added, (first, total))
-    return Anchor(anchor.values, *total)
+    return Anchor(anchor.values, *total, reach=anchor.reach)

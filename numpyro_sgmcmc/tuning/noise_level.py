@@ -31,6 +31,10 @@ _SHORT = 0.01  #: scale on which a gradient is linear, but for its rounding erro
 #: errors that is.
 _MANY, _SURE = 500, 2.0
 
+#: Distance from typical draws within which the whole control variate is used, in standard
+#: deviations.
+_BEYOND = 5.0
+
 #: The noise of a control variate grows with the distance from its anchor: where it is too large for
 #: the step it drives chains further out. Half of the draws are so much further than the others, in
 #: standard deviations.
@@ -317,6 +321,30 @@ def _largest(near: Array, tails: Array, parts: int) -> Array:
     error = jnp.sqrt(jnp.maximum(square - mean**2, 0.0) / (_NOISE_DRAWS * parts - 1))
     error = jnp.where(jnp.isfinite(error), error, 0.0)
     return jnp.maximum(jnp.max(mean - _SURE * error), near[0].mean())
+
+
+def reach_of(dimension: int, order: int, plain: NoiseLevel, controlled: NoiseLevel) -> float | None:
+    """
+    The distance up to which the whole control variate is used,
+
+    .. math:: R = \\max \\Big( \\sqrt d + 5, \\;
+        \\sqrt d \\, \\Big( \\frac{v}{4 v_{cv}} \\Big)^{1 / 2k} \\Big).
+
+    The variance :math:`v_{cv}` of the noise with an expansion to order :math:`k` grows with the
+    power :math:`2 k` of the distance. At :math:`R` it is a quarter of the one of plain minibatches,
+    :math:`v`, which does not grow.
+
+    :param int dimension: :math:`d`.
+    :param int order: :math:`k`.
+    :param plain: the noise of plain minibatches.
+    :param controlled: the noise with a control variate.
+    :return: None above 500 parameters, whose distance does not show how far one of them is.
+    """
+    if dimension > _MANY:
+        return None
+    ratio = plain.mean / max(4 * controlled.mean, 1e-30)
+    typical = math.sqrt(dimension)
+    return max(typical + _BEYOND, typical * ratio ** (1 / (2 * order)))
 
 
 def largest_of(noise: NoiseLevel | None) -> float | None:

@@ -75,7 +75,7 @@ are read twice, for the gradient at its centre and for the anchor near their mod
     True
     >>> step_size, friction = CCAdL(model).method.suggest(noise.controlled)
     >>> print(f"step size {step_size:.1f}, friction {friction:.1f}")
-    step size 0.8, friction 2.5
+    step size 1.0, friction 0.7
 """
 
 from collections.abc import Callable, Iterator
@@ -116,6 +116,7 @@ from numpyro_sgmcmc.tuning.noise_level import (
     measure_noise,
     noise_with,
     prepare_noise,
+    reach_of,
 )
 from numpyro_sgmcmc.tuning.pilot import Pilot, run_pilot, site_of
 from numpyro_sgmcmc.tuning.progress import bar
@@ -323,6 +324,10 @@ def _find_mode_of_all_rows(search: Search, known: Known) -> Known:
 def _find_rates(search: Search, known: Known) -> Known:
     """The integrals over latent variables of groups, the step size and the friction."""
     gaussian, anchor, noise = known.gaussian, known.anchor, known.noise
+    if anchor is not None and isinstance(known.metric, GaussianMetric):
+        plain = known.tuning.plain_noise
+        far = reach_of(known.target.model.dimension, order_of(anchor), plain, noise)
+        anchor = anchor._replace(reach=None if far is None else jnp.asarray(far))
     at = search.key(4), gaussian, anchor is not None
     rule, integrals, cost = rule_of_steps(known.target, *at)
     target = known.target._replace(model=known.target.model.with_rule(rule))

@@ -12,7 +12,8 @@ import pytest
 from scipy import stats
 
 from numpyro_sgmcmc import CCAdL
-from numpyro_sgmcmc.posterior import control_variate
+from numpyro_sgmcmc.tuning import phases
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 
 GROUPS, CHAINS = 4_000, 128
 
@@ -74,6 +75,16 @@ def test_chains_do_not_stay_in_the_tail(scale):
 
 @pytest.mark.slow
 def test_a_whole_control_variate_drives_them_there(monkeypatch):
-    monkeypatch.setattr(control_variate, "_MOST_BOUNDED", 0)
+    monkeypatch.setattr(phases, "reach_of", lambda *_: None)
     (ratio, error), _ = law(0.35)
     assert ratio > 1.05 + 2 * error
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_reach_is_where_minibatches_have_four_times_the_noise(order):
+    """Nearer, plain minibatches would throw chains out, whose steps are too long for them."""
+    plain, controlled = (NoiseLevel(v, v, 1.0, 0.0) for v in (22.2, 1e-4))
+    reach = phases.reach_of(10, order, plain, controlled)
+    assert controlled.mean * (reach**2 / 10) ** order == pytest.approx(plain.mean / 4)
+    assert phases.reach_of(9, order, plain, plain) == 8
+    assert phases.reach_of(501, order, plain, controlled) is None
