@@ -88,3 +88,9 @@ def test_the_reach_is_where_minibatches_have_four_times_the_noise(order):
     assert controlled.mean * (reach**2 / 10) ** order == pytest.approx(plain.mean / 4)
     assert phases.reach_of(9, order, plain, plain) == 8
     assert phases.reach_of(501, order, plain, controlled) is None
+
+
+@pytest.mark.parametrize("metric", [None, "diagonal"])
+def test_the_reach_is_in_standard_deviations_of_the_posterior(metric):
+    tuning = CCAdL(effects, metric=metric, progress_bar=False).tune(random.key(0), data(0.45))
+    assert (tuning.anchor.reach is None) == (metric == "diagonal")
