@@ -31,7 +31,7 @@ def with_anchor_moved(state: SGMCMCState, passes: float, target: Target) -> SGMC
     i = state.i.ravel()[0]  # equal in all chains
     anchor = lax.cond(
         ((i // steps) % every == 0) & (i > 0),
-        lambda z, anchor: move(z, centring)._replace(reach=anchor.reach),
+        lambda z, _: move(z, centring),
         lambda _, anchor: anchor,
         state.z,
         state.fixed.anchor,

@@ -61,13 +61,16 @@ def constants_for(
         target.model.facts,
         tuning.rule,
     )
+    anchor = tuning.anchor
+    if anchor is not None and method.anchor_moves_every is not None:
+        anchor = anchor._replace(reach=None)  # an anchor that follows a chain is near it
     return ChainConstants(
         step_size=jnp.asarray(tuning.step_size, dtype),
         friction=None if tuning.friction is None else jnp.asarray(tuning.friction, dtype),
         metric=tuning.metric,
         variances=tuning.metric.variances(jnp.zeros(target.model.dimension, dtype)),
         warmup_steps=jnp.asarray(num_warmup * steps_per_sample, jnp.int32),
-        anchor=tuning.anchor,
+        anchor=anchor,
         data=jnp.asarray(digest(tuning.data)),
         strata=tuning.strata,
         centring=tuning.centring,

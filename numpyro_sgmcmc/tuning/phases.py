@@ -324,7 +324,7 @@ def _find_mode_of_all_rows(search: Search, known: Known) -> Known:
 def _find_rates(search: Search, known: Known) -> Known:
     """The integrals over latent variables of groups, the step size and the friction."""
     gaussian, anchor, noise = known.gaussian, known.anchor, known.noise
-    # distances in another metric are none in standard deviations
+    # the reach is a distance in standard deviations, which other metrics do not have
     if anchor is not None and known.metric is gaussian.metric:
         plain = known.tuning.plain_noise
         far = reach_of(known.target.model.dimension, order_of(anchor), plain, noise)

@@ -94,3 +94,38 @@ def test_the_reach_is_where_minibatches_have_four_times_the_noise(order):
 def test_the_reach_is_in_standard_deviations_of_the_posterior(metric):
     tuning = CCAdL(effects, metric=metric, progress_bar=False).tune(random.key(0), data(0.45))
     assert (tuning.anchor.reach is None) == (metric == "diagonal")
+
+
+def schools(school, y):
+    """Normal means of eight schools with 625 pupils each, non-centred."""
+    mu, tau = numpyro.sample("mu", dist.Normal(0, 5)), numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("schools", 8):
+        mean = mu + tau * numpyro.sample("z", dist.Normal(0, 1))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(200))
+    with numpyro.plate("pupils", len(y), subsample_size=200) as i:
+        numpyro.sample("y", dist.Normal(mean[school[i]], sigma), obs=y[i])
+
+
+@pytest.mark.parametrize(
+    "is_right",
+    [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.nightly)],
+)
+def test_plain_noise_does_not_throw_chains_out(monkeypatch, is_right):
+    """
+    The expansion is good where the scale is near zero, ten standard deviations away.
+
+    Plain minibatches have hundreds of times the noise, and steps are too long for them. A reach of
+    sqrt(d) + 5 throws 6 of 32 chains out.
+    """
+    if not is_right:
+        monkeypatch.setattr(phases, "reach_of", lambda dimension, *_: dimension**0.5 + 5)
+    rng = np.random.default_rng(1)
+    school = np.repeat(np.arange(8), 625)
+    y = (4 + 5 * rng.standard_normal(8))[school] + 100 * rng.standard_normal(5_000)
+    options = {"chain_method": "vectorized", "progress_bar": False}
+    kernel = CCAdL(schools, progress_bar=False)
+    mcmc = MCMC(kernel, num_warmup=100, num_samples=1_500, num_chains=32, **options)
+    mcmc.run(random.key(1), school, y.astype(np.float32))
+    # nearly normal, with a standard deviation of sigma / sqrt(2 N): 48,000 draws are within 5
+    away = np.abs(np.asarray(mcmc.get_samples()["sigma"]) - y.std()) * 10_000**0.5 / y.std()
+    assert (away.max() < 7) == is_right
