@@ -176,14 +176,24 @@ def sparse_data(rng, folder):
     return single(x, x @ w + 3 * rng.standard_normal(ROWS))
 
 
-@posterior("regularised horseshoe", STAN, ROWS, sparse_data)
+def slab(tau, local, c2):
+    return tau * local * jnp.sqrt(c2 / (c2 + (tau * local) ** 2))
+
+
+def coefficients_and_logarithms(draws):
+    """Scales with these priors have no variance."""
+    scale = slab(draws["tau"][..., None], draws["local"], draws["c2"][..., None])
+    logarithms = {f"log {k}": jnp.log(draws[k]) for k in ("tau", "local", "c2")}
+    return {"w": draws["z"] * scale, "sigma": draws["sigma"], **logarithms}
+
+
+@posterior("regularised horseshoe", STAN, ROWS, sparse_data, compared=coefficients_and_logarithms)
 def horseshoe(x, y, batch=None):
     size = x.shape[1]
     tau = numpyro.sample("tau", dist.HalfCauchy(0.1))
     c2 = numpyro.sample("c2", dist.InverseGamma(2, 8))
     local = numpyro.sample("local", dist.HalfCauchy(1).expand([size]).to_event(1))
-    scale = tau * local * jnp.sqrt(c2 / (c2 + (tau * local) ** 2))
-    w = normal("z", size) * scale
+    w = normal("z", size) * slab(tau, local, c2)
     sigma = numpyro.sample("sigma", dist.HalfNormal(5))
     with rows_of(x, batch) as i:
         numpyro.sample("y", dist.Normal(x[i] @ w, sigma), obs=y[i])

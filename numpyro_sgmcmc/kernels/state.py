@@ -18,7 +18,7 @@ from numpyro_sgmcmc.kernels.replicas import HotReplicas
 from numpyro_sgmcmc.posterior.control_variate import Anchor
 from numpyro_sgmcmc.posterior.metric import Metric
 from numpyro_sgmcmc.posterior.prefetch import Prefetched
-from numpyro_sgmcmc.posterior.reparam import Coordinates
+from numpyro_sgmcmc.posterior.reparam import AnyCoordinates
 from numpyro_sgmcmc.stein import SteinSums
 
 #: Fields by the names of similar fields in other kernels.
@@ -107,7 +107,7 @@ class ChainConstants(NamedTuple):
     anchor: Anchor | None
     data: Array
     strata: dict[str, Strata]
-    centring: dict[str, Coordinates]
+    centring: dict[str, AnyCoordinates]
     constants: Any
     layout: StaticConfig
     known: RowProgress | None = None

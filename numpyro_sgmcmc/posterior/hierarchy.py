@@ -20,7 +20,8 @@ from numpyro.distributions import biject_to, constraints, transforms
 from numpyro.handlers import substitute, trace
 
 from numpyro_sgmcmc.posterior.checks.exceptions import explained
-from numpyro_sgmcmc.posterior.handlers import Indices
+from numpyro_sgmcmc.posterior.handlers import Indices, log_density, without_wrappers
+from numpyro_sgmcmc.posterior.local_scales import LocalScale, law_of_scale, reached_by
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
 
 _WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
@@ -36,30 +37,36 @@ class Hierarchy(NamedTuple):
     - **constants** - constants of the program.
     - **names** - names of the arguments of the program.
     - **sites** - location, scale and steps of each site, in an order in which they can be computed.
+    - **local** - the local scale of normal effects that may have one, by site.
     """
 
     program: Any
     constants: Any
     names: tuple[str, ...]
-    sites: dict[str, "_Site"]
+    sites: dict[str, "Site"]
+    local: dict[str, LocalScale]
 
 
-class _Site(NamedTuple):
+class Site(NamedTuple):
     """
     Location and scale of a site, and the operations on its value.
 
     - **location**, **scale** - variables of the program: :math:`m` and :math:`s`.
-    - **steps** - the operations of the model from the value to :math:`x`: their names, and a
-      variable for each, which is the first operand if the name begins with "r".
+    - **steps** - the operations of the model from the value to :math:`x`: their names, a variable
+      for each, which is the first operand if the name begins with "r", and their results.
     """
 
     location: Any
     scale: Any
-    steps: tuple[tuple[str, Any], ...]
+    steps: tuple[tuple[str, Any, Any], ...]
 
     @property
     def variables(self) -> list[Any]:
-        return [self.location, self.scale, *(x for _, x in self.steps if x is not None)]
+        return [self.location, self.scale, *(x for _, x, _ in self.steps if x is not None)]
+
+    @property
+    def factors(self) -> list[Any]:
+        return [x for kind, x, _ in self.steps if "mul" in kind or "div" in kind]
 
 
 def hierarchy_of(
@@ -72,10 +79,93 @@ def hierarchy_of(
 
     :raises ValueError: if an argument that the model needs in Python is traced.
     """
+    program, constants, names, read = _read(view, values, rows, rng_key, args, kwargs)
+    own, laws = read.locations_and_scales, read.laws_of_scales
+    needs = _needs(program)
+    effects: dict[str, Site] = {}
+    for k, name in enumerate(names):
+        if name not in own:
+            continue
+        steps = _steps(program, program.invars[k], needs, k)
+        # if two sites need each other, the operations on the value are left out
+        location, scale = own[name]
+        for site in (Site(location, scale, steps), Site(location, scale, ())):
+            if not _union(needs, [site.scale, *site.factors]):
+                break
+            needed = _union(needs, site.variables)
+            if not needed & {k} and not any(
+                name in _reached(effects, names[j], names, needs) for j in needed
+            ):
+                effects[name] = site
+                break
+    shapes = {name: x.shape for name, x in values.items()}
+    local = {}
+    for name in sorted(effects.keys() & read.normal):
+        site = effects[name]
+        scaled_by = {names[k] for k in _union(needs, [site.scale, *site.factors])}
+        found = [x for x in sorted(scaled_by & laws.keys()) if shapes[x] == shapes[name]]
+        if len(found) == 1:
+            local[name] = LocalScale(found[0], *laws[found[0]])
+    return Hierarchy(program, constants, names, _ordered(effects, names, needs), local)
+
+
+def is_alone(
+    view: MinibatchModel,
+    values: Values,
+    rows: Indices,
+    rng_key: Array,
+    args: tuple,
+    kwargs: dict,
+    effect: str,
+    scale: str,
+) -> bool:
+    """
+    Return True if nothing but an effect depends on the site of its local scale.
+
+    Other parameters are those of :func:`hierarchy_of`.
+    """
+    data = values, rows, rng_key, args, kwargs
+    program, _, names, read = _read(view, *data, frozenset((effect, scale)))
+    k = names.index(effect)
+    steps = _steps(program, program.invars[k], _needs(program), k)
+    reached = reached_by(program, program.invars[names.index(scale)], {x for *_, x in steps})
+    return not any(not isinstance(x, Literal) and x in reached for x in read.densities.values())
+
+
+class _Reading(NamedTuple):
+    """
+    Variables of a model's program by site.
+
+    - **locations_and_scales** - of the unconstrained values.
+    - **laws_of_scales** - as :func:`~.local_scales.law_of_scale` returns them.
+    - **densities** - the log density of sites, or nothing.
+    - **normal** - the names of sites with normal distributions.
+    """
+
+    locations_and_scales: dict[str, tuple[Any, Any]]
+    laws_of_scales: dict[str, tuple[Any, Any]]
+    densities: dict[str, Any]
+    normal: frozenset[str]
+
+
+def _read(
+    view: MinibatchModel,
+    values: Values,
+    rows: Indices,
+    rng_key: Array,
+    args: tuple,
+    kwargs: dict,
+    without: frozenset[str] | None = None,
+) -> tuple[Any, Any, tuple[str, ...], _Reading]:
+    """
+    Return the program of a model, its constants, the names of its arguments, and its variables.
+
+    :param without: the sites whose densities are no part of the program, or None for all.
+    """
     # integrals over latent variables of groups are no part of it, and take long to trace
     model, (args, kwargs) = view.with_rule("none").prepared(rows, rng_key, args, kwargs)
 
-    def run(values: Values) -> dict[str, tuple[Array, Array]]:
+    def run(values: Values) -> tuple[dict, dict, dict]:
         def given(site: dict) -> Any:
             if site["name"] not in values or site["type"] != "sample":
                 return None
@@ -84,7 +174,7 @@ def hierarchy_of(
         with explained(view.model, args, kwargs):
             sites = trace(substitute(model, substitute_fn=given)).get_trace(*args, **kwargs)
         pairs = {name: _location_and_scale(sites[name]["fn"]) for name in sorted(values)}
-        return {
+        own = {
             name: (
                 jnp.broadcast_to(both[0], values[name].shape),
                 jnp.broadcast_to(both[1], values[name].shape),
@@ -92,40 +182,33 @@ def hierarchy_of(
             for name, both in pairs.items()
             if both is not None
         }
+        laws = {name: law_of_scale(sites[name]["fn"], values[name]) for name in sorted(values)}
+        normal.update(k for k in own if type(without_wrappers(sites[k]["fn"])) is dist.Normal)
+        inside = {k: x for k, x in sites.items() if x["type"] == "sample" and without is not None}
+        densities = {k: log_density(x) for k, x in inside.items() if k not in (without or ())}
+        return own, {k: law for k, law in laws.items() if law is not None}, densities
 
+    normal: set[str] = set()
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(values)
-    program, names = closed.jaxpr, tuple(sorted(values))
-    own = jax.tree.unflatten(jax.tree.structure(shapes), program.outvars)
-    needs = _needs(program)
-    effects: dict[str, _Site] = {}
-    for k, name in enumerate(names):
-        if name not in own:
-            continue
-        steps = _steps(program, program.invars[k], needs, k)
-        # if two sites need each other, the operations on the value are left out
-        location, scale = own[name]
-        for site in (_Site(location, scale, steps), _Site(location, scale, ())):
-            scales = [site.scale, *(x for kind, x in site.steps if "mul" in kind or "div" in kind)]
-            if not _union(needs, scales):
-                break
-            needed = _union(needs, site.variables)
-            if not needed & {k} and not any(
-                name in _reached(effects, names[j], names, needs) for j in needed
-            ):
-                effects[name] = site
-                break
-    return Hierarchy(program, closed.consts, names, _ordered(effects, names, needs))
+    variables = closed.jaxpr.outvars
+    own, laws, densities = jax.tree.unflatten(jax.tree.structure(shapes), variables)
+    return (
+        closed.jaxpr,
+        closed.consts,
+        tuple(sorted(values)),
+        _Reading(own, laws, densities, frozenset(normal)),
+    )
 
 
 def _steps(
     program: Any, variable: Any, needs: Mapping[Any, frozenset[int]], k: int
-) -> tuple[tuple[str, Any], ...]:
+) -> tuple[tuple[str, Any, Any], ...]:
     """
     Return the operations on an argument, entry by entry, before its other uses.
 
     They are factors, and one term if there are factors that depend on other arguments.
     """
-    steps: list[tuple[str, Any]] = []
+    steps: list[tuple[str, Any, Any]] = []
     shape, is_scaled, is_shifted = variable.aval.shape, False, False
     while not is_shifted:
         uses = [e for e in program.eqns if any(x is variable for x in e.invars)]
@@ -141,10 +224,10 @@ def _steps(
             break  # a square of the value, or a broadcast to several entries
         if any(k in _needed(needs, x) for x in others) or (name == "div" and not is_first):
             break
-        steps.append((name if is_first else f"r{name}", others[0] if others else None))
+        before, (variable,) = others[0] if others else None, equation.outvars
+        steps.append((name if is_first else f"r{name}", before, variable))
         is_shifted = name in ("add", "sub")
-        is_scaled |= name in ("mul", "div") and bool(_needed(needs, others[0]))
-        variable = equation.outvars[0]
+        is_scaled |= name in ("mul", "div") and bool(_needed(needs, before))
     return tuple(steps) if is_scaled else ()
 
 
@@ -166,7 +249,7 @@ def _union(needs: Mapping[Any, frozenset[int]], variables: Iterable[Any]) -> fro
 
 
 def _reached(
-    found: Mapping[str, _Site], name: str, names: tuple[str, ...], needs: Mapping[Any, Any]
+    found: Mapping[str, Site], name: str, names: tuple[str, ...], needs: Mapping[Any, Any]
 ) -> set[str]:
     """Return a site and all sites that its location and scale depend on, directly or not."""
     reached, new = set(), {name}
@@ -178,10 +261,10 @@ def _reached(
 
 
 def _ordered(
-    found: dict[str, _Site], names: tuple[str, ...], needs: Mapping[Any, Any]
-) -> dict[str, _Site]:
+    found: dict[str, Site], names: tuple[str, ...], needs: Mapping[Any, Any]
+) -> dict[str, Site]:
     """Order sites such that each comes after the sites that it depends on."""
-    ordered: dict[str, _Site] = {}
+    ordered: dict[str, Site] = {}
     while len(ordered) < len(found):
         for name, site in found.items():
             before = {names[j] for j in _union(needs, site.variables)} & found.keys()

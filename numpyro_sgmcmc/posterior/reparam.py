@@ -76,13 +76,26 @@ are read from the model by :mod:`~numpyro_sgmcmc.posterior.hierarchy`.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jax import Array
+import jax
+from jax import Array, lax
 from jax.extend.core import Literal
 import jax.numpy as jnp
+import numpy as np
 
-from numpyro_sgmcmc.posterior.hierarchy import Hierarchy
+from numpyro_sgmcmc.posterior.hierarchy import Hierarchy, Site
 from numpyro_sgmcmc.posterior.jaxpr import results_of
+from numpyro_sgmcmc.posterior.local_scales import LocalScale
 from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.scale_mixture import (
+    EVERY,
+    Mixture,
+    coordinate_of_scale,
+    likely_scale,
+    scale_at,
+)
+
+#: The smallest distance of an effect from its location, in standard deviations.
+_NEAREST = 1e-12
 
 
 class Coordinates(NamedTuple):
@@ -98,9 +111,38 @@ class Coordinates(NamedTuple):
     scale: Array
     estimate: Array
 
+    def centred_by(self, degree: Any) -> "Coordinates":
+        """Return coordinates with a degree of centring, with scale 1 and estimate 0."""
+        return centred_by(jnp.full_like(self.degree, degree))
+
+    def summary(self) -> str:
+        low, middle, high = np.quantile(np.asarray(self.degree), [0, 0.5, 1])
+        range_ = f"centred by {low:.2f} to {high:.2f}, median {middle:.2f}"
+        return f"{range_} (0 is non-centred)"
+
+
+class MixtureCoordinates(NamedTuple):
+    """
+    Coordinates of a site and its local scale, see :mod:`~numpyro_sgmcmc.posterior.scale_mixture`.
+
+    - **error** - the standard error :math:`s` of each effect, of the shape of its values.
+    """
+
+    error: Array
+
+    def centred_by(self, degree: Any) -> "MixtureCoordinates":
+        """Return the same, because they are neither centred nor non-centred."""
+        return self
+
+    def summary(self) -> str:
+        low, high = (f(np.asarray(self.error)) for f in (np.min, np.max))
+        return f"a mixture over its scales, for standard errors of {low:.3g} to {high:.3g}"
+
+
+AnyCoordinates = Coordinates | MixtureCoordinates
 
 #: Coordinates by site.
-Centring = Mapping[str, Coordinates]
+Centring = Mapping[str, AnyCoordinates]
 
 
 def centred_by(degree: Array) -> Coordinates:
@@ -110,14 +152,30 @@ def centred_by(degree: Array) -> Coordinates:
 
 def centred(centring: Centring) -> Centring:
     """Return the coordinates of sites that equal their effects, :math:`y = x`."""
-    return {name: centred_by(jnp.ones_like(there.degree)) for name, there in centring.items()}
+    return {name: centred_by(jnp.ones_like(there[0])) for name, there in centring.items()}
+
+
+def scales_of(hierarchy: Hierarchy, centring: Centring) -> list[str]:
+    """Return the names of the sites of local scales."""
+    return [hierarchy.local[name].name for name in mixtures_of(centring)]
+
+
+def mixtures_of(centring: Centring) -> list[str]:
+    """Return the names of the sites with a local scale."""
+    return [name for name, there in centring.items() if isinstance(there, MixtureCoordinates)]
+
+
+def with_degree(centring: Centring, degree: Any) -> Centring:
+    """Return coordinates with a degree of centring; of scale mixtures the same."""
+    return {name: there.centred_by(degree) for name, there in centring.items()}
 
 
 class Written(NamedTuple):
     """
     Values of the model for values in the coordinates.
 
-    - **values** - the unconstrained values of the model, :math:`v`.
+    - **values** - the unconstrained values of the model, :math:`v`. A local scale has one that is
+      likely given its effect, of which the potential minus the log determinant is independent.
     - **log_det** - :math:`\\log |\\partial v / \\partial y|`.
     - **effects** - :math:`x`, in which the log-likelihood bends the least; values of other sites.
     - **effects_log_det** - :math:`\\log |\\partial x / \\partial y|`.
@@ -139,9 +197,8 @@ def from_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> W
     """
     log_det, effects, effects_log_det = jnp.zeros(()), dict(values), jnp.zeros(())
 
-    def moved(name: str, y: Array, around: Around) -> Array:
+    def moved(there: Coordinates, name: str, y: Array, around: Around) -> Array:
         nonlocal log_det, effects_log_det
-        there = centring[name]
         narrower = -jnp.log(around.spread(there)) / 2
         log_det += jnp.sum(jnp.log(around.own_scale) + narrower)
         effects_log_det += jnp.sum(jnp.log(around.scale) + narrower)
@@ -149,13 +206,54 @@ def from_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> W
         effects[name] = around.location + around.scale * units
         return around.own_location + around.own_scale * units
 
-    written = _evaluated(hierarchy, centring, values, moved, from_internal=False)
+    def with_scale(
+        log_error: Array, name: str, y: Array, v: Array, at: LocalAround
+    ) -> tuple[Array, Array]:
+        nonlocal log_det, effects_log_det
+        mixture = at.mixture(EVERY)
+        far = mixture.log_distance(log_error, y)
+        logarithm, log_weight = at.likely(lax.stop_gradient(far))
+        around = at.around(logarithm)
+        x, units = at.effect(far, y), _signed(jnp.exp(far - jnp.log(around.scale)), y)
+        joint = log_weight - jnp.log(around.scale) - units**2 / 2
+        slope = mixture.with_slope(log_error, far)[1]
+        changed = mixture.log_density(far) - jnp.log(slope) + far - v**2 / 2 - joint
+        log_det += jnp.sum(changed + jnp.log(around.own_scale / around.scale))
+        effects_log_det += jnp.sum(changed)
+        effects[name], effects[at.name] = x, logarithm
+        return around.own_location + around.own_scale * units, logarithm
+
+    written = _evaluated(hierarchy, centring, values, (moved, with_scale), from_internal=False)
     return Written(written, log_det, effects, effects_log_det)
+
+
+def drawn_from_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Values:
+    """
+    Return :math:`v(y)` with the local scales that belong to their coordinates.
+
+    Parameters are as in :func:`from_internal`.
+    """
+
+    def moved(there: Coordinates, name: str, y: Array, around: Around) -> Array:
+        return around.own_location + around.own_scale * around.units(y, there)
+
+    def with_scale(
+        log_error: Array, name: str, y: Array, v: Array, at: LocalAround
+    ) -> tuple[Array, Array]:
+        far = at.mixture(EVERY).log_distance(log_error, y)
+        logarithm = scale_at(at.mixture(1), at.points, far, v)
+        around = at.around(logarithm)
+        units = _signed(jnp.exp(far - jnp.log(around.scale)), y)
+        return around.own_location + around.own_scale * units, logarithm
+
+    return _evaluated(hierarchy, centring, values, (moved, with_scale), from_internal=False)
 
 
 def to_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Values:
     """
-    Return :math:`y(v)`, the inverse of :func:`from_internal`.
+    Return :math:`y(v)`, the inverse of :func:`drawn_from_internal`.
+
+    The coordinates of local scales have no derivatives.
 
     :param hierarchy: hierarchy of the model at these values.
     :param centring: coordinates by site.
@@ -163,10 +261,20 @@ def to_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Val
     :return: values in the coordinates :math:`y`.
     """
 
-    def moved(name: str, v: Array, around: Around) -> Array:
-        return around.coordinate(v, centring[name])
+    def moved(there: Coordinates, name: str, v: Array, around: Around) -> Array:
+        return around.coordinate(v, there)
 
-    return _evaluated(hierarchy, centring, values, moved, from_internal=True)
+    def with_scale(
+        log_error: Array, name: str, z: Array, logarithm: Array, at: LocalAround
+    ) -> tuple[Array, Array]:
+        around = at.around(logarithm)
+        units = (z - around.own_location) / around.own_scale
+        far = jnp.log(jnp.maximum(jnp.abs(units), _NEAREST)) + jnp.log(around.scale)
+        v = coordinate_of_scale(at.mixture(1), at.points, far, logarithm)
+        y = at.mixture(EVERY).coordinate(log_error, far)
+        return _signed(y, units), lax.stop_gradient(v)
+
+    return _evaluated(hierarchy, centring, values, (moved, with_scale), from_internal=True)
 
 
 class Around(NamedTuple):
@@ -204,6 +312,42 @@ class Around(NamedTuple):
         return self.scale * far / (there.scale**2 * self.spread(there))
 
 
+class LocalAround(NamedTuple):
+    """
+    Distributions of an effect with a local scale.
+
+    - **name** - the site of the local scale.
+    - **points** - logarithms of the local scale.
+    - **location** - :math:`\\mu`, of the shape of the effects.
+    - **log_weights** - the log density of these logarithms.
+    - **around** - locations and scales for logarithms of the local scale.
+    - **mixture** - the mixture over local scales, at one of so many points.
+    """
+
+    name: str
+    points: Array
+    location: Array
+    log_weights: Array
+    around: Callable[[Array], Around]
+    mixture: Callable[[int], Mixture]
+
+    def effect(self, log_distance: Array, y: Array) -> Array:
+        """Return :math:`x`."""
+        return self.location + _signed(jnp.exp(log_distance), y)
+
+    def likely(self, log_distance: Array) -> tuple[Array, Array]:
+        """Return the logarithm of a scale that is likely given effects, and its log density."""
+        k = EVERY * likely_scale(self.mixture(EVERY), log_distance)
+        point, log_weight = (
+            jnp.take_along_axis(x, k[None], 0)[0] for x in (self.points, self.log_weights)
+        )
+        return point, log_weight
+
+
+def _signed(distance: Array, y: Array) -> Array:
+    return jnp.where(y < 0, -1.0, 1.0) * distance
+
+
 def locations_and_scales(hierarchy: Hierarchy, values: Values) -> dict[str, Around]:
     """
     Return the locations and scales of each site.
@@ -212,25 +356,45 @@ def locations_and_scales(hierarchy: Hierarchy, values: Values) -> dict[str, Arou
     """
     result: dict[str, Around] = {}
 
-    def seen(name: str, v: Array, around: Around) -> Array:
+    def seen(there: Coordinates, name: str, v: Array, around: Around) -> Array:
         result[name] = around
         return v
 
     everything = {name: centred_by(jnp.zeros(())) for name in hierarchy.sites}
-    _evaluated(hierarchy, everything, values, seen, from_internal=True)
+    _evaluated(hierarchy, everything, values, (seen, None), from_internal=True)
     return result
+
+
+def mixture_of(hierarchy: Hierarchy, name: str, values: Values) -> LocalAround:
+    """
+    Return the distributions of an effect with a local scale.
+
+    :param values: unconstrained values :math:`v`.
+    """
+    result = []
+
+    def seen(
+        log_error: Array, name: str, z: Array, logarithm: Array, at: LocalAround
+    ) -> tuple[Array, Array]:
+        result.append(at)
+        return z, logarithm
+
+    there = {name: MixtureCoordinates(jnp.ones(()))}
+    _evaluated(hierarchy, there, values, (None, seen), from_internal=True)
+    return result[0]
 
 
 def _evaluated(
     hierarchy: Hierarchy,
     centring: Centring,
     values: Values,
-    moved: Callable[[str, Array, Around], Array],
+    moved: tuple[Any, Any],
     from_internal: bool,
 ) -> Values:
     """
     Return the moved values of all sites, one after the other.
 
+    :param moved: functions that move the value of a site, and that of a site and its local scale.
     :param from_internal: whether other sites depend on the given value instead of the moved one.
     """
     program, result = hierarchy.program, dict(values)
@@ -238,33 +402,76 @@ def _evaluated(
     arguments = dict(zip(hierarchy.names, program.invars, strict=True))
     known |= {arguments[name]: values[name] for name in hierarchy.names}
 
-    def value(variable: Any) -> Any:
-        return variable.val if isinstance(variable, Literal) else known[variable]
-
     for name, site in hierarchy.sites.items():
-        if name not in centring:
+        if (there := centring.get(name)) is None:
             continue
-        for equation in _missing(program, known, site.variables):
-            results = results_of(equation, [value(x) for x in equation.invars])
-            known.update(zip(equation.outvars, results, strict=True))
-        shift, factor = jnp.zeros_like(values[name]), jnp.ones_like(values[name])
-        for kind, variable in site.steps:
-            shift, factor = _STEPS[kind](
-                shift, factor, None if variable is None else value(variable)
-            )
-        own_location, own_scale = value(site.location), value(site.scale)
-        sign = jnp.where(factor < 0, -1.0, 1.0)
-        around = Around(
-            own_location,
-            own_scale,
-            sign * shift + jnp.abs(factor) * own_location,
-            jnp.abs(factor) * own_scale,
-            factor,
-        )
-        result[name] = moved(name, values[name], around)
+        if isinstance(there, MixtureCoordinates):
+            local = hierarchy.local[name]
+            _evaluate(program, known, local.variables)
+            at = _local_around(program, known, site, local, arguments[local.name], values[name])
+            given = values[name], values[local.name]
+            both = moved[1](jnp.log(there.error), name, *given, at)
+            result[name], result[local.name] = both
+        else:
+            _evaluate(program, known, site.variables)
+            around = _around(known, site, values[name])
+            result[name] = moved[0](there, name, values[name], around)
         if not from_internal:
             known[arguments[name]] = result[name]
     return result
+
+
+def _local_around(
+    program: Any,
+    known: Mapping[Any, Any],
+    site: Site,
+    local: LocalScale,
+    argument: Any,
+    like: Array,
+) -> LocalAround:
+    points, log_weights = (_value(known, x) for x in local.variables)
+    # nothing but the effect depends on the local scale
+    others = {x: value for x, value in known.items() if x is not argument}
+
+    def around(logarithm: Array) -> Around:
+        here = others | {argument: logarithm}
+        _evaluate(program, here, site.variables)
+        return _around(here, site, like)
+
+    def mixture(every: int) -> Mixture:
+        chosen = points[::every]
+        scales = jnp.broadcast_to(jax.vmap(around)(chosen).scale, chosen.shape)
+        return Mixture(log_weights[::every], jnp.log(scales)).normalised
+
+    location = jnp.broadcast_to(around(points[0]).location, points[0].shape)
+    return LocalAround(local.name, points, location, log_weights, around, mixture)
+
+
+def _around(known: Mapping[Any, Any], site: Site, like: Array) -> Around:
+    shift, factor = jnp.zeros_like(like), jnp.ones_like(like)
+    for kind, variable, _ in site.steps:
+        operand = None if variable is None else _value(known, variable)
+        shift, factor = _STEPS[kind](shift, factor, operand)
+    own_location, own_scale = _value(known, site.location), _value(known, site.scale)
+    sign = jnp.where(factor < 0, -1.0, 1.0)
+    return Around(
+        own_location,
+        own_scale,
+        sign * shift + jnp.abs(factor) * own_location,
+        jnp.abs(factor) * own_scale,
+        factor,
+    )
+
+
+def _value(known: Mapping[Any, Any], variable: Any) -> Any:
+    return variable.val if isinstance(variable, Literal) else known[variable]
+
+
+def _evaluate(program: Any, known: dict[Any, Any], variables: Iterable[Any]) -> None:
+    """Add variables of a program to those that are known."""
+    for equation in _missing(program, known, variables):
+        results = results_of(equation, [_value(known, x) for x in equation.invars])
+        known.update(zip(equation.outvars, results, strict=True))
 
 
 #: Effect of an operation on :math:`x = a + b v`: the new :math:`a` and :math:`b`, by operation.

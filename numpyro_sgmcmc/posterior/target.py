@@ -45,6 +45,7 @@ from numpyro_sgmcmc.posterior.reparam import (
     Centring,
     Written,
     centred,
+    drawn_from_internal,
     from_internal,
     to_internal,
 )
@@ -121,7 +122,9 @@ class Target(NamedTuple):
 
     def from_internal(self, values: Values) -> Values:
         """Return unconstrained values of the latent sites from values in the coordinates."""
-        return self.written(values).values
+        if not self.centring:
+            return values
+        return drawn_from_internal(self.hierarchy(values), self.centring, values)
 
     def written(self, values: Values) -> Written:
         """Return unconstrained values and effects from values in the coordinates."""

@@ -21,8 +21,9 @@ from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_v
 from numpyro_sgmcmc.posterior.metric import DenseMetric, IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
+from numpyro_sgmcmc.posterior.reparam import mixtures_of
 from numpyro_sgmcmc.posterior.target import Program, Target
-from numpyro_sgmcmc.tuning.find_reparam import way_between
+from numpyro_sgmcmc.tuning.find_reparam import between, way_between, with_errors
 from numpyro_sgmcmc.tuning.gauss_newton import mean_prior, uses_gauss_newton, whitened_rows
 from numpyro_sgmcmc.tuning.gaussian import (
     DRAWS,
@@ -59,12 +60,16 @@ _ENOUGH = 1 / 8
 
 _SHORTEST = 0.4  #: length of a Gauss-Newton step at which a search ends
 _FEWER_DRAWS = 4  #: draws of the Gaussian where a Gauss-Newton matrix stands in for Hessians
+_MORE_DRAWS = 32  #: the same where effects have local scales
 
 _STEPS = 60  #: Newton steps of a search
+_FIRST_STEPS = 10  #: the same of a search for standard errors
 _FEWER_STEPS = 20  #: the same of a search that begins where another one has ended
 
 
-def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Gaussian:
+def search_center(
+    target: Target, rng_key: Array, init_strategy: Callable, begin: Array | None = None
+) -> Gaussian:
     """
     The Gaussian closest to the posterior of a part :math:`S` of the rows,
 
@@ -90,6 +95,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
     :param target: the model with its data.
     :param rng_key: a random key.
     :param init_strategy: where the searches start, a per-site initialization function.
+    :param begin: where the first search starts, a point in the coordinates of the target, or None.
     :return: centre and factor in the units of the unconstrained parameters.
     :raises ValueError: if no search ends at finite values.
 
@@ -120,7 +126,7 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
        Cedric Archambeau (2009).
     """
     key, start_key = random.split(rng_key)
-    search = _Search(target, key)
+    search = _Search(target, key, begin)
     count = search.first_count
     fits = search.fits(start_key, init_strategy, count)
     if search.is_gauss_newton and not (fits and has_converged(fits[0], search.shortest)):
@@ -153,6 +159,28 @@ def search_center(target: Target, rng_key: Array, init_strategy: Callable) -> Ga
         is_rough=search.is_rough,
         is_gauss_newton=search.is_gauss_newton,
     )
+
+
+def search_errors(
+    target: Target, rng_key: Array, init_strategy: Callable
+) -> tuple[Target, Array, float]:
+    """
+    The target with standard errors of effects, found near the posterior of few rows.
+
+    :param target: the model with its data, with coordinates of scale mixtures.
+    :param rng_key: a random key.
+    :param init_strategy: as of :func:`search_center`.
+    :return: the target, a point in its coordinates, and the cost in passes.
+    """
+    search = _Search(target, rng_key)
+    count = search.first_count
+    for x, scale in search.starts(rng_key, init_strategy, count):
+        if (fit := search.fit(x, np.diag(scale), count, _FIRST_STEPS)) is not None:
+            point = jnp.asarray(fit.center, search.dtype)
+            part = min(1.0, count / search.all_minibatches)
+            there = with_errors(target, point, part)
+            return there, between(target, there, point), search.passes
+    raise _no_center("the potential is not finite wherever the search looks")
 
 
 def search_near(target: Target, rng_key: Array, near: DenseMetric) -> Gaussian:
@@ -210,6 +238,24 @@ class _Look(NamedTuple):
     part: Any
 
 
+def origin_of(target: Target) -> np.ndarray:
+    """
+    The point zero of the unconstrained parameters.
+
+    Effects with local scales are one standard deviation away from it: at zero no row has any
+    influence on them.
+    """
+    mixtures, latents = mixtures_of(target.centring), target.model.latents
+    return np.concatenate([np.full(latents[k].size, float(k in mixtures)) for k in sorted(latents)])
+
+
+def _draws(target: Target, is_gauss_newton: bool) -> int:
+    """The number of draws of the Gaussian."""
+    if mixtures_of(target.centring):
+        return _MORE_DRAWS  # the prior's part of the Hessian varies from draw to draw
+    return _FEWER_DRAWS if is_gauss_newton else DRAWS
+
+
 def _rows(
     target: Target, rng_key: Array, count: Array, k: Array, part: Any
 ) -> dict[str, DrawnRows]:
@@ -258,7 +304,7 @@ def _evaluated(
 ) -> tuple[tuple[Array, Array, Array], Array]:
     """The mean potential, its gradient and its Hessian; and whether it looks rough."""
     potential, factor = _potential(target, rng_key), look.factor
-    number = _FEWER_DRAWS if is_gauss_newton else DRAWS
+    number = _draws(target, is_gauss_newton)
     draws = normal_draws(rng_key, len(factor), factor.dtype, number)
     points = look.center + look.reach * draws @ factor.T
 
@@ -328,7 +374,8 @@ def prepare_center(target: Target) -> None:
 class _Search:
     """Searches on the rows of so many minibatches, each of which counts once."""
 
-    def __init__(self, target: Target, rng_key: Array) -> None:
+    def __init__(self, target: Target, rng_key: Array, begin: Array | None = None) -> None:
+        self.begin = origin_of(target) if begin is None else np.asarray(begin, float)
         self.target = target = target.keeping_programs()  # many steps of one program
         self.rng_key = rng_key
         self.dimension = target.model.dimension
@@ -406,7 +453,7 @@ class _Search:
         """Points, and the width of the posterior there in each coordinate."""
         view, args, kwargs = self.target.model, self.target.args, self.target.kwargs
         number = _STARTS if self.dimension <= _MANY_PARAMETERS else _FEWER_STARTS
-        zero = np.zeros(self.dimension)
+        zero = self.begin
         found: list[tuple[np.ndarray, np.ndarray | None]] = []
         # of a single row, where the search is wide enough to find what there is
         if init_strategy is init_to_uniform and (
@@ -415,7 +462,7 @@ class _Search:
             # by NumPy: of JAX it would be one more program to compile
             generator = np.random.default_rng(np.asarray(random.key_data(rng_key)))
             away = generator.standard_normal((number - 1, self.dimension))
-            points = [zero, *(x * wide for x in away)]
+            points = [zero, *(zero + x * wide for x in away)]
             found = [(x, self._scale(x, count)) for x in points]
         if not found:
             keys = random.split(rng_key, number)
@@ -457,7 +504,7 @@ class _Search:
     ) -> Any:
         hessians = self.hessians if reach else 1
         # a Hessian-vector product counts as two gradients
-        draws = _FEWER_DRAWS if self.is_gauss_newton else DRAWS
+        draws = _draws(self.target, self.is_gauss_newton)
         columns = 1 if self.is_gauss_newton else 2 * self.dimension
         self.passes += (draws + columns * hessians) * self._share(count)
         numbers = (np.asarray(x, self.dtype) for x in (center, factor, reach, part))

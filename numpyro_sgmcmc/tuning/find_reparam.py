@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import Array
+from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.posterior.hierarchy import Hierarchy, is_alone
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     DiagonalMetric,
@@ -24,8 +25,13 @@ from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.reparam import (
     Centring,
     Coordinates,
+    MixtureCoordinates,
     centred_by,
     locations_and_scales,
+    mixture_of,
+    mixtures_of,
+    scales_of,
+    with_degree,
 )
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
@@ -36,35 +42,113 @@ _CENTRED = 0.8
 #: Number of points at which the signs of factors are checked.
 _POINTS = 32
 
+#: Distance between the local scales of neighbours where each effect is checked to have its own.
+_STRIDE = 37
+
 
 def non_centred(target: Target) -> Target:
     """
-    The target with all of its hierarchies in non-centred coordinates.
+    The target with all of its hierarchies in non-centred coordinates, or as scale mixtures.
 
     A site whose factor may be positive or negative is not in a hierarchy, because a scale of zero
     would split the space.
 
     :param target: the model with its data, as written.
     """
+    normal = np.random.default_rng(0).standard_normal((_POINTS, target.model.dimension))
+    points = normal.astype(target.model.dtype)
+    local = _local_scales(target)
 
-    def factors(target: Target, points: Array) -> dict[str, Array]:
-        def at(point: Array) -> dict[str, Array]:
+    def seen(target: Target, points: Array) -> Any:
+        def at(point: Array) -> Any:
             values = target.unravel(point)
-            sites = locations_and_scales(target.hierarchy(values), values)
-            return {name: x.factor for name, x in sites.items()}
+            hierarchy = target.hierarchy(values)
+            sites = locations_and_scales(hierarchy, values)
+            by_entry = {k: _by_entry(hierarchy, k, values) for k in local}
+            return {name: x.factor for name, x in sites.items()}, by_entry
 
         return jax.vmap(at)(points)
 
-    normal = np.random.default_rng(0).standard_normal((_POINTS, target.model.dimension))
-    points = normal.astype(target.model.dtype)
-    if not jax.eval_shape(partial(factors, target), points):
+    if not jax.eval_shape(partial(seen, target), points)[0]:
         return target
-    factor_values = {k: np.asarray(x) for k, x in target.compiled(factors)(points).items()}
+    factors, by_entry = jax.tree.map(np.asarray, target.compiled(seen)(points))
     zeros = target.unravel(jnp.zeros(target.model.dimension))
-    kept = [
-        k for k, x in factor_values.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))
-    ]
-    return target._replace(centring={name: centred_by(zeros[name]) for name in kept})
+    kept = {k for k, x in factors.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))}
+    local = {k: scale for k, scale in local.items() if k in kept and by_entry[k].all()}
+    centring: dict[str, Any] = {k: centred_by(zeros[k]) for k in kept - set(local.values())}
+    centring |= {k: MixtureCoordinates(jnp.ones_like(zeros[k])) for k in local}
+    target = target._replace(centring=dict(sorted(centring.items())))
+    return with_errors(target, jnp.zeros(target.model.dimension, target.model.dtype))
+
+
+def _local_scales(target: Target) -> dict[str, str]:
+    """The sites of local scales by effect, on which no other site depends."""
+    model, found = target.model, {}
+
+    def read(target: Target, values: Values) -> Array:
+        data = values, model.first_rows(), random.key(0), target.args, target.kwargs
+        for name, scale in target.hierarchy(values).local.items():
+            if is_alone(model, *data, name, scale.name):
+                found[name] = scale.name
+        return jnp.zeros(())
+
+    program, data, _ = target.program(read)
+    jax.eval_shape(program, data, model.latents)
+    scales = list(found.values())
+    return {name: scale for name, scale in found.items() if scales.count(scale) == 1}
+
+
+def _by_entry(hierarchy: Hierarchy, name: str, values: Values) -> Array:
+    """True if the scale of each effect depends on its own local scale, and its location on none."""
+    at = mixture_of(hierarchy, name, values)
+    shape = at.location.shape
+    k = (_STRIDE * jnp.arange(at.location.size) % len(at.points)).reshape(1, *shape)
+    around = at.around(jnp.take_along_axis(at.points, k, 0)[0])
+    alike = jnp.take_along_axis(at.mixture(1).log_scales, k, 0)[0]
+    return jnp.allclose(jnp.log(around.scale), alike, atol=1e-3) & jnp.allclose(
+        around.location, at.location
+    )
+
+
+def with_errors(target: Target, point: Array, part: float = 1.0) -> Target:
+    """
+    The target with the standard errors of effects with a local scale.
+
+    They are :math:`J^{-1/2}`, with :math:`J` the second derivative of the potential of the rows of
+    a minibatch.
+
+    :param point: a point in the coordinates of the target.
+    :param float part: the part of the rows whose standard errors they are.
+    """
+    names = mixtures_of(target.centring)
+    if not names:
+        return target
+
+    def run(target: Target, point: Array) -> dict[str, Array]:
+        effects = target.written(target.unravel(point)).effects
+        potential, rows = target.whole_potential, target.rows(random.key(0))
+
+        def energy(part: Values) -> Array:
+            _, terms = potential.with_row_terms(effects | part, rows, random.key(0))
+            return -sum((jnp.sum(x) for x in terms.values()), jnp.zeros(()))
+
+        part = {k: effects[k] for k in names}
+        flat, unravel = ravel_pytree(part)
+        slope = jax.grad(lambda x: energy(unravel(x)))
+
+        def second(k: Array) -> Array:
+            unit = (jnp.arange(flat.size) == k).astype(flat.dtype)
+            return jax.jvp(slope, (flat,), (unit,))[1][k]
+
+        return unravel(target.mean(lax.map(second, jnp.arange(flat.size))))
+
+    found = target.compiled(run, "errors")(point)
+    centring = dict(target.centring)
+    for name in names:
+        known = jnp.where(found[name] > 0, found[name], jnp.nan)
+        typical = jnp.nan_to_num(jnp.nanmedian(known), nan=1.0)
+        centring[name] = MixtureCoordinates((part * jnp.where(known > 0, known, typical)) ** -0.5)
+    return target._replace(centring=centring)
 
 
 def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]:
@@ -126,7 +210,8 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
         precisions = jnp.sum(metric.inverse**2, axis=0)
     else:
         precisions = metric.scale**-2
-    centring = _fitting(target, metric.center, target.unravel(precisions), gaussian.part)
+    centring = dict(with_errors(target, metric.center).centring)
+    centring |= _fitting(target, metric.center, target.unravel(precisions), gaussian.part)
     moved = _moved(target, centring, metric)
     return target._replace(centring=centring), gaussian._replace(metric=moved)
 
@@ -145,9 +230,9 @@ def _fitting(target: Target, center: Array, precisions: Values, part: float) -> 
         hierarchy = target.hierarchy(written.values)
         coordinates = {}
         for name, around in locations_and_scales(hierarchy, written.values).items():
-            if name not in target.centring:
+            if not isinstance(there := target.centring.get(name), Coordinates):
                 continue
-            spread = around.spread(target.centring[name])
+            spread = around.spread(there)
             known = jnp.maximum(precisions[name] * spread - 1, 0.0) / part
             degree = known / (1 + known)
             degree = jnp.where(degree < _CENTRED, degree, 1.0)
@@ -159,13 +244,25 @@ def _fitting(target: Target, center: Array, precisions: Values, part: float) -> 
     return target.compiled(run, "coordinates")(center, precisions, part_)
 
 
+def between(target: Target, there: Target, point: Array) -> Array:
+    """
+    A point in the coordinates of another target.
+
+    :param target: the target of the coordinates of the point.
+    :param there: the target with other coordinates.
+    """
+    values = target.unravel(point)
+    result = there.to_internal(target.written(values).values)
+    # the coordinates of local scales are the same
+    names = scales_of(target.hierarchy(values), target.centring)
+    return ravel_pytree(result | {name: values[name] for name in names})[0]
+
+
 def _moved(target: Target, centring: Centring, metric: GaussianMetric) -> GaussianMetric:
     """The Gaussian in other coordinates, to first order around its centre."""
 
     def run(target: Target, centring: Centring, center: Array, factor: Array) -> Any:
-        def at(point: Array) -> Array:
-            written = target.from_internal(target.unravel(point))
-            return ravel_pytree(target._replace(centring=centring).to_internal(written))[0]
+        at = partial(between, target, target._replace(centring=centring))
 
         if factor.ndim == 2:
             product = jax.linearize(at, center)[1]
@@ -196,9 +293,7 @@ def way_between(target: Target, centers: Array, best: Any, degree: Any) -> Array
     :param best: index of the centre where the ways begin.
     :param degree: the degree of centring.
     """
-    values = target.unravel(centers[0])
-    centring = {k: centred_by(jnp.full_like(values[k], degree)) for k in target.centring}
-    there = target._replace(centring=centring)
+    there = target._replace(centring=with_degree(target.centring, degree))
 
     def carried(here: Target, there: Target) -> Callable[[Array], Array]:
         def one(x: Array) -> Array:

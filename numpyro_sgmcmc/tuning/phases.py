@@ -98,9 +98,9 @@ from numpyro_sgmcmc.posterior.metric import (
     IdentityMetric,
     Metric,
 )
-from numpyro_sgmcmc.posterior.reparam import centred
+from numpyro_sgmcmc.posterior.reparam import mixtures_of, with_degree
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.center import prepare_center, search_center, search_near
+from numpyro_sgmcmc.tuning.center import prepare_center, search_center, search_errors, search_near
 from numpyro_sgmcmc.tuning.correlated_noise import error_of_correlations
 from numpyro_sgmcmc.tuning.expansion import (
     DEARER,
@@ -109,7 +109,7 @@ from numpyro_sgmcmc.tuning.expansion import (
     worth_of_expansion,
 )
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
-from numpyro_sgmcmc.tuning.gaussian import find_metric, prepare_metric
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, prepare_metric
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 from numpyro_sgmcmc.tuning.noise_level import (
     NoiseLevel,
@@ -204,10 +204,11 @@ def _find_center(search: Search, known: Known) -> Known:
     """The centre, and the coordinates of hierarchies."""
     seen, request = known.seen, search.request
     _prepare(seen, request, _controls(search, known))
+    find: Callable[..., Gaussian]
     at, gaussian, find = seen, None, search_center
     if seen.model.dimension > NEWTON:
         # effects are independent given their scale, as variational inference takes them to be
-        find, at = find_center, seen._replace(centring=centred(seen.centring))
+        find, at = find_center, seen._replace(centring=with_degree(seen.centring, 1.0))
     elif (near := request.near) is not None and isinstance(near.start, DenseMetric):
         there = seen._replace(centring=near.centring)
         gaussian = search_near(there, search.key(0), near.start)
@@ -216,6 +217,10 @@ def _find_center(search: Search, known: Known) -> Known:
             at, gaussian = there, gaussian._replace(multimodal=near.multimodal, passes=0.0)
         else:
             gaussian = None
+    if gaussian is None and find is search_center and mixtures_of(at.centring):
+        at, begin, cost = search_errors(at, search.key(0), request.init_strategy)
+        known = known.after("centre", known.share * cost)
+        gaussian = search_center(at, search.key(0), request.init_strategy, begin)
     if gaussian is None:
         gaussian = find(at, search.key(0), request.init_strategy)
     seen = at

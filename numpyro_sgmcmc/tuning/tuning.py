@@ -21,7 +21,7 @@ from numpyro_sgmcmc.data.records import kinds_in
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
 from numpyro_sgmcmc.posterior.metric import DenseMetric, GaussianMetric, Metric, name_of
-from numpyro_sgmcmc.posterior.reparam import Coordinates
+from numpyro_sgmcmc.posterior.reparam import AnyCoordinates
 from numpyro_sgmcmc.stein import SteinReport, advice
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
@@ -127,7 +127,7 @@ class Tuning(NamedTuple):
     steps_per_sample: int = 1
     seconds_per_sample: float = 0.0
     strata: dict[str, Strata] = {}
-    centring: dict[str, Coordinates] = {}
+    centring: dict[str, AnyCoordinates] = {}
     fourth_cumulant: float = 0.0
     integrals: float = 0.0
     rule: str = "step"
@@ -297,12 +297,7 @@ class Tuning(NamedTuple):
             )
             if self.anchor is not None:
                 lines[-1] += f"; {self.plain_noise.mean:.3g} with {_KINDS[0]}"
-        for name, coordinates in self.centring.items():
-            low, middle, high = np.quantile(np.asarray(coordinates.degree), [0, 0.5, 1])
-            lines.append(
-                f"coordinates of '{name}': centred by {low:.2f} to {high:.2f}, median {middle:.2f}"
-                " (0 is non-centred)"
-            )
+        lines += [f"coordinates of '{name}': {x.summary()}" for name, x in self.centring.items()]
         if self.seconds_per_sample:
             seconds = 400 * self.seconds_per_sample * self.slowness
             lines.append(f"speed: about {seconds:.2g} s for 400 effective samples of a chain")

@@ -17,7 +17,7 @@ from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_v
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, GaussianMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
-from numpyro_sgmcmc.posterior.reparam import centred_by
+from numpyro_sgmcmc.posterior.reparam import with_degree
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
 from numpyro_sgmcmc.tuning.gauss_newton import uses_gauss_newton
@@ -143,8 +143,8 @@ def for_searches(target: Target) -> Target:
 
 def _before_effects(target: Target, start: Values, rng_key: Array) -> Values:
     """Values after a search that does not move effects, with effects near their location."""
-    zeros = {k: jnp.zeros_like(there.degree) for k, there in target.centring.items()}
-    outer = target._replace(centring={k: centred_by(x) for k, x in zeros.items()})
+    zeros = {k: jnp.zeros_like(there[0]) for k, there in target.centring.items()}
+    outer = target._replace(centring=with_degree(target.centring, 0.0))
     values = outer.to_internal(start)
     values |= {k: _NEAR * values[k] for k in zeros}
     moves = ravel({k: jnp.ones_like(x) for k, x in values.items()} | zeros)

@@ -122,7 +122,7 @@ def test_what_is_recognised(case):
     effects, expected = CASES[case]
     target = read(effects)
     found = target.hierarchy(point_of(target)).sites
-    assert {name: [kind for kind, _ in site.steps] for name, site in found.items()} == expected
+    assert {name: [kind for kind, *_ in site.steps] for name, site in found.items()} == expected
     assert set(non_centred(target).centring) == set(expected)
 
 
@@ -185,7 +185,7 @@ def test_effects_that_scale_each_other():
     target = read(circle)
     sites = target.hierarchy(point_of(target)).sites
     assert set(sites) == {"u", "z"}
-    assert [kind for kind, _ in sites["u"].steps] == ["mul"]
+    assert [kind for kind, *_ in sites["u"].steps] == ["mul"]
 
 
 def with_degrees(target):
