@@ -21,7 +21,12 @@ from numpyro.handlers import substitute, trace
 
 from numpyro_sgmcmc.posterior.checks.exceptions import explained
 from numpyro_sgmcmc.posterior.handlers import Indices, log_density, without_wrappers
-from numpyro_sgmcmc.posterior.local_scales import LocalScale, law_of_scale, reached_by
+from numpyro_sgmcmc.posterior.local_scales import (
+    LocalScale,
+    is_plain,
+    law_of_scale,
+    reached_by,
+)
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
 
 _WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
@@ -104,7 +109,8 @@ def hierarchy_of(
         site = effects[name]
         scaled_by = {names[k] for k in _union(needs, [site.scale, *site.factors])}
         found = [x for x in sorted(scaled_by & laws.keys()) if shapes[x] == shapes[name]]
-        if len(found) == 1:
+        # its distribution is evaluated before effects are moved
+        if len(found) == 1 and not {names[k] for k in _union(needs, laws[found[0]])} & {*effects}:
             local[name] = LocalScale(found[0], *laws[found[0]])
     return Hierarchy(program, constants, names, _ordered(effects, names, needs), local)
 
@@ -118,18 +124,26 @@ def is_alone(
     kwargs: dict,
     effect: str,
     scale: str,
+    is_followed: bool,
 ) -> bool:
     """
-    Return True if nothing but an effect depends on the site of its local scale.
+    Return True if only an effect depends on its local scale, and only rows depend on the effect.
 
     Other parameters are those of :func:`hierarchy_of`.
+
+    :param bool is_followed: whether the effect has :attr:`Site.steps` in the hierarchy.
     """
     data = values, rows, rng_key, args, kwargs
     program, _, names, read = _read(view, *data, frozenset((effect, scale)))
     k = names.index(effect)
-    steps = _steps(program, program.invars[k], _needs(program), k)
-    reached = reached_by(program, program.invars[names.index(scale)], {x for *_, x in steps})
-    return not any(not isinstance(x, Literal) and x in reached for x in read.densities.values())
+    steps = _steps(program, program.invars[k], _needs(program), k) if is_followed else ()
+    by_scale = reached_by(program, program.invars[names.index(scale)], {x for *_, x in steps})
+    by_effect = reached_by(program, program.invars[k], ())
+    densities = {name: x for name, x in read.densities.items() if not isinstance(x, Literal)}
+    return not any(
+        x in by_scale or (x in by_effect and name not in read.of_rows)
+        for name, x in densities.items()
+    )
 
 
 class _Reading(NamedTuple):
@@ -140,12 +154,14 @@ class _Reading(NamedTuple):
     - **laws_of_scales** - as :func:`~.local_scales.law_of_scale` returns them.
     - **densities** - the log density of sites, or nothing.
     - **normal** - the names of sites with normal distributions.
+    - **of_rows** - the names of sites in subsampled plates.
     """
 
     locations_and_scales: dict[str, tuple[Any, Any]]
     laws_of_scales: dict[str, tuple[Any, Any]]
     densities: dict[str, Any]
     normal: frozenset[str]
+    of_rows: frozenset[str]
 
 
 def _read(
@@ -162,8 +178,9 @@ def _read(
 
     :param without: the sites whose densities are no part of the program, or None for all.
     """
-    # integrals over latent variables of groups are no part of it, and take long to trace
-    model, (args, kwargs) = view.with_rule("none").prepared(rows, rng_key, args, kwargs)
+    # integrals over latent variables of groups are no part of a hierarchy, and take long to trace
+    view = view.with_rule("none" if without is None else view.search_rule)
+    model, (args, kwargs) = view.prepared(rows, rng_key, args, kwargs)
 
     def run(values: Values) -> tuple[dict, dict, dict]:
         def given(site: dict) -> Any:
@@ -182,13 +199,19 @@ def _read(
             for name, both in pairs.items()
             if both is not None
         }
-        laws = {name: law_of_scale(sites[name]["fn"], values[name]) for name in sorted(values)}
-        normal.update(k for k in own if type(without_wrappers(sites[k]["fn"])) is dist.Normal)
+        plain = {name: site for name, site in sites.items() if is_plain(site)}
+        laws = {k: law_of_scale(plain[k]["fn"], x) for k, x in values.items() if k in plain}
+        normal.update(k for k in plain if type(without_wrappers(plain[k]["fn"])) is dist.Normal)
+        plates = {plate.name for plate in view.plates}
+        of_rows.update(
+            k for k, x in sites.items() if plates & {y.name for y in x.get("cond_indep_stack", ())}
+        )
         inside = {k: x for k, x in sites.items() if x["type"] == "sample" and without is not None}
         densities = {k: log_density(x) for k, x in inside.items() if k not in (without or ())}
         return own, {k: law for k, law in laws.items() if law is not None}, densities
 
     normal: set[str] = set()
+    of_rows: set[str] = set()
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(values)
     variables = closed.jaxpr.outvars
     own, laws, densities = jax.tree.unflatten(jax.tree.structure(shapes), variables)
@@ -196,7 +219,7 @@ def _read(
         closed.jaxpr,
         closed.consts,
         tuple(sorted(values)),
-        _Reading(own, laws, densities, frozenset(normal)),
+        _Reading(own, laws, densities, frozenset(normal), frozenset(of_rows)),
     )
 
 

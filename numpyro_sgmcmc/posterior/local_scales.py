@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax.extend.core import Literal
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +17,12 @@ from numpyro.distributions import biject_to
 from numpyro_sgmcmc.posterior.handlers import without_wrappers
 from numpyro_sgmcmc.posterior.scale_mixture import POINTS
 
-#: Logarithms of a scale among which its distribution is found, and a log density that is none.
-_WIDE, _FAR = np.arange(-25.0, 25.1, 0.5), 1e30
+#: Logarithms of a scale among which those with a density are found.
+_WIDE_STEP = 0.05
+_WIDE = np.arange(-25.0, 25.01, _WIDE_STEP)
 
-#: Differences to the largest log density, beyond which there are no points.
-_LOWER, _UPPER = 8.5, 13.5
+#: Logarithm of the largest density minus that of the points farthest out.
+_DROP = 13.5
 
 
 class LocalScale(NamedTuple):
@@ -46,8 +47,7 @@ def law_of_scale(fn: Any, value: Array) -> tuple[Array, Array] | None:
     """
     Return logarithms of a site of positive values, and their log density, or None.
 
-    They reach as far as all but :math:`10^{-4}` of the probability in the lower tail, where scales
-    do not matter, and :math:`10^{-6}` in the upper one.
+    They have all but about :math:`10^{-6}` of the probability on either side.
 
     :param fn: distribution of the site.
     :param value: unconstrained value of the site.
@@ -59,29 +59,26 @@ def law_of_scale(fn: Any, value: Array) -> tuple[Array, Array] | None:
         >>> import jax.numpy as jnp, numpyro.distributions as dist
         >>> from numpyro_sgmcmc.posterior.local_scales import law_of_scale
         >>> points, log_weights = law_of_scale(dist.HalfCauchy(1.0).expand([3]), jnp.zeros(3))
-        >>> points[0].tolist(), points[-1].tolist(), log_weights.shape
-        ([-9.0, -9.0, -9.0], [14.0, 14.0, 14.0], (225, 3))
+        >>> print(f"{points[0, 0]:.1f} to {points[-1, 0]:.1f}, {log_weights.shape}")
+        -14.2 to 14.2, (297, 3)
         >>> law_of_scale(dist.Normal(0.0, 1.0), jnp.zeros(())) is None
         True
     """
     inner = without_wrappers(fn)
-    if not value.ndim or inner.event_dim or _is_masked(fn) or not _is_logarithm(inner.support):
+    if not value.ndim or inner.event_dim or not _is_logarithm(inner.support):
         return None
 
     def log_density(logarithms: Array) -> Array:
-        found = inner.log_prob(jnp.exp(logarithms)) + logarithms
-        return jnp.where(jnp.isfinite(found), found, -_FAR)
+        return inner.log_prob(jnp.exp(logarithms)) + logarithms
 
     column = (-1,) + (1,) * value.ndim
     wide = jnp.asarray(_WIDE, value.dtype).reshape(column)
-    density = log_density(wide)
-    center = jnp.sum(wide * jax.nn.softmax(density, axis=0), axis=0)
-    drop = jnp.max(density, axis=0) - density
-    # whole numbers, so that the points move with the law and do not jump
-    low = jnp.round(jnp.min(jnp.where(drop < _LOWER, wide, _FAR), axis=0) - center)
-    high = jnp.round(jnp.max(jnp.where(drop < _UPPER, wide, -_FAR), axis=0) - center)
-    shares = jnp.linspace(0.0, 1.0, POINTS, dtype=value.dtype).reshape(column)
-    points = center + low + (high - low) * shares
+    density = lax.stop_gradient(log_density(wide))
+    density = jnp.where(jnp.isfinite(density), density, -jnp.inf)
+    is_inside = density > jnp.max(density, axis=0) - _DROP
+    low = jnp.min(jnp.where(is_inside, wide, jnp.inf), axis=0) - _WIDE_STEP
+    high = jnp.max(jnp.where(is_inside, wide, -jnp.inf), axis=0) + _WIDE_STEP
+    points = low + (high - low) * jnp.linspace(0.0, 1.0, POINTS, dtype=value.dtype).reshape(column)
     shape = POINTS, *value.shape
     return jnp.broadcast_to(points, shape), jnp.broadcast_to(log_density(points), shape)
 
@@ -95,10 +92,14 @@ def _is_logarithm(support: Any) -> bool:
     return False
 
 
-def _is_masked(fn: Any) -> bool:
+def is_plain(site: dict) -> bool:
+    """Return True for a sample site that counts once and has no mask."""
+    if site["type"] != "sample" or site["scale"] is not None:
+        return False
+    fn = site["fn"]
     while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
         fn = fn.base_dist
-    return isinstance(fn, dist.MaskedDistribution)
+    return not isinstance(fn, dist.MaskedDistribution)
 
 
 def reached_by(program: Any, variable: Any, but: Any) -> set[Any]:

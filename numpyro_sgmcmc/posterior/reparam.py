@@ -412,6 +412,8 @@ def _evaluated(
             given = values[name], values[local.name]
             both = moved[1](jnp.log(there.error), name, *given, at)
             result[name], result[local.name] = both
+            if not from_internal:
+                known[arguments[local.name]] = result[local.name]
         else:
             _evaluate(program, known, site.variables)
             around = _around(known, site, values[name])

@@ -21,7 +21,7 @@ from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_v
 from numpyro_sgmcmc.posterior.metric import DenseMetric, IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
-from numpyro_sgmcmc.posterior.reparam import mixtures_of
+from numpyro_sgmcmc.posterior.reparam import MixtureCoordinates, mixtures_of
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.find_reparam import between, way_between, with_errors
 from numpyro_sgmcmc.tuning.gauss_newton import mean_prior, uses_gauss_newton, whitened_rows
@@ -179,7 +179,11 @@ def search_errors(
             point = jnp.asarray(fit.center, search.dtype)
             part = min(1.0, count / search.all_minibatches)
             there = with_errors(target, point, part)
-            return there, between(target, there, point), search.passes
+            products = sum(
+                x.error.size for x in there.centring.values() if isinstance(x, MixtureCoordinates)
+            )
+            passes = search.passes + 2 * products * target.minibatch_share
+            return there, between(target, there, point), passes
     raise _no_center("the potential is not finite wherever the search looks")
 
 

@@ -33,6 +33,7 @@ from numpyro_sgmcmc.posterior.reparam import (
     scales_of,
     with_degree,
 )
+from numpyro_sgmcmc.posterior.scale_mixture import EVERY
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
@@ -42,8 +43,9 @@ _CENTRED = 0.8
 #: Number of points at which the signs of factors are checked.
 _POINTS = 32
 
-#: Distance between the local scales of neighbours where each effect is checked to have its own.
-_STRIDE = 37
+#: Logarithm of the largest density of a local scale minus those at the ends of its points, and the
+#: largest difference of the logarithms of neighbouring scales.
+_TAILS, _CLOSE = 8.0, 0.6
 
 
 def non_centred(target: Target) -> Target:
@@ -64,17 +66,17 @@ def non_centred(target: Target) -> Target:
             values = target.unravel(point)
             hierarchy = target.hierarchy(values)
             sites = locations_and_scales(hierarchy, values)
-            by_entry = {k: _by_entry(hierarchy, k, values) for k in local}
-            return {name: x.factor for name, x in sites.items()}, by_entry
+            fits = {k: _is_mixture(hierarchy, k, values) for k in local}
+            return {name: x.factor for name, x in sites.items()}, fits
 
-        return jax.vmap(at)(points)
+        return lax.map(at, points) if local else jax.vmap(at)(points)
 
     if not jax.eval_shape(partial(seen, target), points)[0]:
         return target
-    factors, by_entry = jax.tree.map(np.asarray, target.compiled(seen)(points))
+    factors, fits = jax.tree.map(np.asarray, target.compiled(seen)(points))
     zeros = target.unravel(jnp.zeros(target.model.dimension))
     kept = {k for k, x in factors.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))}
-    local = {k: scale for k, scale in local.items() if k in kept and by_entry[k].all()}
+    local = {k: scale for k, scale in local.items() if k in kept and fits[k].all()}
     centring: dict[str, Any] = {k: centred_by(zeros[k]) for k in kept - set(local.values())}
     centring |= {k: MixtureCoordinates(jnp.ones_like(zeros[k])) for k in local}
     target = target._replace(centring=dict(sorted(centring.items())))
@@ -87,8 +89,9 @@ def _local_scales(target: Target) -> dict[str, str]:
 
     def read(target: Target, values: Values) -> Array:
         data = values, model.first_rows(), random.key(0), target.args, target.kwargs
-        for name, scale in target.hierarchy(values).local.items():
-            if is_alone(model, *data, name, scale.name):
+        hierarchy = target.hierarchy(values)
+        for name, scale in hierarchy.local.items():
+            if is_alone(model, *data, name, scale.name, bool(hierarchy.sites[name].steps)):
                 found[name] = scale.name
         return jnp.zeros(())
 
@@ -98,16 +101,36 @@ def _local_scales(target: Target) -> dict[str, str]:
     return {name: scale for name, scale in found.items() if scales.count(scale) == 1}
 
 
-def _by_entry(hierarchy: Hierarchy, name: str, values: Values) -> Array:
-    """True if the scale of each effect depends on its own local scale, and its location on none."""
+def _is_mixture(hierarchy: Hierarchy, name: str, values: Values) -> Array:
+    """
+    True if effects have the distributions of a mixture that the coordinates serve.
+
+    The scale of each depends on its own local scale, and its location on none. The points of the
+    local scale reach into both of its tails, they are close together, and coordinates grow with
+    effects, whatever their standard error.
+    """
     at = mixture_of(hierarchy, name, values)
     shape = at.location.shape
-    k = (_STRIDE * jnp.arange(at.location.size) % len(at.points)).reshape(1, *shape)
+    k = np.random.default_rng(0).integers(len(at.points), size=(1, *shape))
     around = at.around(jnp.take_along_axis(at.points, k, 0)[0])
-    alike = jnp.take_along_axis(at.mixture(1).log_scales, k, 0)[0]
-    return jnp.allclose(jnp.log(around.scale), alike, atol=1e-3) & jnp.allclose(
-        around.location, at.location
+    factors = jax.vmap(at.around)(at.points).factor
+    all_, mixture = at.mixture(1), at.mixture(EVERY)
+    fits = jnp.allclose(
+        jnp.log(around.scale), jnp.take_along_axis(all_.log_scales, k, 0)[0], atol=1e-3
     )
+    fits &= jnp.allclose(around.location, at.location)
+    fits &= jnp.all(factors > 0) | jnp.all(factors < 0)
+    peak = jnp.max(at.log_weights, axis=0)
+    fits &= jnp.all(at.log_weights[0] < peak - _TAILS) & jnp.all(at.log_weights[-1] < peak - _TAILS)
+    fits &= jnp.max(jnp.abs(jnp.diff(mixture.log_scales, axis=0))) < _CLOSE
+
+    def slope(away: Array) -> Array:
+        errors, distances = mixture.log_mean + away[0], mixture.log_mean + away[1]
+        return jnp.min(mixture.with_slope(errors, distances)[1])
+
+    away = np.stack(np.meshgrid(np.arange(-9.0, 10, 3), np.arange(-12.0, 13, 1)), -1)
+    slopes = lax.map(slope, jnp.asarray(away.reshape(-1, 2), at.location.dtype))
+    return fits & jnp.all(slopes > 0)
 
 
 def with_errors(target: Target, point: Array, part: float = 1.0) -> Target:

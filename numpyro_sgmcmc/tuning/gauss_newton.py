@@ -117,7 +117,7 @@ def whitened_gauss_newton(
 
 
 def whitened_prior(
-    target: Target, factor: Array, point: Array, gradient: Array, rng_key: Array
+    target: Target, factor: Array | None, point: Array, gradient: Array, rng_key: Array
 ) -> Array:
     """
     The part of the Hessian that is not the rows' own, in the coordinates of a Gaussian,
@@ -130,7 +130,7 @@ def whitened_prior(
     in the coordinates. This one has their curvature.
 
     :param target: the model with its data.
-    :param factor: :math:`L`, shape ``(d, d)``.
+    :param factor: :math:`L`, shape ``(d, d)``, or None for the identity.
     :param point: :math:`\\theta`, one flat vector.
     :param gradient: of the potential there, a flat vector.
     :param rng_key: the key of the model.
@@ -156,7 +156,10 @@ def whitened_prior(
     _, product = jax.linearize(jax.grad(curved), point)
     if mixtures := mixtures_of(target.centring):
         local = scales_of(target.hierarchy(target.unravel(point)), target.centring)
-        return factor.T @ _hessian_by_groups(target, mixtures + local, product, point) @ factor
+        hessian = _hessian_by_groups(target, mixtures + local, product, point)
+        return hessian if factor is None else factor.T @ hessian @ factor
+    if factor is None:
+        return jax.vmap(product)(jnp.eye(len(point), dtype=point.dtype))
     return factor.T @ jax.vmap(product, 1, 1)(factor)
 
 
@@ -189,10 +192,14 @@ def mean_prior(
 ) -> Array:
     """The mean of :func:`whitened_prior` over some points, shape ``(S, d)``, as of gradients."""
 
-    def at(pair: tuple[Array, Array]) -> Array:
-        return whitened_prior(target, factor, *pair, rng_key)
+    # a product with the factor takes longer than a Hessian of independent effects
+    each = None if mixtures_of(target.centring) else factor
 
-    return lax.map(at, (points, gradients)).mean(0)
+    def at(pair: tuple[Array, Array]) -> Array:
+        return whitened_prior(target, each, *pair, rng_key)
+
+    mean = lax.map(at, (points, gradients)).mean(0)
+    return mean if each is factor else factor.T @ mean @ factor
 
 
 def effects_at(target: Target, point: Array) -> Array:

@@ -76,6 +76,8 @@ FAMILIES = {
     "with a mean": lambda tau: 0.5 - tau * local() * standard(),
     "half-normal": lambda tau: standard() * tau * local(dist.HalfNormal(2.0)),
     "half-t": tails_of_degrees,
+    "narrow": lambda tau: standard() * tau * local(dist.LogNormal(0.0, 0.1)),
+    "precisions": lambda tau: standard() * tau / jnp.sqrt(local(dist.Gamma(0.5, 0.5))),
     "Laplace": lambda tau: standard() * tau * jnp.sqrt(2 * local(dist.Exponential(1.0))),
     "Student's t": lambda tau: standard() * tau * jnp.sqrt(local(dist.InverseGamma(2.0, 2.0))),
 }
@@ -126,7 +128,44 @@ def any_sign(tau):
     return standard() * tau * (local() - 1)
 
 
+def of_its_effect(tau):
+    z = standard()
+    return z * tau * numpyro.sample("local", dist.HalfCauchy(jnp.exp(z)).to_event(1))
+
+
+def of_another_effect(tau):
+    above = numpyro.sample("above", dist.LogNormal(0, tau))
+    return standard() * local(dist.HalfCauchy(above))
+
+
+def counted_twice(tau):
+    with numpyro.handlers.scale(scale=2.0):
+        scale = local()
+    return standard() * tau * scale
+
+
+def masked(tau):
+    with numpyro.handlers.mask(mask=jnp.arange(GROUPS) < 3):
+        z = numpyro.sample("z", dist.Normal(jnp.zeros(GROUPS), 1))
+    return z * tau * local()
+
+
+def level_above(tau):
+    w = standard() * tau * local()
+    return numpyro.sample("u", dist.Normal(w, 1).to_event(1))
+
+
 OTHERS = {
+    "a level above": level_above,
+    "another sign": lambda tau: standard() * tau * (3_000 - local()),
+    "steep": lambda tau: numpyro.sample(
+        "z", dist.Normal(0, tau * jnp.exp(local(dist.HalfNormal(3.0)))).to_event(1)
+    ),
+    "vague": lambda tau: standard() * tau * local(dist.Gamma(1e-3, 1e-3)),
+    "of its effect": of_its_effect,
+    "of another effect": of_another_effect,
+    "counted twice": counted_twice,
+    "masked": masked,
     "used by another site": used_by_another_site,
     "used by a factor": used_by_a_factor,
     "used by the rows": used_by_the_rows,
