@@ -218,7 +218,7 @@ def test_scales_start_within_reach():
     def model(y):
         means = numpyro.sample("means", dist.Normal(0, 1e6).expand([2]).to_event(1))
         unknown = numpyro.sample("scales", dist.HalfNormal(50).expand([2]).to_event(1))
-        a = numpyro.sample("a", dist.Normal(0, unknown).to_event(1))
+        a = numpyro.sample("a", dist.Normal(0, jnp.sum(unknown)).expand([2]).to_event(1))
         with numpyro.plate("rows", len(y), subsample_size=100) as i:
             numpyro.sample("y", dist.Normal(means[0] + a[0], 1e4), obs=y[i])
 
