@@ -21,12 +21,8 @@ from numpyro.handlers import substitute, trace
 
 from numpyro_sgmcmc.posterior.checks.exceptions import explained
 from numpyro_sgmcmc.posterior.handlers import Indices, log_density, without_wrappers
-from numpyro_sgmcmc.posterior.local_scales import (
-    LocalScale,
-    is_plain,
-    law_of_scale,
-    reached_by,
-)
+from numpyro_sgmcmc.posterior.jaxpr import reached_by
+from numpyro_sgmcmc.posterior.local_scales import LocalScale, is_plain, law_of_scale
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
 
 _WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
@@ -84,7 +80,8 @@ def hierarchy_of(
 
     :raises ValueError: if an argument that the model needs in Python is traced.
     """
-    program, constants, names, read = _read(view, values, rows, rng_key, args, kwargs)
+    data = values, rows, rng_key, args, kwargs
+    program, constants, names, read = _read(view, data)
     own, laws = read.locations_and_scales, read.laws_of_scales
     needs = _needs(program)
     effects: dict[str, Site] = {}
@@ -115,26 +112,16 @@ def hierarchy_of(
     return Hierarchy(program, constants, names, _ordered(effects, names, needs), local)
 
 
-def is_alone(
-    view: MinibatchModel,
-    values: Values,
-    rows: Indices,
-    rng_key: Array,
-    args: tuple,
-    kwargs: dict,
-    effect: str,
-    scale: str,
-    is_followed: bool,
-) -> bool:
+def is_alone(view: MinibatchModel, data: tuple, effect: str, scale: str, is_followed: bool) -> bool:
     """
     Return True if only an effect depends on its local scale, and only rows depend on the effect.
 
-    Other parameters are those of :func:`hierarchy_of`.
-
+    :param data: the other arguments of :func:`hierarchy_of`.
+    :param effect: the site of the effect.
+    :param scale: the site of its local scale.
     :param bool is_followed: whether the effect has :attr:`Site.steps` in the hierarchy.
     """
-    data = values, rows, rng_key, args, kwargs
-    program, _, names, read = _read(view, *data, frozenset((effect, scale)))
+    program, _, names, read = _read(view, data, frozenset((effect, scale)))
     k = names.index(effect)
     steps = _steps(program, program.invars[k], _needs(program), k) if is_followed else ()
     by_scale = reached_by(program, program.invars[names.index(scale)], {x for *_, x in steps})
@@ -165,20 +152,16 @@ class _Reading(NamedTuple):
 
 
 def _read(
-    view: MinibatchModel,
-    values: Values,
-    rows: Indices,
-    rng_key: Array,
-    args: tuple,
-    kwargs: dict,
-    without: frozenset[str] | None = None,
+    view: MinibatchModel, data: tuple, without: frozenset[str] | None = None
 ) -> tuple[Any, Any, tuple[str, ...], _Reading]:
     """
     Return the program of a model, its constants, the names of its arguments, and its variables.
 
+    :param data: the other arguments of :func:`hierarchy_of`.
     :param without: the sites whose densities are no part of the program, or None for all.
     """
     # integrals over latent variables of groups are no part of a hierarchy, and take long to trace
+    values, rows, rng_key, args, kwargs = data
     view = view.with_rule("none" if without is None else view.search_rule)
     model, (args, kwargs) = view.prepared(rows, rng_key, args, kwargs)
 

@@ -8,9 +8,10 @@ The layout of a jaxpr is not a stable interface. All evaluations of a jaxpr go t
 and ``test_row_checks`` and ``test_linear_algebra`` notice a change.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 #: Operations that only call the program in one of their parameters, by the parameter's name.
 CALLS = {
@@ -30,3 +31,41 @@ def results_of(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
     functions, params = ((), bound) if isinstance(bound, dict) else bound
     results = equation.primitive.bind(*functions, *operands, **params)
     return results if equation.primitive.multiple_results else [results]
+
+
+def value_of(known: Mapping[Any, Any], variable: Any) -> Any:
+    """Return the value of a variable or a constant."""
+    return variable.val if isinstance(variable, Literal) else known[variable]
+
+
+def evaluate(program: Any, known: dict[Any, Any], variables: Iterable[Any]) -> None:
+    """Add variables of a program to those that are known."""
+    for equation in _missing(program, known, variables):
+        results = results_of(equation, [value_of(known, x) for x in equation.invars])
+        known.update(zip(equation.outvars, results, strict=True))
+
+
+def _missing(program: Any, known: Mapping[Any, Any], variables: Iterable[Any]) -> list[Any]:
+    """Return the operations that are still needed for some variables, in their order."""
+    wanted = {x for x in variables if not isinstance(x, Literal) and x not in known}
+    missing = []
+    for equation in reversed(program.eqns):
+        if wanted.intersection(equation.outvars):
+            missing.append(equation)
+            inputs = (x for x in equation.invars if not isinstance(x, Literal))
+            wanted.update(x for x in inputs if x not in known)
+    return missing[::-1]
+
+
+def reached_by(program: Any, variable: Any, but: Any) -> set[Any]:
+    """
+    Return the variables of a program that depend on an argument.
+
+    :param variable: the argument.
+    :param but: variables that are taken not to depend on it.
+    """
+    reached = {variable}
+    for equation in program.eqns:
+        if any(not isinstance(x, Literal) and x in reached for x in equation.invars):
+            reached.update(x for x in equation.outvars if x not in but)
+    return reached

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax
-from jax.extend.core import Literal
 import jax.numpy as jnp
 import numpy as np
 from numpyro import distributions as dist
@@ -100,17 +99,3 @@ def is_plain(site: dict) -> bool:
     while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
         fn = fn.base_dist
     return not isinstance(fn, dist.MaskedDistribution)
-
-
-def reached_by(program: Any, variable: Any, but: Any) -> set[Any]:
-    """
-    Return the variables of a program that depend on an argument.
-
-    :param variable: the argument.
-    :param but: variables that are taken not to depend on it.
-    """
-    reached = {variable}
-    for equation in program.eqns:
-        if any(not isinstance(x, Literal) and x in reached for x in equation.invars):
-            reached.update(x for x in equation.outvars if x not in but)
-    return reached

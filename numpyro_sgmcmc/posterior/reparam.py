@@ -73,17 +73,16 @@ are read from the model by :mod:`~numpyro_sgmcmc.posterior.hierarchy`.
    every :math:`\\sigma` near :math:`\\sigma_0` only, and whose mean moves with :math:`\\sigma`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax
-from jax.extend.core import Literal
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.posterior.hierarchy import Hierarchy, Site
-from numpyro_sgmcmc.posterior.jaxpr import results_of
+from numpyro_sgmcmc.posterior.jaxpr import evaluate, value_of
 from numpyro_sgmcmc.posterior.local_scales import LocalScale
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.scale_mixture import (
@@ -338,10 +337,9 @@ class LocalAround(NamedTuple):
     def likely(self, log_distance: Array) -> tuple[Array, Array]:
         """Return the logarithm of a scale that is likely given effects, and its log density."""
         k = EVERY * likely_scale(self.mixture(EVERY), log_distance)
-        point, log_weight = (
-            jnp.take_along_axis(x, k[None], 0)[0] for x in (self.points, self.log_weights)
-        )
-        return point, log_weight
+        return jnp.take_along_axis(self.points, k[None], 0)[0], jnp.take_along_axis(
+            self.log_weights, k[None], 0
+        )[0]
 
 
 def _signed(distance: Array, y: Array) -> Array:
@@ -407,7 +405,7 @@ def _evaluated(
             continue
         if isinstance(there, MixtureCoordinates):
             local = hierarchy.local[name]
-            _evaluate(program, known, local.variables)
+            evaluate(program, known, local.variables)
             at = _local_around(program, known, site, local, arguments[local.name], values[name])
             given = values[name], values[local.name]
             both = moved[1](jnp.log(there.error), name, *given, at)
@@ -415,7 +413,7 @@ def _evaluated(
             if not from_internal:
                 known[arguments[local.name]] = result[local.name]
         else:
-            _evaluate(program, known, site.variables)
+            evaluate(program, known, site.variables)
             around = _around(known, site, values[name])
             result[name] = moved[0](there, name, values[name], around)
         if not from_internal:
@@ -431,13 +429,13 @@ def _local_around(
     argument: Any,
     like: Array,
 ) -> LocalAround:
-    points, log_weights = (_value(known, x) for x in local.variables)
+    points, log_weights = (value_of(known, x) for x in local.variables)
     # nothing but the effect depends on the local scale
     others = {x: value for x, value in known.items() if x is not argument}
 
     def around(logarithm: Array) -> Around:
         here = others | {argument: logarithm}
-        _evaluate(program, here, site.variables)
+        evaluate(program, here, site.variables)
         return _around(here, site, like)
 
     def mixture(every: int) -> Mixture:
@@ -452,9 +450,9 @@ def _local_around(
 def _around(known: Mapping[Any, Any], site: Site, like: Array) -> Around:
     shift, factor = jnp.zeros_like(like), jnp.ones_like(like)
     for kind, variable, _ in site.steps:
-        operand = None if variable is None else _value(known, variable)
+        operand = None if variable is None else value_of(known, variable)
         shift, factor = _STEPS[kind](shift, factor, operand)
-    own_location, own_scale = _value(known, site.location), _value(known, site.scale)
+    own_location, own_scale = value_of(known, site.location), value_of(known, site.scale)
     sign = jnp.where(factor < 0, -1.0, 1.0)
     return Around(
         own_location,
@@ -463,17 +461,6 @@ def _around(known: Mapping[Any, Any], site: Site, like: Array) -> Around:
         jnp.abs(factor) * own_scale,
         factor,
     )
-
-
-def _value(known: Mapping[Any, Any], variable: Any) -> Any:
-    return variable.val if isinstance(variable, Literal) else known[variable]
-
-
-def _evaluate(program: Any, known: dict[Any, Any], variables: Iterable[Any]) -> None:
-    """Add variables of a program to those that are known."""
-    for equation in _missing(program, known, variables):
-        results = results_of(equation, [_value(known, x) for x in equation.invars])
-        known.update(zip(equation.outvars, results, strict=True))
 
 
 #: Effect of an operation on :math:`x = a + b v`: the new :math:`a` and :math:`b`, by operation.
@@ -487,15 +474,3 @@ _STEPS: dict[str, Callable[[Any, Any, Any], tuple[Any, Any]]] = {
     "rsub": lambda a, b, x: (x - a, -b),
     "neg": lambda a, b, _: (-a, -b),
 }
-
-
-def _missing(program: Any, known: Mapping[Any, Any], variables: Iterable[Any]) -> list[Any]:
-    """Return the operations that are still needed for some variables, in their order."""
-    wanted = {x for x in variables if not isinstance(x, Literal) and x not in known}
-    missing = []
-    for equation in reversed(program.eqns):
-        if wanted.intersection(equation.outvars):
-            missing.append(equation)
-            inputs = (x for x in equation.invars if not isinstance(x, Literal))
-            wanted.update(x for x in inputs if x not in known)
-    return missing[::-1]

@@ -23,6 +23,12 @@ with the geometric mean :math:`\\sigma_0` of the scales. Near zero it is a multi
 whose density has no pole, unlike :math:`p`. A local scale has the coordinate :math:`v` with
 :math:`\\Phi(v) = P(\\lambda' \\le \\lambda \\mid x)`, which is standard normal and independent.
 
+The potential :math:`U` of the model is evaluated at any local scale :math:`\\lambda`, with its
+prior density :math:`\\pi` in the logarithm of the scale,
+
+.. math:: U(x, \\lambda) + \\log N(x; \\mu, \\sigma(\\lambda)) + \\log \\pi(\\lambda) - \\log p(x)
+    + \\log \\frac{\\partial y}{\\partial x} + \\frac{v^2}{2} .
+
 This is a change of variables: the joint distribution of effects and local scales does not depend on
 the choice of :math:`s`.
 """

@@ -91,7 +91,7 @@ def _local_scales(target: Target) -> dict[str, str]:
         data = values, model.first_rows(), random.key(0), target.args, target.kwargs
         hierarchy = target.hierarchy(values)
         for name, scale in hierarchy.local.items():
-            if is_alone(model, *data, name, scale.name, bool(hierarchy.sites[name].steps)):
+            if is_alone(model, data, name, scale.name, bool(hierarchy.sites[name].steps)):
                 found[name] = scale.name
         return jnp.zeros(())
 
