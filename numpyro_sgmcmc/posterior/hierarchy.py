@@ -212,7 +212,8 @@ def _steps(
     """
     Return the operations on an argument, entry by entry, before its other uses.
 
-    They are factors, and one term if there are factors that depend on other arguments.
+    They end with the first term after a factor that depends on other arguments. Without such a
+    factor there are none.
     """
     steps: list[tuple[str, Any, Any]] = []
     shape, is_scaled, is_shifted = variable.aval.shape, False, False
@@ -232,8 +233,8 @@ def _steps(
             break
         before, (variable,) = others[0] if others else None, equation.outvars
         steps.append((name if is_first else f"r{name}", before, variable))
-        is_shifted = name in ("add", "sub")
         is_scaled |= name in ("mul", "div") and bool(_needed(needs, before))
+        is_shifted = is_scaled and name in ("add", "sub")
     return tuple(steps) if is_scaled else ()
 
 

@@ -96,6 +96,10 @@ from numpyro_sgmcmc.posterior.scale_mixture import (
 #: The smallest distance of an effect from its location, in standard deviations.
 _NEAREST = 1e-12
 
+#: The smallest scale of an effect in its coordinates, whose inverse cube does not overflow. Factors
+#: of the model may be smaller, and underflow, like a spectral density.
+_SMALLEST = 1e-12
+
 
 class Coordinates(NamedTuple):
     """
@@ -308,7 +312,8 @@ class Around(NamedTuple):
     def _moved(self, there: Coordinates) -> Array:
         """Return :math:`u` at :math:`y = 0`."""
         far = there.estimate - there.degree * self.location
-        return self.scale * far / (there.scale**2 * self.spread(there))
+        ratio = self.scale / there.scale
+        return far / there.scale / ((1 - there.degree) / ratio + there.degree * ratio)
 
 
 class LocalAround(NamedTuple):
@@ -458,7 +463,7 @@ def _around(known: Mapping[Any, Any], site: Site, like: Array) -> Around:
         own_location,
         own_scale,
         sign * shift + jnp.abs(factor) * own_location,
-        jnp.abs(factor) * own_scale,
+        jnp.maximum(jnp.abs(factor) * own_scale, _SMALLEST),
         factor,
     )
 

@@ -37,11 +37,15 @@ from numpyro_sgmcmc.posterior.scale_mixture import EVERY
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
-#: Share of an effect's precision that comes from the rows, above which the effect is centred.
-_CENTRED = 0.8
+#: Shares of an effect's precision that come from the rows: above the first the effect is centred,
+#: and below the other it is non-centred.
+_CENTRED, _NON_CENTRED = 0.8, 1e-3
 
 #: Number of points at which the signs of factors are checked.
 _POINTS = 32
+
+#: Share of these points at which all factors may underflow.
+_ZEROS = 0.25
 
 #: Logarithm of the largest density of a local scale minus those at the ends of its points, and the
 #: largest difference of the logarithms of neighbouring scales.
@@ -75,12 +79,26 @@ def non_centred(target: Target) -> Target:
         return target
     factors, fits = jax.tree.map(np.asarray, target.compiled(seen)(points))
     zeros = target.unravel(jnp.zeros(target.model.dimension))
-    kept = {k for k, x in factors.items() if np.all((x > 0).all(axis=0) | (x < 0).all(axis=0))}
+    kept = {k for k, x in factors.items() if _has_one_sign(x)}
     local = {k: scale for k, scale in local.items() if k in kept and fits[k].all()}
     centring: dict[str, Any] = {k: centred_by(zeros[k]) for k in kept - set(local.values())}
     centring |= {k: MixtureCoordinates(jnp.ones_like(zeros[k])) for k in local}
     target = target._replace(centring=dict(sorted(centring.items())))
     return with_errors(target, jnp.zeros(target.model.dimension, target.model.dtype))
+
+
+def _has_one_sign(factors: np.ndarray) -> bool:
+    """
+    True if each factor is positive wherever it is not zero, or negative.
+
+    The spectral density of a smooth process underflows at high frequencies. A factor like
+    ``relu(a)`` is zero at all of its entries.
+
+    :param factors: shape (points, ...).
+    """
+    is_mixed = (factors > 0).any(axis=0) & (factors < 0).any(axis=0)
+    is_zero = (factors == 0).reshape(len(factors), -1).all(axis=1)
+    return bool(np.isfinite(factors).all() and not is_mixed.any() and is_zero.mean() < _ZEROS)
 
 
 def _local_scales(target: Target) -> dict[str, str]:
@@ -259,8 +277,13 @@ def _fitting(target: Target, center: Array, precisions: Values, part: float) -> 
             known = jnp.maximum(precisions[name] * spread - 1, 0.0) / part
             degree = known / (1 + known)
             degree = jnp.where(degree < _CENTRED, degree, 1.0)
+            is_known = degree > _NON_CENTRED
             estimate = written.effects[name] - (1 - degree) * around.location
-            coordinates[name] = Coordinates(degree, around.scale, estimate)
+            coordinates[name] = Coordinates(
+                jnp.where(is_known, degree, 0.0),
+                jnp.where(is_known, around.scale, 1.0),
+                jnp.where(is_known, estimate, 0.0),
+            )
         return coordinates
 
     part_ = jnp.asarray(part, center.dtype)

@@ -13,7 +13,9 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions.transforms import AffineTransform, ExpTransform
+from numpyro.handlers import reparam as reparam_handler
 from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer.reparam import LocScaleReparam, TransformReparam
 import pytest
 from runs import run_mcmc, target_of
 
@@ -32,6 +34,7 @@ GROUPS, EACH = 6, 40
 RNG = np.random.default_rng(0)
 GROUP = np.repeat(np.arange(GROUPS), EACH)
 Y = (1 + 0.5 * RNG.standard_normal(GROUPS))[GROUP] + RNG.standard_normal(len(GROUP))
+FREQUENCIES = np.array([0.1, 0.5, 2.0, 10.0, 50.0, 200.0])
 DATA = jnp.asarray(GROUP), jnp.asarray(Y, jnp.float32)
 
 
@@ -88,6 +91,25 @@ def transformed(mu, tau):
     return jnp.log(numpyro.sample("x", law.to_event(1)))
 
 
+def reparametrised(strategy):
+    def effects(mu, tau):
+        with reparam_handler(config={"x": strategy}):
+            return effects_of(dist.Normal)(mu, tau)
+
+    return effects
+
+
+def affine(mu, tau):
+    law = dist.TransformedDistribution(dist.Normal(0, 1), AffineTransform(mu, tau))
+    with reparam_handler(config={"x": TransformReparam()}), numpyro.plate("groups", GROUPS):
+        return numpyro.sample("x", law)
+
+
+def spectral(mu, tau):
+    """The scales of a smooth process, which underflow for high frequencies."""
+    return mu * 0 + jnp.exp(-((tau * FREQUENCIES) ** 2)) * standard()
+
+
 CASES = {
     "centred": (effects_of(dist.Normal), {"x": []}),
     "heavy tails": (effects_of(lambda mu, tau: dist.StudentT(4, mu, tau)), {"x": []}),
@@ -99,6 +121,16 @@ CASES = {
     "nested": (nested, {"above": [], "z": ["rmul", "radd"]}),
     "shrunk": (shrunk, {"z": ["mul", "mul", "radd"]}),
     "scaled twice": (scaled_twice, {"z": ["div", "rsub"]}),
+    "LocScaleReparam": (
+        reparametrised(LocScaleReparam(0)),
+        {"x_decentered": ["sub", "rmul", "radd"]},
+    ),
+    "LocScaleReparam, halfway": (
+        reparametrised(LocScaleReparam(0.5)),
+        {"x_decentered": ["sub", "rmul", "radd"]},
+    ),
+    "TransformReparam": (affine, {"x_base": ["rmul", "radd"]}),
+    "spectral": (spectral, {"z": ["rmul", "radd"]}),
 }
 
 #: Hierarchies that these coordinates do not know.
@@ -164,7 +196,11 @@ def test_a_factor_of_either_sign_is_no_scale():
     def negative(mu, tau):
         return mu - tau * standard()
 
+    def cut_off(mu, tau):
+        return mu + jax.nn.relu(tau - 1) * standard()
+
     assert not non_centred(read(product)).centring
+    assert not non_centred(read(cut_off)).centring
     assert set(non_centred(read(negative)).centring) == {"z"}
 
 
