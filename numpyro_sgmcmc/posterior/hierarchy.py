@@ -25,6 +25,9 @@ from numpyro_sgmcmc.posterior.jaxpr import reached_by
 from numpyro_sgmcmc.posterior.local_scales import LocalScale, is_plain, law_of_scale
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
 
+#: The largest matrix by which effects are multiplied.
+_LARGEST = 8
+
 _WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
 
 
@@ -53,21 +56,42 @@ class Site(NamedTuple):
     Location and scale of a site, and the operations on its value.
 
     - **location**, **scale** - variables of the program: :math:`m` and :math:`s`.
-    - **steps** - the operations of the model from the value to :math:`x`: their names, a variable
-      for each, which is the first operand if the name begins with "r", and their results.
+    - **steps** - the operations of the model from the value to :math:`x`.
     """
 
     location: Any
     scale: Any
-    steps: tuple[tuple[str, Any, Any], ...]
+    steps: "tuple[Step, ...]"
 
     @property
     def variables(self) -> list[Any]:
-        return [self.location, self.scale, *(x for _, x, _ in self.steps if x is not None)]
+        others = (step.operand for step in self.steps if step.operand is not None)
+        return [self.location, self.scale, *others]
 
     @property
     def factors(self) -> list[Any]:
-        return [x for kind, x, _ in self.steps if "mul" in kind or "div" in kind]
+        return [step.operand for step in self.steps if step.is_factor]
+
+
+class Step(NamedTuple):
+    """
+    An operation on a value.
+
+    - **kind** - the name of the operation, after an "r" if the value is the second operand.
+    - **operand** - the variable of the other operand, or None.
+    - **result** - the variable of the result.
+    - **axes** - of a product with a matrix: the axes of the value and of the matrix that are summed
+      over.
+    """
+
+    kind: str
+    operand: Any
+    result: Any
+    axes: tuple[int, int] | None = None
+
+    @property
+    def is_factor(self) -> bool:
+        return self.axes is not None or "mul" in self.kind or "div" in self.kind
 
 
 def hierarchy_of(
@@ -106,6 +130,8 @@ def hierarchy_of(
         site = effects[name]
         scaled_by = {names[k] for k in _union(needs, [site.scale, *site.factors])}
         found = [x for x in sorted(scaled_by & laws.keys()) if shapes[x] == shapes[name]]
+        if any(step.axes for step in site.steps):
+            continue
         # its distribution is evaluated before effects are moved
         if len(found) == 1 and not {names[k] for k in _union(needs, laws[found[0]])} & {*effects}:
             local[name] = LocalScale(found[0], *laws[found[0]])
@@ -124,7 +150,9 @@ def is_alone(view: MinibatchModel, data: tuple, effect: str, scale: str, is_foll
     program, _, names, read = _read(view, data, frozenset((effect, scale)))
     k = names.index(effect)
     steps = _steps(program, program.invars[k], _needs(program), k) if is_followed else ()
-    by_scale = reached_by(program, program.invars[names.index(scale)], {x for *_, x in steps})
+    by_scale = reached_by(
+        program, program.invars[names.index(scale)], {step.result for step in steps}
+    )
     by_effect = reached_by(program, program.invars[k], ())
     densities = {name: x for name, x in read.densities.items() if not isinstance(x, Literal)}
     return not any(
@@ -208,14 +236,14 @@ def _read(
 
 def _steps(
     program: Any, variable: Any, needs: Mapping[Any, frozenset[int]], k: int
-) -> tuple[tuple[str, Any, Any], ...]:
+) -> tuple[Step, ...]:
     """
-    Return the operations on an argument, entry by entry, before its other uses.
+    Return the operations on an argument before its other uses, by entries or by a small matrix.
 
     They end with the first term after a factor that depends on other arguments. Without such a
     factor there are none.
     """
-    steps: list[tuple[str, Any, Any]] = []
+    steps: list[Step] = []
     shape, is_scaled, is_shifted = variable.aval.shape, False, False
     while not is_shifted:
         uses = [e for e in program.eqns if any(x is variable for x in e.invars)]
@@ -223,7 +251,7 @@ def _steps(
             break
         (equation,) = uses
         name, operands = equation.primitive.name, equation.invars
-        if name not in ("mul", "div", "add", "sub", "neg"):
+        if name not in ("mul", "div", "add", "sub", "neg", "dot_general"):
             break
         is_first = operands[0] is variable
         others = [x for x in operands if x is not variable]
@@ -231,11 +259,31 @@ def _steps(
             break  # a square of the value, or a broadcast to several entries
         if any(k in _needed(needs, x) for x in others) or (name == "div" and not is_first):
             break
-        before, (variable,) = others[0] if others else None, equation.outvars
-        steps.append((name if is_first else f"r{name}", before, variable))
-        is_scaled |= name in ("mul", "div") and bool(_needed(needs, before))
+        before, axes = others[0] if others else None, None
+        if name == "dot_general":
+            axes = _axes_of_product(equation, is_first)
+            if axes is None or any(x.axes for x in steps) or not _needed(needs, before):
+                break
+        (variable,) = equation.outvars
+        steps.append(Step(name if is_first else f"r{name}", before, variable, axes))
+        is_scaled |= steps[-1].is_factor and bool(_needed(needs, before))
         is_shifted = is_scaled and name in ("add", "sub")
     return tuple(steps) if is_scaled else ()
+
+
+def _axes_of_product(equation: Any, is_first: bool) -> tuple[int, int] | None:
+    """The axes over which a product of values and a small square matrix sums, or None."""
+    (summed, batch), ranks = (
+        equation.params["dimension_numbers"],
+        [len(x.aval.shape) for x in equation.invars],
+    )
+    value, matrix = (0, 1) if is_first else (1, 0)
+    if any(batch) or len(summed[0]) != 1 or ranks[matrix] != 2:
+        return None
+    axis, size = summed[value][0], equation.invars[matrix].aval.shape
+    # the result has the new axis where the value had the old one
+    stays = axis == (ranks[value] - 1 if is_first else 0)
+    return (axis, summed[matrix][0]) if stays and size[0] == size[1] <= _LARGEST else None
 
 
 def _needs(program: Any) -> dict[Any, frozenset[int]]:

@@ -288,6 +288,9 @@ class Around(NamedTuple):
     - **location**, **scale** - :math:`\\mu` and :math:`\\sigma` of the effect :math:`x`.
     - **factor** - factor by which the model multiplies the value. A factor that may be positive or
       negative is no scale.
+    - **below** - by how much the location of an effect grows with the values :math:`u` of those
+      before it in its group, shape (..., k, k), or None.
+    - **axis** - the axis of the effects of a group.
     """
 
     own_location: Array
@@ -295,6 +298,13 @@ class Around(NamedTuple):
     location: Array
     scale: Array
     factor: Array
+    below: Array | None = None
+    axis: int = -1
+
+    def given(self, units: Array) -> "Around":
+        """Return those given the values :math:`u` of the effects before each."""
+        moved = _by_group(self.below, units, self.axis)
+        return self._replace(location=self.location + moved)
 
     def spread(self, there: Coordinates) -> Array:
         """Return :math:`q`."""
@@ -420,10 +430,22 @@ def _evaluated(
         else:
             evaluate(program, known, site.variables)
             around = _around(known, site, values[name])
+            if around.below is not None:
+                around = _given_others(around, there, values[name], from_internal)
             result[name] = moved[0](there, name, values[name], around)
         if not from_internal:
             known[arguments[name]] = result[name]
     return result
+
+
+def _given_others(around: Around, there: Coordinates, values: Array, from_internal: bool) -> Around:
+    """Locations of effects given those before them in their group; parameters as above."""
+    units = (values - around.own_location) / around.own_scale
+    if not from_internal:
+        units = jnp.zeros_like(values)
+        for _ in range(values.shape[around.axis] - 1):
+            units = around.given(units).units(values, there)
+    return around.given(units)
 
 
 def _local_around(
@@ -454,18 +476,47 @@ def _local_around(
 
 def _around(known: Mapping[Any, Any], site: Site, like: Array) -> Around:
     shift, factor = jnp.zeros_like(like), jnp.ones_like(like)
-    for kind, variable, _ in site.steps:
+    inner, matrix, axis = factor, None, -1
+    for kind, variable, _, axes in site.steps:
         operand = None if variable is None else value_of(known, variable)
-        shift, factor = _STEPS[kind](shift, factor, operand)
+        if axes is None:
+            shift, factor = _STEPS[kind](shift, factor, operand)
+        else:
+            axis, matrix = axes[0], jnp.moveaxis(operand, axes[1], 1)
+            shift = _by_group(matrix, shift, axis)
+            inner, factor = factor, jnp.ones_like(like)
     own_location, own_scale = value_of(known, site.location), value_of(known, site.scale)
+    moved, below = factor * own_location, None
+    if matrix is not None:
+        # x = shift + product (m + s u)
+        factor, inner, scales = (
+            jnp.moveaxis(jnp.broadcast_to(x, like.shape), axis, -1)
+            for x in (factor, inner, own_scale)
+        )
+        product = factor[..., None] * matrix * inner[..., None, :]
+        moved = _by_group(product, jnp.broadcast_to(own_location, like.shape), axis)
+        below = jnp.tril(product, -1) * scales[..., None, :]
+        # without an order of effects there are no locations given those before
+        has_order = jnp.all(jnp.triu(matrix, 1) == 0)
+        factor = jnp.where(has_order, jnp.diagonal(product, axis1=-2, axis2=-1), jnp.nan)
+        below *= jnp.where(factor < 0, -1.0, 1.0)[..., None]
+        factor = jnp.moveaxis(factor, -1, axis)
     sign = jnp.where(factor < 0, -1.0, 1.0)
     return Around(
         own_location,
         own_scale,
-        sign * shift + jnp.abs(factor) * own_location,
+        sign * (shift + moved),
         jnp.maximum(jnp.abs(factor) * own_scale, _SMALLEST),
         factor,
+        below,
+        axis,
     )
+
+
+def _by_group(matrix: Array, values: Array, axis: int) -> Array:
+    """Multiply the values of each group, which are along an axis, by a matrix."""
+    last = jnp.moveaxis(values, axis, -1)
+    return jnp.moveaxis(jnp.sum(matrix * last[..., None, :], axis=-1), -1, axis)
 
 
 #: Effect of an operation on :math:`x = a + b v`: the new :math:`a` and :math:`b`, by operation.

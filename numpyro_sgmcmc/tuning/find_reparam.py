@@ -313,13 +313,12 @@ def _moved(target: Target, centring: Centring, metric: GaussianMetric) -> Gaussi
         if factor.ndim == 2:
             product = jax.linearize(at, center)[1]
             return at(center), jax.vmap(product, 1, 1)(factor)
-        # effects of a site are independent of each other
-        derivative, start = jnp.zeros_like(center), 0
-        for name in sorted(target.model.latents):
-            size = target.model.latents[name].size
-            entries = (jnp.arange(len(center)) >= start) & (jnp.arange(len(center)) < start + size)
+        derivative = jnp.zeros_like(center)
+        numbers = _independent(target, center)
+        for k in range(numbers.max() + 1):
+            entries = numbers == k
             own = jax.jvp(at, (center,), (entries.astype(center.dtype),))[1]
-            derivative, start = jnp.where(entries, own, derivative), start + size
+            derivative = jnp.where(entries, own, derivative)
         return at(center), derivative * factor
 
     moved = target.compiled(run, "moved")
@@ -327,6 +326,23 @@ def _moved(target: Target, centring: Centring, metric: GaussianMetric) -> Gaussi
         return DiagonalMetric(*moved(centring, metric.center, metric.scale))
     center, factor = (np.asarray(x, float) for x in moved(centring, *metric[:2]))
     return from_covariance(factor @ factor.T, center, metric.center.dtype)
+
+
+def _independent(target: Target, center: Array) -> np.ndarray:
+    """
+    A number of each coordinate, such that coordinates of the same number are independent.
+
+    Effects of a site are independent of each other, but for those of a group by a matrix.
+    """
+    sites, numbers, count = target.hierarchy(target.unravel(center)).sites, [], 0
+    for name, latent in sorted(target.model.latents.items()):
+        axes = [step.axes for step in sites[name].steps if step.axes] if name in sites else []
+        own = np.zeros(latent.shape, int)
+        if axes and name in target.centring:
+            own = np.indices(latent.shape)[axes[0][0]]
+        numbers.append(own.ravel() + count)
+        count = numbers[-1].max(initial=count - 1) + 1
+    return np.concatenate(numbers)
 
 
 def way_between(target: Target, centers: Array, best: Any, degree: Any) -> Array:

@@ -91,6 +91,27 @@ def transformed(mu, tau):
     return jnp.log(numpyro.sample("x", law.to_event(1)))
 
 
+def correlations(size=3):
+    sd = numpyro.sample("sd", dist.HalfNormal(1).expand([size]).to_event(1))
+    return sd, numpyro.sample("root", dist.LKJCholesky(size, 1.0))
+
+
+def standard_pairs(shape):
+    return numpyro.sample("z", dist.Normal(0, 1).expand(shape).to_event(2))
+
+
+def slopes_of(mu, tau):
+    """Correlated effects of two groups with three each, by a Cholesky factor."""
+    sd, root = correlations()
+    return mu + (standard_pairs([2, 3]) @ (sd[:, None] * root).T).ravel()
+
+
+def slopes_of_columns(mu, tau):
+    """The same in columns, with scales after the product."""
+    sd, root = correlations()
+    return (mu - sd[:, None] * (root @ standard_pairs([3, 2]))).T.ravel()
+
+
 def reparametrised(strategy):
     def effects(mu, tau):
         with reparam_handler(config={"x": strategy}):
@@ -129,13 +150,15 @@ CASES = {
         reparametrised(LocScaleReparam(0.5)),
         {"x_decentered": ["sub", "rmul", "radd"]},
     ),
+    "a Cholesky factor": (slopes_of, {"z": ["dot_general"]}),
+    "its columns": (slopes_of_columns, {"z": ["rdot_general", "rmul", "rsub"]}),
     "TransformReparam": (affine, {"x_base": ["rmul", "radd"]}),
     "spectral": (spectral, {"z": ["rmul", "radd"]}),
 }
 
 #: Hierarchies that these coordinates do not know.
 OTHERS = {
-    "a matrix": lambda mu, tau: mu + tau * (0.9 * jnp.eye(GROUPS) + 0.1) @ standard(),
+    "a known matrix": lambda mu, tau: mu + (0.9 * jnp.eye(GROUPS) + 0.1) @ standard(),
     "known scale": lambda mu, tau: effects_of(lambda mu, tau: dist.Normal(mu, 1))(mu, tau) * 1,
     "known factor": lambda mu, tau: mu + tau + 2.0 * standard(),
 }
@@ -196,11 +219,20 @@ def test_a_factor_of_either_sign_is_no_scale():
     def negative(mu, tau):
         return mu - tau * standard()
 
+    def turned(mu, tau):
+        root = jnp.array([[jnp.cos(tau), -jnp.sin(tau)], [jnp.sin(tau), jnp.cos(tau)]])
+        return mu + (root @ standard_pairs([2, 3])).ravel()
+
+    def full(mu, tau):
+        return mu + (tau * (0.9 * jnp.eye(GROUPS) + 0.1)) @ standard()
+
     def cut_off(mu, tau):
         return mu + jax.nn.relu(tau - 1) * standard()
 
     assert not non_centred(read(product)).centring
     assert not non_centred(read(cut_off)).centring
+    assert not non_centred(read(turned)).centring
+    assert not non_centred(read(full)).centring
     assert set(non_centred(read(negative)).centring) == {"z"}
 
 
@@ -283,7 +315,10 @@ def slopes(target, anchor, y):
     )
 
 
-@pytest.mark.parametrize(("case", "order"), [("centred", 2), ("by hand", 1), ("nested", 2)])
+@pytest.mark.parametrize(
+    ("case", "order"),
+    [("centred", 2), ("by hand", 1), ("nested", 2), ("its columns", 2)],
+)
 def test_a_control_variate_in_coordinates_that_bend(case, order):
     """Its mean is the gradient of all data; and normal rows are quadratic in effects."""
     target = with_degrees(read(CASES[case][0]))
