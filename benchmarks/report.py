@@ -40,6 +40,7 @@ PAGES = (
     "numpyro_examples",
     "rare_rows",
     "groups",
+    "maps",
     "group_integrals",
     "group_benchmarks",
     "calibrated",
@@ -101,6 +102,7 @@ PARTS = {
         " --buckets 3 --draws 600"
     ),
     "clicks": "benchmarks/clicks.py",
+    "maps": "benchmarks/maps.py --picture docs/maps.png",
     "after_a_run": "benchmarks/after_a_run.py",
     "matches": "benchmarks/matches.py",
     "growing": "benchmarks/growing.py --draws 2000 --picture docs/growing_rows.png",

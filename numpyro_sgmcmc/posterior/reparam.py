@@ -303,6 +303,8 @@ class Around(NamedTuple):
 
     def given(self, units: Array) -> "Around":
         """Return those given the values :math:`u` of the effects before each."""
+        if self.below is None:
+            return self
         moved = _by_group(self.below, units, self.axis)
         return self._replace(location=self.location + moved)
 
@@ -478,7 +480,7 @@ def _around(known: Mapping[Any, Any], site: Site, like: Array) -> Around:
     shift, factor = jnp.zeros_like(like), jnp.ones_like(like)
     inner, matrix, axis = factor, None, -1
     for kind, variable, _, axes in site.steps:
-        operand = None if variable is None else value_of(known, variable)
+        operand: Any = None if variable is None else value_of(known, variable)
         if axes is None:
             shift, factor = _STEPS[kind](shift, factor, operand)
         else:

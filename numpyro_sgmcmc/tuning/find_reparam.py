@@ -23,6 +23,7 @@ from numpyro_sgmcmc.posterior.metric import (
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.reparam import (
+    Around,
     Centring,
     Coordinates,
     MixtureCoordinates,
@@ -40,6 +41,9 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian
 #: Shares of an effect's precision that come from the rows: above the first the effect is centred,
 #: and below the other it is non-centred.
 _CENTRED, _NON_CENTRED = 0.8, 1e-3
+
+#: Number of draws that show whether scales move together, and a relative difference that is none.
+_DRAWS, _SAME = 16, 1e-3
 
 #: Number of points at which the signs of factors are checked.
 _POINTS = 32
@@ -204,10 +208,12 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
     .. math:: \\lambda = \\frac{J}{J + \\sigma_0^{-2}}, \\qquad
         e = \\lambda \\hat x = x_0 - (1 - \\lambda) \\mu_0,
 
-    so that the centre is at :math:`y = 0`. Values of :math:`\\lambda` above 0.8 become 1.
-    Otherwise, with few well-known effects at a fixed :math:`y`, the posterior is nearly constant
-    for all small :math:`\\sigma`, far above its value at the centre, and the search for a Gaussian
-    gets lost there.
+    so that the centre is at :math:`y = 0`. Values of :math:`\\lambda` above 0.8 become 1 where
+    effects share a scale. Otherwise, with few well-known effects at a fixed :math:`y`, the
+    posterior is nearly constant for all small :math:`\\sigma`, far above its value at the centre,
+    and the search for a Gaussian gets lost there. Where each effect has a scale of its own, as with
+    the spectral density of a process, some scales become small while others do not. Centred effects
+    then have necks, in which chains stay.
 
     :param target: the model with its data, in any coordinates of this kind.
     :param gaussian: an approximation of the posterior in these coordinates, of all rows or of a
@@ -252,42 +258,69 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
     else:
         precisions = metric.scale**-2
     centring = dict(with_errors(target, metric.center).centring)
-    centring |= _fitting(target, metric.center, target.unravel(precisions), gaussian.part)
+    centring |= _fitting(target, metric, target.unravel(precisions), gaussian.part)
     moved = _moved(target, centring, metric)
     return target._replace(centring=centring), gaussian._replace(metric=moved)
 
 
-def _fitting(target: Target, center: Array, precisions: Values, part: float) -> Centring:
+def _fitting(target: Target, metric: GaussianMetric, precisions: Values, part: float) -> Centring:
     """
     The coordinates in which effects and their scales are independent.
 
-    :param center: the centre of the Gaussian, in the coordinates of the target.
+    :param metric: the Gaussian, in the coordinates of the target.
     :param precisions: the precision of each value given all others.
     :param part: the part of the rows behind the Gaussian.
     """
 
-    def run(target: Target, center: Array, precisions: Values, part: Array) -> Centring:
-        written = target.written(target.unravel(center))
-        hierarchy = target.hierarchy(written.values)
-        coordinates = {}
-        for name, around in locations_and_scales(hierarchy, written.values).items():
-            if not isinstance(there := target.centring.get(name), Coordinates):
-                continue
-            spread = around.spread(there)
-            known = jnp.maximum(precisions[name] * spread - 1, 0.0) / part
-            degree = known / (1 + known)
-            degree = jnp.where(degree < _CENTRED, degree, 1.0)
-            is_known = degree > _NON_CENTRED
-            estimate = written.effects[name] - (1 - degree) * around.location
-            coordinates[name] = Coordinates(
-                jnp.where(is_known, degree, 0.0),
-                jnp.where(is_known, around.scale, 1.0),
-                jnp.where(is_known, estimate, 0.0),
-            )
-        return coordinates
+    def run(target: Target, metric: GaussianMetric, precisions: Values) -> tuple[Any, ...]:
+        def at(point: Array) -> tuple[Values, dict[str, Around]]:
+            written = target.written(target.unravel(point))
+            hierarchy = target.hierarchy(written.values)
+            return written.effects, locations_and_scales(hierarchy, written.values)
 
-    part_ = jnp.asarray(part, center.dtype)
-    return target.compiled(run, "coordinates")(center, precisions, part_)
+        effects, sites = at(metric.center)
+        key = random.key(0)
+        normal = random.normal(key, (_DRAWS, *metric.center.shape), metric.center.dtype)
+        draws = lax.map(lambda z: {k: x.scale for k, x in at(metric.values(z))[1].items()}, normal)
+        informed = {
+            name: precisions[name] * around.spread(there) - 1
+            for name, around in sites.items()
+            if isinstance(there := target.centring.get(name), Coordinates)
+        }
+        return effects, sites, draws, informed
+
+    effects, sites, draws, informed = target.compiled(run, "coordinates")(metric, precisions)
+    coordinates = {}
+    for name, found in informed.items():
+        around, known = sites[name], jnp.maximum(found, 0.0) / part
+        degree = known / (1 + known)
+        is_centred = (degree >= _CENTRED) & _shared(np.log(draws[name]))
+        degree = jnp.where(is_centred, 1.0, jnp.where(degree > _NON_CENTRED, degree, 0.0))
+        estimate = effects[name] - (1 - degree) * around.location
+        coordinates[name] = Coordinates(
+            degree,
+            jnp.where(degree > 0, around.scale, 1.0),
+            jnp.where(degree > 0, estimate, 0.0),
+        )
+    return coordinates
+
+
+def _shared(log_scales: np.ndarray) -> np.ndarray:
+    """
+    True for effects whose scale moves with that of another effect of the site, or does not move.
+
+    :param log_scales: at some draws, shape (draws, ...).
+    """
+    if log_scales[0].size == 1:
+        return np.ones(log_scales.shape[1:], bool)
+    moves = np.asarray(log_scales - log_scales.mean(axis=0), float).reshape(len(log_scales), -1)
+    mark = np.random.default_rng(0).standard_normal(len(moves)) @ moves
+    order = np.argsort(mark)
+    gaps = np.pad(np.diff(mark[order]), 1, constant_values=np.inf)
+    nearest = np.empty_like(mark)
+    nearest[order] = np.minimum(gaps[:-1], gaps[1:])
+    is_fixed = np.abs(moves).max(axis=0) < _SAME
+    return (is_fixed | (nearest < _SAME * (1 + np.abs(mark)))).reshape(log_scales.shape[1:])
 
 
 def between(target: Target, there: Target, point: Array) -> Array:
