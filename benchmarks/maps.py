@@ -55,6 +55,7 @@ def areas_of(neighbours: np.ndarray, count: int) -> Areas:
     graph[neighbours[:, 0], neighbours[:, 1]] = graph[neighbours[:, 1], neighbours[:, 0]] = -1
     np.fill_diagonal(graph, -graph.sum(axis=1))
     values, vectors = np.linalg.eigh(graph)
+    assert values[1] > 1e-9, "the map has several parts"
     variances = np.append(0, 1 / values[1:])
     variances /= np.exp(np.log(vectors**2 @ variances).mean())
     return Areas(vectors.astype(np.float32), variances.astype(np.float32))

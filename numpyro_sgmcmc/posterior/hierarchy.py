@@ -112,7 +112,8 @@ def hierarchy_of(
     for k, name in enumerate(names):
         if name not in own:
             continue
-        steps = _steps(program, program.invars[k], needs, k)
+        is_standard = not _needed(needs, own[name][1])
+        steps = _steps(program, program.invars[k], needs, k, is_standard)
         # if two sites need each other, the operations on the value are left out
         location, scale = own[name]
         for site in (Site(location, scale, steps), Site(location, scale, ())):
@@ -149,7 +150,9 @@ def is_alone(view: MinibatchModel, data: tuple, effect: str, scale: str, is_foll
     """
     program, _, names, read = _read(view, data, frozenset((effect, scale)))
     k = names.index(effect)
-    steps = _steps(program, program.invars[k], _needs(program), k) if is_followed else ()
+    needs, scale_of_effect = _needs(program), read.locations_and_scales[effect][1]
+    is_standard = not _needed(needs, scale_of_effect)
+    steps = _steps(program, program.invars[k], needs, k, is_standard) if is_followed else ()
     by_scale = reached_by(
         program, program.invars[names.index(scale)], {step.result for step in steps}
     )
@@ -235,13 +238,16 @@ def _read(
 
 
 def _steps(
-    program: Any, variable: Any, needs: Mapping[Any, frozenset[int]], k: int
+    program: Any, variable: Any, needs: Mapping[Any, frozenset[int]], k: int, is_standard: bool
 ) -> tuple[Step, ...]:
     """
-    Return the operations on an argument before its other uses, by entries or by a small matrix.
+    Return the operations on an argument before its other uses.
 
     They end with the first term after a factor that depends on other arguments. Without such a
     factor there are none.
+
+    :param bool is_standard: whether the scale of the argument is known. Only then this factor may
+        be a small matrix, or come after other terms than constants.
     """
     steps: list[Step] = []
     shape, is_scaled, is_shifted = variable.aval.shape, False, False
@@ -262,12 +268,14 @@ def _steps(
         before, axes = others[0] if others else None, None
         if name == "dot_general":
             axes = _axes_of_product(equation, is_first)
-            if axes is None or any(x.axes for x in steps) or not _needed(needs, before):
+            if axes is None or is_scaled or not (is_standard and _needed(needs, before)):
                 break
         (variable,) = equation.outvars
         steps.append(Step(name if is_first else f"r{name}", before, variable, axes))
         is_scaled |= steps[-1].is_factor and bool(_needed(needs, before))
-        is_shifted = is_scaled and name in ("add", "sub")
+        # LocScaleReparam subtracts a multiple of the location first, which may be 0
+        is_first_term = is_standard or not _needed(needs, before)
+        is_shifted = name in ("add", "sub") and (is_scaled or not is_first_term)
     return tuple(steps) if is_scaled else ()
 
 

@@ -100,6 +100,9 @@ _NEAREST = 1e-12
 #: of the model may be smaller, and underflow, like a spectral density.
 _SMALLEST = 1e-12
 
+#: The same, relative to the location, so that the effect minus its location keeps digits.
+_RESOLVED = 1e-5
+
 
 class Coordinates(NamedTuple):
     """
@@ -117,6 +120,10 @@ class Coordinates(NamedTuple):
     def centred_by(self, degree: Any) -> "Coordinates":
         """Return coordinates with a degree of centring, with scale 1 and estimate 0."""
         return centred_by(jnp.full_like(self.degree, degree))
+
+    def spread(self, scale: Array) -> Array:
+        """Return :math:`q`."""
+        return 1 - self.degree + self.degree * (scale / self.scale) ** 2
 
     def summary(self) -> str:
         low, middle, high = np.quantile(np.asarray(self.degree), [0, 0.5, 1])
@@ -202,7 +209,7 @@ def from_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> W
 
     def moved(there: Coordinates, name: str, y: Array, around: Around) -> Array:
         nonlocal log_det, effects_log_det
-        narrower = -jnp.log(around.spread(there)) / 2
+        narrower = -jnp.log(there.spread(around.scale)) / 2
         log_det += jnp.sum(jnp.log(around.own_scale) + narrower)
         effects_log_det += jnp.sum(jnp.log(around.scale) + narrower)
         units = around.units(y, there)
@@ -308,18 +315,14 @@ class Around(NamedTuple):
         moved = _by_group(self.below, units, self.axis)
         return self._replace(location=self.location + moved)
 
-    def spread(self, there: Coordinates) -> Array:
-        """Return :math:`q`."""
-        return 1 - there.degree + there.degree * (self.scale / there.scale) ** 2
-
     def units(self, y: Array, there: Coordinates) -> Array:
         """Return :math:`u(y)`."""
-        return self._moved(there) + y / jnp.sqrt(self.spread(there))
+        return self._moved(there) + y / jnp.sqrt(there.spread(self.scale))
 
     def coordinate(self, v: Array, there: Coordinates) -> Array:
         """Return :math:`y(v)`."""
         units = (v - self.own_location) / self.own_scale
-        return jnp.sqrt(self.spread(there)) * (units - self._moved(there))
+        return jnp.sqrt(there.spread(self.scale)) * (units - self._moved(there))
 
     def _moved(self, there: Coordinates) -> Array:
         """Return :math:`u` at :math:`y = 0`."""
@@ -503,12 +506,12 @@ def _around(known: Mapping[Any, Any], site: Site, like: Array) -> Around:
         factor = jnp.where(has_order, jnp.diagonal(product, axis1=-2, axis2=-1), jnp.nan)
         below *= jnp.where(factor < 0, -1.0, 1.0)[..., None]
         factor = jnp.moveaxis(factor, -1, axis)
-    sign = jnp.where(factor < 0, -1.0, 1.0)
+    location = jnp.where(factor < 0, -1.0, 1.0) * (shift + moved)
     return Around(
         own_location,
         own_scale,
-        sign * (shift + moved),
-        jnp.maximum(jnp.abs(factor) * own_scale, _SMALLEST),
+        location,
+        jnp.maximum(jnp.abs(factor) * own_scale, _SMALLEST + _RESOLVED * jnp.abs(location)),
         factor,
         below,
         axis,

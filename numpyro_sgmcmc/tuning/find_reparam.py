@@ -23,7 +23,6 @@ from numpyro_sgmcmc.posterior.metric import (
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.reparam import (
-    Around,
     Centring,
     Coordinates,
     MixtureCoordinates,
@@ -42,14 +41,15 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian
 #: and below the other it is non-centred.
 _CENTRED, _NON_CENTRED = 0.8, 1e-3
 
-#: Number of draws that show whether scales move together, and a relative difference that is none.
-_DRAWS, _SAME = 16, 1e-3
+#: Number of draws that show whether scales move together, a relative difference that is none, and
+#: the fewest effects for each of several scales.
+_DRAWS, _SAME, _FOR_EACH = 16, 1e-3, 4
 
 #: Number of points at which the signs of factors are checked.
 _POINTS = 32
 
-#: Share of these points at which all factors may underflow.
-_ZEROS = 0.25
+#: Size of the smallest factor that is not zero, if others underflow.
+_TINY = 1e-6
 
 #: Logarithm of the largest density of a local scale minus those at the ends of its points, and the
 #: largest difference of the logarithms of neighbouring scales.
@@ -95,14 +95,15 @@ def _has_one_sign(factors: np.ndarray) -> bool:
     """
     True if each factor is positive wherever it is not zero, or negative.
 
-    The spectral density of a smooth process underflows at high frequencies. A factor like
-    ``relu(a)`` is zero at all of its entries.
+    The spectral density of a smooth process underflows at high frequencies, and is tiny next to it.
+    A factor like ``relu(a)`` is not.
 
     :param factors: shape (points, ...).
     """
     is_mixed = (factors > 0).any(axis=0) & (factors < 0).any(axis=0)
-    is_zero = (factors == 0).reshape(len(factors), -1).all(axis=1)
-    return bool(np.isfinite(factors).all() and not is_mixed.any() and is_zero.mean() < _ZEROS)
+    smallest = np.where(factors == 0, np.inf, np.abs(factors)).min(axis=0)
+    is_cut = (factors == 0).any(axis=0) & np.isfinite(smallest) & (smallest > _TINY)
+    return bool(np.isfinite(factors).all() and factors.any() and not (is_mixed | is_cut).any())
 
 
 def _local_scales(target: Target) -> dict[str, str]:
@@ -208,12 +209,12 @@ def find_centring(target: Target, gaussian: Gaussian) -> tuple[Target, Gaussian]
     .. math:: \\lambda = \\frac{J}{J + \\sigma_0^{-2}}, \\qquad
         e = \\lambda \\hat x = x_0 - (1 - \\lambda) \\mu_0,
 
-    so that the centre is at :math:`y = 0`. Values of :math:`\\lambda` above 0.8 become 1 where
-    effects share a scale. Otherwise, with few well-known effects at a fixed :math:`y`, the
-    posterior is nearly constant for all small :math:`\\sigma`, far above its value at the centre,
-    and the search for a Gaussian gets lost there. Where each effect has a scale of its own, as with
-    the spectral density of a process, some scales become small while others do not. Centred effects
-    then have necks, in which chains stay.
+    so that the centre is at :math:`y = 0`. Values of :math:`\\lambda` below 0.001 become 0, and
+    those above 0.8 become 1 where effects share a scale. Otherwise, with few well-known effects at
+    a fixed :math:`y`, the posterior is nearly constant for all small :math:`\\sigma`, far above its
+    value at the centre, and the search for a Gaussian gets lost there. Where each effect has a
+    scale of its own, as with the spectral density of a process, some scales become small while
+    others do not. Centred effects then have necks, in which chains stay.
 
     :param target: the model with its data, in any coordinates of this kind.
     :param gaussian: an approximation of the posterior in these coordinates, of all rows or of a
@@ -272,55 +273,51 @@ def _fitting(target: Target, metric: GaussianMetric, precisions: Values, part: f
     :param part: the part of the rows behind the Gaussian.
     """
 
-    def run(target: Target, metric: GaussianMetric, precisions: Values) -> tuple[Any, ...]:
-        def at(point: Array) -> tuple[Values, dict[str, Around]]:
+    def run(target: Target, metric: GaussianMetric) -> tuple[Values, Values, Values]:
+        """Effects, locations and scales at the centre and at draws."""
+
+        def at(point: Array) -> tuple[Values, Values, Values]:
             written = target.written(target.unravel(point))
-            hierarchy = target.hierarchy(written.values)
-            return written.effects, locations_and_scales(hierarchy, written.values)
+            sites = locations_and_scales(target.hierarchy(written.values), written.values)
+            locations = {name: around.location for name, around in sites.items()}
+            return written.effects, locations, {name: x.scale for name, x in sites.items()}
 
-        effects, sites = at(metric.center)
-        key = random.key(0)
-        normal = random.normal(key, (_DRAWS, *metric.center.shape), metric.center.dtype)
-        draws = lax.map(lambda z: {k: x.scale for k, x in at(metric.values(z))[1].items()}, normal)
-        informed = {
-            name: precisions[name] * around.spread(there) - 1
-            for name, around in sites.items()
-            if isinstance(there := target.centring.get(name), Coordinates)
-        }
-        return effects, sites, draws, informed
+        center, key = metric.center, random.key(0)
+        normal = random.normal(key, (_DRAWS, *center.shape), center.dtype)
+        return lax.map(at, jnp.concatenate([center[None], jax.vmap(metric.values)(normal)]))
 
-    effects, sites, draws, informed = target.compiled(run, "coordinates")(metric, precisions)
+    effects, locations, scales = target.compiled(run, "coordinates")(metric)
     coordinates = {}
-    for name, found in informed.items():
-        around, known = sites[name], jnp.maximum(found, 0.0) / part
+    for name, there in target.centring.items():
+        if not isinstance(there, Coordinates):
+            continue
+        scale = scales[name][0]
+        known = jnp.maximum(precisions[name] * there.spread(scale) - 1, 0.0) / part
         degree = known / (1 + known)
-        is_centred = (degree >= _CENTRED) & _shared(np.log(draws[name]))
+        is_centred = (degree >= _CENTRED) & _is_shared(np.asarray(scales[name][1:]))
         degree = jnp.where(is_centred, 1.0, jnp.where(degree > _NON_CENTRED, degree, 0.0))
-        estimate = effects[name] - (1 - degree) * around.location
+        estimate = effects[name][0] - (1 - degree) * locations[name][0]
         coordinates[name] = Coordinates(
             degree,
-            jnp.where(degree > 0, around.scale, 1.0),
+            jnp.where(degree > 0, scale, 1.0),
             jnp.where(degree > 0, estimate, 0.0),
         )
     return coordinates
 
 
-def _shared(log_scales: np.ndarray) -> np.ndarray:
+def _is_shared(scales: np.ndarray) -> bool:
     """
-    True for effects whose scale moves with that of another effect of the site, or does not move.
+    True if effects share their scale, or a few scales.
 
-    :param log_scales: at some draws, shape (draws, ...).
+    Effects of a process have a scale each, or in pairs.
+
+    :param scales: at some draws, shape (draws, ...).
     """
-    if log_scales[0].size == 1:
-        return np.ones(log_scales.shape[1:], bool)
-    moves = np.asarray(log_scales - log_scales.mean(axis=0), float).reshape(len(log_scales), -1)
-    mark = np.random.default_rng(0).standard_normal(len(moves)) @ moves
-    order = np.argsort(mark)
-    gaps = np.pad(np.diff(mark[order]), 1, constant_values=np.inf)
-    nearest = np.empty_like(mark)
-    nearest[order] = np.minimum(gaps[:-1], gaps[1:])
-    is_fixed = np.abs(moves).max(axis=0) < _SAME
-    return (is_fixed | (nearest < _SAME * (1 + np.abs(mark)))).reshape(log_scales.shape[1:])
+    logarithms = np.log(np.clip(np.nan_to_num(scales), 1e-30, 1e30)).reshape(len(scales), -1)
+    moves = logarithms - logarithms.mean(axis=0)
+    moves = moves[:, np.abs(moves).max(axis=0) > _SAME]
+    distinct = np.unique((moves / _SAME).round(), axis=1).shape[1]
+    return distinct <= max(1, scales[0].size / _FOR_EACH)
 
 
 def between(target: Target, there: Target, point: Array) -> Array:
