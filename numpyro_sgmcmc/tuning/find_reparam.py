@@ -48,8 +48,9 @@ _DRAWS, _SAME, _FOR_EACH = 16, 1e-3, 4
 #: Number of points at which the signs of factors are checked.
 _POINTS = 32
 
-#: Size of the smallest factor that is not zero, if others underflow.
-_TINY = 1e-6
+#: Number of further points near the origin, their distance as a part of that of the others, and a
+#: factor that is tiny.
+_POINTS_NEAR, _NEAR, _TINY = 16, 1 / 16, 1e-6
 
 #: Logarithm of the largest density of a local scale minus those at the ends of its points, and the
 #: largest difference of the logarithms of neighbouring scales.
@@ -66,7 +67,7 @@ def non_centred(target: Target) -> Target:
     :param target: the model with its data, as written.
     """
     normal = np.random.default_rng(0).standard_normal((_POINTS, target.model.dimension))
-    points = normal.astype(target.model.dtype)
+    points = np.concatenate([normal, _NEAR * normal[:_POINTS_NEAR]]).astype(target.model.dtype)
     local = _local_scales(target)
 
     def seen(target: Target, points: Array) -> Any:
@@ -95,14 +96,14 @@ def _has_one_sign(factors: np.ndarray) -> bool:
     """
     True if each factor is positive wherever it is not zero, or negative.
 
-    The spectral density of a smooth process underflows at high frequencies, and is tiny next to it.
-    A factor like ``relu(a)`` is not.
+    The spectral density of a smooth process underflows far from the origin, and near it only if it
+    is tiny all around. A factor like ``relu(a)`` is zero at some points near it, and not at others.
 
-    :param factors: shape (points, ...).
+    :param factors: shape (points, ...), the last of which are near the origin.
     """
     is_mixed = (factors > 0).any(axis=0) & (factors < 0).any(axis=0)
-    smallest = np.where(factors == 0, np.inf, np.abs(factors)).min(axis=0)
-    is_cut = (factors == 0).any(axis=0) & np.isfinite(smallest) & (smallest > _TINY)
+    near = np.abs(factors[_POINTS:])
+    is_cut = (near == 0).any(axis=0) & (near.max(axis=0) > _TINY)
     return bool(np.isfinite(factors).all() and factors.any() and not (is_mixed | is_cut).any())
 
 
