@@ -132,7 +132,7 @@ def hierarchy_of(
         scaled_by = {names[k] for k in _union(needs, [site.scale, *site.factors])}
         found = [x for x in sorted(scaled_by & laws.keys()) if shapes[x] == shapes[name]]
         if any(step.axes for step in site.steps):
-            continue
+            continue  # effects of a group are no independent mixtures
         # its distribution is evaluated before effects are moved
         if len(found) == 1 and not {names[k] for k in _union(needs, laws[found[0]])} & {*effects}:
             local[name] = LocalScale(found[0], *laws[found[0]])
@@ -281,10 +281,8 @@ def _steps(
 
 def _axes_of_product(equation: Any, is_first: bool) -> tuple[int, int] | None:
     """The axes over which a product of values and a small square matrix sums, or None."""
-    (summed, batch), ranks = (
-        equation.params["dimension_numbers"],
-        [len(x.aval.shape) for x in equation.invars],
-    )
+    summed, batch = equation.params["dimension_numbers"]
+    ranks = [len(x.aval.shape) for x in equation.invars]
     value, matrix = (0, 1) if is_first else (1, 0)
     if any(batch) or len(summed[0]) != 1 or ranks[matrix] != 2:
         return None

@@ -41,9 +41,9 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian
 #: and below the other it is non-centred.
 _CENTRED, _NON_CENTRED = 0.8, 1e-3
 
-#: Number of draws that show whether scales move together, a relative difference that is none, and
-#: the fewest effects for each of several scales.
-_DRAWS, _SAME, _FOR_EACH = 16, 1e-3, 4
+#: Number of draws that show whether scales move together, the largest rounding error of their
+#: logarithms, and the fewest effects for each of several scales.
+_DRAWS, _SAME, _FOR_EACH = 16, 1e-5, 4
 
 #: Number of points at which the signs of factors are checked.
 _POINTS = 32
@@ -314,11 +314,13 @@ def _is_shared(scales: np.ndarray) -> bool:
 
     :param scales: at some draws, shape (draws, ...).
     """
-    logarithms = np.log(np.clip(np.nan_to_num(scales), 1e-30, 1e30)).reshape(len(scales), -1)
+    finite = np.clip(np.nan_to_num(scales).astype(float), 1e-30, 1e30)
+    logarithms = np.log(finite).reshape(len(scales), -1)
     moves = logarithms - logarithms.mean(axis=0)
     moves = moves[:, np.abs(moves).max(axis=0) > _SAME]
-    distinct = np.unique((moves / _SAME).round(), axis=1).shape[1]
-    return distinct <= max(1, scales[0].size / _FOR_EACH)
+    marks = np.sort(np.random.default_rng(0).standard_normal(len(moves)) @ moves)
+    distinct = 1 + np.sum(np.diff(marks) > _SAME)
+    return bool(distinct <= max(1, scales[0].size / _FOR_EACH))
 
 
 def between(target: Target, there: Target, point: Array) -> Array:
