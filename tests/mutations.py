@@ -218,7 +218,7 @@ MUTATIONS = {
         "rows/test_growing.py -k sums_of_old",
     ),
     "coordinates whose mean moves with the location only": Mutation(
-        "posterior/reparam.py Around._moved far", "-there.degree * self.location",
+        "posterior/coordinates.py Around._moved far", "-there.degree * self.location",
         "tuning/test_centring.py -k independent",
     ),
     "the last row of each cluster for their sum": Mutation(

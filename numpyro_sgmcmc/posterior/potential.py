@@ -20,14 +20,16 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, counted_rows, drawn_rows
 from numpyro_sgmcmc.data.rows import Rows as Kind
+from numpyro_sgmcmc.posterior.coordinates import (
+    Centring,
+    centred,
+)
 from numpyro_sgmcmc.posterior.handlers import Indices, Plate
 from numpyro_sgmcmc.posterior.hierarchy import hierarchy_of
 from numpyro_sgmcmc.posterior.metric import Metric
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
 from numpyro_sgmcmc.posterior.reparam import (
-    Centring,
     Written,
-    centred,
     from_internal,
 )
 

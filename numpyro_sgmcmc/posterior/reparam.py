@@ -42,7 +42,7 @@ are read from the model by :mod:`~numpyro_sgmcmc.posterior.hierarchy`.
 
     >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import init_to_uniform
-    >>> from numpyro_sgmcmc.posterior.reparam import Coordinates
+    >>> from numpyro_sgmcmc.posterior.coordinates import Coordinates
     >>> from numpyro_sgmcmc.posterior.model import read_model
     >>> from numpyro_sgmcmc.posterior.target import Target
 
@@ -79,8 +79,16 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, lax
 import jax.numpy as jnp
-import numpy as np
 
+from numpyro_sgmcmc.posterior.coordinates import (
+    Around,
+    Centring,
+    Coordinates,
+    MixtureCoordinates,
+    around_of,
+    centred_by,
+    mixtures_of,
+)
 from numpyro_sgmcmc.posterior.hierarchy import Hierarchy, Site
 from numpyro_sgmcmc.posterior.jaxpr import evaluate, value_of
 from numpyro_sgmcmc.posterior.local_scales import LocalScale
@@ -96,88 +104,10 @@ from numpyro_sgmcmc.posterior.scale_mixture import (
 #: The smallest distance of an effect from its location, in standard deviations.
 _NEAREST = 1e-12
 
-#: The smallest scale of an effect in its coordinates, whose inverse cube does not overflow. Factors
-#: of the model may be smaller, and underflow, like a spectral density.
-_SMALLEST = 1e-12
-
-#: The same, relative to the location, so that the effect minus its location keeps digits.
-_RESOLVED = 1e-5
-
-
-class Coordinates(NamedTuple):
-    """
-    Coordinates of a site, by arrays of the shape of its values.
-
-    - **degree** - the degree of centring :math:`\\lambda`.
-    - **scale** - :math:`\\sigma_0`.
-    - **estimate** - :math:`e = \\lambda \\hat x`.
-    """
-
-    degree: Array
-    scale: Array
-    estimate: Array
-
-    def centred_by(self, degree: Any) -> "Coordinates":
-        """Return coordinates with a degree of centring, with scale 1 and estimate 0."""
-        return centred_by(jnp.full_like(self.degree, degree))
-
-    def spread(self, scale: Array) -> Array:
-        """Return :math:`q`."""
-        return 1 - self.degree + self.degree * (scale / self.scale) ** 2
-
-    def summary(self) -> str:
-        low, middle, high = np.quantile(np.asarray(self.degree), [0, 0.5, 1])
-        range_ = f"centred by {low:.2f} to {high:.2f}, median {middle:.2f}"
-        return f"{range_} (0 is non-centred)"
-
-
-class MixtureCoordinates(NamedTuple):
-    """
-    Coordinates of a site and its local scale, see :mod:`~numpyro_sgmcmc.posterior.scale_mixture`.
-
-    - **error** - the standard error :math:`s` of each effect, of the shape of its values.
-    """
-
-    error: Array
-
-    def centred_by(self, degree: Any) -> "MixtureCoordinates":
-        """Return the same, because they are neither centred nor non-centred."""
-        return self
-
-    def summary(self) -> str:
-        low, high = (f(np.asarray(self.error)) for f in (np.min, np.max))
-        return f"a mixture over its scales, for standard errors of {low:.3g} to {high:.3g}"
-
-
-AnyCoordinates = Coordinates | MixtureCoordinates
-
-#: Coordinates by site.
-Centring = Mapping[str, AnyCoordinates]
-
-
-def centred_by(degree: Array) -> Coordinates:
-    """Return coordinates with a degree of centring, with scale 1 and estimate 0."""
-    return Coordinates(degree, jnp.ones_like(degree), jnp.zeros_like(degree))
-
-
-def centred(centring: Centring) -> Centring:
-    """Return the coordinates of sites that equal their effects, :math:`y = x`."""
-    return {name: centred_by(jnp.ones_like(there[0])) for name, there in centring.items()}
-
 
 def scales_of(hierarchy: Hierarchy, centring: Centring) -> list[str]:
     """Return the names of the sites of local scales."""
     return [hierarchy.local[name].name for name in mixtures_of(centring)]
-
-
-def mixtures_of(centring: Centring) -> list[str]:
-    """Return the names of the sites with a local scale."""
-    return [name for name, there in centring.items() if isinstance(there, MixtureCoordinates)]
-
-
-def with_degree(centring: Centring, degree: Any) -> Centring:
-    """Return coordinates with a degree of centring; of scale mixtures the same."""
-    return {name: there.centred_by(degree) for name, there in centring.items()}
 
 
 class Written(NamedTuple):
@@ -287,50 +217,6 @@ def to_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Val
     return _evaluated(hierarchy, centring, values, (moved, with_scale), from_internal=True)
 
 
-class Around(NamedTuple):
-    """
-    Locations and scales of a site and of its effect.
-
-    - **own_location**, **own_scale** - :math:`m` and :math:`s` of the latent value.
-    - **location**, **scale** - :math:`\\mu` and :math:`\\sigma` of the effect :math:`x`.
-    - **factor** - factor by which the model multiplies the value. A factor that may be positive or
-      negative is no scale.
-    - **below** - by how much the location of an effect grows with the values :math:`u` of those
-      before it in its group, shape (..., k, k), or None.
-    - **axis** - the axis of the effects of a group.
-    """
-
-    own_location: Array
-    own_scale: Array
-    location: Array
-    scale: Array
-    factor: Array
-    below: Array | None = None
-    axis: int = -1
-
-    def given(self, units: Array) -> "Around":
-        """Return those given the values :math:`u` of the effects before each."""
-        if self.below is None:
-            return self
-        moved = _by_group(self.below, units, self.axis)
-        return self._replace(location=self.location + moved)
-
-    def units(self, y: Array, there: Coordinates) -> Array:
-        """Return :math:`u(y)`."""
-        return self._moved(there) + y / jnp.sqrt(there.spread(self.scale))
-
-    def coordinate(self, v: Array, there: Coordinates) -> Array:
-        """Return :math:`y(v)`."""
-        units = (v - self.own_location) / self.own_scale
-        return jnp.sqrt(there.spread(self.scale)) * (units - self._moved(there))
-
-    def _moved(self, there: Coordinates) -> Array:
-        """Return :math:`u` at :math:`y = 0`."""
-        far = there.estimate - there.degree * self.location
-        ratio = self.scale / there.scale
-        return far / there.scale / ((1 - there.degree) / ratio + there.degree * ratio)
-
-
 class LocalAround(NamedTuple):
     """
     Distributions of an effect with a local scale.
@@ -434,7 +320,7 @@ def _evaluated(
                 known[arguments[local.name]] = result[local.name]
         else:
             evaluate(program, known, site.variables)
-            around = _around(known, site, values[name])
+            around = around_of(known, site, values[name])
             if around.below is not None:
                 around = _given_others(around, there, values[name], from_internal)
             result[name] = moved[0](there, name, values[name], around)
@@ -468,7 +354,7 @@ def _local_around(
     def around(logarithm: Array) -> Around:
         here = others | {argument: logarithm}
         evaluate(program, here, site.variables)
-        return _around(here, site, like)
+        return around_of(here, site, like)
 
     def mixture(every: int) -> Mixture:
         chosen = points[::every]
@@ -477,61 +363,3 @@ def _local_around(
 
     location = jnp.broadcast_to(around(points[0]).location, points[0].shape)
     return LocalAround(local.name, points, location, log_weights, around, mixture)
-
-
-def _around(known: Mapping[Any, Any], site: Site, like: Array) -> Around:
-    shift, factor = jnp.zeros_like(like), jnp.ones_like(like)
-    inner, matrix, axis = factor, None, -1
-    for kind, variable, _, axes in site.steps:
-        operand: Any = None if variable is None else value_of(known, variable)
-        if axes is None:
-            shift, factor = _STEPS[kind](shift, factor, operand)
-        else:
-            axis, matrix = axes[0], jnp.moveaxis(operand, axes[1], 1)
-            shift = _by_group(matrix, shift, axis)
-            inner, factor = factor, jnp.ones_like(like)
-    own_location, own_scale = value_of(known, site.location), value_of(known, site.scale)
-    moved, below = factor * own_location, None
-    if matrix is not None:
-        # x = shift + product (m + s u)
-        factor, inner, scales = (
-            jnp.moveaxis(jnp.broadcast_to(x, like.shape), axis, -1)
-            for x in (factor, inner, own_scale)
-        )
-        product = factor[..., None] * matrix * inner[..., None, :]
-        moved = _by_group(product, jnp.broadcast_to(own_location, like.shape), axis)
-        below = jnp.tril(product, -1) * scales[..., None, :]
-        # without an order of effects there are no locations given those before
-        has_order = jnp.all(jnp.triu(matrix, 1) == 0)
-        factor = jnp.where(has_order, jnp.diagonal(product, axis1=-2, axis2=-1), jnp.nan)
-        below *= jnp.where(factor < 0, -1.0, 1.0)[..., None]
-        factor = jnp.moveaxis(factor, -1, axis)
-    location = jnp.where(factor < 0, -1.0, 1.0) * (shift + moved)
-    return Around(
-        own_location,
-        own_scale,
-        location,
-        jnp.maximum(jnp.abs(factor) * own_scale, _SMALLEST + _RESOLVED * jnp.abs(location)),
-        factor,
-        below,
-        axis,
-    )
-
-
-def _by_group(matrix: Array, values: Array, axis: int) -> Array:
-    """Multiply the values of each group, which are along an axis, by a matrix."""
-    last = jnp.moveaxis(values, axis, -1)
-    return jnp.moveaxis(jnp.sum(matrix * last[..., None, :], axis=-1), -1, axis)
-
-
-#: Effect of an operation on :math:`x = a + b v`: the new :math:`a` and :math:`b`, by operation.
-_STEPS: dict[str, Callable[[Any, Any, Any], tuple[Any, Any]]] = {
-    "mul": lambda a, b, x: (a * x, b * x),
-    "rmul": lambda a, b, x: (a * x, b * x),
-    "div": lambda a, b, x: (a / x, b / x),
-    "add": lambda a, b, x: (a + x, b),
-    "radd": lambda a, b, x: (a + x, b),
-    "sub": lambda a, b, x: (a - x, b),
-    "rsub": lambda a, b, x: (x - a, -b),
-    "neg": lambda a, b, _: (-a, -b),
-}

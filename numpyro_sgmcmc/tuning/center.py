@@ -17,11 +17,14 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
+from numpyro_sgmcmc.posterior.coordinates import (
+    MixtureCoordinates,
+    mixtures_of,
+)
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import DenseMetric, IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
-from numpyro_sgmcmc.posterior.reparam import MixtureCoordinates, mixtures_of
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.find_reparam import between, way_between, with_errors
 from numpyro_sgmcmc.tuning.gauss_newton import mean_prior, uses_gauss_newton, whitened_rows

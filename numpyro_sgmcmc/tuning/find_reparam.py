@@ -13,6 +13,14 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.posterior.coordinates import (
+    Centring,
+    Coordinates,
+    MixtureCoordinates,
+    centred_by,
+    mixtures_of,
+    with_degree,
+)
 from numpyro_sgmcmc.posterior.hierarchy import Hierarchy, is_alone
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
@@ -23,15 +31,9 @@ from numpyro_sgmcmc.posterior.metric import (
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.reparam import (
-    Centring,
-    Coordinates,
-    MixtureCoordinates,
-    centred_by,
     locations_and_scales,
     mixture_of,
-    mixtures_of,
     scales_of,
-    with_degree,
 )
 from numpyro_sgmcmc.posterior.scale_mixture import EVERY
 from numpyro_sgmcmc.posterior.target import Target

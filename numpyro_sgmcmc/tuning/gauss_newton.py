@@ -23,10 +23,15 @@ import numpyro.distributions as dist
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
+from numpyro_sgmcmc.posterior.coordinates import (
+    mixtures_of,
+)
 from numpyro_sgmcmc.posterior.handlers import log_density, without_wrappers
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.potential import Rows, counted, ravel
-from numpyro_sgmcmc.posterior.reparam import mixtures_of, scales_of
+from numpyro_sgmcmc.posterior.reparam import (
+    scales_of,
+)
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.fisher import each_once, rows_of, rows_stand_for, whitened_fisher
 

@@ -90,6 +90,10 @@ import numpy as np
 
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.posterior.control_variate import order_of
+from numpyro_sgmcmc.posterior.coordinates import (
+    mixtures_of,
+    with_degree,
+)
 from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
@@ -98,7 +102,6 @@ from numpyro_sgmcmc.posterior.metric import (
     IdentityMetric,
     Metric,
 )
-from numpyro_sgmcmc.posterior.reparam import mixtures_of, with_degree
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import prepare_center, search_center, search_errors, search_near
 from numpyro_sgmcmc.tuning.correlated_noise import error_of_correlations

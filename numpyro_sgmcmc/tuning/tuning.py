@@ -20,8 +20,10 @@ from numpyro_sgmcmc.data.archive import Archive
 from numpyro_sgmcmc.data.records import kinds_in
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
+from numpyro_sgmcmc.posterior.coordinates import (
+    AnyCoordinates,
+)
 from numpyro_sgmcmc.posterior.metric import DenseMetric, GaussianMetric, Metric, name_of
-from numpyro_sgmcmc.posterior.reparam import AnyCoordinates
 from numpyro_sgmcmc.stein import SteinReport, advice
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of

@@ -13,11 +13,13 @@ import numpy as np
 import optax
 
 from numpyro_sgmcmc.data.subsampling import SCHEMES
+from numpyro_sgmcmc.posterior.coordinates import (
+    with_degree,
+)
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, GaussianMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
-from numpyro_sgmcmc.posterior.reparam import with_degree
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
 from numpyro_sgmcmc.tuning.gauss_newton import uses_gauss_newton

@@ -22,7 +22,7 @@ from runs import run_mcmc, target_of
 from numpyro_sgmcmc import SGHMC, CCAdL
 from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
-from numpyro_sgmcmc.posterior import reparam
+from numpyro_sgmcmc.posterior import coordinates, reparam
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.stein import stein_report
 from numpyro_sgmcmc.tuning.center import search_center
@@ -320,7 +320,7 @@ def with_degrees(target):
 
     def some(shape):
         degree, scale, estimate = random.uniform(random.key(2), (3, *shape))
-        return reparam.Coordinates(degree, 0.5 + scale, estimate - 0.5)
+        return coordinates.Coordinates(degree, 0.5 + scale, estimate - 0.5)
 
     return target._replace(centring={name: some(values[name].shape) for name in names})
 
@@ -411,9 +411,9 @@ def test_coordinates_in_which_effects_and_scale_are_independent():
     for scale in (0.05, 0.5, 5.0):
         variance = 1 / (scale**-2 + precision)
         mean = variance * (mu * scale**-2 + precision * estimate)
-        around = reparam.Around(0.0, 1.0, mu, scale, scale)
+        around = coordinates.Around(0.0, 1.0, mu, scale, scale)
         degree = precision / (precision + 0.5**-2)
-        there = reparam.Coordinates(degree, 0.5, degree * estimate)
+        there = coordinates.Coordinates(degree, 0.5, degree * estimate)
         ends = [(mean + k * variance**0.5 - mu) / scale for k in (-1, 1)]
         law.append([float(around.coordinate(u, there)) for u in ends])
     np.testing.assert_allclose(law, np.tile([-1, 1], (3, 1)) * (1 - degree) ** 0.5, atol=1e-5)

@@ -19,8 +19,10 @@ from scipy.stats import kstest, norm
 
 from numpyro_sgmcmc import CCAdL
 from numpyro_sgmcmc.posterior import scale_mixture
+from numpyro_sgmcmc.posterior.coordinates import (
+    mixtures_of,
+)
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
-from numpyro_sgmcmc.posterior.reparam import mixtures_of
 from numpyro_sgmcmc.tuning.find_reparam import non_centred
 
 GROUPS, EACH = 6, 40
