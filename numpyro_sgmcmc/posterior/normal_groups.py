@@ -9,16 +9,10 @@ import jax
 from jax import Array, lax, random
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.posterior.quadrature import Density, hessian, slope
-from numpyro_sgmcmc.posterior.small_cholesky import (
-    away,
-    inverse_cholesky,
-    log_determinant,
-    towards,
-)
+from numpyro_sgmcmc.posterior.curvature import DENSE, Density, Factor, Form, slope
 
 
-def normal_log_integral(density: Density, start: Array) -> Array:
+def normal_log_integral(density: Density, start: Array, form: Form = DENSE) -> Array:
     """
     Return :math:`\\log \\int e^{f(z)} dz` of each group for a quadratic :math:`f`.
 
@@ -34,6 +28,8 @@ def normal_log_integral(density: Density, start: Array) -> Array:
     :param density: :math:`f` of all groups, a function of shape (n, k) with values of shape (n,).
         No group depends on another.
     :param start: any point in each group, shape (n, k).
+    :param form: the form of the curvature of :math:`f`. Banded curvatures make the integral the
+        likelihood of a Kalman filter.
     :return: the log integrals, shape (n,).
 
     **Example:**
@@ -48,18 +44,18 @@ def normal_log_integral(density: Density, start: Array) -> Array:
         >>> bool(jnp.allclose(found, 0.5 * jnp.log(jnp.pi), atol=1e-5))
         True
     """
-    inverse = _exact_factor(density, start)
-    held = lax.stop_gradient(inverse)
+    factor = _exact_factor(density, start, form)
+    held = lax.stop_gradient(factor)
     mode = lax.stop_gradient(_newton_step(density, start, held))
     value, pullback = jax.vjp(density, mode)
     (gradient,) = pullback(jnp.ones_like(value))
     # zero up to rounding, with the second derivatives that come from the mode
-    gain = 0.5 * jnp.sum(towards(held, gradient) ** 2, axis=-1)
+    gain = 0.5 * jnp.sum(held.towards(gradient) ** 2, axis=-1)
     constant = 0.5 * start.shape[1] * math.log(2 * math.pi)
-    return value + gain + constant + log_determinant(inverse)
+    return value + gain + constant + factor.log_determinant
 
 
-def normal_draws_of(density: Density, start: Array, rng_key: Array) -> Array:
+def normal_draws_of(density: Density, start: Array, rng_key: Array, form: Form = DENSE) -> Array:
     """
     Draw the latent variables of each group, given all else.
 
@@ -70,16 +66,16 @@ def normal_draws_of(density: Density, start: Array, rng_key: Array) -> Array:
     :param rng_key: a random key.
     :return: draws, shape (n, k).
     """
-    inverse = _exact_factor(density, start)
-    mode = _newton_step(density, _newton_step(density, start, inverse), inverse)
-    return mode + away(inverse, random.normal(rng_key, start.shape, start.dtype))
+    factor = _exact_factor(density, start, form)
+    mode = _newton_step(density, _newton_step(density, start, factor), factor)
+    return mode + factor.away(random.normal(rng_key, start.shape, start.dtype))
 
 
-def _exact_factor(density: Density, z: Array) -> Array:
+def _exact_factor(density: Density, z: Array, form: Form) -> Factor:
     # the rounding of sums of products to few bits would make near-singular matrices indefinite
     with jax.default_matmul_precision("highest"):
-        return inverse_cholesky(-hessian(density, z), True)
+        return form.factor(form.at(density, z), True)
 
 
-def _newton_step(density: Density, z: Array, inverse: Array) -> Array:
-    return z + away(inverse, towards(inverse, slope(density, z)))
+def _newton_step(density: Density, z: Array, factor: Factor) -> Array:
+    return z + factor.away(factor.towards(slope(density, z)))

@@ -86,7 +86,6 @@ all but the :math:`b`-th of :math:`B = 4` blocks, the result is the jackknife's
 """
 
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 import math
 from typing import Any, NamedTuple
@@ -97,15 +96,7 @@ from jax.nn import logsumexp
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.posterior.small_cholesky import (
-    away,
-    inverse_cholesky,
-    log_determinant,
-    towards,
-)
-
-#: Log density of each group: function of a point in each, shape (n, k), with values of shape (n,).
-Density = Callable[[Array], Array]
+from numpyro_sgmcmc.posterior.curvature import DENSE, Density, Factor, Form, slope
 
 #: Nodes in each dimension, for one and two dimensions, by rule: in a step where few Gauss-Hermite
 #: nodes are enough, in other steps, and in a pass over all groups for an anchor. In three
@@ -123,6 +114,14 @@ _MOST_DIMENSIONS = 2
 
 #: Numbers of draws for more dimensions in a step and in a pass, and number of jackknife blocks.
 _DRAWS, _FINE_DRAWS, _BLOCKS = 32, 1_024, 4
+
+#: Largest number of dimensions of a group that is no path.
+MOST_DIMENSIONS = 30
+
+#: Number of latent values in the fine draws of a longer path, and the fewest draws. A pass over
+#: paths takes a time in proportion to these values, and an error of few draws is small beside the
+#: differences between series.
+_FINE_VALUES, _LEAST_FINE = 8_192, 64
 
 #: Centre of the draws as a fraction of the way from mode to mean, the part of the observations'
 #: curvature that is left out at large distances of the two, and the distance for half of this part.
@@ -144,7 +143,13 @@ def needs_draws(dimension: int) -> bool:
 def points_of(dimension: int, rule: str = "step") -> int:
     """Return the number of points of each group."""
     if needs_draws(dimension):
-        return _FINE_DRAWS if rule == "fine" else _DRAWS
+        if rule != "fine":
+            return _DRAWS
+        if dimension <= MOST_DIMENSIONS:
+            return _FINE_DRAWS
+        # in pairs of opposite sign in each block
+        pairs = 2 * _BLOCKS
+        return max(_LEAST_FINE, _FINE_VALUES // dimension // pairs * pairs)
     return nodes_of(dimension, rule) ** dimension if dimension else 1
 
 
@@ -160,6 +165,7 @@ def log_integral(
     start: Array,
     rng_keys: Any,
     rule: str = "step",
+    form: Form = DENSE,
 ) -> Array:
     """
     Return :math:`\\log \\int e^{f(z)} dz` of each group.
@@ -178,6 +184,7 @@ def log_integral(
         - ``"check"``: a rule whose distance from ``"step"`` estimates the error of ``"step"``. In
           up to two dimensions it is the fine rule. For draws it takes the draws of a step and
           corrects the next term of their bias, by the difference from halves of the draws.
+    :param form: the form of the curvature of :math:`f`.
     :return: the log integrals, shape (n,).
 
     **Example:** the square of a normal density, for which any number of nodes is exact.
@@ -193,24 +200,19 @@ def log_integral(
         >>> bool(jnp.allclose(found, 0.5 * jnp.log(jnp.pi), atol=1e-5))
         True
     """
-    mode, inverse = lax.stop_gradient(find_modes(fixed, start))
+    mode, factor = lax.stop_gradient(find_modes(fixed, start, form))
     dimension = start.shape[1]
     if not needs_draws(dimension):
         number = nodes_of(dimension, rule)
         if rule != "few":
-            x, log_weights = lax.stop_gradient(spread(fixed, mode, inverse, number))
-            terms = jax.vmap(density)(mode + away(inverse, x)) + log_weights
-            return logsumexp(terms, axis=0) + log_determinant(inverse)
+            x, log_weights = lax.stop_gradient(spread(fixed, mode, factor, number))
+            terms = jax.vmap(density)(mode + factor.away(x)) + log_weights
+            return logsumexp(terms, axis=0) + factor.log_determinant
         nodes, weights = gauss_hermite(number, dimension)
         x = jnp.asarray(nodes, start.dtype)[:, None]
         log_weights = jnp.asarray(weights, start.dtype)[:, None]
     else:
-        units = lax.stop_gradient(towards_mean(fixed, mode, inverse))
-        share = _share(units)[:, None, None]
-        # one more step of the search does not move the mode, and gives its derivatives
-        mode = mode + away(inverse, towards(inverse, slope(density, mode)) + units)
-        curvature = share * hessian(density, mode) + (1 - share) * hessian(latent, mode)
-        inverse = inverse_cholesky(-curvature)
+        mode, factor = _wider(density, fixed, latent, mode, factor, form)
         draws = points_of(dimension, rule)
         half = (draws // 2, dimension)
         x = jax.vmap(lambda key: random.normal(key, half, start.dtype), 0, 1)(rng_keys)
@@ -218,13 +220,13 @@ def log_integral(
         x = jnp.stack([x, -x], axis=1).reshape(draws, *start.shape)
         log_weights = jnp.asarray(-math.log(draws), start.dtype)
     scaled = log_weights + 0.5 * jnp.sum(x**2, -1) + 0.5 * dimension * math.log(2 * math.pi)
-    terms = jax.vmap(density)(mode + away(inverse, x)) + scaled
+    terms = jax.vmap(density)(mode + factor.away(x)) + scaled
     result = jackknife(terms) if needs_draws(dimension) else logsumexp(terms, axis=0)
     if needs_draws(dimension) and rule == "check":
         halves = [jackknife(half) + math.log(2) for half in jnp.split(terms, 2)]
         # the bias of half as many draws is four times as large
         result = result + (result - sum(halves) / 2) / 3
-    return result + log_determinant(inverse)
+    return result + factor.log_determinant
 
 
 class Mesh(NamedTuple):
@@ -246,16 +248,16 @@ class Mesh(NamedTuple):
         return x, jnp.log(self.scale * self.b * jnp.cosh(bent))
 
 
-def mesh_of(density: Density, mode: Array, inverse: Array, number: int) -> Mesh:
+def mesh_of(density: Density, mode: Array, factor: Any, number: int) -> Mesh:
     """
     Return the map for nodes that reach as far as a skewed density.
 
     :param mode: modes, shape (n, k).
-    :param inverse: :math:`L^{-1}` at the modes.
+    :param factor: :math:`L` at the modes, of dense curvatures.
     :param number: number of nodes in each dimension.
     """
     fall = _FALL + number / 2
-    right, left = jnp.split(reaches(density, mode, inverse, fall), 2)
+    right, left = jnp.split(reaches(density, mode, factor, fall), 2)
     width, skewness = right + left, (right - left) / (right + left)
     wider = jnp.maximum(width / (2 * math.sqrt(2 * fall)), 1.0)
     b = jnp.sqrt(6 * jnp.log(wider)) + _LEAST_BEND
@@ -266,7 +268,7 @@ def mesh_of(density: Density, mode: Array, inverse: Array, number: int) -> Mesh:
     return Mesh(a, b, width / (2 * jnp.sinh(b) * jnp.cosh(a)))
 
 
-def spread(density: Density, mode: Array, inverse: Array, number: int) -> tuple[Array, Array]:
+def spread(density: Density, mode: Array, factor: Any, number: int) -> tuple[Array, Array]:
     """
     Return the nodes :math:`x(u_k)` of an integral, and the logarithms of their weights.
 
@@ -275,7 +277,7 @@ def spread(density: Density, mode: Array, inverse: Array, number: int) -> tuple[
     :return: nodes, shape (number ** k, n, k), and log weights, shape (number ** k, n).
     """
     u = jnp.linspace(-1.0, 1.0, number, dtype=mode.dtype)[:, None, None]
-    x, log_slopes = mesh_of(density, mode, inverse, number).at(u)
+    x, log_slopes = mesh_of(density, mode, factor, number).at(u)
     # all combinations of the nodes of each dimension
     axes = np.arange(mode.shape[1])
     each = np.array(list(product(range(number), repeat=len(axes))))
@@ -283,7 +285,7 @@ def spread(density: Density, mode: Array, inverse: Array, number: int) -> tuple[
     return jnp.moveaxis(x[each, axes], 1, 2), jnp.sum(log_weights[each, axes], 1)
 
 
-def reaches(density: Density, mode: Array, inverse: Array, fall: float) -> Array:
+def reaches(density: Density, mode: Array, factor: Any, fall: float) -> Array:
     """
     Return the distances from the mode at which the log density has fallen by ``fall``.
 
@@ -291,7 +293,7 @@ def reaches(density: Density, mode: Array, inverse: Array, fall: float) -> Array
     the other. The search takes secants of the logarithms within a bracket. A power needs one
     secant. A point where the density is NaN is too far.
     """
-    axes = jnp.moveaxis(inverse, 1, 0)
+    axes = jnp.moveaxis(factor.inverse, 1, 0)
     axes = jnp.concatenate([axes, -axes])
     top = density(mode)
 
@@ -324,27 +326,32 @@ def reaches(density: Density, mode: Array, inverse: Array, fall: float) -> Array
     return jnp.where(is_found | (least == 0), t, least)
 
 
-def towards_mean(density: Density, mode: Array, inverse: Array) -> Array:
+def towards_mean(density: Density, mode: Array, factor: Factor, form: Form = DENSE) -> Array:
     """
     Return the shift :math:`u` from the mode towards the mean, shape (n, k).
 
     Its length is at most :math:`\\sqrt k / 2`.
 
     :param mode: modes, shape (n, k).
-    :param inverse: :math:`L^{-1}` at the modes, with rows :math:`v_j`.
+    :param factor: :math:`L` at the modes.
     """
-
-    def curvatures(z: Array) -> Array:
-        def along(v: Array) -> Array:
-            first = lambda z: jax.jvp(density, (z,), (v,))[1]  # noqa: E731
-            return jax.jvp(first, (z,), (v,))[1]
-
-        return jnp.sum(jax.vmap(along, 1)(inverse))
-
-    units = _TOWARDS_MEAN * 0.5 * towards(inverse, jax.grad(curvatures)(mode))
+    third = jax.grad(lambda z: form.expected(density, z, factor))(mode)
+    units = _TOWARDS_MEAN * 0.5 * factor.towards(third)
     length = jnp.sqrt(jnp.sum(units**2, -1, keepdims=True))
     most = 0.5 * math.sqrt(mode.shape[-1])
     return units * most / jnp.maximum(length, most)
+
+
+def _wider(
+    density: Density, fixed: Density, latent: Density, mode: Array, factor: Factor, form: Form
+) -> tuple[Array, Factor]:
+    """Return centre and factor of the draws, most of the way from the modes to the means."""
+    units = lax.stop_gradient(towards_mean(fixed, mode, factor, form))
+    share = _share(units)
+    # one more step of the search does not move the mode, and gives its derivatives
+    center = mode + factor.away(factor.towards(slope(density, mode)) + units)
+    mixed = form.mixed(share, form.at(density, center), form.at(latent, center))
+    return center, form.factor(mixed)
 
 
 def _share(units: Array) -> Array:
@@ -367,7 +374,9 @@ def jackknife(terms: Array) -> Array:
     return _BLOCKS * logsumexp(blocks, axis=0) - (_BLOCKS - 1) * less
 
 
-def draws_of(density: Density, start: Array, rng_key: Array) -> Array:
+def draws_of(
+    density: Density, latent: Density, start: Array, rng_key: Array, form: Form = DENSE
+) -> Array:
     """
     Draw the latent variables of each group from a density, by independent Metropolis-Hastings.
 
@@ -378,19 +387,28 @@ def draws_of(density: Density, start: Array, rng_key: Array) -> Array:
         P(k) \\propto x'(u_k) \\, e^{f(z(u_k))} ,
 
     which reaches as far as the tails. In more dimensions a proposal has Student's t distribution
-    with 5 degrees of freedom around the mode. After 32 proposals with these acceptance rates the
-    draw does not depend on its start.
+    with 5 degrees of freedom around the mode. Paths have the normal proposals of their integral,
+    because Student's distribution has the wrong length in many dimensions. After 32 proposals with
+    these acceptance rates the draw does not depend on its start.
 
     :param density: log density up to a constant for each group, a function of shape (n, k) with
         values of shape (n,).
     :param start: start of the search for the modes, shape (n, k).
+    :param latent: the log density of the latent variables, a part of it.
     :param rng_key: a random key.
+    :param form: the form of the curvature of the log density.
     :return: draws, shape (n, k).
     """
-    modes, inverse = find_modes(density, start)
+    modes, factor = find_modes(density, start, form)
     number, dimension = start.shape
-    by = _around_mode if needs_draws(dimension) else _around_nodes
-    proposed = by(density, modes, inverse)
+    degrees = _DEGREES
+    if form is not DENSE:
+        modes, factor = _wider(density, density, latent, modes, factor, form)
+        degrees = math.inf
+    if needs_draws(dimension):
+        proposed = _around_center(density, modes, factor, degrees)
+    else:
+        proposed = _around_nodes(density, modes, factor)
 
     def one(now: tuple[Array, Array], key: Array) -> tuple[tuple[Array, Array], None]:
         first_key, second_key = random.split(key)
@@ -409,31 +427,32 @@ def draws_of(density: Density, start: Array, rng_key: Array) -> Array:
 Proposal = Callable[[Array], tuple[Array, Array]]
 
 
-def _around_mode(density: Density, modes: Array, inverse: Array) -> Proposal:
-    number, dimension = modes.shape
+def _around_center(density: Density, center: Array, factor: Factor, degrees: float) -> Proposal:
+    number, dimension = center.shape
 
     def proposed(key: Array) -> tuple[Array, Array]:
         normal_key, chi_key = random.split(key)
-        x = random.normal(normal_key, (number, dimension), modes.dtype)
-        chi = random.chisquare(chi_key, _DEGREES, (number, 1), modes.dtype)
-        x = x * jnp.sqrt(_DEGREES / chi)
-        log_proposal = -(_DEGREES + dimension) / 2 * jnp.log1p(jnp.sum(x**2, -1) / _DEGREES)
-        z = modes + away(inverse, x)
+        x = random.normal(normal_key, (number, dimension), center.dtype)
+        log_proposal = -0.5 * jnp.sum(x**2, -1)
+        if math.isfinite(degrees):
+            x = x * jnp.sqrt(degrees / random.chisquare(chi_key, degrees, (number, 1), x.dtype))
+            log_proposal = -(degrees + dimension) / 2 * jnp.log1p(jnp.sum(x**2, -1) / degrees)
+        z = center + factor.away(x)
         return z, density(z) - log_proposal
 
     return proposed
 
 
-def _around_nodes(density: Density, modes: Array, inverse: Array) -> Proposal:
+def _around_nodes(density: Density, modes: Array, factor: Factor) -> Proposal:
     number, dimension = modes.shape
     count = nodes_of(dimension, "fine")
-    mesh = mesh_of(density, modes, inverse, count)
+    mesh = mesh_of(density, modes, factor, count)
     nodes = jnp.asarray(list(product(np.linspace(-1, 1, count), repeat=dimension)), modes.dtype)
 
     def at(u: Array) -> tuple[Array, Array]:
         """Return the points at ``u``, shape (k, n), and their log densities with respect to it."""
         x, log_slopes = mesh.at(u)
-        z = modes + away(inverse, x.T)
+        z = modes + factor.away(x.T)
         value = density(z) + log_slopes.sum(0)
         return z, jnp.where(jnp.isnan(value), -jnp.inf, value)
 
@@ -449,14 +468,14 @@ def _around_nodes(density: Density, modes: Array, inverse: Array) -> Proposal:
     return proposed
 
 
-def find_modes(density: Density, start: Array) -> tuple[Array, Array]:
+def find_modes(density: Density, start: Array, form: Form = DENSE) -> tuple[Array, Factor]:
     """
-    Find the mode of each group by Newton's method, and :math:`L^{-1}` there.
+    Find the mode of each group by Newton's method, and :math:`L` there.
 
     Each Hessian serves a few steps. A step that does not lead upward is repeated with a shorter
     length. Upward curvature counts as downward curvature of equal size.
 
-    :return: modes, shape (n, k), and :math:`L^{-1}`, shape (n, k, k).
+    :return: modes, shape (n, k), and the factor of the curvature.
     """
 
     def goes_on(search: tuple) -> Array:
@@ -465,12 +484,12 @@ def find_modes(density: Density, start: Array) -> tuple[Array, Array]:
 
     def one(search: tuple) -> tuple:
         count, z, length, _ = search
-        inverse = inverse_cholesky(-hessian(density, z))
+        factor = form.factor(form.at(density, z))
 
         def step(_: int, now: tuple) -> tuple:
             z, value, units, length = now
-            there = z + length[:, None] * away(inverse, units)
-            proposed = there, density(there), towards(inverse, slope(density, there))
+            there = z + length[:, None] * factor.away(units)
+            proposed = there, density(there), factor.towards(slope(density, there))
             # a decrease by rounding is no decrease
             slack = 8 * jnp.finfo(z.dtype).eps * (1 + jnp.abs(value))
             better = proposed[1] >= value - slack
@@ -480,25 +499,13 @@ def find_modes(density: Density, start: Array) -> tuple[Array, Array]:
             )
             return z, value, units, jnp.where(better, jnp.minimum(1.0, 2 * length), length / 4)
 
-        now = z, density(z), towards(inverse, slope(density, z)), length
+        now = z, density(z), factor.towards(slope(density, z)), length
         z, _, units, length = lax.fori_loop(0, _STEPS, step, now)
         return count + 1, z, length, units
 
     begin = 0, start, jnp.ones(len(start), start.dtype), jnp.full_like(start, jnp.inf)
     _, z, *_ = lax.while_loop(goes_on, one, begin)
-    return z, inverse_cholesky(-hessian(density, z))
-
-
-def slope(density: Density, z: Array) -> Array:
-    """Return the gradient of each group, shape (n, k)."""
-    return jax.grad(lambda z: density(z).sum())(z)
-
-
-def hessian(density: Density, z: Array) -> Array:
-    """Return the Hessian of each group, shape (n, k, k)."""
-    _, along = jax.linearize(partial(slope, density), z)
-    units = jnp.eye(z.shape[-1], dtype=z.dtype)
-    return jax.vmap(lambda e: along(jnp.broadcast_to(e, z.shape)), out_axes=-1)(units)
+    return z, form.factor(form.at(density, z))
 
 
 def gauss_hermite(number: int, dimension: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@
 """Cholesky factors of many small matrices at once, one for each group."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 from jax import Array, lax
@@ -17,6 +18,35 @@ _PIVOT = 1e-3
 
 #: Sums of products without the rounding to few bits that accelerators do by default.
 _einsum = partial(jnp.einsum, precision="highest")
+
+
+class DenseFactor(NamedTuple):
+    """
+    Cholesky factors of small matrices.
+
+    - **inverse** - :math:`L^{-1}`, shape (n, k, k).
+    """
+
+    inverse: Array
+
+    def towards(self, gradient: Array) -> Array:
+        """Return :math:`L^{-1} g`, shape (n, k)."""
+        return _einsum("nij,nj->ni", self.inverse, gradient)
+
+    def away(self, x: Array) -> Array:
+        """Return :math:`L^{-\\top} x`, shape (..., n, k)."""
+        points = jnp.broadcast_to(x, (*x.shape[:-2], *self.inverse.shape[:2]))
+        return _einsum("nji,...nj->...ni", self.inverse, points)
+
+    @property
+    def log_determinant(self) -> Array:
+        """:math:`-\\log \\det L`, shape (n,)."""
+        return jnp.sum(jnp.log(jnp.diagonal(self.inverse, axis1=-2, axis2=-1)), -1)
+
+
+def dense_cholesky(matrices: Array, is_exact: bool = False) -> DenseFactor:
+    """Factorise matrices by :func:`inverse_cholesky`."""
+    return DenseFactor(inverse_cholesky(matrices, is_exact))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -91,19 +121,3 @@ def _by_columns(matrices: Array, diagonal: Array, is_exact: bool) -> Array:
 
     both = jnp.concatenate([jnp.moveaxis(matrices, 0, -1), units], axis=1)
     return jnp.moveaxis(lax.fori_loop(0, size, eliminated, both)[:, size:], -1, 0)
-
-
-def towards(inverse: Array, gradient: Array) -> Array:
-    """Return :math:`L^{-1} g`, shape (n, k)."""
-    return _einsum("nij,nj->ni", inverse, gradient)
-
-
-def away(inverse: Array, x: Array) -> Array:
-    """Return :math:`L^{-\\top} x`, shape (..., n, k)."""
-    points = jnp.broadcast_to(x, (*x.shape[:-2], *inverse.shape[:2]))
-    return _einsum("nji,...nj->...ni", inverse, points)
-
-
-def log_determinant(inverse: Array) -> Array:
-    """Return :math:`-\\log \\det L`, shape (n,)."""
-    return jnp.sum(jnp.log(jnp.diagonal(inverse, axis1=-2, axis2=-1)), -1)

@@ -166,10 +166,10 @@ def test_integrals_are_compiled(of_customers, name, monkeypatch):
     """No result evaluates groups operation by operation, or all at once."""
     search, numbers = quadrature.find_modes, []
 
-    def watched(density, start):
+    def watched(density, start, form):
         assert isinstance(start, jax.core.Tracer)
         numbers.append(len(start))
-        return search(density, start)
+        return search(density, start, form)
 
     monkeypatch.setattr(quadrature, "find_modes", watched)
     monkeypatch.setattr("numpyro_sgmcmc.posterior.local_latents.AT_ONCE", 64)

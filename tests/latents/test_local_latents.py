@@ -45,7 +45,7 @@ from numpyro_sgmcmc.diagnostics.comparison import variance_of
 from numpyro_sgmcmc.diagnostics.runs import effective_sizes
 from numpyro_sgmcmc.gradients.covariance import Diagonal
 from numpyro_sgmcmc.gradients.estimators import sub_batch_gradient
-from numpyro_sgmcmc.posterior import potential, quadrature
+from numpyro_sgmcmc.posterior import potential, quadrature, small_cholesky
 from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric, from_covariance
@@ -491,9 +491,10 @@ def test_skewed_integrals(law):
 def test_draws_of_skewed_variables(shape):
     """Logarithms of Gamma variables, alone and beside a normal one: their tails are reached."""
     number = 4_000
-    one = jax.jit(lambda key: quadrature.draws_of(lambda z: density(z[:, 0]), start[:, :1], key))
+    first = lambda z: density(z[:, 0])  # noqa: E731
+    one = jax.jit(lambda key: quadrature.draws_of(first, first, start[:, :1], key))
     both = lambda z: density(z[:, 0]) - (z[:, 1] - 0.5 * z[:, 0]) ** 2 / 2  # noqa: E731
-    two = jax.jit(lambda key: quadrature.draws_of(both, start, key))
+    two = jax.jit(lambda key: quadrature.draws_of(both, both, start, key))
     density = lambda z: shape * z - jnp.exp(z)  # noqa: E731
     start = jnp.full((number, 2), 0.1)
     for z in (one(random.key(1)), two(random.key(2))):
@@ -741,13 +742,13 @@ def test_many_normal_effects():
 def test_factors_of_small_matrices():
     a = RNG.standard_normal((7, 5, 5))
     a = a @ np.swapaxes(a, 1, 2) + np.eye(5)
-    found = np.asarray(quadrature.inverse_cholesky(jnp.asarray(a)))
+    found = np.asarray(small_cholesky.inverse_cholesky(jnp.asarray(a)))
     np.testing.assert_allclose(found, np.linalg.inv(np.linalg.cholesky(a)), rtol=2e-3, atol=2e-4)
     # of more than eleven columns, by halves: a pivot counts beside the entry before elimination
     near = (jnp.eye(12) + 1e8)[None].astype(jnp.float32)
-    assert jnp.isfinite(quadrature.inverse_cholesky(near, True)).all()
+    assert jnp.isfinite(small_cholesky.inverse_cholesky(near, True)).all()
     # a saddle has a scale in every direction
-    saddle = quadrature.inverse_cholesky(jnp.diag(jnp.array([4.0, -4.0, 0.0]))[None])
+    saddle = small_cholesky.inverse_cholesky(jnp.diag(jnp.array([4.0, -4.0, 0.0]))[None])
     np.testing.assert_allclose(np.diagonal(saddle[0])[:2], 0.5)
     assert np.isfinite(saddle).all()
 
@@ -757,9 +758,9 @@ def test_modes_are_found_from_afar(start):
     """With steps that would lead downward made shorter."""
     centers = jnp.array([[-3.0], [0.0], [40.0]])
     density = lambda z: dist.StudentT(3.0, centers, 1.0).log_prob(z)[:, 0]  # noqa: E731
-    modes, inverse = quadrature.find_modes(density, jnp.full((3, 1), start))
+    modes, factor = quadrature.find_modes(density, jnp.full((3, 1), start))
     np.testing.assert_allclose(modes, centers, atol=0.05)
-    np.testing.assert_allclose(inverse[:, 0, 0], 0.75**0.5, rtol=0.05)
+    np.testing.assert_allclose(factor.inverse[:, 0, 0], 0.75**0.5, rtol=0.05)
 
 
 # --- through MCMC

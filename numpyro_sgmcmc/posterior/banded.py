@@ -1,0 +1,138 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Cholesky factors of many banded matrices at once, one for each path of a group.
+
+The latent values of a path depend on those of the times just before. Their precision matrix
+:math:`A` is banded, :math:`A_{ij} = 0` for :math:`|i - j| > w`, and so is its factor
+:math:`A = L L^\\top`. All operations take a time in proportion to the length of the path. They go
+through the columns of :math:`L` one by one, for all groups at once.
+"""
+
+from typing import NamedTuple
+
+from jax import Array, lax
+import jax.numpy as jnp
+
+#: Smallest pivot in rounding errors of its value before elimination.
+_ROUNDING = 4.0
+
+
+class BandedFactor(NamedTuple):
+    """
+    Cholesky factors of banded matrices.
+
+    - **columns** - :math:`L_{j + d, j}` for :math:`d = 0, \\dots, w`, shape (k, w + 1, n). Entries
+      below the last row are zero.
+    """
+
+    columns: Array
+
+    def towards(self, gradient: Array) -> Array:
+        """Return :math:`L^{-1} g`, shape (..., n, k)."""
+        rows = jnp.moveaxis(gradient, -1, 0)
+        rest = jnp.zeros((self.columns.shape[1] - 1, *rows.shape[1:]), rows.dtype)
+
+        def one(rest: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
+            g, column = at
+            # what earlier values take from this row and the next ones
+            x = (g - rest[0] if len(rest) else g) / column[0]
+            ahead = jnp.concatenate([rest[1:], jnp.zeros_like(rest[:1])])
+            return ahead + _times(column[1:], x), x
+
+        _, x = lax.scan(one, rest, (rows, self.columns))
+        return jnp.moveaxis(x, 0, -1)
+
+    def away(self, x: Array) -> Array:
+        """Return :math:`L^{-\\top} x`, shape (..., n, k)."""
+        rows = jnp.moveaxis(x, -1, 0)
+        later = jnp.zeros((self.columns.shape[1] - 1, *rows.shape[1:]), rows.dtype)
+
+        def one(later: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
+            b, column = at
+            taken = [column[d + 1] * later[d] for d in range(len(later))]
+            z = (b - sum(taken)) / column[0]
+            return jnp.concatenate([z[None], later])[: len(later)], z
+
+        _, z = lax.scan(one, later, (rows, self.columns), reverse=True)
+        return jnp.moveaxis(z, 0, -1)
+
+    @property
+    def log_determinant(self) -> Array:
+        """:math:`-\\log \\det L`, shape (n,)."""
+        return -jnp.sum(jnp.log(self.columns[:, 0]), axis=0)
+
+    @property
+    def covariances(self) -> Array:
+        """
+        The entries of :math:`A^{-1}` in the band of :math:`A`.
+
+        From :math:`A^{-1} = L^{-\\top} L^{-1}` follow the entries of a column from those of later
+        columns,
+
+        .. math:: \\Sigma_{ij} = \\frac{1}{L_{jj}} \\Big( \\frac{\\delta_{ij}}{L_{jj}}
+            - \\sum_{d = 1}^w L_{j + d, j} \\Sigma_{j + d, i} \\Big), \\qquad i \\ge j .
+
+        :return: :math:`\\Sigma_{j + d, j}`, shape (k, w + 1, n).
+        """
+        width = self.columns.shape[1] - 1
+        shape = width, width, self.columns.shape[2]
+
+        def one(later: Array, column: Array) -> tuple[Array, Array]:
+            """The covariances of the next values give those with this value."""
+            with_later = -jnp.sum(column[1:, None] * later, axis=0) / column[0]
+            own = (1 / column[0] - jnp.sum(column[1:] * with_later, axis=0)) / column[0]
+            found = jnp.concatenate([own[None], with_later])
+            block = jnp.concatenate([with_later[:, None], later], axis=1)
+            block = jnp.concatenate([found[None], block], axis=0)
+            return block[:width, :width], found
+
+        # values after the last one do not exist: their column has zeros
+        _, found = lax.scan(one, jnp.zeros(shape, self.columns.dtype), self.columns, reverse=True)
+        return found
+
+
+def banded_cholesky(bands: Array, is_exact: bool = False) -> BandedFactor:
+    """
+    Factorise banded matrices.
+
+    :param bands: :math:`A_{j + d, j}` for :math:`d = 0, \\dots, w`, shape (k, w + 1, n).
+    :param bool is_exact: whether a pivot that is clearly negative makes the result NaN. Otherwise,
+        for the search of a mode, it counts with its absolute value.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_sgmcmc.posterior.banded import banded_cholesky
+        >>> bands = jnp.array([[2.0, -1.0], [2.0, -1.0], [2.0, 0.0]])[..., None]
+        >>> factor = banded_cholesky(bands)
+        >>> print(f"{jnp.exp(-2 * factor.log_determinant[0]):.3f}")
+        4.000
+        >>> factor.covariances[:, 0, 0].round(2).tolist()
+        [0.75, 1.0, 0.75]
+    """
+    width = bands.shape[1] - 1
+    least = _ROUNDING * float(jnp.finfo(bands.dtype).eps)
+
+    def one(window: Array, band: Array) -> tuple[Array, Array]:
+        """Eliminate a value from the next ones; ``window`` is what earlier ones took from them."""
+        column = band - window[:, 0]
+        smallest = least * jnp.abs(band[0]) + jnp.finfo(bands.dtype).tiny
+        pivot = column[0]
+        pivot = jnp.where(pivot > -100 * smallest, pivot, jnp.nan) if is_exact else jnp.abs(pivot)
+        column = column.at[0].set(pivot) / jnp.sqrt(jnp.maximum(pivot, smallest))
+        column = column.at[0].set(jnp.sqrt(jnp.maximum(pivot, smallest)))
+        window = window + column[:, None] * column
+        return jnp.pad(window[1:, 1:], ((0, 1), (0, 1), (0, 0))), column
+
+    start = jnp.zeros((width + 1, width + 1, bands.shape[2]), bands.dtype)
+    return BandedFactor(lax.scan(one, start, bands)[1])
+
+
+def _times(column: Array, x: Array) -> Array:
+    """Return the products of a column with values, one for each row."""
+    shape = column.shape[0], *(1,) * (x.ndim - 1), column.shape[1]
+    return column.reshape(shape) * x
