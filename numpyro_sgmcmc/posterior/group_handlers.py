@@ -18,6 +18,7 @@ from numpyro.distributions import biject_to
 from numpyro.handlers import trace, uncondition
 from numpyro.primitives import Messenger
 
+from numpyro_sgmcmc.posterior.curvature import DENSE, Banded, Form
 from numpyro_sgmcmc.posterior.handlers import Model, log_density, without_wrappers
 from numpyro_sgmcmc.posterior.quadrature import needs_draws, points_of
 
@@ -39,6 +40,8 @@ class LocalPlate(NamedTuple):
       may be skewed.
     - **normal** - whether the continuous sites are normal given the observations and all other
       sites, whatever the values of those.
+    - **path** - the order of the latent values of a path, and the largest distance of values that
+      depend on each other; None for other groups.
     """
 
     name: str
@@ -46,6 +49,7 @@ class LocalPlate(NamedTuple):
     discrete: tuple[tuple[str, int], ...]
     bounded: bool = False
     normal: bool = False
+    path: tuple[tuple[int, ...], int] | None = None
 
     @property
     def dimension(self) -> int:
@@ -55,6 +59,11 @@ class LocalPlate(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in (*self.continuous, *self.discrete))
+
+    @property
+    def form(self) -> Form:
+        """The form of the curvature."""
+        return DENSE if self.path is None else Banded(self.path[1])
 
     @property
     def is_drawn(self) -> bool:
@@ -67,7 +76,9 @@ class LocalPlate(NamedTuple):
 
         In closed form each column of the Hessian counts as one.
         """
-        points = 1 + self.dimension if self.normal else points_of(self.dimension, rule)
+        points = 1 + self.form.columns(self.dimension)
+        if not self.normal:
+            points = points_of(self.dimension, rule)
         return len(self.combinations) * points
 
     @property
@@ -162,6 +173,8 @@ class AllGiven(Messenger):
     ) -> None:
         self.model, self.plate, self.seen, self.values = model, plate, seen, values
         self.names = seen.names
+        if plate.path is not None:
+            z = z[:, np.argsort(plate.path[0])]
         self.z, self.start = z, {}
         start = 0
         for name, shape in plate.continuous:

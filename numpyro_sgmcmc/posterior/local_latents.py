@@ -31,6 +31,7 @@ import numpyro
 from numpyro.handlers import block
 
 from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
+from numpyro_sgmcmc.posterior.curvature import Banded, band_of
 from numpyro_sgmcmc.posterior.group_handlers import (
     OBSERVED,
     AllGiven,
@@ -46,6 +47,13 @@ from numpyro_sgmcmc.posterior.quadrature import draws_of, log_integral
 
 #: Ending of the name of a plate's factor.
 MARGINAL = ", marginal"
+
+#: Number of groups whose Hessians show which latent values depend on each other, and the number of
+#: latent values from which on they are looked at.
+SEEN, _SHORT = 8, 8
+
+#: Largest number of latent values of a path.
+MOST_ON_A_PATH = 1_000
 
 #: Number of groups whose integrals are computed together when a model is evaluated on all groups.
 AT_ONCE = 2_048
@@ -149,8 +157,13 @@ class Marginal:
         """The model as it was written, for ``inspect.signature``."""
         return self.model
 
-    def with_normal_groups(self, *args: Any, **kwargs: Any) -> "Marginal":
-        """Return the model with the plates marked whose latent sites are normal given all else."""
+    def with_forms(self, *args: Any, **kwargs: Any) -> "Marginal":
+        """
+        Return the model with the forms of its groups.
+
+        They are whether latent sites are normal given all else, and which of them depend on each
+        other.
+        """
         seen = Globals(self.plates, self.hidden)
         with seen:
             self.model(*args, **kwargs)
@@ -160,7 +173,18 @@ class Marginal:
             classes = jnp.asarray(plate.combinations)[0]
             return degree(partial(density, seen.values, classes), start) == 2
 
+        def path(plate: LocalPlate) -> tuple[tuple[int, ...], int] | None:
+            here = seen.plates[plate.name]
+            few = seen.at(plate.name, here.rows[:SEEN])
+            start, density = self._densities(plate, few, args, kwargs)
+            classes = jnp.asarray(plate.combinations)[0]
+            return band_of(partial(density, few.values, classes), start)
+
         plates = [p._replace(normal=p.dimension > 0 and is_normal(p)) for p in self.plates]
+        plates = [
+            p._replace(path=path(p) if _SHORT < p.dimension <= MOST_ON_A_PATH else None)
+            for p in plates
+        ]
         return replace(self, plates=tuple(plates))
 
     def _densities(
@@ -205,9 +229,9 @@ class Marginal:
             if not plate.dimension:
                 return own(start)
             if plate.normal:
-                return normal_log_integral(own, start)
+                return normal_log_integral(own, start, plate.form)
             held, latent = partial(density, fixed, classes), partial(own, names=plate.names)
-            return log_integral(own, held, latent, start, keys, self.rule)
+            return log_integral(own, held, latent, start, keys, self.rule, plate.form)
 
         classes = jnp.asarray(plate.combinations)
         if self.rule == "point":
@@ -215,7 +239,12 @@ class Marginal:
             rows = seen.plates[plate.name].rows
             point = jnp.cos(start + rows[:, None].astype(seen.dtype))
             some = classes[rows % len(classes)].T
-            return density(seen.values, some, point)[None], partial(density, seen.values), start
+            here = partial(density, seen.values, some)
+            value = here(point)
+            if isinstance(plate.form, Banded):
+                # a group with other dependences than the first ones would have a wrong integral
+                value = jnp.where(plate.form.is_complete(here, point), value, jnp.nan)
+            return value[None], partial(density, seen.values), start
         integrals = integral(classes[0])[None] if len(classes) == 1 else jax.vmap(integral)(classes)
         return integrals, partial(density, seen.values), start
 
@@ -257,8 +286,11 @@ class Marginal:
                 chosen = random.categorical(class_key, integrals, axis=0)
             classes = jnp.asarray(plate.combinations)[chosen].T
             if plate.dimension:
-                draws = normal_draws_of if plate.normal else draws_of
-                z = draws(partial(density, classes), z, z_key)
+                own = partial(density, classes)
+                if plate.normal:
+                    z = normal_draws_of(own, z, z_key, plate.form)
+                else:
+                    z = draws_of(own, partial(own, names=plate.names), z, z_key, plate.form)
             with block():
                 given = AllGiven(self.model, plate, seen, seen.values, z, classes)
                 if replicated:

@@ -17,7 +17,7 @@ from numpyro_sgmcmc.posterior.jaxpr import CALLS
 #: Operations that are linear in all their operands together.
 _SUMS = frozenset(
     "add add_any broadcast_in_dim concatenate copy cumsum expand_dims neg pad real reduce_sum"
-    " reshape rev slice squeeze sub transpose".split()
+    " reshape rev slice squeeze stack sub transpose unstack".split()
 )
 #: Operations that are linear in each operand.
 _PRODUCTS = frozenset(["mul", "dot_general"])
@@ -27,9 +27,13 @@ _LINEAR_IN = {
     "dynamic_slice": (0,),
     "dynamic_update_slice": (0, 1),
     "gather": (0,),
+    "scatter": (0, 2),
     "scatter-add": (0, 2),
     "triangular_solve": (1,),
 }
+
+#: Largest number of passes through a loop whose degrees may grow.
+_PASSES = 3
 
 
 def degree(function: Callable[[Array], Array], point: Array) -> float:
@@ -73,11 +77,25 @@ def _degrees(program: Jaxpr, arguments: Sequence[float]) -> list[float]:
 
 def _of_results(equation: JaxprEqn, operands: list[float]) -> list[float]:
     name, params = equation.primitive.name, equation.params
+    if name == "scan" and any(operands):
+        return _of_loop(params, operands)
     has_own_derivatives = name.startswith("custom_")
     if name in CALLS and any(operands) and not has_own_derivatives:
         inner = params[CALLS[name]]
         return _degrees(getattr(inner, "jaxpr", inner), operands)
     return [_of_result(equation, name, params, operands)] * len(equation.outvars)
+
+
+def _of_loop(params: Any, operands: list[float]) -> list[float]:
+    """Return the degrees of the results of a loop, if they do not grow with its length."""
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    for _ in range(_PASSES):
+        results = _degrees(params["jaxpr"].jaxpr, operands)
+        carried = [max(x) for x in zip(operands[first:last], results, strict=False)]
+        if carried == operands[first:last]:
+            return results
+        operands = [*operands[:first], *carried, *operands[last:]]
+    return [math.inf] * len(results)
 
 
 def _of_result(equation: JaxprEqn, name: str, params: Any, operands: list[float]) -> float:

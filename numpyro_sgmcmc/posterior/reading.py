@@ -23,7 +23,7 @@ from numpyro_sgmcmc.data.drawn_rows import ShapeOf, Watched
 from numpyro_sgmcmc.data.fingerprint import fingerprints_of_captured
 from numpyro_sgmcmc.data.rows_on_disk import RowsOnDisk, on_disk, replaced
 from numpyro_sgmcmc.posterior.checks.exceptions import explained
-from numpyro_sgmcmc.posterior.checks.latents import without_local_latents
+from numpyro_sgmcmc.posterior.checks.latents import check_dimensions, without_local_latents
 from numpyro_sgmcmc.posterior.handlers import Model, Plate, first_rows_of, given_rows, log_density
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 
@@ -222,7 +222,8 @@ def reading_of(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
             fixed = substitute(model, data=constants) if constants else model
             fixed = without_local_latents(fixed, sites, plates, seen_args, seen_kwargs)
             if isinstance(fixed, Marginal):
-                fixed = started(fixed.with_normal_groups)(*seen_args, **seen_kwargs)
+                fixed = started(fixed.with_forms)(*seen_args, **seen_kwargs)
+                check_dimensions(fixed)
                 # constants are equal in all traces
                 sites = traced(replace(fixed, rule="none"))
                 plates = fixed.with_points(fixed.with_members(plates, sites))

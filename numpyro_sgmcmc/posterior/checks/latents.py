@@ -16,10 +16,16 @@ from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.posterior.group_handlers import LocalPlate, group_axis
 from numpyro_sgmcmc.posterior.handlers import Model, Plate, given_rows, without_wrappers
-from numpyro_sgmcmc.posterior.local_latents import Marginal
+from numpyro_sgmcmc.posterior.local_latents import MOST_ON_A_PATH, Marginal
+from numpyro_sgmcmc.posterior.quadrature import MOST_DIMENSIONS
 
-#: Largest numbers of continuous latent variables of a group and of combinations of discrete values.
-MOST_DIMENSIONS, MOST_COMBINATIONS = 30, 1_000
+#: Largest number of combinations of discrete values of a group.
+MOST_COMBINATIONS = 1_000
+
+_OUTSIDE = (
+    "sample them for all groups outside of the plate, `z = numpyro.sample(...)` under a plate"
+    " without `subsample_size`, and use `z[g]` inside."
+)
 
 
 def without_local_latents(
@@ -68,7 +74,7 @@ def without_local_latents(
                 del shape[group_axis(site, name)]
                 continuous.append((site["name"], tuple(shape)))
         local_plates.append(LocalPlate(name, tuple(continuous), tuple(discrete), bounded))
-        _check_size(local_plates[-1])
+        _check_combinations(local_plates[-1])
     hidden = _check_dependents(sites, subsampled, where, labels, needs)
     return Marginal(model, tuple(local_plates), hidden)
 
@@ -103,26 +109,33 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
             )
 
 
-def _check_size(plate: LocalPlate) -> None:
-    """Raise ``ValueError`` if there are too many latent variables in each group."""
-    sites = [f"'{name}'" for name in plate.names]
+def _check_combinations(plate: LocalPlate) -> None:
+    """Raise ``ValueError`` if there are too many combinations of discrete values in each group."""
     number = math.prod(size for _, size in plate.discrete)
-    what = (
-        f"{plate.dimension} latent variables, and at most {MOST_DIMENSIONS} can be integrated out"
-        if plate.dimension > MOST_DIMENSIONS
-        else (
-            f"{number:,} combinations of discrete values, and at most {MOST_COMBINATIONS:,} can be"
-            " summed over"
-        )
-        if number > MOST_COMBINATIONS
-        else ""
-    )
-    if what:
+    if number > MOST_COMBINATIONS:
         raise ValueError(
-            f"Each group of the subsampled plate '{plate.name}' has {what} ({', '.join(sites)})."
-            " Sample them for all groups outside of the plate, `z = numpyro.sample(...)` under a"
-            " plate without `subsample_size`, and use `z[g]` inside."
+            f"Each group of the subsampled plate '{plate.name}' has {number:,} combinations of"
+            f" discrete values, and at most {MOST_COMBINATIONS:,} can be summed over"
+            f" ({_quoted(plate)}). Instead {_OUTSIDE}"
         )
+
+
+def check_dimensions(marginal: Marginal) -> None:
+    """Raise ``ValueError`` if there are too many continuous latent variables in each group."""
+    for plate in marginal.plates:
+        if plate.dimension > (MOST_DIMENSIONS if plate.path is None else MOST_ON_A_PATH):
+            raise ValueError(
+                f"Each group of the subsampled plate '{plate.name}' has {plate.dimension} latent"
+                f" variables, and at most {MOST_DIMENSIONS} can be integrated out"
+                f" ({_quoted(plate)}), or {MOST_ON_A_PATH:,} of a path, in which each depends on"
+                " the few before it alone. Write a path with its values as a site, such as a"
+                " `GaussianRandomWalk`, and not as the `cumsum` of innovations."
+                f" Otherwise {_OUTSIDE}"
+            )
+
+
+def _quoted(plate: LocalPlate) -> str:
+    return ", ".join(f"'{name}'" for name in plate.names)
 
 
 def _dependence(

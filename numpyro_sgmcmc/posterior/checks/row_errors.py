@@ -17,7 +17,7 @@ from numpyro_sgmcmc.posterior.checks.arguments import named_arrays
 from numpyro_sgmcmc.posterior.checks.index_bounds import IndexedArray
 from numpyro_sgmcmc.posterior.group_handlers import with_observed
 from numpyro_sgmcmc.posterior.handlers import Indices, without_wrappers
-from numpyro_sgmcmc.posterior.local_latents import MARGINAL
+from numpyro_sgmcmc.posterior.local_latents import MARGINAL, SEEN
 from numpyro_sgmcmc.posterior.model import unremarkable_values
 from numpyro_sgmcmc.posterior.target import Target
 
@@ -145,11 +145,18 @@ def not_finite(target: Target, name: str, plate: str, bad: Any) -> ValueError:
     site = _sites(target, rows)[name]
     value = np.asarray(site["value"])
     seen = f", with the observation {value.ravel()[0]:.6g}" if value.size == 1 else ""
+    paths = {p.name + MARGINAL: p.path for p in getattr(target.model.model, "plates", ())}
+    path = ""
+    if paths.get(name) is not None:
+        path = (
+            f" Or latent values of these groups depend on each other at distances above"
+            f" {paths[name][1]}, which those of the first {SEEN} groups do not."
+        )
     return ValueError(
         f"The log density of site '{name}' ({_named(site['fn'])}) is not finite in {bad.number:,}"
         f" of {_of_all(target, plate)}, at all values that were tried; the first is row"
         f" {bad.first}{seen}. Look in the model for a division by zero, the logarithm of a number"
-        f" that is not positive, or an infinite value. {_REMEDY}"
+        f" that is not positive, or an infinite value.{path} {_REMEDY}"
     )
 
 

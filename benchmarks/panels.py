@@ -1,0 +1,242 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""
+Panels of time series with a latent path each, by ``CCAdL(model)`` and NUTS on all paths.
+
+    python benchmarks/panels.py [counts] [robust] [binary] [many] [length]
+
+``counts`` has 500 series of 40 counts whose log rate is an autoregression. ``robust`` has levels
+that move and rows with Student's t distribution, and ``binary`` binary rows. ``many`` has 50,000
+series of 100 counts with three covariates, without NUTS, several times. ``length`` has the seconds
+of a gradient by the length and by the number of the series.
+"""
+
+import argparse
+import time
+import warnings
+
+import jax
+from jax import random
+import jax.numpy as jnp
+from measure import interleaved, machine, table
+import numpy as np
+import numpyro
+from numpyro.diagnostics import effective_sample_size
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, NUTS, init_to_median, init_to_uniform
+from scipy.stats import ks_2samp
+
+from numpyro_sgmcmc import CCAdL, full_data, local_draws
+from numpyro_sgmcmc.diagnostics.comparison import variance_of
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.target import Target
+
+#: Series, times, and series of a minibatch.
+CASES = {"counts": (500, 40, 50), "robust": (500, 40, 50), "binary": (500, 40, 50)}
+
+MANY, COLUMNS, REPEATS = (50_000, 100, 100), 3, 3
+
+TRUTH = {"mu": 0.5, "tau": 0.3, "phi": 0.8, "scale": 0.5}
+TRUTH_OF_MANY = {"mu": 0.5, "tau": 0.15, "slopes": np.array([0.3, -0.2, 0.1], np.float32)}
+
+
+def counts(y, batch=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    phi = numpyro.sample("phi", dist.Uniform(0, 1))
+    with numpyro.plate("series", len(y), subsample_size=batch) as i:
+        law = dist.GaussianStateSpace(
+            y.shape[1], phi[None, None], covariance_matrix=tau[None, None] ** 2
+        )
+        x = mu + numpyro.sample("x", law)[..., 0]
+        numpyro.sample("y", dist.Poisson(jnp.exp(x)).to_event(1), obs=y[i])
+
+
+def level(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    return mu, dist.GaussianRandomWalk(tau, num_steps=y.shape[1])
+
+
+def robust(y, batch=None):
+    mu, walk = level(y)
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("series", len(y), subsample_size=batch) as i:
+        x = mu + numpyro.sample("x", walk)
+        numpyro.sample("y", dist.StudentT(4, x, scale).to_event(1), obs=y[i])
+
+
+def binary(y, batch=None):
+    mu, walk = level(y)
+    with numpyro.plate("series", len(y), subsample_size=batch) as i:
+        x = mu + numpyro.sample("x", walk)
+        numpyro.sample("y", dist.Bernoulli(logits=x).to_event(1), obs=y[i])
+
+
+MODELS = {"counts": counts, "robust": robust, "binary": binary}
+
+
+def simulated(name: str, seed: int = 0) -> jax.Array:
+    series, times, _ = CASES[name]
+    rng = np.random.default_rng(seed)
+    phi = TRUTH["phi"] if name == "counts" else 1.0
+    x, levels = np.zeros(series), []
+    for _ in range(times):
+        x = phi * x + TRUTH["tau"] * rng.standard_normal(series)
+        levels.append(x)
+    x = TRUTH["mu"] + np.stack(levels, axis=1)
+    if name == "counts":
+        y = rng.poisson(np.exp(x))
+    elif name == "robust":
+        y = x + TRUTH["scale"] * rng.standard_t(4, size=x.shape)
+    else:
+        y = rng.random(x.shape) < 1 / (1 + np.exp(-x))
+    return jnp.asarray(y, jnp.float32)
+
+
+def run(kernel, args: tuple, chains: int, samples: int = 1_000) -> tuple[MCMC, float]:
+    """A run with 500 samples of warm-up, and its seconds."""
+    start = time.perf_counter()
+    options = {"num_chains": chains, "chain_method": "vectorized", "progress_bar": False}
+    mcmc = MCMC(kernel, num_warmup=500, num_samples=samples, **options)
+    mcmc.run(random.key(1), *args)
+    jax.block_until_ready(mcmc.get_samples())
+    return mcmc, time.perf_counter() - start
+
+
+def moments(mcmc: MCMC, names: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Means, standard deviations and effective sample sizes of sites, one after the other."""
+    found = mcmc.get_samples(group_by_chain=True)
+    parts = [np.asarray(found[k], float).reshape(*found[k].shape[:2], -1) for k in names]
+    draws = np.concatenate(parts, axis=-1)
+    return draws.mean((0, 1)), np.sqrt(variance_of(draws)[0]), effective_sample_size(draws)
+
+
+def compared(name: str) -> list[object]:
+    """The line of a table."""
+    y, (series, times, batch) = simulated(name), CASES[name]
+    model = MODELS[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kernel = CCAdL(lambda y: model(y, batch), progress_bar=False)
+        ours, seconds = run(kernel, (y,), chains=4)
+    print(kernel.tuning, *(w.message for w in caught), sep="\n", flush=True)
+    nuts = NUTS(full_data(model), init_strategy=init_to_median)
+    theirs, reference = run(nuts, (y,), chains=2)
+    names = [k for k in TRUTH if k in ours.get_samples()]
+    (mean, sd, size), (right, right_sd, right_size) = (moments(x, names) for x in (ours, theirs))
+    off = (mean - right) / np.hypot(sd / size**0.5, right_sd / right_size**0.5)
+    chosen = np.random.default_rng(1).choice(series, 50, replace=False)
+    paths = local_draws(ours, chosen, num_draws=250, rng_key=random.key(2))["x"]
+    ends = theirs.get_samples()["x"].reshape(-1, series, times)[:, chosen]
+    tests = [
+        ks_2samp(paths.values.reshape(1_000, 50, times)[:, j, t], ends[::4, j, t]).pvalue
+        for j in range(50)
+        for t in (times // 2, times - 1)
+    ]
+    return [
+        name,
+        f"{series:,} x {times}",
+        f"{np.abs(off).max():.1f}",
+        f"{(sd / right_sd).min():.2f} to {(sd / right_sd).max():.2f}",
+        f"{min(tests) * len(tests):.2g}",
+        f"{size.min():,.0f} in {seconds:.0f} s",
+        f"{right_size.min():,.0f} in {reference:.0f} s",
+        str(len(caught)),
+    ]
+
+
+def counts_with_covariates(y, x, batch):
+    mu, walk = level(y)
+    slopes = numpyro.sample("slopes", dist.Normal(0, 1).expand([COLUMNS]).to_event(1))
+    with numpyro.plate("series", len(y), subsample_size=batch) as i:
+        path = mu + numpyro.sample("x", walk) + x[i] @ slopes
+        numpyro.sample("y", dist.Poisson(jnp.exp(path)).to_event(1), obs=y[i])
+
+
+def many_simulated(series: int, times: int, seed: int) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((series, times, COLUMNS), np.float32)
+    walk = np.cumsum(TRUTH_OF_MANY["tau"] * rng.standard_normal((series, times)), axis=1)
+    y = rng.poisson(np.exp(TRUTH_OF_MANY["mu"] + walk + x @ TRUTH_OF_MANY["slopes"]))
+    return jnp.asarray(y, jnp.float32), jnp.asarray(x)
+
+
+def many(seed: int) -> tuple[list[object], np.ndarray]:
+    """The line of a table, and the ranks of the truth among the draws."""
+    series, times, batch = MANY
+    data = many_simulated(series, times, seed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kernel = CCAdL(lambda y, x: counts_with_covariates(y, x, batch), progress_bar=False)
+        mcmc, seconds = run(kernel, data, chains=2)
+    print(kernel.tuning, *(w.message for w in caught), sep="\n", flush=True)
+    names = list(TRUTH_OF_MANY)
+    mean, sd, size = moments(mcmc, names)
+    truth = np.concatenate([np.ravel(TRUTH_OF_MANY[k]) for k in names])
+    away = (mean - truth) / sd
+    line = [
+        seed,
+        f"{size.min():,.0f}",
+        f"{seconds:.0f}",
+        ", ".join(f"{x:.1f}" for x in away),
+        str(len(caught)),
+    ]
+    return line, away
+
+
+def gradient_of(series: int, times: int, batch: int):
+    """A function without arguments, of the gradient of a minibatch."""
+    y, x = many_simulated(series, times, 0)
+
+    def model(y, x):
+        return counts_with_covariates(y, x, batch)
+
+    target = Target(read_model(model, init_to_uniform, (y, x), {}), (y, x), {})
+    rows = target.rows(random.key(0))
+    point = target.unravel(jnp.array([0.5, 0.3, -0.2, 0.1, np.log(0.15)]))
+
+    def slope(target, point, rows):
+        potential = target.potential(IdentityMetric())
+        return jax.grad(lambda x: potential(x, rows, random.key(0)))(point)
+
+    program = target.compiled(slope, "gradient")
+    return lambda: program(point, rows)
+
+
+def lengths() -> list[list[object]]:
+    cases = [(500, n, 100) for n in (25, 50, 100, 200)]
+    cases += [(n, 100, 100) for n in (5_000, 50_000)]
+    programs = {str(case): gradient_of(*case) for case in cases}
+    seconds = {k: float(np.median(v)) for k, v in interleaved(programs, 20).items()}
+    lines = []
+    for case in cases:
+        own = seconds[str(case)]
+        ratio = own / seconds[str((500, 100, 100))]
+        lines.append([f"{case[0]:,}", case[1], f"{1e3 * own:.1f}", f"{ratio:.2f}"])
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("names", nargs="*", default=[*CASES, "length"])
+    names = parser.parse_args().names
+    if lines := [compared(name) for name in names if name in CASES]:
+        heads = [
+            "case", "series x times", "means of all sites, largest se", "ratios of sds",
+            "least p of 100 laws, times 100", "least ESS", "of NUTS", "warnings",
+        ]  # fmt: skip
+        print(table(heads, lines))
+    if "many" in names:
+        lines = [many(seed)[0] for seed in range(REPEATS)]
+        heads = ["seed", "least ESS", "seconds", "truth, in sds from the mean", "warnings"]
+        print(table(heads, lines))
+    if "length" in names:
+        print(table(["series", "times", "ms of a gradient", "ratio"], lengths()))
+    print(machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Paths of latent values in groups, integrated out: banded factors, recognition, and exact laws."""
+
+from functools import partial
+
+import jax
+from jax import random
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from numpyro.diagnostics import effective_sample_size
+import numpyro.distributions as dist
+from numpyro.infer import init_to_uniform
+from numpyro.infer.util import potential_energy
+import pytest
+from runs import run_mcmc, target_of
+from scipy.stats import kstest, norm
+
+from numpyro_sgmcmc import CCAdL, local_draws
+from numpyro_sgmcmc.posterior import banded, curvature, quadrature
+from numpyro_sgmcmc.posterior.banded import banded_cholesky
+from numpyro_sgmcmc.posterior.curvature import DENSE, Banded
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import read_model
+
+SERIES, TIMES = 200, 40
+RNG = np.random.default_rng(0)
+LEVELS = np.cumsum(0.3 * RNG.standard_normal((SERIES, TIMES)), axis=1)
+Y = jnp.asarray(LEVELS + 0.5 * RNG.standard_normal((SERIES, TIMES)), jnp.float32)
+COUNTS = jnp.asarray(RNG.poisson(np.exp(0.5 + LEVELS)), jnp.float32)
+
+
+# --- factors of banded matrices
+
+
+def matrices(width, size=9, number=3, seed=0):
+    """Banded positive definite matrices, and their bands."""
+    rng = np.random.default_rng(seed)
+    lower = np.tril(rng.standard_normal((number, size, size))) + 2 * np.eye(size)
+    i, j = np.indices((size, size))
+    lower *= i - j <= width
+    dense = lower @ lower.swapaxes(1, 2)
+    bands = np.zeros((size, width + 1, number))
+    for d in range(width + 1):
+        bands[: size - d, d] = np.diagonal(dense, -d, 1, 2).T
+    return dense, jnp.asarray(bands, jnp.float32)
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 5, 8])
+def test_factors_of_banded_matrices(width):
+    dense, bands = matrices(width)
+    factor = banded_cholesky(bands, True)
+    inverse = np.linalg.inv(np.linalg.cholesky(dense))
+    x = np.random.default_rng(1).standard_normal((4, *dense.shape[:2]))
+    close = partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3)
+    close(factor.towards(jnp.asarray(x)), np.einsum("nij,snj->sni", inverse, x))
+    close(factor.away(jnp.asarray(x)), np.einsum("nji,snj->sni", inverse, x))
+    close(factor.log_determinant, -np.linalg.slogdet(dense)[1] / 2)
+    covariances = np.linalg.inv(dense)
+    for d in range(width + 1):
+        found = np.asarray(factor.covariances)[: dense.shape[1] - d, d].T
+        close(found, np.diagonal(covariances, -d, 1, 2), atol=1e-3 * np.abs(covariances).max())
+
+
+def test_pivots_that_are_not_positive():
+    bands = jnp.array([1.0, -4.0, 1.0])[:, None, None]
+    assert np.isnan(banded_cholesky(bands, True).log_determinant).all()
+    np.testing.assert_allclose(banded_cholesky(bands).columns.ravel(), [1, 2, 1])
+
+
+def log_density(z):
+    """Neighbours, second neighbours, and a skewed density of each value."""
+    steps = jnp.diff(z, axis=1, prepend=0.0)
+    bends = jnp.diff(steps, axis=1)
+    return -(steps**2).sum(1) - 0.3 * (bends**2).sum(1) - jnp.exp(z).sum(1) + z.sum(1)
+
+
+def test_curvatures_equal_the_dense_ones():
+    z = jnp.asarray(RNG.standard_normal((3, 12)), jnp.float32)
+    order, width = curvature.band_of(log_density, z)
+    assert (order, width) == (tuple(range(12)), 2)
+    form = Banded(width)
+    bands, dense = form.at(log_density, z), DENSE.at(log_density, z)
+    for d in range(width + 1):
+        np.testing.assert_allclose(
+            bands[: 12 - d, d].T, np.diagonal(dense, -d, 1, 2), rtol=1e-4, atol=1e-5
+        )
+    factors = form.factor(bands), DENSE.factor(dense)
+    found, expected = (
+        jax.grad(lambda z, form=form, factor=factor: form.expected(log_density, z, factor))(z)
+        for form, factor in zip((form, DENSE), factors, strict=True)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["step", "check"])
+def test_integrals_equal_the_dense_ones(rule):
+    """With the same draws they differ by the order of the values in them, and by their noise."""
+    start, keys = jnp.zeros((400, 12)), random.split(random.key(0), 400)
+    found = {
+        form: quadrature.log_integral(
+            log_density, log_density, lambda z: -(z**2).sum(1), start, keys, rule, form
+        )
+        for form in (DENSE, Banded(2))
+    }
+    means = [float(x.mean()) for x in found.values()]
+    error = max(float(x.std()) for x in found.values()) / 20
+    assert abs(means[0] - means[1]) < 4 * error * 2**0.5
+    assert error < 0.005
+
+
+# --- what is recognised
+
+
+def walk(tau, times):
+    return numpyro.sample("x", dist.GaussianRandomWalk(tau, num_steps=times))
+
+
+def with_slope(tau, times):
+    """A level whose slope moves, by a state of two numbers."""
+    moves = jnp.array([[1.0, 1.0], [0.0, 1.0]])
+    state = dist.GaussianStateSpace(times, moves, scale_tril=jnp.diag(jnp.array([1.0, 0.2])) * tau)
+    return numpyro.sample("x", state)[..., 0]
+
+
+def two_walks(tau, times):
+    return walk(tau, times) + numpyro.sample("z", dist.GaussianRandomWalk(0.1, num_steps=times))
+
+
+def one_by_one(tau, times):
+    """An autoregression of order two, value by value."""
+    x = [jnp.zeros(()), jnp.zeros(())]
+    for t in range(times):
+        mean = 0.5 * x[-1] + 0.2 * x[-2]
+        x.append(numpyro.sample(f"x{t}", dist.Normal(mean, tau)))
+    return jnp.stack(x[2:], axis=-1)
+
+
+def with_mean(tau, times):
+    """A walk around a level of its own, which depends on all values."""
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    return level[..., None] + walk(tau, times)
+
+
+def sums(tau, times):
+    z = numpyro.sample("z", dist.Normal(jnp.zeros(times), 1).to_event(1))
+    return tau * jnp.cumsum(z, axis=-1)
+
+
+def model_of(path, times=TIMES, rows="normal"):
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1)) if rows == "normal" else 1.0
+        with numpyro.plate("series", len(y), subsample_size=20) as i:
+            x = mu + path(tau, times)
+            law = dist.Poisson(jnp.exp(x)) if rows == "counts" else dist.Normal(x, sigma)
+            numpyro.sample("y", law.to_event(1), obs=y[i, :times])
+
+    return model
+
+
+def plate_of(model, *data):
+    (plate,) = read_model(model, init_to_uniform, data, {}).model.plates
+    return plate
+
+
+@pytest.mark.parametrize(
+    ("path", "times", "width"),
+    [(walk, 40, 1), (with_slope, 20, 2), (two_walks, 20, 2), (one_by_one, 12, 2)],
+)
+def test_what_is_recognised(path, times, width):
+    plate = plate_of(model_of(path, times), Y)
+    assert plate.path is not None and plate.path[1] == width
+    assert plate.normal and plate.points("step") == 2 + 2 * width
+    assert not plate_of(model_of(path, times, "counts"), COUNTS).normal
+
+
+@pytest.mark.parametrize("path", [with_mean, sums])
+def test_what_is_not(path):
+    assert plate_of(model_of(path, 20), Y).path is None
+
+
+@pytest.mark.parametrize(
+    ("path", "times", "message"),
+    [
+        (sums, 40, "'series' has 40 latent variables.*not as the `cumsum` of innovations"),
+        (walk, 1_001, "1001 latent variables, and at most 30.*or 1,000 of a path"),
+    ],
+)
+def test_what_is_refused(path, times, message):
+    y = jnp.zeros((SERIES, times))
+    with pytest.raises(ValueError, match=message):
+        plate_of(model_of(path, times), y)
+
+
+def test_groups_whose_paths_have_other_neighbours():
+    """Those of the first groups would give a wrong integral for the last one."""
+    before = np.tile(np.arange(-1, TIMES - 1), (SERIES, 1))
+    before[:, 0] = 0
+    before[-1, 30] = 3
+
+    def model(y, before):
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        with numpyro.plate("series", len(y), subsample_size=20) as i:
+            x = numpyro.sample("x", dist.Normal(jnp.zeros(TIMES), 1).to_event(1))
+            there = jnp.take_along_axis(x, before[i], axis=-1)
+            numpyro.factor("steps", dist.Normal(there, tau).log_prob(x).sum(-1))
+            numpyro.sample("y", dist.Normal(x, 0.5).to_event(1), obs=y[i])
+
+    kernel = CCAdL(model, step_size=0.01, friction=10.0)
+    with pytest.raises(ValueError, match=r"at distances above 1, which those of the first 8"):
+        kernel.init(random.key(0), 0, None, (Y, jnp.asarray(before)), {})
+    before[-1, 30] = 29
+    kernel.init(random.key(0), 0, None, (Y, jnp.asarray(before)), {})
+
+
+# --- exact integrals
+
+
+def marginal(y):
+    """The local level with normal rows: the rows of a series are jointly normal."""
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    times = jnp.arange(1, TIMES + 1)
+    covariance = tau**2 * jnp.minimum(times, times[:, None]) + sigma**2 * jnp.eye(TIMES)
+    numpyro.sample("y", dist.MultivariateNormal(mu * jnp.ones(TIMES), covariance), obs=y)
+
+
+@pytest.mark.parametrize("tau", [-5.0, -1.0, 1.0])
+def test_normal_paths_are_integrated_exactly(tau):
+    """Potential and its first two derivatives."""
+    target = target_of(model_of(walk), Y)
+    rows = {"series": jnp.arange(SERIES)}
+    x = jnp.array([0.3, -0.5, tau])
+
+    def found(x):
+        return target.potential(IdentityMetric())(target.unravel(x), rows, random.key(0))
+
+    def expected(x):
+        return potential_energy(marginal, (Y,), {}, target.unravel(x))
+
+    for derivative in (lambda f: f, jax.grad, jax.hessian):
+        one, other = (np.asarray(jax.jit(derivative(f))(x)) for f in (found, expected))
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3 * np.abs(other).max())
+
+
+def rotated(y):
+    """Rows times the eigenvectors of the covariances of a walk, these covariances, and times 1."""
+    times = np.arange(1, TIMES + 1)
+    variances, vectors = np.linalg.eigh(np.minimum.outer(times, times).astype(float))
+    return np.asarray(y, float) @ vectors, variances, vectors.sum(0)
+
+
+def exact_moments():
+    """Means and standard deviations of mu, tau and sigma, on a grid, with mu integrated out."""
+    y, variances, ones = rotated(Y)
+    tau, sigma = np.meshgrid(np.linspace(0.24, 0.36, 121), np.linspace(0.44, 0.56, 121))
+    v = tau[..., None] ** 2 * variances + sigma[..., None] ** 2
+    precision = 1 / 4 + SERIES * (ones**2 / v).sum(-1)
+    mean = (ones * y.sum(0) / v).sum(-1) / precision
+    log_p = -SERIES / 2 * np.log(v).sum(-1) - ((y**2).sum(0) / v).sum(-1) / 2
+    log_p += precision * mean**2 / 2 - np.log(precision) / 2 - (tau**2 + sigma**2) / 2
+    p = np.exp(log_p - log_p.max())
+    p /= p.sum()
+    first = [(p * x).sum() for x in (mean, tau, sigma)]
+    second = [(p * x).sum() for x in (mean**2 + 1 / precision, tau**2, sigma**2)]
+    return np.array(first), np.sqrt(np.array(second) - np.square(first))
+
+
+@pytest.fixture(scope="module")
+def run():
+    kernel = CCAdL(model_of(walk), progress_bar=False)
+    return run_mcmc(kernel, Y, warmup=300, samples=2_000, chains=4)
+
+
+def defects(run):
+    found = run.get_samples(group_by_chain=True)
+    draws = np.stack([np.asarray(found[k], float) for k in ("mu", "tau", "sigma")], axis=-1)
+    mean, sd = exact_moments()
+    size = effective_sample_size(draws)
+    return (draws.mean((0, 1)) - mean) / (sd / size**0.5), draws.std((0, 1)) / sd, size
+
+
+@pytest.mark.slow
+def test_law_of_a_local_level(run):
+    error, ratio, size = defects(run)
+    assert size.min() > 1_000
+    assert np.abs(error).max() < 4 and np.abs(ratio - 1).max() < 0.06
+
+
+@pytest.mark.slow
+def test_draws_of_normal_paths(run):
+    """Given the other sites the levels of a series are jointly normal."""
+    found = local_draws(run, [3], num_draws=500, rng_key=random.key(5))["x"]
+    globals_ = run.get_samples(group_by_chain=True)
+    taken = np.asarray(found.coords["draw"])
+    mu, tau, sigma = (np.asarray(globals_[k])[:, taken] for k in ("mu", "tau", "sigma"))
+    y, variances, ones = rotated(Y[3:4])
+    tau, sigma, mu = (x[..., None] for x in (tau, sigma, mu))
+    variance = 1 / (1 / (tau**2 * variances) + 1 / sigma**2)
+    mean = variance * (y[0] - mu * ones) / sigma**2
+    vectors = rotated(np.eye(TIMES))[0]
+    units = (found.values[:, :, 0] @ vectors - mean) / variance**0.5
+    for k in (0, 10, TIMES - 1):
+        assert kstest(units[..., k].ravel(), norm.cdf).pvalue > 1e-3
+
+
+@pytest.mark.nightly
+def test_a_wrong_determinant_has_another_law(monkeypatch):
+    right = banded.BandedFactor.log_determinant
+    wrong = property(lambda factor: 0.9 * right.fget(factor))
+    monkeypatch.setattr(banded.BandedFactor, "log_determinant", wrong)
+    kernel = CCAdL(model_of(walk), progress_bar=False)
+    error, _, _ = defects(run_mcmc(kernel, Y, warmup=300, samples=1_000, chains=2))
+    assert np.abs(error).max() > 10
+
+
+@pytest.mark.slow
+def test_draws_of_paths_of_counts():
+    """Those of one series, given all else, against importance weights of many draws."""
+    mu, tau, y = 0.5, 0.3, COUNTS[:1]
+
+    def latent(z):
+        return dist.GaussianRandomWalk(tau, num_steps=TIMES).log_prob(z)
+
+    def density(z):
+        return latent(z) + dist.Poisson(jnp.exp(mu + z)).log_prob(y).sum(1)
+
+    start, form = jnp.zeros((1, TIMES)), Banded(1)
+    number = 2_000
+    one = jax.jit(lambda key: quadrature.draws_of(density, latent, start, key, form)[0])
+    draws = np.asarray(jax.lax.map(one, random.split(random.key(0), number)))
+    mode, factor = quadrature.find_modes(density, start, form)
+    x = random.normal(random.key(1), (100_000, 1, TIMES))
+    z = mode + factor.away(1.1 * x)
+    log_weights = jax.vmap(density)(z)[:, 0] + 0.5 * jnp.sum(x**2, (1, 2))
+    weights = np.asarray(jax.nn.softmax(log_weights), float)
+    z, size = np.asarray(z[:, 0], float), 1 / np.sum(weights**2)
+    assert size > 5_000
+    for t in (0, 15, TIMES - 1):
+        order = np.argsort(z[:, t])
+        cdf = np.cumsum(weights[order])
+        values = np.interp(draws[:, t], z[order, t], cdf)
+        assert kstest(values, "uniform").pvalue > 1e-3
+        wrong = np.interp(draws[:, t] + 0.3 * draws[:, t].std(), z[order, t], cdf)
+        assert kstest(wrong, "uniform").pvalue < 1e-3
