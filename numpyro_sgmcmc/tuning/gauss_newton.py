@@ -12,6 +12,7 @@ no distribution for them, and the exact Hessian of everything else.
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,9 +53,27 @@ def uses_gauss_newton(target: Target) -> bool:
 
 
 def whitened_rows(target: Target, factor: Array, point: Array, rows: Rows, rng_key: Array) -> Array:
-    """The Gauss-Newton matrix or the Fisher information of the rows of a minibatch."""
+    """
+    The Gauss-Newton matrix or the Fisher information of the rows of a minibatch.
+
+    All rows depend on the same effects. The derivative of these is therefore taken once, and not
+    for each row.
+    """
     form = whitened_gauss_newton if has_distributions(target) else whitened_fisher
+    if target.centring:
+        point, factor = _effects_along(target, point, factor)
+        target = target.centred
     return form(target, factor, point, rows, rng_key)
+
+
+def _effects_along(target: Target, point: Array, factor: Array) -> tuple[Array, Array]:
+    """The effects at a point, and their derivatives along the columns of a factor."""
+    effects, product = jax.linearize(partial(effects_at, target), point)
+    if mixtures := mixtures_of(target.centring):
+        local = scales_of(target.hierarchy(target.unravel(point)), target.centring)
+        diagonal, columns, alone = _by_groups(target, mixtures + local, product, point)
+        return effects, (jnp.diag(diagonal).at[:, alone].set(columns)) @ factor
+    return effects, jax.vmap(product, 1, 1)(factor)
 
 
 def whitened_gauss_newton(
@@ -161,24 +180,27 @@ def whitened_prior(
     _, product = jax.linearize(jax.grad(curved), point)
     if mixtures := mixtures_of(target.centring):
         local = scales_of(target.hierarchy(target.unravel(point)), target.centring)
-        hessian = _hessian_by_groups(target, mixtures + local, product, point)
+        diagonal, columns, alone = _by_groups(target, mixtures + local, product, point)
+        hessian = jnp.diag(diagonal).at[:, alone].set(columns).at[alone].set(columns.T)
         return hessian if factor is None else factor.T @ hessian @ factor
     if factor is None:
         return jax.vmap(product)(jnp.eye(len(point), dtype=point.dtype))
     return factor.T @ jax.vmap(product, 1, 1)(factor)
 
 
-def _hessian_by_groups(
+def _by_groups(
     target: Target, groups: list[str], product: Callable[[Array], Array], point: Array
-) -> Array:
+) -> tuple[Array, Array, np.ndarray]:
     """
-    The Hessian of a potential in which effects with local scales are independent.
+    A matrix in which effects with local scales are independent.
 
     The product with the sum of the unit vectors of all effects has the diagonal of their block, so
     that a thousand of them cost no more than one.
 
     :param groups: the sites of these effects and of their scales.
-    :param product: the product of the Hessian and a vector.
+    :param product: the product of the matrix and a vector.
+    :return: the diagonal, zero for other parameters; the columns of other parameters; and their
+        numbers.
     """
     latents = target.model.latents
     site = np.concatenate([np.full(latents[name].size, name) for name in sorted(latents)])
@@ -188,8 +210,7 @@ def _hessian_by_groups(
         jnp.asarray(np.concatenate([together, np.eye(len(point))[alone]]), point.dtype)
     )
     diagonal = jnp.sum(together * products[: len(groups)], axis=0)
-    rows = products[len(groups) :]
-    return jnp.diag(diagonal).at[:, alone].set(rows.T).at[alone].set(rows)
+    return diagonal, products[len(groups) :].T, alone
 
 
 def mean_prior(

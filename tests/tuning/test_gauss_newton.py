@@ -17,7 +17,13 @@ from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.potential import ravel
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.gauss_newton import has_distributions, whitened_gauss_newton
+from numpyro_sgmcmc.tuning.find_reparam import non_centred
+from numpyro_sgmcmc.tuning.fisher import whitened_fisher
+from numpyro_sgmcmc.tuning.gauss_newton import (
+    has_distributions,
+    whitened_gauss_newton,
+    whitened_rows,
+)
 from numpyro_sgmcmc.tuning.gauss_newton_check import excess
 
 COMPILE_QUICKLY = True
@@ -173,3 +179,38 @@ def test_models_whose_rows_have_no_such_distributions():
         return dist.Normal(jnp.stack([eta] * 30, -1), scale).to_event(1)
 
     assert not has_distributions(target_of(wide, observed(wide)))
+
+
+def hierarchy():
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    return tau * numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+
+
+def horseshoe():
+    local = numpyro.sample("local", dist.HalfCauchy(1).expand([D]).to_event(1))
+    return local * hierarchy()
+
+
+@pytest.mark.parametrize("coefficients", [hierarchy, horseshoe])
+@pytest.mark.parametrize("has_law", [True, False])
+def test_coordinates_of_hierarchies(coefficients, has_law):
+    """The derivatives of effects, taken once, give the same matrix as those of each row."""
+
+    def model(x, y):
+        w = coefficients()
+        with numpyro.plate("rows", N, subsample_size=20) as i:
+            law = dist.Normal(x[i] @ w, 0.5)
+            if has_law:
+                numpyro.sample("y", law, obs=y[i])
+            else:
+                numpyro.factor("y", law.log_prob(y[i]))
+
+    data = X, observed(LAWS["normal"])
+    target = non_centred(Target(read_model(model, init_to_uniform, data, {}), data, {}))
+    assert target.centring
+    size = target.model.dimension
+    factor, point = random.normal(random.key(2), (size, size)), jnp.cos(jnp.arange(1.0, size + 1))
+    at = factor, point, {"rows": jnp.arange(N)}, random.key(0)
+    direct = whitened_gauss_newton if has_law else whitened_fisher
+    found, expected = whitened_rows(target, *at), direct(target, *at)
+    np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max())

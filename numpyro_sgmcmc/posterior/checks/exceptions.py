@@ -47,6 +47,14 @@ def explained(model: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
         strange = what_is_no_array(model, args, kwargs)
         instead = f"The model cannot be evaluated on a minibatch{_line(error)}. {strange}"
         raise ValueError(instead if strange else _value_needed(error)) from error
+    except NotImplementedError as error:
+        if "control flow primitive under a `plate`" not in str(error):
+            raise
+        raise ValueError(
+            f"A `scan` is inside a plate{_line(error)}, where NumPyro cannot have it. Write the"
+            " path of a series as one site, `GaussianRandomWalk` or `GaussianStateSpace`; or value"
+            " by value, `for t in range(T): x = numpyro.sample(f'x{t}', ...)`."
+        ) from error
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
         said = _said(error, model, args, kwargs)
         if said is None:
