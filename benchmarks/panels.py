@@ -47,15 +47,21 @@ TRUTH = {"mu": 0.5, "tau": 0.3, "phi": 0.8, "scale": 0.5}
 TRUTH_OF_MANY = {"mu": 0.5, "tau": 0.15, "slopes": np.array([0.3, -0.2, 0.1], np.float32)}
 
 
+def autoregression(name: str, phi, tau, times: int):
+    """Values of a path of order one, the first of which has the standard deviation of a step."""
+    real = dist.ImproperUniform(dist.constraints.real_vector, (), (times,))
+    x = numpyro.sample(name, real)
+    before = jnp.concatenate([jnp.zeros_like(x[..., :1]), x[..., :-1]], axis=-1)
+    numpyro.factor(f"{name}, steps", dist.Normal(phi * before, tau).log_prob(x).sum(-1))
+    return x
+
+
 def counts(y, batch=None):
     mu = numpyro.sample("mu", dist.Normal(0, 2))
     tau = numpyro.sample("tau", dist.HalfNormal(1))
     phi = numpyro.sample("phi", dist.Uniform(0, 1))
     with numpyro.plate("series", len(y), subsample_size=batch) as i:
-        law = dist.GaussianStateSpace(
-            y.shape[1], phi[None, None], covariance_matrix=tau[None, None] ** 2
-        )
-        x = mu + numpyro.sample("x", law)[..., 0]
+        x = mu + autoregression("x", phi, tau, y.shape[1])
         numpyro.sample("y", dist.Poisson(jnp.exp(x)).to_event(1), obs=y[i])
 
 
@@ -87,8 +93,7 @@ def bikes(data, batch=None):
     tau = numpyro.sample("tau", dist.HalfNormal(1))
     phi = numpyro.sample("phi", dist.Uniform(0, 1))
     with numpyro.plate("days", len(data["count"]), subsample_size=batch) as i:
-        law = dist.GaussianStateSpace(24, phi[None, None], covariance_matrix=tau[None, None] ** 2)
-        path = numpyro.sample("path", law)[..., 0]
+        path = autoregression("path", phi, tau, 24)
         mean = profile[data["working"][i]] + data["weather"][i] @ weather
         rate = numpyro.deterministic("rate", jnp.exp(mean + path))
         hours = dist.Poisson(rate).mask(data["seen"][i]).to_event(1)

@@ -8,12 +8,25 @@ The latent values of a path depend on those of the times just before. Their prec
 :math:`A` is banded, :math:`A_{ij} = 0` for :math:`|i - j| > w`, and so is its factor
 :math:`A = L L^\\top`. All operations take a time in proportion to the length of the path. They go
 through the columns of :math:`L` one by one, for all groups at once.
+
+A group may have a few values besides on which all values of its path depend, such as an intercept.
+They come last, as a border of the matrix,
+
+.. math:: A = \\begin{pmatrix} B & C^\\top \\\\ C & D \\end{pmatrix} , \\qquad
+    L = \\begin{pmatrix} L_B & 0 \\\\ W & L_S \\end{pmatrix} , \\qquad
+    W = C L_B^{-\\top} , \\quad L_S L_S^\\top = D - W W^\\top .
 """
 
+from functools import partial
 from typing import NamedTuple
 
 from jax import Array, lax
 import jax.numpy as jnp
+
+from numpyro_sgmcmc.posterior.small_cholesky import DenseFactor, dense_cholesky
+
+#: Sums of products without the rounding to few bits that accelerators do by default.
+_einsum = partial(jnp.einsum, precision="highest")
 
 #: Smallest pivot in rounding errors of its value before elimination.
 _ROUNDING = 4.0
@@ -91,6 +104,89 @@ class BandedFactor(NamedTuple):
         # values after the last one do not exist: their column has zeros
         _, found = lax.scan(one, jnp.zeros(shape, self.columns.dtype), self.columns, reverse=True)
         return found
+
+
+class Bands(NamedTuple):
+    """
+    Entries of matrices with a band and a border.
+
+    - **bands** - :math:`B_{j + d, j}` for :math:`d = 0, \\dots, w`, shape (k, w + 1, n).
+    - **across** - :math:`C`, shape (b, n, k).
+    - **corner** - :math:`D`, shape (n, b, b).
+    """
+
+    bands: Array
+    across: Array
+    corner: Array
+
+    def mixed(self, share: Array, other: "Bands") -> "Bands":
+        """Return :math:`(1 - s) A + s B`, for shares :math:`1 - s` of the shape (n,)."""
+        shares = share, share[:, None], share[:, None, None]
+        parts = zip(shares, self, other, strict=True)
+        return Bands(*(part * x + (1 - part) * y for part, x, y in parts))
+
+
+class BorderedFactor(NamedTuple):
+    """
+    Cholesky factors of banded matrices with a border.
+
+    - **path** - :math:`L_B`.
+    - **across** - :math:`W`, shape (b, n, k).
+    - **corner** - :math:`L_S`.
+    """
+
+    path: BandedFactor
+    across: Array
+    corner: DenseFactor
+
+    def towards(self, gradient: Array) -> Array:
+        """Return :math:`L^{-1} g`, shape (..., n, k + b)."""
+        first, last = self._split(gradient)
+        first = self.path.towards(first)
+        last = self.corner.towards(last - _einsum("bnk,...nk->...nb", self.across, first))
+        return jnp.concatenate([first, last], axis=-1)
+
+    def away(self, x: Array) -> Array:
+        """Return :math:`L^{-\\top} x`, shape (..., n, k + b)."""
+        first, last = self._split(x)
+        last = self.corner.away(last)
+        first = self.path.away(first - _einsum("bnk,...nb->...nk", self.across, last))
+        return jnp.concatenate([first, last], axis=-1)
+
+    @property
+    def log_determinant(self) -> Array:
+        """:math:`-\\log \\det L`, shape (n,)."""
+        return self.path.log_determinant + self.corner.log_determinant
+
+    @property
+    def covariances(self) -> Bands:
+        """
+        The entries of :math:`A^{-1}` where :math:`A` has some,
+
+        .. math:: A^{-1} = \\begin{pmatrix} B^{-1} + Z^\\top \\Sigma Z & -Z^\\top \\Sigma \\\\
+            -\\Sigma Z & \\Sigma \\end{pmatrix} , \\qquad
+            Z = W L_B^{-1} , \\quad \\Sigma = (L_S L_S^\\top)^{-1} .
+        """
+        corner = _einsum("nij,nik->njk", self.corner.inverse, self.corner.inverse)
+        with_path = self.path.away(self.across)
+        across = -_einsum("nbc,cnk->bnk", corner, with_path)
+        bands, more = self.path.covariances, []
+        for d in range(bands.shape[1]):
+            length = with_path.shape[-1] - d
+            part = -jnp.sum(with_path[..., d:] * across[..., :length], axis=0)
+            more.append(jnp.pad(part, ((0, 0), (0, d))).T)
+        return Bands(bands + jnp.stack(more, axis=1), across, corner)
+
+    def _split(self, x: Array) -> list[Array]:
+        return jnp.split(x, [self.across.shape[-1]], axis=-1)
+
+
+def bordered_cholesky(matrices: Bands, is_exact: bool = False) -> BorderedFactor:
+    """Factorise banded matrices with a border, as :func:`banded_cholesky`."""
+    path = banded_cholesky(matrices.bands, is_exact)
+    across = path.towards(matrices.across)
+    rest = matrices.corner - _einsum("bnk,cnk->nbc", across, across)
+    return BorderedFactor(path, across, dense_cholesky(rest, is_exact))
 
 
 def banded_cholesky(bands: Array, is_exact: bool = False) -> BandedFactor:

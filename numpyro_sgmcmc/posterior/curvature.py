@@ -19,7 +19,13 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
-from numpyro_sgmcmc.posterior.banded import BandedFactor, banded_cholesky
+from numpyro_sgmcmc.posterior.banded import (
+    BandedFactor,
+    Bands,
+    BorderedFactor,
+    banded_cholesky,
+    bordered_cholesky,
+)
 from numpyro_sgmcmc.posterior.small_cholesky import DenseFactor, dense_cholesky
 
 #: Log density of each group: function of a point in each, shape (n, k), with values of shape (n,).
@@ -28,7 +34,10 @@ Density = Callable[[Array], Array]
 #: Largest rounding error of a product with a curvature, as a part of the entries.
 _ROUNDING = 1e-3
 
-Factor = DenseFactor | BandedFactor
+#: Largest number of values of a border.
+_MOST_LAST = 8
+
+Factor = DenseFactor | BandedFactor | BorderedFactor
 
 
 class Dense(NamedTuple):
@@ -42,12 +51,12 @@ class Dense(NamedTuple):
         """Return :math:`A` of each group, shape (n, k, k)."""
         return -hessian(density, z)
 
-    def mixed(self, share: Array, one: Array, other: Array) -> Array:
+    def mixed(self, share: Array, one: Any, other: Any) -> Array:
         """Return :math:`(1 - s) A + s B`, for shares :math:`1 - s` of the shape (n,)."""
         share = share[:, None, None]
         return share * one + (1 - share) * other
 
-    def factor(self, curvature: Array, is_exact: bool = False) -> DenseFactor:
+    def factor(self, curvature: Any, is_exact: bool = False) -> DenseFactor:
         return dense_cholesky(curvature, is_exact)
 
     def expected(self, density: Density, z: Array, factor: Any) -> Array:
@@ -69,15 +78,17 @@ class Banded(NamedTuple):
 
     - **width** - the largest distance :math:`w` of values that depend on each other given all
       others.
+    - **border** - the number of values that come last, and may depend on all.
     """
 
     width: int
+    border: int = 0
 
     def columns(self, dimension: int) -> int:
-        return min(2 * self.width + 1, dimension)
+        return min(2 * self.width + 1, dimension - self.border) + self.border
 
-    def at(self, density: Density, z: Array) -> Array:
-        """Return :math:`A_{j + d, j}`, shape (k, w + 1, n)."""
+    def at(self, density: Density, z: Array) -> Bands:
+        """Return :math:`A` of each group."""
         return self._read(jax.linearize(partial(slope, density), z)[1], z)
 
     def is_complete(self, density: Density, z: Array) -> Array:
@@ -88,40 +99,52 @@ class Banded(NamedTuple):
         """
         _, along = jax.linearize(partial(slope, density), z)
         v = 2 + jnp.cos(jnp.arange(z.shape[-1], dtype=z.dtype))
-        bands, product, size = (
-            self._read(along, z),
-            along(jnp.broadcast_to(v, z.shape)).T,
-            jnp.zeros(()),
-        )
+        bands, across, _ = self._read(along, z)
+        length = len(bands)
+        product = along(jnp.broadcast_to(v, z.shape)).T[:length]
+        v, last = v[:length, None], v[length:, None, None]
+        product = product + jnp.sum(last * across, axis=0).T
+        size = jnp.zeros(())
         for d in range(self.width + 1):
-            band = bands[: len(bands) - d, d]
-            product = product.at[d:].add(band * v[: len(v) - d, None])
+            band = bands[: length - d, d]
+            product = product.at[d:].add(band * v[: length - d])
             if d:
-                product = product.at[: len(product) - d].add(band * v[d:, None])
+                product = product.at[: length - d].add(band * v[d:])
             size = size + jnp.max(jnp.abs(band), axis=0, initial=0)
         return jnp.max(jnp.abs(product), axis=0) < _ROUNDING * size
 
-    def _read(self, along: Callable[[Array], Array], z: Array) -> Array:
-        """Return the band of :math:`A` by products with the Hessian."""
+    def _read(self, along: Callable[[Array], Array], z: Array) -> Bands:
+        """Return :math:`A` by products with the Hessian."""
         dimension = z.shape[-1]
-        apart = self.columns(dimension)
+        length = dimension - self.border
+        apart = self.columns(dimension) - self.border
         places = jnp.arange(dimension)
-        units = (places % apart == jnp.arange(apart)[:, None]).astype(z.dtype)
-        products = jax.vmap(lambda e: along(jnp.broadcast_to(e, z.shape)))(units)
-        rows = places[:, None] + jnp.arange(self.width + 1)
-        bands = products[places[:, None] % apart, :, jnp.minimum(rows, dimension - 1)]
-        return jnp.where((rows < dimension)[..., None], -bands, 0)
+        colors = jnp.where(places < length, places % apart, apart + places - length)
+        units = (colors == jnp.arange(apart + self.border)[:, None]).astype(z.dtype)
+        products = -jax.vmap(lambda e: along(jnp.broadcast_to(e, z.shape)))(units)
+        rows = places[:length, None] + jnp.arange(self.width + 1)
+        bands = products[colors[:length, None], :, jnp.minimum(rows, length - 1)]
+        across, corner = jnp.split(products[apart:], [length], axis=-1)
+        bands = jnp.where((rows < length)[..., None], bands, 0)
+        return Bands(bands, across, jnp.moveaxis(corner, 0, 1))
 
-    def mixed(self, share: Array, one: Array, other: Array) -> Array:
-        return share * one + (1 - share) * other
+    def mixed(self, share: Array, one: Any, other: Any) -> Bands:
+        return one.mixed(share, other)
 
-    def factor(self, curvature: Array, is_exact: bool = False) -> BandedFactor:
-        return banded_cholesky(curvature, is_exact)
+    def factor(self, curvature: Any, is_exact: bool = False) -> BandedFactor | BorderedFactor:
+        if not self.border:
+            return banded_cholesky(curvature.bands, is_exact)
+        return bordered_cholesky(curvature, is_exact)
 
     def expected(self, density: Density, z: Array, factor: Any) -> Array:
+        found, covariances = self.at(density, z), factor.covariances
         # entries below the diagonal count for those above
         both = jnp.where(jnp.arange(self.width + 1) == 0, 1.0, 2.0)[:, None]
-        return -jnp.sum(both * factor.covariances * self.at(density, z))
+        if not self.border:
+            return -jnp.sum(both * covariances * found.bands)
+        factors = Bands(both, jnp.array(2.0), jnp.array(1.0))
+        parts = jax.tree.map(lambda a, x, y: jnp.sum(a * x * y), factors, covariances, found)
+        return -sum(parts)
 
 
 Form = Dense | Banded
@@ -130,26 +153,41 @@ Form = Dense | Banded
 DENSE = Dense()
 
 
-def band_of(density: Density, start: Array) -> tuple[tuple[int, ...], int] | None:
+class Path(NamedTuple):
     """
-    Return the order of latent values in which their curvature has a narrow band, and its width.
+    A path of the latent values of a group.
 
-    It is the order of the values themselves, or that of Cuthill and McKee. The result is None if
-    every band has more than a half of the entries, so that there is no path.
+    - **order** - their order, in which the curvature has a narrow band.
+    - **form** - its form.
+    """
+
+    order: tuple[int, ...]
+    form: Banded
+
+
+def path_of(density: Density, start: Array) -> Path | None:
+    """
+    Return the path of the latent values of groups, or None if their curvature has no narrow band.
+
+    Values that depend on more than half of all values are the border, which has eight at most. The
+    order of the others is their own, or that of Cuthill and McKee.
 
     :param density: log density of some groups, whose entries are zero or not at any point.
     :param start: a point in each group.
 
-    **Example:** a random walk with its values in disorder.
+    **Example:** a random walk with its values in disorder, and an intercept.
 
     .. doctest::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_sgmcmc.posterior.curvature import band_of
+        >>> from numpyro_sgmcmc.posterior.curvature import path_of
         >>> order = jnp.array([3, 0, 5, 7, 1, 6, 4, 2])
-        >>> band_of(lambda z: -(jnp.diff(z[:, order]) ** 2).sum(1), jnp.zeros((1, 8)))
-        ((2, 4, 6, 1, 7, 5, 0, 3), 1)
-        >>> band_of(lambda z: -(z.sum(1) ** 2), jnp.zeros((1, 8))) is None
+        >>> path_of(lambda z: -(jnp.diff(z[:, order]) ** 2).sum(1), jnp.zeros((1, 8)))
+        Path(order=(2, 4, 6, 1, 7, 5, 0, 3), form=Banded(width=1, border=0))
+        >>> rows = lambda z: -((z[:, :1] + z[:, 1:]) ** 2).sum(1)
+        >>> path_of(lambda z: rows(z) - (jnp.diff(z[:, 1:]) ** 2).sum(1), jnp.zeros((1, 9)))
+        Path(order=(1, 2, 3, 4, 5, 6, 7, 8, 0), form=Banded(width=1, border=1))
+        >>> path_of(lambda z: -(z.sum(1) ** 2), jnp.zeros((1, 8))) is None
         True
     """
     dimension = start.shape[1]
@@ -157,16 +195,22 @@ def band_of(density: Density, start: Array) -> tuple[tuple[int, ...], int] | Non
     found = [np.asarray(hessian(density, z)) for z in (start, start + 0.5 * waves)]
     is_used = (np.concatenate(found) != 0).any(axis=0)
     is_used |= is_used.T
+    is_last = is_used.sum(axis=0) > dimension / 2
+    first, border = np.flatnonzero(~is_last), np.flatnonzero(is_last)
+    if not len(first) or len(border) > _MOST_LAST:
+        return None
+    is_used = is_used[np.ix_(first, first)]
 
     def width(order: np.ndarray) -> int:
         rows, columns = np.nonzero(is_used[np.ix_(order, order)])
         return int(np.abs(rows - columns).max(initial=0))
 
-    orders = [np.arange(dimension), reverse_cuthill_mckee(csr_matrix(is_used), True)]
+    orders = [np.arange(len(first)), reverse_cuthill_mckee(csr_matrix(is_used), True)]
     best = min(orders, key=width)
-    if 2 * width(best) + 1 > dimension / 2:
+    form = Banded(width(best), len(border))
+    if form.columns(dimension) > dimension / 2:
         return None
-    return tuple(map(int, best)), width(best)
+    return Path(tuple(map(int, np.concatenate([first[best], border]))), form)
 
 
 def slope(density: Density, z: Array) -> Array:

@@ -18,7 +18,7 @@ from numpyro.distributions import biject_to
 from numpyro.handlers import trace, uncondition
 from numpyro.primitives import Messenger
 
-from numpyro_sgmcmc.posterior.curvature import DENSE, Banded, Form
+from numpyro_sgmcmc.posterior.curvature import DENSE, Form, Path
 from numpyro_sgmcmc.posterior.handlers import Model, log_density, without_wrappers
 from numpyro_sgmcmc.posterior.quadrature import needs_draws, points_of
 
@@ -40,8 +40,7 @@ class LocalPlate(NamedTuple):
       may be skewed.
     - **normal** - whether the continuous sites are normal given the observations and all other
       sites, whatever the values of those.
-    - **path** - the order of the latent values of a path, and the largest distance of values that
-      depend on each other; None for other groups.
+    - **path** - the path of the latent values; None for other groups.
     """
 
     name: str
@@ -49,7 +48,7 @@ class LocalPlate(NamedTuple):
     discrete: tuple[tuple[str, int], ...]
     bounded: bool = False
     normal: bool = False
-    path: tuple[tuple[int, ...], int] | None = None
+    path: Path | None = None
 
     @property
     def dimension(self) -> int:
@@ -63,7 +62,7 @@ class LocalPlate(NamedTuple):
     @property
     def form(self) -> Form:
         """The form of the curvature."""
-        return DENSE if self.path is None else Banded(self.path[1])
+        return DENSE if self.path is None else self.path.form
 
     @property
     def is_drawn(self) -> bool:
@@ -174,7 +173,7 @@ class AllGiven(Messenger):
         self.model, self.plate, self.seen, self.values = model, plate, seen, values
         self.names = seen.names
         if plate.path is not None:
-            z = z[:, np.argsort(plate.path[0])]
+            z = z[:, np.argsort(plate.path.order)]
         self.z, self.start = z, {}
         start = 0
         for name, shape in plate.continuous:

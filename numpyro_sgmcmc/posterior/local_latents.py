@@ -31,7 +31,7 @@ import numpyro
 from numpyro.handlers import block
 
 from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
-from numpyro_sgmcmc.posterior.curvature import Banded, band_of
+from numpyro_sgmcmc.posterior.curvature import Banded, Path, path_of
 from numpyro_sgmcmc.posterior.group_handlers import (
     OBSERVED,
     AllGiven,
@@ -173,12 +173,12 @@ class Marginal:
             classes = jnp.asarray(plate.combinations)[0]
             return degree(partial(density, seen.values, classes), start) == 2
 
-        def path(plate: LocalPlate) -> tuple[tuple[int, ...], int] | None:
+        def path(plate: LocalPlate) -> Path | None:
             here = seen.plates[plate.name]
             few = seen.at(plate.name, here.rows[:SEEN])
             start, density = self._densities(plate, few, args, kwargs)
             classes = jnp.asarray(plate.combinations)[0]
-            return band_of(partial(density, few.values, classes), start)
+            return path_of(partial(density, few.values, classes), start)
 
         plates = [p._replace(normal=p.dimension > 0 and is_normal(p)) for p in self.plates]
         plates = [

@@ -30,8 +30,8 @@ class DenseFactor(NamedTuple):
     inverse: Array
 
     def towards(self, gradient: Array) -> Array:
-        """Return :math:`L^{-1} g`, shape (n, k)."""
-        return _einsum("nij,nj->ni", self.inverse, gradient)
+        """Return :math:`L^{-1} g`, shape (..., n, k)."""
+        return _einsum("nij,...nj->...ni", self.inverse, gradient)
 
     def away(self, x: Array) -> Array:
         """Return :math:`L^{-\\top} x`, shape (..., n, k)."""

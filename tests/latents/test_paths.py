@@ -79,20 +79,38 @@ def log_density(z):
 
 def test_curvatures_equal_the_dense_ones():
     z = jnp.asarray(RNG.standard_normal((3, 12)), jnp.float32)
-    order, width = curvature.band_of(log_density, z)
-    assert (order, width) == (tuple(range(12)), 2)
-    form = Banded(width)
-    bands, dense = form.at(log_density, z), DENSE.at(log_density, z)
-    for d in range(width + 1):
-        np.testing.assert_allclose(
-            bands[: 12 - d, d].T, np.diagonal(dense, -d, 1, 2), rtol=1e-4, atol=1e-5
-        )
-    factors = form.factor(bands), DENSE.factor(dense)
-    found, expected = (
-        jax.grad(lambda z, form=form, factor=factor: form.expected(log_density, z, factor))(z)
-        for form, factor in zip((form, DENSE), factors, strict=True)
-    )
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    assert curvature.path_of(log_density, z) == (tuple(range(12)), Banded(2))
+    forms = [DENSE, Banded(2)]
+    compare_forms(log_density, z, forms)
+
+
+def with_border(z):
+    """Two values on which all others depend, in different ways."""
+    return log_density(z[:, :-2]) - (jnp.cosh(z[:, :-2] + z[:, -2:-1] - z[:, -1:])).sum(1)
+
+
+def test_curvatures_with_a_border():
+    z = jnp.asarray(RNG.standard_normal((3, 14)), jnp.float32)
+    assert curvature.path_of(with_border, z) == (tuple(range(14)), Banded(2, 2))
+    compare_forms(lambda z: with_border(z) - (z[:, -2:] ** 2).sum(1), z, [DENSE, Banded(2, 2)])
+
+
+def compare_forms(density, z, forms):
+    """Products, determinants, the contraction of third derivatives, and complete forms."""
+    found = []
+    for form in forms:
+        factor = form.factor(form.mixed(jnp.full(len(z), 0.3), *2 * [form.at(density, z)]))
+        covariance = factor.away(factor.towards(z))
+        third = jax.grad(lambda x, form=form, factor=factor: form.expected(density, x, factor))(z)
+        draws = jnp.stack([z, 2 * z])
+        np.testing.assert_allclose(factor.away(draws)[0], factor.away(z), rtol=1e-5)
+        np.testing.assert_allclose(factor.towards(draws)[0], factor.towards(z), rtol=1e-5)
+        found.append((covariance, factor.log_determinant, third))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3 * np.abs(one).max())
+    form = forms[-1]
+    assert form.is_complete(density, z).all()
+    assert not form.is_complete(lambda z: density(z) - z[:, 0] * z[:, 5], z).any()
 
 
 @pytest.mark.parametrize("rule", ["step", "check"])
@@ -168,19 +186,24 @@ def plate_of(model, *data):
 
 
 @pytest.mark.parametrize(
-    ("path", "times", "width"),
-    [(walk, 40, 1), (with_slope, 20, 2), (two_walks, 20, 2), (one_by_one, 12, 2)],
+    ("path", "times", "width", "border"),
+    [
+        (walk, 40, 1, 0),
+        (with_slope, 20, 2, 0),
+        (two_walks, 20, 2, 0),
+        (one_by_one, 12, 2, 0),
+        (with_mean, 20, 1, 1),
+    ],
 )
-def test_what_is_recognised(path, times, width):
+def test_what_is_recognised(path, times, width, border):
     plate = plate_of(model_of(path, times), Y)
-    assert plate.path is not None and plate.path[1] == width
-    assert plate.normal and plate.points("step") == 2 + 2 * width
+    assert plate.path is not None and plate.path.form == Banded(width, border)
+    assert plate.normal and plate.points("step") == 2 + 2 * width + border
     assert not plate_of(model_of(path, times, "counts"), COUNTS).normal
 
 
-@pytest.mark.parametrize("path", [with_mean, sums])
-def test_what_is_not(path):
-    assert plate_of(model_of(path, 20), Y).path is None
+def test_what_is_not():
+    assert plate_of(model_of(sums, 20), Y).path is None
 
 
 @pytest.mark.parametrize(

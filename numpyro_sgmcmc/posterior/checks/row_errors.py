@@ -150,7 +150,7 @@ def not_finite(target: Target, name: str, plate: str, bad: Any) -> ValueError:
     if paths.get(name) is not None:
         path = (
             f" Or latent values of these groups depend on each other at distances above"
-            f" {paths[name][1]}, which those of the first {SEEN} groups do not."
+            f" {paths[name].form.width}, which those of the first {SEEN} groups do not."
         )
     return ValueError(
         f"The log density of site '{name}' ({_named(site['fn'])}) is not finite in {bad.number:,}"
