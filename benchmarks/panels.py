@@ -121,11 +121,13 @@ def simulated(name: str, seed: int = 0) -> jax.Array:
     return jnp.asarray(y, jnp.float32)
 
 
-def run(kernel, args: tuple, chains: int, samples: int = 1_000) -> tuple[MCMC, float]:
-    """A run with 500 samples of warm-up, and its seconds."""
+def run(
+    kernel, args: tuple, chains: int, warmup: int = 500, samples: int = 1_000
+) -> tuple[MCMC, float]:
+    """A run, and its seconds."""
     start = time.perf_counter()
     options = {"num_chains": chains, "chain_method": "vectorized", "progress_bar": False}
-    mcmc = MCMC(kernel, num_warmup=500, num_samples=samples, **options)
+    mcmc = MCMC(kernel, num_warmup=warmup, num_samples=samples, **options)
     mcmc.run(random.key(1), *args)
     jax.block_until_ready(mcmc.get_samples())
     return mcmc, time.perf_counter() - start
@@ -196,7 +198,7 @@ def many(seed: int) -> tuple[list[object], np.ndarray]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kernel = CCAdL(lambda y, x: counts_with_covariates(y, x, batch), progress_bar=False)
-        mcmc, seconds = run(kernel, data, chains=2)
+        mcmc, seconds = run(kernel, data, chains=2, warmup=200, samples=400)
     print(kernel.tuning, *(w.message for w in caught), sep="\n", flush=True)
     names = list(TRUTH_OF_MANY)
     mean, sd, size = moments(mcmc, names)

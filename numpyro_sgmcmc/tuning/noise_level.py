@@ -18,6 +18,7 @@ from numpyro_sgmcmc.gradients.covariance import Diagonal
 from numpyro_sgmcmc.gradients.estimators import sub_batch_gradient
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, Anchor, order_of
 from numpyro_sgmcmc.posterior.metric import GaussianMetric, Metric
+from numpyro_sgmcmc.posterior.model import MinibatchModel
 from numpyro_sgmcmc.posterior.potential import rows_in
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.curvature import find_curvature
@@ -183,7 +184,9 @@ def measure_noise(
     ]
     minibatches = _NOISE_DRAWS * (sum(GRADIENTS_OF_A_STEP[:2]) if controlled else 1)
     points = 1 + 4 * _LINES
-    passes = points + minibatches * target.minibatch_share + cost
+    passes = points * _share(target.model.sketch) + minibatches * target.minibatch_share + cost
+    if target.model.sketch is not target.model:
+        passes += 1  # the anchor of all rows
     if controlled:
         return MeasuredNoise(levels[0], levels[1], anchor, rounding, passes, widest)
     return MeasuredNoise(levels[0], None, None, rounding, passes, widest)
@@ -232,11 +235,15 @@ def _measured(
     usual = jnp.mean((last - first)[:_LINES] ** 2)
     nonlinearity = jnp.sqrt(jnp.max(bent) / usual)
     # of fewer rows, each of which counts more often
-    seen = math.prod(rows_in(p) / (p.of or p.size) for p in sketch.model.plates)
-    rounding = jnp.sqrt(seen * jnp.max(rounded) / 6)
+    rounding = jnp.sqrt(_share(sketch.model) * jnp.max(rounded) / 6)
     anchors = (None, anchor) if controlled else (None,)
     variances = _variances(target, rng_key, draws, metric, anchors)
     return variances, anchor, (nonlinearity, rounding)
+
+
+def _share(model: MinibatchModel) -> float:
+    """The share of all rows in a pass."""
+    return math.prod(rows_in(p) / (p.of or p.size) for p in model.plates)
 
 
 def noise_with(
