@@ -25,7 +25,7 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import MCMC, NUTS, init_to_median
 from scipy.linalg import cho_factor, cho_solve, solve_triangular
 
 from numpyro_sgmcmc import CCAdL
@@ -122,7 +122,10 @@ def nuts(rows: Rows, name: str, samples: int = 1_000) -> tuple[dict[str, np.ndar
             jnp.asarray(v, jnp.float32) for v in (products, mode, squares - with_y @ mode)
         )
         chosen, chains = model_of_sums, 4
-    kernel = NUTS(lambda *rest: chosen(*rest), target_accept_prob=0.95)
+    # from far out chains stay in a mode of wide scales
+    kernel = NUTS(
+        lambda *rest: chosen(*rest), target_accept_prob=0.95, init_strategy=init_to_median
+    )
     options = {"num_chains": chains, "chain_method": "sequential", "progress_bar": False}
     mcmc = MCMC(kernel, num_warmup=500, num_samples=samples, **options)
     start = time.perf_counter()

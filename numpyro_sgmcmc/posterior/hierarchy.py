@@ -22,7 +22,12 @@ from numpyro.handlers import substitute, trace
 from numpyro_sgmcmc.posterior.checks.exceptions import explained
 from numpyro_sgmcmc.posterior.handlers import Indices, log_density, without_wrappers
 from numpyro_sgmcmc.posterior.jaxpr import reached_by
-from numpyro_sgmcmc.posterior.local_scales import LocalScale, is_plain, law_of_scale
+from numpyro_sgmcmc.posterior.local_scales import (
+    LocalScale,
+    is_plain,
+    law_of_scale,
+    mixture_of_site,
+)
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
 
 #: The largest matrix by which effects are multiplied.
@@ -117,7 +122,7 @@ def hierarchy_of(
         # if two sites need each other, the operations on the value are left out
         location, scale = own[name]
         for site in (Site(location, scale, steps), Site(location, scale, ())):
-            if not _union(needs, [site.scale, *site.factors]):
+            if name not in read.mixtures and not _union(needs, [site.scale, *site.factors]):
                 break
             needed = _union(needs, site.variables)
             if not needed & {k} and not any(
@@ -127,35 +132,42 @@ def hierarchy_of(
                 break
     shapes = {name: x.shape for name, x in values.items()}
     local = {}
-    for name in sorted(effects.keys() & read.normal):
+    for name in sorted(effects.keys() & (read.normal | read.mixtures.keys())):
         site = effects[name]
         scaled_by = {names[k] for k in _union(needs, [site.scale, *site.factors])}
         found = [x for x in sorted(scaled_by & laws.keys()) if shapes[x] == shapes[name]]
         if any(step.axes for step in site.steps):
             continue  # effects of a group are no independent mixtures
+        if name in read.mixtures:
+            local[name] = LocalScale(None, *read.mixtures[name])
+            continue
         # its distribution is evaluated before effects are moved
         if len(found) == 1 and not {names[k] for k in _union(needs, laws[found[0]])} & {*effects}:
             local[name] = LocalScale(found[0], *laws[found[0]])
     return Hierarchy(program, constants, names, _ordered(effects, names, needs), local)
 
 
-def is_alone(view: MinibatchModel, data: tuple, effect: str, scale: str, is_followed: bool) -> bool:
+def is_alone(
+    view: MinibatchModel, data: tuple, effect: str, scale: str | None, is_followed: bool
+) -> bool:
     """
     Return True if only an effect depends on its local scale, and only rows depend on the effect.
 
     :param data: the other arguments of :func:`hierarchy_of`.
     :param effect: the site of the effect.
-    :param scale: the site of its local scale.
+    :param scale: the site of its local scale, or None if it has none.
     :param bool is_followed: whether the effect has :attr:`Site.steps` in the hierarchy.
     """
-    program, _, names, read = _read(view, data, frozenset((effect, scale)))
+    without = frozenset((effect,) if scale is None else (effect, scale))
+    program, _, names, read = _read(view, data, without)
     k = names.index(effect)
     needs, scale_of_effect = _needs(program), read.locations_and_scales[effect][1]
     is_standard = not _needed(needs, scale_of_effect)
     steps = _steps(program, program.invars[k], needs, k, is_standard) if is_followed else ()
-    by_scale = reached_by(
-        program, program.invars[names.index(scale)], {step.result for step in steps}
-    )
+    by_scale: Any = ()
+    if scale is not None:
+        argument = program.invars[names.index(scale)]
+        by_scale = reached_by(program, argument, {step.result for step in steps})
     by_effect = reached_by(program, program.invars[k], ())
     densities = {name: x for name, x in read.densities.items() if not isinstance(x, Literal)}
     return not any(
@@ -170,6 +182,7 @@ class _Reading(NamedTuple):
 
     - **locations_and_scales** - of the unconstrained values.
     - **laws_of_scales** - as :func:`~.local_scales.law_of_scale` returns them.
+    - **mixtures** - scales and weights, as :func:`~.local_scales.mixture_of_site` returns them.
     - **densities** - the log density of sites, or nothing.
     - **normal** - the names of sites with normal distributions.
     - **of_rows** - the names of sites in subsampled plates.
@@ -177,6 +190,7 @@ class _Reading(NamedTuple):
 
     locations_and_scales: dict[str, tuple[Any, Any]]
     laws_of_scales: dict[str, tuple[Any, Any]]
+    mixtures: dict[str, tuple[Any, Any]]
     densities: dict[str, Any]
     normal: frozenset[str]
     of_rows: frozenset[str]
@@ -196,7 +210,7 @@ def _read(
     view = view.with_rule("none" if without is None else view.search_rule)
     model, (args, kwargs) = view.prepared(rows, rng_key, args, kwargs)
 
-    def run(values: Values) -> tuple[dict, dict, dict]:
+    def run(values: Values) -> tuple[dict, dict, dict, dict]:
         def given(site: dict) -> Any:
             if site["name"] not in values or site["type"] != "sample":
                 return None
@@ -214,6 +228,9 @@ def _read(
             if both is not None
         }
         plain = {name: site for name, site in sites.items() if is_plain(site)}
+        found = {k: mixture_of_site(plain[k]["fn"], x) for k, x in values.items() if k in plain}
+        mixtures = {k: x for k, x in found.items() if x is not None}
+        own |= {k: (x[0], jnp.ones_like(x[0])) for k, x in mixtures.items()}
         laws = {k: law_of_scale(plain[k]["fn"], x) for k, x in values.items() if k in plain}
         normal.update(k for k in plain if type(without_wrappers(plain[k]["fn"])) is dist.Normal)
         plates = {plate.name for plate in view.plates}
@@ -222,18 +239,19 @@ def _read(
         )
         inside = {k: x for k, x in sites.items() if x["type"] == "sample" and without is not None}
         densities = {k: log_density(x) for k, x in inside.items() if k not in (without or ())}
-        return own, {k: law for k, law in laws.items() if law is not None}, densities
+        laws = {k: law for k, law in laws.items() if law is not None}
+        return own, laws, {k: x[1:] for k, x in mixtures.items()}, densities
 
     normal: set[str] = set()
     of_rows: set[str] = set()
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(values)
     variables = closed.jaxpr.outvars
-    own, laws, densities = jax.tree.unflatten(jax.tree.structure(shapes), variables)
+    own, laws, mixtures, densities = jax.tree.unflatten(jax.tree.structure(shapes), variables)
     return (
         closed.jaxpr,
         closed.consts,
         tuple(sorted(values)),
-        _Reading(own, laws, densities, frozenset(normal), frozenset(of_rows)),
+        _Reading(own, laws, mixtures, densities, frozenset(normal), frozenset(of_rows)),
     )
 
 

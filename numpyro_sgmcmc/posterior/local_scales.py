@@ -28,12 +28,13 @@ class LocalScale(NamedTuple):
     """
     Local scale of a site.
 
-    - **name** - the site of the scale.
+    - **name** - the site of the scale, or None if the distribution of the effect is a mixture.
     - **points**, **log_weights** - variables of the program: logarithms of the scale at equal
-      distances, and their log density, both of the shape ``(K, ...)``.
+      distances, and their log density, both of the shape ``(K, ...)``; or the logarithms of the
+      scales of a mixture, and of their weights.
     """
 
-    name: str
+    name: str | None
     points: Any
     log_weights: Any
 
@@ -80,6 +81,65 @@ def law_of_scale(fn: Any, value: Array) -> tuple[Array, Array] | None:
     points = low + (high - low) * jnp.linspace(0.0, 1.0, POINTS, dtype=value.dtype).reshape(column)
     shape = POINTS, *value.shape
     return jnp.broadcast_to(points, shape), jnp.broadcast_to(log_density(points), shape)
+
+
+def mixture_of_site(fn: Any, value: Array) -> tuple[Array, Array, Array] | None:
+    """
+    Return the location of a mixture of normal distributions around it, or None.
+
+    It comes with the logarithms of scales and weights, of the shape ``(K, ...)``.
+
+    :param fn: distribution of the site.
+    :param value: unconstrained value of the site.
+
+    **Example:** spike and slab.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp, numpyro.distributions as dist
+        >>> from numpyro_sgmcmc.posterior.local_scales import mixture_of_site
+        >>> parts = dist.Normal(0.0, jnp.array([0.01, 1.0]))
+        >>> fn = dist.MixtureSameFamily(dist.Categorical(probs=jnp.array([0.9, 0.1])), parts)
+        >>> location, log_scales, log_weights = mixture_of_site(fn.expand([3]), jnp.zeros(3))
+        >>> location.shape, jnp.exp(log_scales[:, 0]).round(2).tolist()
+        ((3,), [0.009999999776482582, 1.0])
+    """
+    inner = without_wrappers(fn)
+    if isinstance(inner, dist.MixtureGeneral):
+        parts = inner.component_distributions
+        if not all(type(part) is dist.Normal for part in parts):
+            return None
+        location, others = parts[0].loc, [part.loc for part in parts[1:]]
+        scales = jnp.stack([jnp.broadcast_to(x.scale, x.batch_shape) for x in parts], -1)
+    elif isinstance(inner, dist.MixtureSameFamily):
+        parts = inner.component_distribution
+        if type(parts) is not dist.Normal:
+            return None
+        location, scales = jnp.asarray(parts.loc)[..., 0], parts.scale
+        others = [] if parts.loc.shape[-1] == 1 else [parts.loc]
+        location = location if not others else parts.loc[..., :1]
+    else:
+        return None
+    # locations that are traced may differ
+    if not all(_are_equal(location, x) for x in others):
+        return None
+    number, logits = inner.mixture_size, inner.mixing_distribution.logits
+    scales, logits = (
+        jnp.moveaxis(jnp.broadcast_to(x, (*value.shape, number)), -1, 0) for x in (scales, logits)
+    )
+    return (
+        jnp.broadcast_to(location, value.shape),
+        jnp.log(scales),
+        jax.nn.log_softmax(logits, axis=0),
+    )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return True if arrays are known to be equal, with broadcasting."""
+    if one is other:
+        return True
+    is_known = not any(isinstance(x, jax.core.Tracer) for x in (one, other))
+    return is_known and bool(np.all(np.asarray(one) == np.asarray(other)))
 
 
 def _is_logarithm(support: Any) -> bool:

@@ -107,7 +107,8 @@ _NEAREST = 1e-12
 
 def scales_of(hierarchy: Hierarchy, centring: Centring) -> list[str]:
     """Return the names of the sites of local scales."""
-    return [hierarchy.local[name].name for name in mixtures_of(centring)]
+    scales = [hierarchy.local[name].name for name in mixtures_of(centring)]
+    return [name for name in scales if name is not None]
 
 
 class Written(NamedTuple):
@@ -155,12 +156,13 @@ def from_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> W
         logarithm, log_weight = at.likely(lax.stop_gradient(far))
         around = at.around(logarithm)
         x, units = at.effect(far, y), _signed(jnp.exp(far - jnp.log(around.scale)), y)
-        joint = log_weight - jnp.log(around.scale) - units**2 / 2
-        slope = mixture.with_slope(log_error, far)[1]
-        changed = mixture.log_density(far) - jnp.log(slope) + far - v**2 / 2 - joint
+        changed = far - jnp.log(mixture.with_slope(log_error, far)[1])
+        if at.name is not None:
+            joint = log_weight - jnp.log(around.scale) - units**2 / 2
+            changed += mixture.log_density(far) - v**2 / 2 - joint
         log_det += jnp.sum(changed + jnp.log(around.own_scale / around.scale))
         effects_log_det += jnp.sum(changed)
-        effects[name], effects[at.name] = x, logarithm
+        effects.update({name: x} if at.name is None else {name: x, at.name: logarithm})
         return around.own_location + around.own_scale * units, logarithm
 
     written = _evaluated(hierarchy, centring, values, (moved, with_scale), from_internal=False)
@@ -181,7 +183,7 @@ def drawn_from_internal(hierarchy: Hierarchy, centring: Centring, values: Values
         log_error: Array, name: str, y: Array, v: Array, at: LocalAround
     ) -> tuple[Array, Array]:
         far = at.mixture(EVERY).log_distance(log_error, y)
-        logarithm = scale_at(at.mixture(1), at.points, far, v)
+        logarithm = v if at.name is None else scale_at(at.mixture(1), at.points, far, v)
         around = at.around(logarithm)
         units = _signed(jnp.exp(far - jnp.log(around.scale)), y)
         return around.own_location + around.own_scale * units, logarithm
@@ -210,7 +212,9 @@ def to_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Val
         around = at.around(logarithm)
         units = (z - around.own_location) / around.own_scale
         far = jnp.log(jnp.maximum(jnp.abs(units), _NEAREST)) + jnp.log(around.scale)
-        v = coordinate_of_scale(at.mixture(1), at.points, far, logarithm)
+        v = logarithm
+        if at.name is not None:
+            v = coordinate_of_scale(at.mixture(1), at.points, far, logarithm)
         y = at.mixture(EVERY).coordinate(log_error, far)
         return _signed(y, units), lax.stop_gradient(v)
 
@@ -219,9 +223,9 @@ def to_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Val
 
 class LocalAround(NamedTuple):
     """
-    Distributions of an effect with a local scale.
+    Distributions of an effect with a local scale, or of one whose distribution is a mixture.
 
-    - **name** - the site of the local scale.
+    - **name** - the site of the local scale, or None.
     - **points** - logarithms of the local scale.
     - **location** - :math:`\\mu`, of the shape of the effects.
     - **log_weights** - the log density of these logarithms.
@@ -229,7 +233,7 @@ class LocalAround(NamedTuple):
     - **mixture** - the mixture over local scales, at one of so many points.
     """
 
-    name: str
+    name: str | None
     points: Array
     location: Array
     log_weights: Array
@@ -312,12 +316,17 @@ def _evaluated(
         if isinstance(there, MixtureCoordinates):
             local = hierarchy.local[name]
             evaluate(program, known, local.variables)
-            at = _local_around(program, known, site, local, arguments[local.name], values[name])
-            given = values[name], values[local.name]
-            both = moved[1](jnp.log(there.error), name, *given, at)
-            result[name], result[local.name] = both
-            if not from_internal:
-                known[arguments[local.name]] = result[local.name]
+            log_error = jnp.log(there.error)
+            if local.name is None:
+                at = _mixture_around(program, known, site, local, values[name])
+                none = jnp.zeros_like(values[name])
+                result[name], _ = moved[1](log_error, name, values[name], none, at)
+            else:
+                argument, given = arguments[local.name], (values[name], values[local.name])
+                at = _local_around(program, known, site, local, argument, values[name])
+                result[name], result[local.name] = moved[1](log_error, name, *given, at)
+                if not from_internal:
+                    known[argument] = result[local.name]
         else:
             evaluate(program, known, site.variables)
             around = around_of(known, site, values[name])
@@ -363,3 +372,15 @@ def _local_around(
 
     location = jnp.broadcast_to(around(points[0]).location, points[0].shape)
     return LocalAround(local.name, points, location, log_weights, around, mixture)
+
+
+def _mixture_around(
+    program: Any, known: dict[Any, Any], site: Site, local: LocalScale, like: Array
+) -> LocalAround:
+    """The distributions of an effect that has those of a mixture, whatever its local scale."""
+    evaluate(program, known, site.variables)
+    around = around_of(known, site, like)
+    log_scales, log_weights = (value_of(known, x) for x in local.variables)
+    mixture = Mixture(log_weights, log_scales + jnp.log(around.scale)).normalised
+    location = jnp.broadcast_to(around.location, like.shape)
+    return LocalAround(None, log_scales, location, log_weights, lambda _: around, lambda _: mixture)

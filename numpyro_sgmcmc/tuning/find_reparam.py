@@ -35,7 +35,7 @@ from numpyro_sgmcmc.posterior.reparam import (
     mixture_of,
     scales_of,
 )
-from numpyro_sgmcmc.posterior.scale_mixture import EVERY
+from numpyro_sgmcmc.posterior.scale_mixture import EVERY, Mixture
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
@@ -109,8 +109,8 @@ def _has_one_sign(factors: np.ndarray) -> bool:
     return bool(np.isfinite(factors).all() and factors.any() and not (is_mixed | is_cut).any())
 
 
-def _local_scales(target: Target) -> dict[str, str]:
-    """The sites of local scales by effect, on which no other site depends."""
+def _local_scales(target: Target) -> dict[str, str | None]:
+    """The sites of local scales by effect, on which no other site depends; None for mixtures."""
     model, found = target.model, {}
 
     def read(target: Target, values: Values) -> Array:
@@ -124,7 +124,7 @@ def _local_scales(target: Target) -> dict[str, str]:
     program, data, _ = target.program(read)
     jax.eval_shape(program, data, model.latents)
     scales = list(found.values())
-    return {name: scale for name, scale in found.items() if scales.count(scale) == 1}
+    return {k: scale for k, scale in found.items() if scale is None or scales.count(scale) == 1}
 
 
 def _is_mixture(hierarchy: Hierarchy, name: str, values: Values) -> Array:
@@ -136,11 +136,13 @@ def _is_mixture(hierarchy: Hierarchy, name: str, values: Values) -> Array:
     effects, whatever their standard error.
     """
     at = mixture_of(hierarchy, name, values)
+    all_, mixture = at.mixture(1), at.mixture(EVERY)
+    if at.name is None:
+        return _is_increasing(mixture, at.location.dtype)
     shape = at.location.shape
     k = np.random.default_rng(0).integers(len(at.points), size=(1, *shape))
     around = at.around(jnp.take_along_axis(at.points, k, 0)[0])
     factors = jax.vmap(at.around)(at.points).factor
-    all_, mixture = at.mixture(1), at.mixture(EVERY)
     fits = jnp.allclose(
         jnp.log(around.scale), jnp.take_along_axis(all_.log_scales, k, 0)[0], atol=1e-3
     )
@@ -149,14 +151,19 @@ def _is_mixture(hierarchy: Hierarchy, name: str, values: Values) -> Array:
     peak = jnp.max(at.log_weights, axis=0)
     fits &= jnp.all(at.log_weights[0] < peak - _TAILS) & jnp.all(at.log_weights[-1] < peak - _TAILS)
     fits &= jnp.max(jnp.abs(jnp.diff(mixture.log_scales, axis=0))) < _CLOSE
+    return fits & _is_increasing(mixture, at.location.dtype)
+
+
+def _is_increasing(mixture: Mixture, dtype: Any) -> Array:
+    """True if coordinates grow with effects, whatever their standard error."""
 
     def slope(away: Array) -> Array:
         errors, distances = mixture.log_mean + away[0], mixture.log_mean + away[1]
         return jnp.min(mixture.with_slope(errors, distances)[1])
 
     away = np.stack(np.meshgrid(np.arange(-9.0, 10, 3), np.arange(-12.0, 13, 1)), -1)
-    slopes = lax.map(slope, jnp.asarray(away.reshape(-1, 2), at.location.dtype))
-    return fits & jnp.all(slopes > 0)
+    slopes = lax.map(slope, jnp.asarray(away.reshape(-1, 2), dtype))
+    return jnp.all(slopes > 0)
 
 
 def with_errors(target: Target, point: Array, part: float = 1.0) -> Target:

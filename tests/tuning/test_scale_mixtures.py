@@ -85,6 +85,73 @@ FAMILIES = {
 }
 
 
+def r2d2(tau):
+    """The shares of a Dirichlet distribution times a Gamma variable are independent."""
+    rate = numpyro.sample("rate", dist.Gamma(0.5, 1.0))
+    return standard() * tau * jnp.sqrt(local(dist.Gamma(0.5, rate)))
+
+
+FAMILIES["R2-D2"] = r2d2
+
+
+def mixture_of(scales):
+    share = numpyro.sample("share", dist.Beta(1.0, 4.0))
+    weights = dist.Categorical(probs=jnp.stack([1 - share, share]))
+    return dist.MixtureSameFamily(weights, dist.Normal(0.0, scales))
+
+
+def spike_and_slab(tau):
+    return numpyro.sample("z", each(mixture_of(jnp.stack([0.05 * tau, tau]))))
+
+
+def times_its_scale(tau):
+    return 0.5 - tau * numpyro.sample(
+        "z",
+        each(
+            mixture_of(
+                jnp.array(
+                    [
+                        0.1,
+                        1.0,
+                    ]
+                )
+            )
+        ),
+    )
+
+
+def one_by_one(tau):
+    weights, parts = dist.Categorical(probs=jnp.array([0.5, 0.5])), [0.2 * tau, 5 * tau]
+    law = dist.MixtureGeneral(weights, [dist.Normal(0.0, scale) for scale in parts])
+    with numpyro.plate("effects", GROUPS):
+        return numpyro.sample("z", law)
+
+
+#: Effects whose scale has been summed out.
+MIXTURES = {
+    "spike and slab": spike_and_slab,
+    "times its scale": times_its_scale,
+    "one by one": one_by_one,
+}
+
+
+def other_locations(tau):
+    weights = dist.Categorical(probs=jnp.array([0.5, 0.5]))
+    parts = dist.Normal(jnp.array([-1.0, 1.0]), jnp.array([0.1, 1.0]))
+    return tau * numpyro.sample("z", each(dist.MixtureSameFamily(weights, parts)))
+
+
+def heavy_mixture(tau):
+    weights = dist.Categorical(probs=jnp.array([0.5, 0.5]))
+    parts = dist.StudentT(4.0, 0.0, jnp.stack([0.1 * tau, tau]))
+    return numpyro.sample("z", each(dist.MixtureSameFamily(weights, parts)))
+
+
+def level_above_a_mixture(tau):
+    w = spike_and_slab(tau)
+    return numpyro.sample("u", dist.Normal(w, 1).to_event(1))
+
+
 def used_by_another_site(tau):
     scale = local()
     numpyro.sample("other", dist.Normal(scale[0], 1))
@@ -158,6 +225,9 @@ def level_above(tau):
 
 
 OTHERS = {
+    "other locations": other_locations,
+    "a mixture with heavy tails": heavy_mixture,
+    "a level above a mixture": level_above_a_mixture,
     "a level above": level_above,
     "another sign": lambda tau: standard() * tau * (3_000 - local()),
     "steep": lambda tau: numpyro.sample(
@@ -185,9 +255,9 @@ def read(effects):
     return non_centred(target_of(model_of(effects), *DATA))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_what_is_recognised(family):
-    target = read(FAMILIES[family])
+    target = read((FAMILIES | MIXTURES)[family])
     assert set(target.centring) == {"z"} and mixtures_of(target.centring) == ["z"]
     # of 40 rows with standard deviation 1
     np.testing.assert_allclose(target.centring["z"].error, EACH**-0.5, rtol=0.5)
@@ -205,9 +275,9 @@ def points_of(target, number=4):
         yield values | {"z": 3.0**k / 3 * values["z"]}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_there_and_back(family):
-    target = read(FAMILIES[family])
+    target = read((FAMILIES | MIXTURES)[family])
     for values in points_of(target):
         back = target.to_internal(target.from_internal(values))
         for name in values:
@@ -250,6 +320,25 @@ def test_the_integral_over_scales(family):
     for values in points_of(target):
         found, expected = compared(values)
         np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_potential_of_a_mixture(family):
+    """The potential of the coordinates is that of the model, with the determinant of the map."""
+    target = read(MIXTURES[family])
+    rows, key = target.model.first_rows(), random.key(0)
+    written = target._replace(centring={}).potential(IdentityMetric())
+
+    @jax.jit
+    def compared(values):
+        found = target.potential(IdentityMetric())(values, rows, key)
+        slope = jax.jacobian(lambda y: target.from_internal(values | {"z": y})["z"])(values["z"])
+        log_det = jnp.sum(jnp.log(jnp.abs(jnp.diagonal(slope))))
+        return found, written(target.from_internal(values), rows, key) - log_det
+
+    for values in points_of(target):
+        found, expected = compared(values)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["half-Cauchy", "half-t", "half-normal"])
@@ -373,3 +462,49 @@ def test_a_wrong_density_has_another_law(monkeypatch):
     monkeypatch.setattr(scale_mixture.Mixture, "log_density", log_density)
     error, _, _ = defects()
     assert np.abs(error).max() > 10
+
+
+def moments_of_spikes():
+    """Of log tau and of the effects, by a grid of tau and of the share of slabs."""
+    means = Y.reshape(GROUPS, EACH).mean(1)
+    log_tau, share = np.arange(-8, 6, 0.02)[:, None], np.linspace(0, 1, 402)[1:-1]
+    tau = np.exp(log_tau)
+    log_p = log_tau - np.log1p((tau / 0.5) ** 2) + 3 * np.log1p(-share)
+    weights, scales = (1 - share, share), (0.05 * tau, tau)
+    firsts, seconds = [], []
+    for mean in means:
+        parts = [
+            weight * norm.pdf(mean, 0, np.sqrt(scale**2 + 1 / EACH))
+            for weight, scale in zip(weights, scales, strict=True)
+        ]
+        total, first, second = sum(parts), 0.0, 0.0
+        for part, scale in zip(parts, scales, strict=True):
+            known = scale**2 / (scale**2 + 1 / EACH)
+            first = first + part / total * known * mean
+            second = second + part / total * (known / EACH + (known * mean) ** 2)
+        firsts.append(first)
+        seconds.append(second)
+        log_p = log_p + np.log(total)
+    p = np.exp(log_p - log_p.max())
+    p /= p.sum()
+    mean = np.array([(p * x).sum() for x in (log_tau, *firsts)])
+    square = np.array([(p * x).sum() for x in (log_tau**2, *seconds)])
+    return mean, np.sqrt(square - mean**2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:NUTS is likely to be quicker")
+def test_law_of_spike_and_slab():
+    kernel = CCAdL(model_of(spike_and_slab), progress_bar=False)
+    options = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
+    mcmc = MCMC(kernel, num_warmup=200, num_samples=1_000, **options)
+    mcmc.run(random.key(0), *DATA)
+    found = mcmc.get_samples(group_by_chain=True)
+    draws = np.concatenate([np.log(found["tau"])[..., None], found["z"]], axis=-1)
+    mean, sd = moments_of_spikes()
+    size = effective_sample_size(draws)
+    error = (draws.mean((0, 1)) - mean) / (sd / np.sqrt(size))
+    assert mixtures_of(kernel.tuning.centring) == ["z"]
+    assert size.min() > 1_000
+    assert np.abs(error).max() < 4
+    assert np.abs(draws.std((0, 1)) / sd - 1).max() < 0.06
