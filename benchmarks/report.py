@@ -41,6 +41,7 @@ PAGES = (
     "rare_rows",
     "groups",
     "maps",
+    "shrinkage",
     "panels",
     "group_integrals",
     "group_benchmarks",
@@ -103,6 +104,7 @@ PARTS = {
         " --buckets 3 --draws 600"
     ),
     "clicks": "benchmarks/clicks.py",
+    "shrinkage": "benchmarks/shrinkage.py --picture docs/shrinkage.png",
     "maps": "benchmarks/maps.py --picture docs/maps.png",
     "panels": "benchmarks/panels.py",
     "panels_many": "benchmarks/panels.py many",

@@ -281,14 +281,34 @@ def moments(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return draws.mean((0, 1)), np.sqrt(variance), np.atleast_1d(effective_sample_size(draws))
 
 
+def draw(draws: np.ndarray, w: np.ndarray, file: str) -> None:
+    """True coefficients, posterior means and 90 % intervals."""
+    import matplotlib.pyplot as plt
+
+    low, high = np.quantile(draws, [0.05, 0.95], axis=0)
+    columns = np.arange(len(w))
+    figure, ax = plt.subplots(figsize=(9, 2.8), layout="constrained")
+    ax.vlines(columns, low, high, color="tab:blue", linewidth=1.5, label="90 % interval")
+    ax.plot(columns, draws.mean(0), ".", color="tab:blue", markersize=3, label="mean")
+    here = np.flatnonzero(w)
+    ax.plot(here, w[here], "kx", markersize=5, label="true value, if not zero")
+    ax.set(xlabel="column", ylabel="coefficient")
+    ax.set_yscale("symlog", linthresh=0.02)
+    ax.legend(frameon=False, ncols=3, loc="upper center")
+    figure.savefig(file, dpi=70)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("names", nargs="*", default=list(CASES))
+    parser.add_argument("--picture", help="where the picture of the first case is to be")
     options = parser.parse_args()
     lines = []
     for name in options.names:
-        line, *_ = compared(name)
+        line, found, _, w = compared(name)
         lines.append(line)
+        if options.picture and len(lines) == 1:
+            draw(found["w"].reshape(-1, len(w)), w, options.picture)
     heads = [
         "case", "rows x columns", "coefficients: means, se, rms and largest", "log tau, log slab",
         "ratios of sds", "of log tau, log slab", "largest difference of P(|w| > 0.1)", "least ESS",

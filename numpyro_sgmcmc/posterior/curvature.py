@@ -31,11 +31,12 @@ from numpyro_sgmcmc.posterior.small_cholesky import DenseFactor, dense_cholesky
 #: Log density of each group: function of a point in each, shape (n, k), with values of shape (n,).
 Density = Callable[[Array], Array]
 
-#: Largest rounding error of a product with a curvature, as a part of the entries.
-_ROUNDING = 1e-3
+#: Largest rounding error of an entry of a product with a curvature, as a part of its terms, and
+#: number of products.
+_ROUNDING, _PROBES = 1e-3, 2
 
-#: Largest number of values of a border.
-_MOST_LAST = 8
+#: Largest number of values of a border, and largest width of a band.
+_MOST_LAST, _WIDEST = 8, 32
 
 Factor = DenseFactor | BandedFactor | BorderedFactor
 
@@ -95,23 +96,28 @@ class Banded(NamedTuple):
         """
         Return whether the curvature of each group is zero outside of the band, shape (n,).
 
-        The product of the Hessian with a vector is the product of the band.
+        Products of the Hessian with random vectors are then products of the band.
         """
         _, along = jax.linearize(partial(slope, density), z)
-        v = 2 + jnp.cos(jnp.arange(z.shape[-1], dtype=z.dtype))
         bands, across, _ = self._read(along, z)
-        length = len(bands)
-        product = along(jnp.broadcast_to(v, z.shape)).T[:length]
-        v, last = v[:length, None], v[length:, None, None]
-        product = product + jnp.sum(last * across, axis=0).T
-        size = jnp.zeros(())
-        for d in range(self.width + 1):
-            band = bands[: length - d, d]
-            product = product.at[d:].add(band * v[: length - d])
-            if d:
-                product = product.at[: length - d].add(band * v[d:])
-            size = size + jnp.max(jnp.abs(band), axis=0, initial=0)
-        return jnp.max(jnp.abs(product), axis=0) < _ROUNDING * size
+        length, found = len(bands), jnp.ones(len(z), bool)
+        # fixed: the same groups pass in every run
+        for v in np.random.default_rng(0).standard_normal((_PROBES, z.shape[-1])):
+            probe = jnp.asarray(v, z.dtype)
+            rest = along(jnp.broadcast_to(probe, z.shape)).T[:length]
+            first, last = probe[:length, None], probe[length:, None, None]
+            rest = rest + jnp.sum(last * across, axis=0).T
+            size = jnp.sum(jnp.abs(last * across), axis=0).T
+            for d in range(self.width + 1):
+                band = bands[: length - d, d]
+                rest = rest.at[d:].add(band * first[: length - d])
+                size = size.at[d:].add(jnp.abs(band * first[: length - d]))
+                if d:
+                    rest = rest.at[: length - d].add(band * first[d:])
+                    size = size.at[: length - d].add(jnp.abs(band * first[d:]))
+            # not a comparison that is true for NaN
+            found &= ~jnp.any(jnp.abs(rest) > _ROUNDING * size, axis=0)
+        return found
 
     def _read(self, along: Callable[[Array], Array], z: Array) -> Bands:
         """Return :math:`A` by products with the Hessian."""
@@ -165,52 +171,65 @@ class Path(NamedTuple):
     form: Banded
 
 
-def path_of(density: Density, start: Array) -> Path | None:
+def pattern_of(density: Density, start: Array) -> np.ndarray:
+    """
+    Return which latent values depend on each other, given all others, in some groups.
+
+    :param density: log density of the groups.
+    :param start: a point in each group.
+    :return: shape (k, k).
+    """
+    waves = jnp.cos(jnp.arange(start.size, dtype=start.dtype)).reshape(start.shape)
+    found = [np.asarray(hessian(density, z)) for z in (start, start + 0.5 * waves)]
+    is_used = (np.concatenate(found) != 0).any(axis=0)
+    return is_used | is_used.T
+
+
+def path_of(is_used: np.ndarray) -> Path | None:
     """
     Return the path of the latent values of groups, or None if their curvature has no narrow band.
 
-    Values that depend on more than half of all values are the border, which has eight at most. The
-    order of the others is their own, or that of Cuthill and McKee.
+    Values that depend on most others are the border. The order of the others is their own, or that
+    of Cuthill and McKee. Of all borders of up to eight values, the one is taken by which a
+    curvature has the fewest columns.
 
-    :param density: log density of some groups, whose entries are zero or not at any point.
-    :param start: a point in each group.
+    :param is_used: which values depend on each other, of :func:`pattern_of`.
 
     **Example:** a random walk with its values in disorder, and an intercept.
 
     .. doctest::
 
         >>> import jax.numpy as jnp
-        >>> from numpyro_sgmcmc.posterior.curvature import path_of
+        >>> from numpyro_sgmcmc.posterior.curvature import path_of, pattern_of
         >>> order = jnp.array([3, 0, 5, 7, 1, 6, 4, 2])
-        >>> path_of(lambda z: -(jnp.diff(z[:, order]) ** 2).sum(1), jnp.zeros((1, 8)))
+        >>> path_of(pattern_of(lambda z: -(jnp.diff(z[:, order]) ** 2).sum(1), jnp.zeros((1, 8))))
         Path(order=(2, 4, 6, 1, 7, 5, 0, 3), form=Banded(width=1, border=0))
+        >>> walk = lambda z: -(jnp.diff(z[:, 1:]) ** 2).sum(1)
         >>> rows = lambda z: -((z[:, :1] + z[:, 1:]) ** 2).sum(1)
-        >>> path_of(lambda z: rows(z) - (jnp.diff(z[:, 1:]) ** 2).sum(1), jnp.zeros((1, 9)))
+        >>> path_of(pattern_of(lambda z: rows(z) + walk(z), jnp.zeros((1, 9))))
         Path(order=(1, 2, 3, 4, 5, 6, 7, 8, 0), form=Banded(width=1, border=1))
-        >>> path_of(lambda z: -(z.sum(1) ** 2), jnp.zeros((1, 8))) is None
+        >>> path_of(pattern_of(lambda z: -(z.sum(1) ** 2), jnp.zeros((1, 8)))) is None
         True
     """
-    dimension = start.shape[1]
-    waves = jnp.cos(jnp.arange(start.size, dtype=start.dtype)).reshape(start.shape)
-    found = [np.asarray(hessian(density, z)) for z in (start, start + 0.5 * waves)]
-    is_used = (np.concatenate(found) != 0).any(axis=0)
-    is_used |= is_used.T
-    is_last = is_used.sum(axis=0) > dimension / 2
-    first, border = np.flatnonzero(~is_last), np.flatnonzero(is_last)
-    if not len(first) or len(border) > _MOST_LAST:
-        return None
-    is_used = is_used[np.ix_(first, first)]
+    dimension = len(is_used)
+    by_number = np.argsort(-is_used.sum(axis=0), kind="stable")
+    found = []
+    for number in range(min(_MOST_LAST, dimension - 1) + 1):
+        first, border = np.sort(by_number[number:]), np.sort(by_number[:number])
+        part = is_used[np.ix_(first, first)]
+        orders = [np.arange(len(first)), reverse_cuthill_mckee(csr_matrix(part), True)]
+        widths = [_width(part[np.ix_(order, order)]) for order in orders]
+        order = first[orders[int(np.argmin(widths))]]
+        form = Banded(min(widths), number)
+        found.append(Path(tuple(map(int, np.concatenate([order, border]))), form))
+    best = min(found, key=lambda path: path.form.columns(dimension))
+    is_narrow = best.form.width <= _WIDEST and best.form.columns(dimension) < dimension
+    return best if is_narrow else None
 
-    def width(order: np.ndarray) -> int:
-        rows, columns = np.nonzero(is_used[np.ix_(order, order)])
-        return int(np.abs(rows - columns).max(initial=0))
 
-    orders = [np.arange(len(first)), reverse_cuthill_mckee(csr_matrix(is_used), True)]
-    best = min(orders, key=width)
-    form = Banded(width(best), len(border))
-    if form.columns(dimension) > dimension / 2:
-        return None
-    return Path(tuple(map(int, np.concatenate([first[best], border]))), form)
+def _width(is_used: np.ndarray) -> int:
+    rows, columns = np.nonzero(is_used)
+    return int(np.abs(rows - columns).max(initial=0))
 
 
 def slope(density: Density, z: Array) -> Array:

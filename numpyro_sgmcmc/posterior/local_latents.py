@@ -27,11 +27,12 @@ import jax
 from jax import Array, lax, random
 from jax.nn import logsumexp
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 from numpyro.handlers import block
 
 from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
-from numpyro_sgmcmc.posterior.curvature import Banded, Path, path_of
+from numpyro_sgmcmc.posterior.curvature import Banded, path_of, pattern_of
 from numpyro_sgmcmc.posterior.group_handlers import (
     OBSERVED,
     AllGiven,
@@ -43,14 +44,13 @@ from numpyro_sgmcmc.posterior.group_handlers import (
 from numpyro_sgmcmc.posterior.handlers import Model, Plate
 from numpyro_sgmcmc.posterior.normal_groups import normal_draws_of, normal_log_integral
 from numpyro_sgmcmc.posterior.polynomial import degree
-from numpyro_sgmcmc.posterior.quadrature import draws_of, log_integral
+from numpyro_sgmcmc.posterior.quadrature import MOST_DIMENSIONS, draws_of, log_integral
 
 #: Ending of the name of a plate's factor.
 MARGINAL = ", marginal"
 
-#: Number of groups whose Hessians show which latent values depend on each other, and the number of
-#: latent values from which on they are looked at.
-SEEN, _SHORT = 8, 8
+#: Number of groups whose Hessians show which latent values depend on each other.
+SEEN = 8
 
 #: Largest number of latent values of a path.
 MOST_ON_A_PATH = 1_000
@@ -70,7 +70,8 @@ class Marginal:
     - **plates** - the plates with latent sites.
     - **hidden** - deterministic sites that depend on latent sites of plates.
     - **rule** - rule of the integrals (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`).
-      ``"point"`` replaces them by the integrand at a point of each group, ``"none"`` by zeros.
+      ``"point"`` replaces them by the integrand at a point of each group, ``"none"`` by zeros, and
+      ``"structure"`` by 1 for each group that has no path like those of the first groups.
     - **at_once** - number of groups whose integrals are computed together; all if None.
     - **left_out** - plates whose integrals are replaced by zeros.
 
@@ -157,35 +158,60 @@ class Marginal:
         """The model as it was written, for ``inspect.signature``."""
         return self.model
 
-    def with_forms(self, *args: Any, **kwargs: Any) -> "Marginal":
-        """
-        Return the model with the forms of its groups.
-
-        They are whether latent sites are normal given all else, and which of them depend on each
-        other.
-        """
-        seen = Globals(self.plates, self.hidden)
-        with seen:
-            self.model(*args, **kwargs)
+    def with_normal_groups(self, *args: Any, **kwargs: Any) -> "Marginal":
+        """Return the model with the plates marked whose latent sites are normal given all else."""
+        seen = self._seen(args, kwargs)
 
         def is_normal(plate: LocalPlate) -> bool:
             start, density = self._densities(plate, seen, args, kwargs)
             classes = jnp.asarray(plate.combinations)[0]
             return degree(partial(density, seen.values, classes), start) == 2
 
-        def path(plate: LocalPlate) -> Path | None:
-            here = seen.plates[plate.name]
-            few = seen.at(plate.name, here.rows[:SEEN])
-            start, density = self._densities(plate, few, args, kwargs)
-            classes = jnp.asarray(plate.combinations)[0]
-            return path_of(partial(density, few.values, classes), start)
-
         plates = [p._replace(normal=p.dimension > 0 and is_normal(p)) for p in self.plates]
-        plates = [
-            p._replace(path=path(p) if _SHORT < p.dimension <= MOST_ON_A_PATH else None)
-            for p in plates
-        ]
         return replace(self, plates=tuple(plates))
+
+    @property
+    def has_long_groups(self) -> bool:
+        """True if some groups have so many latent values that these must form a path."""
+        return any(MOST_DIMENSIONS < p.dimension <= MOST_ON_A_PATH for p in self.plates)
+
+    def patterns(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
+        """
+        Return which latent values of a group depend on each other, by plate of long groups.
+
+        It is the union over some groups, and over the values of discrete sites.
+        """
+        seen, found = self._seen(args, kwargs), {}
+        for plate in self.plates:
+            if not MOST_DIMENSIONS < plate.dimension <= MOST_ON_A_PATH:
+                continue
+            few = seen.at(plate.name, seen.plates[plate.name].rows[:SEEN])
+            start, density = self._densities(plate, few, args, kwargs)
+            found[plate.name] = np.any(
+                [
+                    pattern_of(partial(density, few.values, jnp.asarray(classes)), start)
+                    for classes in plate.combinations
+                ],
+                axis=0,
+            )
+        return found
+
+    def with_paths(self, patterns: Iterable[Mapping[str, np.ndarray]]) -> "Marginal":
+        """Return the model with the paths of its groups, by :meth:`patterns` at several values."""
+        together: dict[str, np.ndarray] = {}
+        for found in patterns:
+            together |= {k: x | together.get(k, x) for k, x in found.items()}
+        plates = (
+            p._replace(path=path_of(together[p.name])) if p.name in together else p
+            for p in self.plates
+        )
+        return replace(self, plates=tuple(plates))
+
+    def _seen(self, args: tuple, kwargs: dict) -> Globals:
+        seen = Globals(self.plates, self.hidden)
+        with seen:
+            self.model(*args, **kwargs)
+        return seen
 
     def _densities(
         self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
@@ -234,19 +260,31 @@ class Marginal:
             return log_integral(own, held, latent, start, keys, self.rule, plate.form)
 
         classes = jnp.asarray(plate.combinations)
+        if self.rule == "structure":
+            return self._is_wrong(plate, seen, density, start)[None], density, start
         if self.rule == "point":
             # points differ between groups, so that a dependence on other groups shows
             rows = seen.plates[plate.name].rows
             point = jnp.cos(start + rows[:, None].astype(seen.dtype))
             some = classes[rows % len(classes)].T
-            here = partial(density, seen.values, some)
-            value = here(point)
-            if isinstance(plate.form, Banded):
-                # a group with other dependences than the first ones would have a wrong integral
-                value = jnp.where(plate.form.is_complete(here, point), value, jnp.nan)
-            return value[None], partial(density, seen.values), start
+            return density(seen.values, some, point)[None], partial(density, seen.values), start
         integrals = integral(classes[0])[None] if len(classes) == 1 else jax.vmap(integral)(classes)
         return integrals, partial(density, seen.values), start
+
+    def _is_wrong(
+        self, plate: LocalPlate, seen: "Globals", density: Callable[..., Array], start: Array
+    ) -> Array:
+        """Return 1 for groups whose latent values depend on others than those of a path, or 0."""
+        if not isinstance(plate.form, Banded):
+            return jnp.zeros(len(start))
+        form, rows = plate.form, seen.plates[plate.name].rows
+        point = jnp.cos(start + rows[:, None].astype(seen.dtype))
+
+        def is_complete(classes: Array) -> Array:
+            return form.is_complete(partial(density, seen.values, classes), point)
+
+        found = lax.map(is_complete, jnp.asarray(plate.combinations))
+        return 1.0 - jnp.all(found, axis=0).astype(seen.dtype)
 
     def draws(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict[str, Array]]:
         """

@@ -32,9 +32,6 @@ _LINEAR_IN = {
     "triangular_solve": (1,),
 }
 
-#: Largest number of passes through a loop whose degrees may grow.
-_PASSES = 3
-
 
 def degree(function: Callable[[Array], Array], point: Array) -> float:
     """
@@ -89,7 +86,8 @@ def _of_results(equation: JaxprEqn, operands: list[float]) -> list[float]:
 def _of_loop(params: Any, operands: list[float]) -> list[float]:
     """Return the degrees of the results of a loop, if they do not grow with its length."""
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    for _ in range(_PASSES):
+    # a degree may pass from each carried value to the next
+    for _ in range(params["num_carry"] + 2):
         results = _degrees(params["jaxpr"].jaxpr, operands)
         carried = [max(x) for x in zip(operands[first:last], results, strict=False)]
         if carried == operands[first:last]:

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 import math
 from typing import Any
 
@@ -222,7 +222,15 @@ def reading_of(model: Model, init_strategy: Callable, args: tuple, kwargs: dict)
             fixed = substitute(model, data=constants) if constants else model
             fixed = without_local_latents(fixed, sites, plates, seen_args, seen_kwargs)
             if isinstance(fixed, Marginal):
-                fixed = started(fixed.with_forms)(*seen_args, **seen_kwargs)
+                fixed = started(fixed.with_normal_groups)(*seen_args, **seen_kwargs)
+                fixed = fixed.with_paths(
+                    substitute(
+                        seed(first_rows_of(fixed.patterns, taken), random.key(0)),
+                        # initial values may be special, such as a coefficient of zero
+                        substitute_fn=partial(_by_numpy, frequency=frequency),
+                    )(*seen_args, **seen_kwargs)
+                    for frequency in ((1.0, 2.0) if fixed.has_long_groups else ())
+                )
                 check_dimensions(fixed)
                 # constants are equal in all traces
                 sites = traced(replace(fixed, rule="none"))
@@ -264,7 +272,7 @@ def _checked_initial(init_strategy: Callable) -> Callable:
     return initial
 
 
-def _by_numpy(site: dict) -> Any:
+def _by_numpy(site: dict, frequency: float = 1.0) -> Any:
     """Return values as of ``init_to_uniform``, without a program for each shape."""
     if site["type"] != "sample" or site["is_observed"] or site["fn"].support.is_discrete:
         return None
@@ -273,7 +281,7 @@ def _by_numpy(site: dict) -> Any:
     except NotImplementedError:
         return init_to_uniform(site)  # its error says which site
     shape = transform.inverse_shape(site["fn"].shape())
-    values = np.cos(1.0 + np.arange(math.prod(shape))).reshape(shape)
+    values = np.cos(frequency * (1.0 + np.arange(math.prod(shape)))).reshape(shape)
     return transform(jnp.asarray(values, jnp.result_type(float)))
 
 

@@ -17,10 +17,7 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.posterior.coordinates import (
-    MixtureCoordinates,
-    mixtures_of,
-)
+from numpyro_sgmcmc.posterior.coordinates import Centring, MixtureCoordinates, mixtures_of
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import DenseMetric, IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import Values
@@ -186,8 +183,17 @@ def search_errors(
                 x.error.size for x in there.centring.values() if isinstance(x, MixtureCoordinates)
             )
             passes = search.passes + 2 * products * target.minibatch_share
-            return there, between(target, there, point), passes
+            return there, _carried(target, there, point), passes
     raise _no_center("the potential is not finite wherever the search looks")
+
+
+def _carried(target: Target, there: Target, point: Array) -> Array:
+    """The point in the coordinates of another target, by one program."""
+
+    def run(target: Target, centring: Centring, point: Array) -> Array:
+        return between(target, target._replace(centring=centring), point)
+
+    return target.compiled(run, "between")(dict(there.centring), point)
 
 
 def search_near(target: Target, rng_key: Array, near: DenseMetric) -> Gaussian:

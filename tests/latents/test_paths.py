@@ -12,18 +12,18 @@ import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import init_to_uniform
+from numpyro.infer import init_to_uniform, init_to_value
 from numpyro.infer.util import potential_energy
 import pytest
 from runs import run_mcmc, target_of
 from scipy.stats import kstest, norm
 
 from numpyro_sgmcmc import CCAdL, local_draws
-from numpyro_sgmcmc.posterior import banded, curvature, quadrature
+from numpyro_sgmcmc.posterior import banded, curvature, local_latents, quadrature
 from numpyro_sgmcmc.posterior.banded import banded_cholesky
 from numpyro_sgmcmc.posterior.curvature import DENSE, Banded
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
-from numpyro_sgmcmc.posterior.model import read_model
+from numpyro_sgmcmc.posterior.model import read_model, unremarkable_values
 
 SERIES, TIMES = 200, 40
 RNG = np.random.default_rng(0)
@@ -77,9 +77,13 @@ def log_density(z):
     return -(steps**2).sum(1) - 0.3 * (bends**2).sum(1) - jnp.exp(z).sum(1) + z.sum(1)
 
 
+def path(density, z):
+    return curvature.path_of(curvature.pattern_of(density, z))
+
+
 def test_curvatures_equal_the_dense_ones():
     z = jnp.asarray(RNG.standard_normal((3, 12)), jnp.float32)
-    assert curvature.path_of(log_density, z) == (tuple(range(12)), Banded(2))
+    assert path(log_density, z) == (tuple(range(12)), Banded(2))
     forms = [DENSE, Banded(2)]
     compare_forms(log_density, z, forms)
 
@@ -91,7 +95,7 @@ def with_border(z):
 
 def test_curvatures_with_a_border():
     z = jnp.asarray(RNG.standard_normal((3, 14)), jnp.float32)
-    assert curvature.path_of(with_border, z) == (tuple(range(14)), Banded(2, 2))
+    assert path(with_border, z) == (tuple(range(14)), Banded(2, 2))
     compare_forms(lambda z: with_border(z) - (z[:, -2:] ** 2).sum(1), z, [DENSE, Banded(2, 2)])
 
 
@@ -185,25 +189,41 @@ def plate_of(model, *data):
     return plate
 
 
-@pytest.mark.parametrize(
-    ("path", "times", "width", "border"),
-    [
-        (walk, 40, 1, 0),
-        (with_slope, 20, 2, 0),
-        (two_walks, 20, 2, 0),
-        (one_by_one, 12, 2, 0),
-        (with_mean, 20, 1, 1),
-    ],
-)
-def test_what_is_recognised(path, times, width, border):
+@pytest.fixture
+def short(monkeypatch):
+    """Paths of more than eight values, whose programs compile sooner than those of long ones."""
+    monkeypatch.setattr(local_latents, "MOST_DIMENSIONS", 8)
+
+
+def with_few_rows(tau, times):
+    """An intercept of which less than half of the values tell."""
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    return walk(tau, times) + level[..., None] * (jnp.arange(times) < 0.4 * times)
+
+
+PATHS = {
+    "walk": (walk, 20, 1, 0),
+    "state": (with_slope, 15, 2, 0),
+    "two walks": (two_walks, 15, 2, 0),
+    "one by one": (one_by_one, 12, 2, 0),
+    "with a mean": (with_mean, 20, 1, 1),
+    "few rows": (with_few_rows, 20, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_what_is_recognised(name, short):
+    path, times, width, border = PATHS[name]
     plate = plate_of(model_of(path, times), Y)
     assert plate.path is not None and plate.path.form == Banded(width, border)
     assert plate.normal and plate.points("step") == 2 + 2 * width + border
-    assert not plate_of(model_of(path, times, "counts"), COUNTS).normal
 
 
-def test_what_is_not():
-    assert plate_of(model_of(sums, 20), Y).path is None
+def test_long_paths_are_recognised():
+    plate = plate_of(model_of(walk, TIMES, "counts"), COUNTS)
+    assert plate.path.form == Banded(1) and not plate.normal
+    # without a path up to 30 values may all depend on each other
+    assert plate_of(model_of(walk, 30), Y).path is None
 
 
 @pytest.mark.parametrize(
@@ -219,25 +239,67 @@ def test_what_is_refused(path, times, message):
         plate_of(model_of(path, times), y)
 
 
-def test_groups_whose_paths_have_other_neighbours():
-    """Those of the first groups would give a wrong integral for the last one."""
-    before = np.tile(np.arange(-1, TIMES - 1), (SERIES, 1))
-    before[:, 0] = 0
-    before[-1, 30] = 3
+def autoregression(phi, x):
+    before = jnp.concatenate([jnp.zeros_like(x[..., :1]), x[..., :-1]], axis=-1)
+    numpyro.factor("steps", dist.Normal(phi * before, 0.5).log_prob(x).sum(-1))
 
-    def model(y, before):
-        tau = numpyro.sample("tau", dist.HalfNormal(1))
+
+def real(times=TIMES):
+    return numpyro.sample("x", dist.ImproperUniform(dist.constraints.real_vector, (), (times,)))
+
+
+def test_initial_values_may_be_special():
+    """With a coefficient of zero the values do not depend on each other."""
+
+    def model(y):
+        phi = numpyro.sample("phi", dist.Uniform(-1, 1))
         with numpyro.plate("series", len(y), subsample_size=20) as i:
-            x = numpyro.sample("x", dist.Normal(jnp.zeros(TIMES), 1).to_event(1))
-            there = jnp.take_along_axis(x, before[i], axis=-1)
-            numpyro.factor("steps", dist.Normal(there, tau).log_prob(x).sum(-1))
+            x = real()
+            autoregression(phi, x)
             numpyro.sample("y", dist.Normal(x, 0.5).to_event(1), obs=y[i])
 
-    kernel = CCAdL(model, step_size=0.01, friction=10.0)
-    with pytest.raises(ValueError, match=r"at distances above 1, which those of the first 8"):
-        kernel.init(random.key(0), 0, None, (Y, jnp.asarray(before)), {})
-    before[-1, 30] = 29
-    kernel.init(random.key(0), 0, None, (Y, jnp.asarray(before)), {})
+    start = init_to_value(values={"phi": 0.0})
+    (plate,) = read_model(model, start, (Y,), {}).model.plates
+    assert plate.path.form == Banded(1)
+
+
+def test_classes_may_have_other_paths():
+    def model(y):
+        phi = numpyro.sample("phi", dist.Uniform(-1, 1))
+        with numpyro.plate("series", len(y), subsample_size=20) as i:
+            moves = numpyro.sample("moves", dist.Bernoulli(0.5))
+            x = real()
+            autoregression((moves * phi)[..., None], x)
+            numpyro.sample("y", dist.Normal(x, 0.5).to_event(1), obs=y[i])
+
+    assert plate_of(model, Y).path.form == Banded(1)
+
+
+def neighbours(y, before):
+    """A walk from the values with given numbers, one of which is known almost exactly."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("series", len(y), subsample_size=20) as i:
+        x = real()
+        there = jnp.take_along_axis(x, before[i], axis=-1)
+        numpyro.factor("first", dist.Normal(0, 1e-3).log_prob(x[..., 0]))
+        numpyro.factor("steps", dist.Normal(there, tau).log_prob(x)[..., 1:].sum(-1))
+        numpyro.sample("y", dist.Normal(x, 0.5).to_event(1), obs=y[i])
+
+
+@pytest.mark.parametrize(("groups", "value"), [(1, 3), (180, 3), (1, 19), (60, 24), (1, None)])
+def test_groups_whose_paths_have_other_neighbours(groups, value):
+    """Those of the first groups would give them wrong integrals."""
+    before = np.tile(np.arange(-1, TIMES - 1), (SERIES, 1))
+    before[:, 0] = 0
+    if value is not None:
+        before[-groups:, 30] = value
+    kernel = CCAdL(neighbours, step_size=0.01, friction=10.0)
+    data = Y, jnp.asarray(before)
+    if value is None:
+        kernel.init(random.key(0), 0, None, data, {})
+        return
+    with pytest.raises(ValueError, match=f"^{groups} of 200 .*first 8 groups, where each depends"):
+        kernel.init(random.key(0), 0, None, data, {})
 
 
 # --- exact integrals
@@ -251,6 +313,23 @@ def marginal(y):
     times = jnp.arange(1, TIMES + 1)
     covariance = tau**2 * jnp.minimum(times, times[:, None]) + sigma**2 * jnp.eye(TIMES)
     numpyro.sample("y", dist.MultivariateNormal(mu * jnp.ones(TIMES), covariance), obs=y)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_integrals_are_those_of_dense_curvatures(name, monkeypatch):
+    path, times, *_ = PATHS[name]
+    found = []
+    for most in (30, 8):
+        monkeypatch.setattr(local_latents, "MOST_DIMENSIONS", most)
+        target = target_of(model_of(path, times), Y)
+        assert (target.model.model.plates[0].path is None) == (most == 30)
+        values, rows = unremarkable_values(target.model), {"series": jnp.arange(SERIES)}
+        energy = jax.value_and_grad(target.potential(IdentityMetric()))
+        found.append(jax.jit(energy)(values, rows, random.key(0)))
+    (one, slope), (other, other_slope) = found
+    np.testing.assert_allclose(one, other, rtol=1e-4)
+    for k in slope:
+        np.testing.assert_allclose(slope[k], other_slope[k], rtol=1e-3, atol=1e-3 * abs(one))
 
 
 @pytest.mark.parametrize("tau", [-5.0, -1.0, 1.0])

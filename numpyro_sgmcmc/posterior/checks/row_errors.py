@@ -145,18 +145,23 @@ def not_finite(target: Target, name: str, plate: str, bad: Any) -> ValueError:
     site = _sites(target, rows)[name]
     value = np.asarray(site["value"])
     seen = f", with the observation {value.ravel()[0]:.6g}" if value.size == 1 else ""
-    paths = {p.name + MARGINAL: p.path for p in getattr(target.model.model, "plates", ())}
-    path = ""
-    if paths.get(name) is not None:
-        path = (
-            f" Or latent values of these groups depend on each other at distances above"
-            f" {paths[name].form.width}, which those of the first {SEEN} groups do not."
-        )
     return ValueError(
         f"The log density of site '{name}' ({_named(site['fn'])}) is not finite in {bad.number:,}"
         f" of {_of_all(target, plate)}, at all values that were tried; the first is row"
         f" {bad.first}{seen}. Look in the model for a division by zero, the logarithm of a number"
-        f" that is not positive, or an infinite value.{path} {_REMEDY}"
+        f" that is not positive, or an infinite value. {_REMEDY}"
+    )
+
+
+def other_paths(target: Target, plate: str, number: float) -> ValueError:
+    """Return the error of groups whose latent values depend on others than those of a path."""
+    model: Any = target.model.model
+    (path,) = (p.path for p in model.plates if p.name == plate)
+    return ValueError(
+        f"{round(number):,} of {_of_all(target, plate)} have latent values that depend on others"
+        f" than in the first {SEEN} groups, where each depends on the {path.form.width} before and"
+        " after it alone. Their integrals would be wrong. Order the groups so that one of each kind"
+        f" is among the first {SEEN}; or give groups of other kinds a plate of their own."
     )
 
 
