@@ -61,12 +61,12 @@ def whitened_rows(target: Target, factor: Array, point: Array, rows: Rows, rng_k
     """
     form = whitened_gauss_newton if has_distributions(target) else whitened_fisher
     if target.centring:
-        point, factor = _effects_along(target, point, factor)
+        point, factor = effects_along(target, point, factor)
         target = target.centred
     return form(target, factor, point, rows, rng_key)
 
 
-def _effects_along(target: Target, point: Array, factor: Array) -> tuple[Array, Array]:
+def effects_along(target: Target, point: Array, factor: Array) -> tuple[Array, Array]:
     """The effects at a point, and their derivatives along the columns of a factor."""
     effects, product = jax.linearize(partial(effects_at, target), point)
     if mixtures := mixtures_of(target.centring):
@@ -178,14 +178,41 @@ def whitened_prior(
             return prior(x) + slope @ effects_at(target, x)
 
     _, product = jax.linearize(jax.grad(curved), point)
-    if mixtures := mixtures_of(target.centring):
-        local = scales_of(target.hierarchy(target.unravel(point)), target.centring)
-        diagonal, columns, alone = _by_groups(target, mixtures + local, product, point)
-        hessian = jnp.diag(diagonal).at[:, alone].set(columns).at[alone].set(columns.T)
+    if mixtures_of(target.centring):
+        hessian = _symmetric_by_groups(target, product, point)
         return hessian if factor is None else factor.T @ hessian @ factor
     if factor is None:
         return jax.vmap(product)(jnp.eye(len(point), dtype=point.dtype))
     return factor.T @ jax.vmap(product, 1, 1)(factor)
+
+
+def curvature_of_effects(target: Target, factor: Array, point: Array, slope: Array) -> Array:
+    """
+    The part of a Hessian that comes from the curvature of effects with local scales,
+
+    .. math:: L^\\top \\nabla^2 \\Big( s^\\top x - \\log \\Big| \\frac{\\partial x}{\\partial y}
+        \\Big| \\Big) L .
+
+    :param target: the model with its data.
+    :param factor: :math:`L`, shape ``(d, d)``.
+    :param point: :math:`y`, one flat vector.
+    :param slope: :math:`s`, the gradient of the potential in the effects.
+    """
+
+    def curved(y: Array) -> Array:
+        written = target.written(target.unravel(y))
+        return slope @ ravel(written.effects) - written.effects_log_det
+
+    _, product = jax.linearize(jax.grad(curved), point)
+    return factor.T @ _symmetric_by_groups(target, product, point) @ factor
+
+
+def _symmetric_by_groups(target: Target, product: Callable[[Array], Array], point: Array) -> Array:
+    """The symmetric matrix of a product, in which effects with local scales are independent."""
+    mixtures = mixtures_of(target.centring)
+    local = scales_of(target.hierarchy(target.unravel(point)), target.centring)
+    diagonal, columns, alone = _by_groups(target, mixtures + local, product, point)
+    return jnp.diag(diagonal).at[:, alone].set(columns).at[alone].set(columns.T)
 
 
 def _by_groups(

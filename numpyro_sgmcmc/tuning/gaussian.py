@@ -16,6 +16,7 @@ import numpy as np
 
 from numpyro_sgmcmc.data.drawn_rows import drawn_rows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
+from numpyro_sgmcmc.posterior.coordinates import mixtures_of
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     GaussianMetric,
@@ -24,7 +25,13 @@ from numpyro_sgmcmc.posterior.metric import (
 )
 from numpyro_sgmcmc.posterior.potential import Rows, full_data_gradient
 from numpyro_sgmcmc.posterior.target import Program, Target
-from numpyro_sgmcmc.tuning.gauss_newton import mean_prior, uses_gauss_newton, whitened_rows
+from numpyro_sgmcmc.tuning.gauss_newton import (
+    curvature_of_effects,
+    effects_along,
+    mean_prior,
+    uses_gauss_newton,
+    whitened_rows,
+)
 from numpyro_sgmcmc.tuning.gauss_newton_check import Comparison, compare, compared, excess
 from numpyro_sgmcmc.tuning.newton import (
     Fit,
@@ -404,11 +411,19 @@ def whitened_hessian(
     drawn = target.model.drawn_plates
     smooth = target._replace(model=target.model.with_rule("none")) if drawn else target
 
-    def potential(x: Array) -> Array:
-        values = target.unravel(x)
-        return smooth.potential(IdentityMetric())(values, rows, rng_key)
+    # the rows' part is the quicker in effects, and their curvature is the same for all rows
+    by_effects = not is_rough and bool(mixtures_of(target.centring))
+    here = smooth.centred if by_effects else smooth
 
-    found = factor.T @ hessian_times(factor, potential, point, is_rough)
+    def potential(x: Array) -> Array:
+        return here.potential(IdentityMetric())(target.unravel(x), rows, rng_key)
+
+    if by_effects:
+        effects, columns = effects_along(target, point, factor)
+        found = columns.T @ hessian_times(columns, potential, effects)
+        found = found + curvature_of_effects(target, factor, point, jax.grad(potential)(effects))
+    else:
+        found = factor.T @ hessian_times(factor, potential, point, is_rough)
     if not drawn:
         return found
 

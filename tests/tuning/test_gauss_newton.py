@@ -25,6 +25,7 @@ from numpyro_sgmcmc.tuning.gauss_newton import (
     whitened_rows,
 )
 from numpyro_sgmcmc.tuning.gauss_newton_check import excess
+from numpyro_sgmcmc.tuning.gaussian import whitened_hessian
 
 COMPILE_QUICKLY = True
 
@@ -213,4 +214,26 @@ def test_coordinates_of_hierarchies(coefficients, has_law):
     at = factor, point, {"rows": jnp.arange(N)}, random.key(0)
     direct = whitened_gauss_newton if has_law else whitened_fisher
     found, expected = whitened_rows(target, *at), direct(target, *at)
+    np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max())
+
+
+def test_hessians_in_coordinates_of_scale_mixtures():
+    """By effects they are those of the potential in the coordinates."""
+
+    def model(x, y):
+        w = horseshoe()
+        with numpyro.plate("rows", N, subsample_size=20) as i:
+            numpyro.sample("y", dist.StudentT(4.0, x[i] @ w, 0.5), obs=y[i])
+
+    data = X, observed(LAWS["heavy tails"])
+    target = non_centred(Target(read_model(model, init_to_uniform, data, {}), data, {}))
+    size, rows, key = target.model.dimension, {"rows": jnp.arange(N)}, random.key(0)
+    factor, point = random.normal(random.key(2), (size, size)), jnp.cos(jnp.arange(1.0, size + 1))
+    potential = target.potential(IdentityMetric())
+
+    def energy(x):
+        return potential(target.unravel(x), rows, key)
+
+    expected = factor.T @ jax.hessian(energy)(point) @ factor
+    found = whitened_hessian(target, factor, point, rows, key)
     np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max())
