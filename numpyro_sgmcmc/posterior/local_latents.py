@@ -125,7 +125,7 @@ class Marginal:
 
         def of_some(rows: Array) -> Array:
             integrals = self.log_integrals(plate, seen.at(plate.name, rows), args, kwargs)[0]
-            return logsumexp(integrals, axis=0)
+            return integrals.min(axis=0) if self.rule == "weights" else logsumexp(integrals, axis=0)
 
         rows = seen.plates[plate.name].rows
         if self.at_once is None:

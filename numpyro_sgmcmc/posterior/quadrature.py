@@ -183,7 +183,9 @@ def log_integral(
         - ``"fine"``: more points, for a pass over all groups;
         - ``"check"``: a rule whose distance from ``"step"`` estimates the error of ``"step"``. In
           up to two dimensions it is the fine rule. For draws it takes the draws of a step and
-          corrects the next term of their bias, by the difference from halves of the draws.
+          corrects the next term of their bias, by the difference from halves of the draws;
+        - ``"weights"``: no integral. It returns the share of the pairs of draws that
+          count, :math:`2 (\\sum_k t_k)^2 / (S \\sum_k t_k^2)` for terms :math:`t_k` of pairs.
     :param form: the form of the curvature of :math:`f`.
     :return: the log integrals, shape (n,).
 
@@ -221,6 +223,9 @@ def log_integral(
         log_weights = jnp.asarray(-math.log(draws), start.dtype)
     scaled = log_weights + 0.5 * jnp.sum(x**2, -1) + 0.5 * dimension * math.log(2 * math.pi)
     terms = jax.vmap(density)(mode + factor.away(x)) + scaled
+    if rule == "weights":
+        pairs = logsumexp(terms.reshape(-1, 2, len(start)), axis=1)
+        return jnp.exp(2 * logsumexp(pairs, axis=0) - logsumexp(2 * pairs, axis=0)) / len(pairs)
     result = jackknife(terms) if needs_draws(dimension) else logsumexp(terms, axis=0)
     if needs_draws(dimension) and rule == "check":
         halves = [jackknife(half) + math.log(2) for half in jnp.split(terms, 2)]

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
-from numpyro_sgmcmc.posterior.potential import full_data_gradient, ravel, rows_in
+from numpyro_sgmcmc.posterior.potential import (
+    Rows,
+    full_data_gradient,
+    over_all_data,
+    ravel,
+    rows_in,
+)
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 
@@ -25,6 +31,11 @@ _VALUES, _FEWEST_GROUPS = 40_960, 64
 #: Largest shift of the draws by a rule with few nodes, in standard deviations.
 _ENOUGH = 0.02
 
+#: Smallest share of the draws that count, below which they do not show their error. Random walks of
+#: 100 to 200 values have 0.6 to 0.99 with Poisson, binary and Student's t rows. Of steps with
+#: Student's t distribution of three degrees, whose integrals are wrong, it is 0.42.
+_FEWEST = 0.45
+
 #: Smallest part of a precision that is kept.
 _LEAST_PRECISION = 0.05
 
@@ -37,7 +48,8 @@ def rule_of_steps(
 
     Parameters are the parameters of :func:`error_of_integrals`.
 
-    :return: the rule, its error in standard deviations, and the cost in passes over the data.
+    :return: the rule, its error in standard deviations, and the cost in passes over the data. The
+        error is 1 at least where few of the draws of an integral count.
     """
     few, step = (target._replace(model=target.model.with_rule(rule)) for rule in ("few", "step"))
     cost = 0.0
@@ -46,7 +58,36 @@ def rule_of_steps(
         if error <= _ENOUGH:
             return "few", error, cost
     error, more = error_of_integrals(step, rng_key, gaussian, controlled)
+    if step.model.drawn_plates and not share_of_draws(step, gaussian) >= _FEWEST:
+        error = max(error, 1.0)
     return "step", error, cost + more
+
+
+def share_of_draws(target: Target, gaussian: Gaussian) -> float:
+    """
+    The share of the draws of integrals that count, the mean of groups at the centre.
+
+    Where latent values have heavy tails, or their density has kinks, a few draws have most of the
+    weight. All rules then have the same error, so that a difference of rules does not show it.
+
+    :param target: a model with latent sites inside of subsampled plates.
+    :param gaussian: an approximation of the posterior.
+    :return: the least of all plates whose integrals are drawn.
+    """
+    view = target.model.with_rule("weights")
+    sizes = {plate.name: plate.size for plate in view.drawn_plates}
+
+    def run(target: Target, center: Array) -> dict[str, Array]:
+        here = target._replace(model=view)
+        potential, values = here.potential(IdentityMetric()), here.unravel(center)
+
+        def of_chunk(rows: Rows) -> dict[str, Array]:
+            terms = potential.with_row_terms(values, rows, random.key(0))[1]
+            return {name: jnp.sum(terms[name]) / size for name, size in sizes.items()}
+
+        return target.mean(over_all_data(of_chunk, view.sketch.plates))
+
+    return min(map(float, target.compiled(run)(gaussian.metric.center).values()))
 
 
 def error_of_integrals(

@@ -22,8 +22,11 @@ from numpyro_sgmcmc import CCAdL, local_draws
 from numpyro_sgmcmc.posterior import banded, curvature, local_latents, quadrature
 from numpyro_sgmcmc.posterior.banded import banded_cholesky
 from numpyro_sgmcmc.posterior.curvature import DENSE, Banded
-from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.metric import IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import read_model, unremarkable_values
+from numpyro_sgmcmc.tuning import quadrature_error
+from numpyro_sgmcmc.tuning.gaussian import Gaussian
+from numpyro_sgmcmc.tuning.quadrature_error import share_of_draws
 
 SERIES, TIMES = 200, 40
 RNG = np.random.default_rng(0)
@@ -348,6 +351,27 @@ def test_normal_paths_are_integrated_exactly(tau):
     for derivative in (lambda f: f, jax.grad, jax.hessian):
         one, other = (np.asarray(jax.jit(derivative(f))(x)) for f in (found, expected))
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3 * np.abs(other).max())
+
+
+@pytest.mark.parametrize(
+    ("law", "expected"),
+    [(dist.Normal, True), (dist.Laplace, False), (partial(dist.StudentT, 3.0), False)],
+)
+def test_whether_draws_count(law, expected):
+    """Of steps with kinks or heavy tails a few draws have all of the weight."""
+
+    def model(y):
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        with numpyro.plate("series", len(y), subsample_size=20) as i:
+            x = real()
+            before = jnp.concatenate([jnp.zeros_like(x[..., :1]), x[..., :-1]], axis=-1)
+            numpyro.factor("steps", law(before, tau).log_prob(x).sum(-1))
+            numpyro.sample("y", dist.Poisson(jnp.exp(0.5 + x)).to_event(1), obs=y[i])
+
+    center = np.log([0.3])
+    gaussian = Gaussian(from_covariance(1e-4 * np.eye(1), center, jnp.float32), 0.0)
+    share = share_of_draws(target_of(model, COUNTS), gaussian)
+    assert (share > quadrature_error._FEWEST) == expected
 
 
 def rotated(y):

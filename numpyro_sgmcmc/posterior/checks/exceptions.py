@@ -52,8 +52,8 @@ def explained(model: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
             raise
         raise ValueError(
             f"A `scan` is inside a plate{_line(error)}, where NumPyro cannot have it. Write the"
-            " path of a series as one site, `GaussianRandomWalk` or `GaussianStateSpace`; or value"
-            " by value, `for t in range(T): x = numpyro.sample(f'x{t}', ...)`."
+            " path of a series as one site, `GaussianRandomWalk` or `GaussianStateSpace`; or up to"
+            " some tens of values one by one, `for t in range(T): x = sample(f'x{t}', ...)`."
         ) from error
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
         said = _said(error, model, args, kwargs)
