@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from numpyro.distributions import biject_to
-from numpyro.handlers import trace, uncondition
+from numpyro.handlers import substitute, trace, uncondition
 from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.posterior.curvature import DENSE, Form, Path
@@ -41,6 +41,7 @@ class LocalPlate(NamedTuple):
     - **normal** - whether the continuous sites are normal given the observations and all other
       sites, whatever the values of those.
     - **path** - the path of the latent values; None for other groups.
+    - **scanned** - the axis of the groups, by continuous site in the body of a ``scan``.
     """
 
     name: str
@@ -49,6 +50,7 @@ class LocalPlate(NamedTuple):
     bounded: bool = False
     normal: bool = False
     path: Path | None = None
+    scanned: tuple[tuple[str, int], ...] = ()
 
     @property
     def dimension(self) -> int:
@@ -218,11 +220,14 @@ class AllGiven(Messenger):
                 msg["value"] = self.values[name]
 
     def _continuous(self, name: str, msg: dict[str, Any]) -> Array:
-        shape, start = self.shapes[name], self.start[name]
-        own = self.z[:, start : start + math.prod(shape)].reshape(len(self.z), *shape)
-        unconstrained = jnp.moveaxis(own, 0, group_axis(msg, self.plate.name))
+        unconstrained = jnp.moveaxis(self._part(name), 0, group_axis(msg, self.plate.name))
         value, self.log_dets[name] = constrained(msg["fn"], unconstrained)
         return value
+
+    def _part(self, name: str) -> Array:
+        """Return the unconstrained values of a site, groups along the first axis."""
+        shape, start = self.shapes[name], self.start[name]
+        return self.z[:, start : start + math.prod(shape)].reshape(len(self.z), *shape)
 
     def _discrete(self, name: str, msg: dict[str, Any]) -> Array:
         fn, chosen = msg["fn"], self.classes[name]
@@ -237,16 +242,22 @@ class AllGiven(Messenger):
             )
         return jnp.broadcast_to(values, fn.shape())
 
+    @property
+    def _given_model(self) -> Model:
+        """The model with the values of sites in a ``scan``, whose body no other handler sees."""
+        data = {name: jnp.moveaxis(self._part(name), 0, axis) for name, axis in self.plate.scanned}
+        return substitute(self.model, data=data) if data else self.model
+
     def sites(self, args: tuple, kwargs: dict) -> dict[str, dict]:
         with trace() as recorded, self:
-            self.model(*args, **kwargs)
+            self._given_model(*args, **kwargs)
         return recorded
 
     def replicated_sites(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict]:
         """Return the observed sites with newly drawn values."""
         self.rng_key = rng_key
         with trace() as recorded, self:
-            uncondition(self.model)(*args, **kwargs)
+            uncondition(self._given_model)(*args, **kwargs)
         return recorded
 
     def log_densities(self, args: tuple, kwargs: dict, names: Iterable[str] | None = None) -> Array:

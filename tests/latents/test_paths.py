@@ -10,6 +10,7 @@ from jax import random
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from numpyro.contrib.control_flow import scan
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform, init_to_value
@@ -333,6 +334,38 @@ def test_integrals_are_those_of_dense_curvatures(name, monkeypatch):
     np.testing.assert_allclose(one, other, rtol=1e-4)
     for k in slope:
         np.testing.assert_allclose(slope[k], other_slope[k], rtol=1e-3, atol=1e-3 * abs(one))
+
+
+def in_a_scan(y, law=dist.Normal):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    series = numpyro.plate("series", len(y), subsample_size=20)
+    with series as i:
+        seen = y[i, :12].T
+
+    def step(x, row):
+        with series:
+            x = numpyro.sample("x", law(x, tau))
+            numpyro.sample("y", dist.Normal(mu + x, sigma), obs=row)
+        return x, None
+
+    scan(step, jnp.zeros(seen.shape[1]), seen)
+
+
+def test_values_in_a_scan(short):
+    models = in_a_scan, model_of(walk, 12)
+    targets = [target_of(model, Y) for model in models]
+    values, rows = unremarkable_values(targets[0].model), {"series": jnp.arange(SERIES)}
+    found = [
+        jax.jit(jax.value_and_grad(target.potential(IdentityMetric())))(values, rows, random.key(0))
+        for target in targets
+    ]
+    (plate,) = targets[0].model.model.plates
+    assert plate.path.form == Banded(1) and plate.normal
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3), *found)
+    with pytest.raises(ValueError, match="'x' of the subsampled plate 'series' is in a `scan`"):
+        plate_of(partial(in_a_scan, law=lambda x, tau: dist.LogNormal(x, tau)), Y)
 
 
 @pytest.mark.parametrize("tau", [-5.0, -1.0, 1.0])

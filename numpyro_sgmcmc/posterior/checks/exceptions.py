@@ -51,9 +51,9 @@ def explained(model: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
         if "control flow primitive under a `plate`" not in str(error):
             raise
         raise ValueError(
-            f"A `scan` is inside a plate{_line(error)}, where NumPyro cannot have it. Write the"
-            " path of a series as one site, `GaussianRandomWalk` or `GaussianStateSpace`; or up to"
-            " some tens of values one by one, `for t in range(T): x = sample(f'x{t}', ...)`."
+            f"A `scan` is inside a plate{_line(error)}, where NumPyro cannot have it. Make the"
+            " plate outside, `rows = numpyro.plate(...)`, index the data there, `with rows as i:`, and"
+            " write `with rows:` in the body of the `scan`."
         ) from error
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
         said = _said(error, model, args, kwargs)

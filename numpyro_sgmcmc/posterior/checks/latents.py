@@ -61,8 +61,11 @@ def without_local_latents(
         _check_local(sites[name], of_site)
     local_plates = []
     for name, local in inside.items():
-        continuous, discrete, bounded = [], [], False
+        continuous, discrete, bounded, scanned = [], [], False, []
         for site in local:
+            if is_scanned(site):
+                _check_scanned(site, name)
+                scanned.append((site["name"], group_axis(site, name)))
             if site["fn"].support.is_discrete:
                 discrete.append((site["name"], len(site["fn"].enumerate_support(expand=False))))
             else:
@@ -73,7 +76,8 @@ def without_local_latents(
                 bounded = bounded or not isinstance(transform, IdentityTransform)
                 del shape[group_axis(site, name)]
                 continuous.append((site["name"], tuple(shape)))
-        local_plates.append(LocalPlate(name, tuple(continuous), tuple(discrete), bounded))
+        of_plate = LocalPlate(name, tuple(continuous), tuple(discrete), bounded)
+        local_plates.append(of_plate._replace(scanned=tuple(scanned)))
         _check_combinations(local_plates[-1])
     hidden = _check_dependents(sites, subsampled, where, labels, needs)
     return Marginal(model, tuple(local_plates), hidden)
@@ -107,6 +111,24 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
                 " over each value separately in the likelihood,"
                 " `numpyro.distributions.MixtureSameFamily(weights, components)`."
             )
+
+
+def is_scanned(site: dict) -> bool:
+    """Return True for a site in the body of a ``scan``, which NumPyro records after the loop."""
+    return "_control_flow_done" in site
+
+
+def _check_scanned(site: dict, plate: str) -> None:
+    """Raise ``ValueError`` if a latent site in a ``scan`` has a discrete or bounded support."""
+    transform = None if site["fn"].support.is_discrete else biject_to(site["fn"].support)
+    while isinstance(transform, IndependentTransform):
+        transform = transform.base_transform
+    if not isinstance(transform, IdentityTransform):
+        raise ValueError(
+            f"Latent site '{site['name']}' of the subsampled plate '{plate}' is in a `scan`, and"
+            " its values are discrete or have a bound. Write them as transformed real values,"
+            " such as the exponential of a normal site; or without `scan`."
+        )
 
 
 def _check_combinations(plate: LocalPlate) -> None:
