@@ -5,13 +5,11 @@
 Panels of time series with a latent path each, by ``CCAdL(model)`` and NUTS on all paths.
 
     python benchmarks/panels.py [counts] [robust] [binary] [many] [length]
-    python benchmarks/panels.py bikes --data FOLDER [--picture FILE]
 
 ``counts`` has 500 series of 40 counts whose log rate is an autoregression. ``robust`` has levels
 that move and rows with Student's t distribution, and ``binary`` binary rows. ``many`` has 50,000
 series of 100 counts with three covariates, without NUTS, several times. ``length`` has the seconds
-of a gradient by the length and by the number of the series. ``bikes`` has the hours of 730 days of
-bicycle hires. The evenings of the last 30 days are left out, and forecast.
+of a gradient by the length and by the number of the series.
 """
 
 import argparse
@@ -39,9 +37,6 @@ from numpyro_sgmcmc.posterior.target import Target
 CASES = {"counts": (500, 40, 50), "robust": (500, 40, 50), "binary": (500, 40, 50)}
 
 MANY, COLUMNS, REPEATS = (50_000, 100, 100), 3, 3
-
-#: Days whose evenings are forecast, and the first hour of an evening.
-LAST, EVENING = 30, 16
 
 TRUTH = {"mu": 0.5, "tau": 0.3, "phi": 0.8, "scale": 0.5}
 TRUTH_OF_MANY = {"mu": 0.5, "tau": 0.15, "slopes": np.array([0.3, -0.2, 0.1], np.float32)}
@@ -79,20 +74,6 @@ def panel_of(rows, has_phi: bool = False, has_scale: bool = False):
             numpyro.sample("y", rows(x, scale).to_event(1), obs=y[i])
 
     return model
-
-
-def bikes(data, batch=None):
-    """Counts of the hours of days: a profile of working and other days, weather, and a path."""
-    profile = numpyro.sample("profile", dist.Normal(4, 2).expand([2, 24]).to_event(2))
-    weather = numpyro.sample("weather", dist.Normal(0, 1).expand([2]).to_event(1))
-    tau = numpyro.sample("tau", dist.HalfNormal(1))
-    phi = numpyro.sample("phi", dist.Uniform(0, 1))
-    with numpyro.plate("days", len(data["count"]), subsample_size=batch) as i:
-        level = path("level", phi, tau, 24, batch is not None)
-        mean = profile[data["working"][i]] + data["weather"][i] @ weather
-        rate = numpyro.deterministic("rate", jnp.exp(mean + level))
-        hours = dist.Poisson(rate).mask(data["seen"][i]).to_event(1)
-        numpyro.sample("count", hours, obs=data["count"][i])
 
 
 MODELS = {
@@ -246,93 +227,10 @@ def lengths() -> list[list[object]]:
     return lines
 
 
-def hires(folder: str) -> tuple[dict[str, jax.Array], np.ndarray]:
-    """Days of hires without the evenings of the last 30, and all counts, which may be missing."""
-    with np.load(f"{folder}/bikesharing.npz") as file:
-        columns = {k: file["X"][:, j] for j, k in enumerate(file["columns"])}
-        count = file["count"].astype(float)
-    hour = columns["hr"].astype(int)
-    day = np.cumsum(np.append(True, np.diff(hour) <= 0)) - 1
-    days = day[-1] + 1
-    counts, weather = np.full((days, 24), np.nan), np.zeros((days, 24, 2))
-    counts[day, hour] = count
-    for k, name in enumerate(("temp", "weathersit")):
-        x = (columns[name] - columns[name].mean()) / columns[name].std()
-        weather[..., k] = (np.bincount(day, x) / np.bincount(day))[:, None]
-        weather[day, hour, k] = x
-    working = np.zeros(days, int)
-    working[day] = columns["workingday"].astype(int)
-    seen = ~np.isnan(counts)
-    seen[-LAST:, EVENING:] = False
-    data = {
-        "count": jnp.asarray(np.nan_to_num(counts), jnp.float32),
-        "seen": jnp.asarray(seen),
-        "weather": jnp.asarray(weather, jnp.float32),
-        "working": jnp.asarray(working),
-    }
-    return data, counts
-
-
-def forecast(folder: str, picture: str | None) -> list[object]:
-    """The line of a table: both runs, and forecasts of the evenings that were left out."""
-    data, counts = hires(folder)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        kernel = CCAdL(lambda data: bikes(data, 50), progress_bar=False)
-        ours, seconds = run(kernel, (data,), chains=4)
-    print(kernel.tuning, *(w.message for w in caught), sep="\n", flush=True)
-    rates = local_draws(ours, range(len(counts) - LAST, len(counts)), num_draws=250)["rate"]
-    draws = np.random.default_rng(0).poisson(rates.values.reshape(-1, LAST, 24))
-    low, middle, high = np.quantile(draws, [0.05, 0.5, 0.95], axis=0)
-    late = counts[-LAST:]
-    is_late = np.isfinite(late) & (np.arange(24) >= EVENING)
-    inside = ((late >= low) & (late <= high))[is_late].mean()
-    if picture:
-        draw(late, rates.values.reshape(-1, LAST, 24), low, high, picture)
-    nuts = NUTS(full_data(bikes), init_strategy=init_to_median)
-    theirs, reference = run(nuts, (data,), chains=1)
-    names = ["profile", "weather", "tau", "phi"]
-    (mean, sd, size), (right, right_sd, right_size) = (moments(x, names) for x in (ours, theirs))
-    off = (mean - right) / np.hypot(sd / size**0.5, right_sd / right_size**0.5)
-    return [
-        "bikes",
-        f"{len(counts)} x 24",
-        f"{np.abs(off).max():.1f}",
-        f"{(sd / right_sd).min():.2f} to {(sd / right_sd).max():.2f}",
-        f"{size.min():,.0f} in {seconds:.0f} s",
-        f"{right_size.min():,.0f} in {reference:.0f} s",
-        f"{inside:.2f} of {is_late.sum()}",
-        str(len(caught)),
-    ]
-
-
-def draw(counts: np.ndarray, rates: np.ndarray, low: np.ndarray, high: np.ndarray, file: str):
-    """Counts of three days, their rates, and forecasts of the evenings."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(9, 2.8), sharey=True, layout="constrained")
-    hours = np.arange(24)
-    for ax, day in zip(axes, (4, 5, 8), strict=True):
-        bounds = np.quantile(rates[:, day], [0.05, 0.5, 0.95], axis=0)
-        ax.fill_between(hours, low[day], high[day], color="tab:orange", alpha=0.25)
-        ax.fill_between(hours, bounds[0], bounds[2], color="tab:blue", alpha=0.3)
-        ax.plot(hours, bounds[1], color="tab:blue", label="rate")
-        ax.plot(hours[:EVENING], counts[day, :EVENING], "k.", label="counts")
-        ax.plot(hours[EVENING:], counts[day, EVENING:], "kx", label="left out")
-        ax.axvline(EVENING - 0.5, color="grey", linewidth=0.8)
-        ax.set(xlabel="hour", title=f"day {len(counts) - day} before the end")
-    axes[0].set(ylabel="hires")
-    axes[0].legend(frameon=False)
-    figure.savefig(file, dpi=70)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("names", nargs="*", default=[*CASES, "length"])
-    parser.add_argument("--data", help="folder of the real data, for `bikes`")
-    parser.add_argument("--picture", help="where the picture of `bikes` is to be")
-    options = parser.parse_args()
-    names = options.names
+    parser.add_argument("names", nargs="*", default=["counts", "length"])
+    names = parser.parse_args().names
     if lines := [compared(name) for name in names if name in CASES]:
         heads = [
             "case", "series x times", "means of all sites, largest se", "ratios of sds",
@@ -343,12 +241,6 @@ def main() -> None:
         lines = [many(seed)[0] for seed in range(REPEATS)]
         heads = ["seed", "least ESS", "seconds", "truth, in sds from the mean", "warnings"]
         print(table(heads, lines))
-    if "bikes" in names:
-        heads = [
-            "case", "series x times", "means of all sites, largest se", "ratios of sds",
-            "least ESS", "of NUTS", "evenings in their 90 % intervals", "warnings",
-        ]  # fmt: skip
-        print(table(heads, [forecast(options.data, options.picture)]))
     if "length" in names:
         print(table(["series", "times", "ms of a gradient", "ratio"], lengths()))
     print(machine())

@@ -107,8 +107,6 @@ PARTS = {
     "shrinkage": "benchmarks/shrinkage.py --picture docs/shrinkage.png",
     "maps": "benchmarks/maps.py --picture docs/maps.png",
     "panels": "benchmarks/panels.py",
-    "panels_many": "benchmarks/panels.py many",
-    "panels_bikes": "benchmarks/panels.py bikes --data {data} --picture docs/panels.png",
     "after_a_run": "benchmarks/after_a_run.py",
     "matches": "benchmarks/matches.py",
     "growing": "benchmarks/growing.py --draws 2000 --picture docs/growing_rows.png",

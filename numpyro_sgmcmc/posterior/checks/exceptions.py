@@ -52,8 +52,8 @@ def explained(model: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
             raise
         raise ValueError(
             f"A `scan` is inside a plate{_line(error)}, where NumPyro cannot have it. Make the"
-            " plate outside, `rows = numpyro.plate(...)`, index the data there, `with rows as i:`, and"
-            " write `with rows:` in the body of the `scan`."
+            " plate outside, `rows = numpyro.plate(...)`, index the data there, `with rows as i:`,"
+            " and write `with rows:` in the body of the `scan`."
         ) from error
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
         said = _said(error, model, args, kwargs)
