@@ -41,7 +41,6 @@ PAGES = (
     "rare_rows",
     "groups",
     "maps",
-    "shrinkage",
     "panels",
     "group_integrals",
     "group_benchmarks",
@@ -104,7 +103,6 @@ PARTS = {
         " --buckets 3 --draws 600"
     ),
     "clicks": "benchmarks/clicks.py",
-    "shrinkage": "benchmarks/shrinkage.py --picture docs/shrinkage.png",
     "maps": "benchmarks/maps.py --picture docs/maps.png",
     "panels": "benchmarks/panels.py counts",
     "panels_length": "benchmarks/panels.py length",
