@@ -69,3 +69,32 @@ def reached_by(program: Any, variable: Any, but: Any) -> set[Any]:
         if any(not isinstance(x, Literal) and x in reached for x in equation.invars):
             reached.update(x for x in equation.outvars if x not in but)
     return reached
+
+
+def carried_by(equation: JaxprEqn) -> tuple[int, int]:
+    """
+    Return the numbers of the first operand that a ``scan`` carries, and of the first after these.
+
+    The parameters that say so differ between versions of JAX. Operands of which the body gets
+    entries are scanned over.
+
+    :param equation: the equation of a ``scan``.
+
+    **Example:**
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> from numpyro_sgmcmc.posterior.jaxpr import carried_by
+        >>> loop = lambda a, c, x: jax.lax.scan(lambda c, x: (c + a * x, c), c, x)
+        >>> carried_by(jax.make_jaxpr(loop)(1.0, 0.0, jnp.ones(3)).eqns[0])
+        (1, 2)
+    """
+    program = equation.params["jaxpr"].jaxpr
+
+    def entries(inside: Any, outside: Any) -> int:
+        return sum(y.aval.ndim > x.aval.ndim for x, y in zip(inside, outside, strict=True))
+
+    end = len(equation.invars) - entries(program.invars, equation.invars)
+    carried = len(program.outvars) - entries(program.outvars, equation.outvars)
+    return end - carried, end

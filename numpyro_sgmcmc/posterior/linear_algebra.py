@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.posterior.jaxpr import CALLS, results_of
+from numpyro_sgmcmc.posterior.jaxpr import CALLS, carried_by, results_of
 
 #: Factorisations that jaxlib computes by LAPACK on a CPU, by the names of JAX's primitives.
 _FACTORISATIONS = frozenset(
@@ -168,17 +168,9 @@ def _one_by_one(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
     return [x.reshape(*batch, *x.shape[1:]) for x in lax.map(one, flat)]
 
 
-def _is_entry(inside: Any, outside: Any) -> bool:
-    return outside.aval.ndim > inside.aval.ndim
-
-
 def _scan(equation: JaxprEqn, last: Array, operands: list[Any]) -> tuple[Array, list[Any]]:
-    params, program = equation.params, equation.params["jaxpr"].jaxpr
-    # the count differs between versions of JAX: operands whose entries the body gets are scanned
-    entries = sum(map(_is_entry, program.invars, equation.invars))
-    carried = len(program.outvars) - sum(map(_is_entry, program.outvars, equation.outvars))
-    end = len(operands) - entries
-    start = end - carried
+    params, (start, end) = equation.params, carried_by(equation)
+    carried = end - start
     constants, carry, inputs = operands[:start], operands[start:end], operands[end:]
 
     def body(state: Any, entries: Any) -> Any:

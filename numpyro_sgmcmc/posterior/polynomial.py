@@ -12,7 +12,7 @@ from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.posterior.jaxpr import CALLS
+from numpyro_sgmcmc.posterior.jaxpr import CALLS, carried_by
 
 #: Operations that are linear in all their operands together.
 _SUMS = frozenset(
@@ -75,7 +75,7 @@ def _degrees(program: Jaxpr, arguments: Sequence[float]) -> list[float]:
 def _of_results(equation: JaxprEqn, operands: list[float]) -> list[float]:
     name, params = equation.primitive.name, equation.params
     if name == "scan" and any(operands):
-        return _of_loop(params, operands)
+        return _of_loop(equation, operands)
     has_own_derivatives = name.startswith("custom_")
     if name in CALLS and any(operands) and not has_own_derivatives:
         inner = params[CALLS[name]]
@@ -83,12 +83,12 @@ def _of_results(equation: JaxprEqn, operands: list[float]) -> list[float]:
     return [_of_result(equation, name, params, operands)] * len(equation.outvars)
 
 
-def _of_loop(params: Any, operands: list[float]) -> list[float]:
+def _of_loop(equation: JaxprEqn, operands: list[float]) -> list[float]:
     """Return the degrees of the results of a loop, if they do not grow with its length."""
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, last = carried_by(equation)
     # a degree may pass from each carried value to the next
-    for _ in range(params["num_carry"] + 2):
-        results = _degrees(params["jaxpr"].jaxpr, operands)
+    for _ in range(last - first + 2):
+        results = _degrees(equation.params["jaxpr"].jaxpr, operands)
         carried = [max(x) for x in zip(operands[first:last], results, strict=False)]
         if carried == operands[first:last]:
             return results
