@@ -165,3 +165,9 @@ class HostedRun(MCMC):
             return jnp.reshape(x, (-1, *x.shape[2:]))
 
         return jax.tree.map(flat, states)
+
+
+def is_scanned(site: dict) -> bool:
+    """Return True for a site in the body of a ``scan``, which NumPyro records after the loop."""
+    # no public part of a site says so: its values are set before any handler sees it
+    return "_control_flow_done" in site

@@ -17,6 +17,7 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro_sgmcmc.posterior.group_handlers import LocalPlate, group_axis
 from numpyro_sgmcmc.posterior.handlers import Model, Plate, given_rows, without_wrappers
 from numpyro_sgmcmc.posterior.local_latents import MOST_ON_A_PATH, Marginal
+from numpyro_sgmcmc.posterior.numpyro_private import is_scanned
 from numpyro_sgmcmc.posterior.quadrature import MOST_DIMENSIONS
 
 #: Largest number of combinations of discrete values of a group.
@@ -111,11 +112,6 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
                 " over each value separately in the likelihood,"
                 " `numpyro.distributions.MixtureSameFamily(weights, components)`."
             )
-
-
-def is_scanned(site: dict) -> bool:
-    """Return True for a site in the body of a ``scan``, which NumPyro records after the loop."""
-    return "_control_flow_done" in site
 
 
 def _check_scanned(site: dict, plate: str) -> None:
