@@ -16,9 +16,7 @@ from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.gradients.estimators import Evaluation
 from numpyro_sgmcmc.kernels.replicas import HotReplicas
 from numpyro_sgmcmc.posterior.control_variate import Anchor
-from numpyro_sgmcmc.posterior.coordinates import (
-    AnyCoordinates,
-)
+from numpyro_sgmcmc.posterior.coordinates import AnyCoordinates
 from numpyro_sgmcmc.posterior.metric import Metric
 from numpyro_sgmcmc.posterior.prefetch import Prefetched
 from numpyro_sgmcmc.stein import SteinSums

@@ -9,8 +9,8 @@ The latent values of a path depend on those of the times just before. Their prec
 :math:`A = L L^\\top`. All operations take a time in proportion to the length of the path. They go
 through the columns of :math:`L` one by one, for all groups at once.
 
-A group may have a few values besides on which all values of its path depend, such as an intercept.
-They come last, as a border of the matrix,
+All values of a path may depend on a few others, such as an intercept. These come last, as a border
+of the matrix,
 
 .. math:: A = \\begin{pmatrix} B & C^\\top \\\\ C & D \\end{pmatrix} , \\qquad
     L = \\begin{pmatrix} L_B & 0 \\\\ W & L_S \\end{pmatrix} , \\qquad
@@ -28,8 +28,9 @@ from numpyro_sgmcmc.posterior.small_cholesky import DenseFactor, dense_cholesky
 #: Sums of products without the rounding to few bits that accelerators do by default.
 _einsum = partial(jnp.einsum, precision="highest")
 
-#: Smallest pivot in rounding errors of its value before elimination.
-_ROUNDING = 4.0
+#: Smallest pivot in rounding errors of its value before elimination, and how many times as large a
+#: negative pivot is more than a rounding error.
+_ROUNDING, _CLEARLY = 4.0, 100.0
 
 
 class BandedFactor(NamedTuple):
@@ -218,9 +219,10 @@ def banded_cholesky(bands: Array, is_exact: bool = False) -> BandedFactor:
         column = band - window[:, 0]
         smallest = least * jnp.abs(band[0]) + jnp.finfo(bands.dtype).tiny
         pivot = column[0]
-        pivot = jnp.where(pivot > -100 * smallest, pivot, jnp.nan) if is_exact else jnp.abs(pivot)
-        column = column.at[0].set(pivot) / jnp.sqrt(jnp.maximum(pivot, smallest))
-        column = column.at[0].set(jnp.sqrt(jnp.maximum(pivot, smallest)))
+        clearly = -_CLEARLY * smallest
+        pivot = jnp.where(pivot > clearly, pivot, jnp.nan) if is_exact else jnp.abs(pivot)
+        root = jnp.sqrt(jnp.maximum(pivot, smallest))
+        column = (column / root).at[0].set(root)
         window = window + column[:, None] * column
         return jnp.pad(window[1:, 1:], ((0, 1), (0, 1), (0, 0))), column
 

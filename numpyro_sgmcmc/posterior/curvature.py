@@ -13,19 +13,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array
+from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
-from numpyro_sgmcmc.posterior.banded import (
-    BandedFactor,
-    Bands,
-    BorderedFactor,
-    banded_cholesky,
-    bordered_cholesky,
-)
+from numpyro_sgmcmc.posterior.banded import Bands, BorderedFactor, bordered_cholesky
 from numpyro_sgmcmc.posterior.small_cholesky import DenseFactor, dense_cholesky
 
 #: Log density of each group: function of a point in each, shape (n, k), with values of shape (n,).
@@ -38,7 +32,7 @@ _ROUNDING, _PROBES = 1e-3, 2
 #: Largest number of values of a border, and largest width of a band.
 _MOST_LAST, _WIDEST = 8, 32
 
-Factor = DenseFactor | BandedFactor | BorderedFactor
+Factor = DenseFactor | BorderedFactor
 
 
 class Dense(NamedTuple):
@@ -137,20 +131,15 @@ class Banded(NamedTuple):
     def mixed(self, share: Array, one: Any, other: Any) -> Bands:
         return one.mixed(share, other)
 
-    def factor(self, curvature: Any, is_exact: bool = False) -> BandedFactor | BorderedFactor:
-        if not self.border:
-            return banded_cholesky(curvature.bands, is_exact)
+    def factor(self, curvature: Any, is_exact: bool = False) -> BorderedFactor:
         return bordered_cholesky(curvature, is_exact)
 
     def expected(self, density: Density, z: Array, factor: Any) -> Array:
-        found, covariances = self.at(density, z), factor.covariances
         # entries below the diagonal count for those above
         both = jnp.where(jnp.arange(self.width + 1) == 0, 1.0, 2.0)[:, None]
-        if not self.border:
-            return -jnp.sum(both * covariances * found.bands)
         factors = Bands(both, jnp.array(2.0), jnp.array(1.0))
-        parts = jax.tree.map(lambda a, x, y: jnp.sum(a * x * y), factors, covariances, found)
-        return -sum(parts)
+        entries = factors, factor.covariances, self.at(density, z)
+        return -sum(jax.tree.map(lambda a, x, y: jnp.sum(a * x * y), *entries))
 
 
 Form = Dense | Banded
@@ -180,8 +169,10 @@ def pattern_of(density: Density, start: Array) -> np.ndarray:
     :return: shape (k, k).
     """
     waves = jnp.cos(jnp.arange(start.size, dtype=start.dtype)).reshape(start.shape)
-    found = [np.asarray(hessian(density, z)) for z in (start, start + 0.5 * waves)]
-    is_used = (np.concatenate(found) != 0).any(axis=0)
+    points = jnp.stack([start, start + 0.5 * waves])
+    # one program: operation by operation it would take seconds to compile
+    found = jax.jit(lambda points: lax.map(partial(hessian, density), points))(points)
+    is_used = (np.asarray(found) != 0).any(axis=(0, 1))
     return is_used | is_used.T
 
 

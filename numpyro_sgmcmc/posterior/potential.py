@@ -20,18 +20,12 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.drawn_rows import DrawnRows, counted_rows, drawn_rows
 from numpyro_sgmcmc.data.rows import Rows as Kind
-from numpyro_sgmcmc.posterior.coordinates import (
-    Centring,
-    centred,
-)
+from numpyro_sgmcmc.posterior.coordinates import Centring, centred
 from numpyro_sgmcmc.posterior.handlers import Indices, Plate
 from numpyro_sgmcmc.posterior.hierarchy import hierarchy_of
 from numpyro_sgmcmc.posterior.metric import Metric
 from numpyro_sgmcmc.posterior.model import MinibatchModel, Values
-from numpyro_sgmcmc.posterior.reparam import (
-    Written,
-    from_internal,
-)
+from numpyro_sgmcmc.posterior.reparam import Written, from_internal
 
 #: Largest number of likelihood evaluations in a chunk of a pass over all data, and its smallest
 #: number of rows.

@@ -87,6 +87,8 @@ def _by_halves(matrices: Array, diagonal: Array, is_exact: bool) -> Array:
     :param diagonal: sizes of the diagonal before elimination, shape (n, k).
     """
     size = matrices.shape[-1]
+    if not size:
+        return matrices
     if size <= _COLUMNS:
         return _by_columns(matrices, diagonal, is_exact)
     half = size // 2

@@ -27,10 +27,7 @@ from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.data.subsampling import SCHEMES, Scheme
 from numpyro_sgmcmc.posterior.control_variate import Anchor, ControlVariate
-from numpyro_sgmcmc.posterior.coordinates import (
-    Centring,
-    centred,
-)
+from numpyro_sgmcmc.posterior.coordinates import Centring, centred
 from numpyro_sgmcmc.posterior.fusions import WITHOUT_FAULTY_FUSIONS
 from numpyro_sgmcmc.posterior.hierarchy import Hierarchy, hierarchy_of
 from numpyro_sgmcmc.posterior.linear_algebra import in_order

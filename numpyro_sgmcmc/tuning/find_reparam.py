@@ -30,11 +30,7 @@ from numpyro_sgmcmc.posterior.metric import (
 )
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
-from numpyro_sgmcmc.posterior.reparam import (
-    locations_and_scales,
-    mixture_of,
-    scales_of,
-)
+from numpyro_sgmcmc.posterior.reparam import locations_and_scales, mixture_of, scales_of
 from numpyro_sgmcmc.posterior.scale_mixture import EVERY, Mixture
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian

@@ -69,10 +69,9 @@ def whitened_rows(target: Target, factor: Array, point: Array, rows: Rows, rng_k
 def effects_along(target: Target, point: Array, factor: Array) -> tuple[Array, Array]:
     """The effects at a point, and their derivatives along the columns of a factor."""
     effects, product = jax.linearize(partial(effects_at, target), point)
-    if mixtures := mixtures_of(target.centring):
-        local = scales_of(target.hierarchy(target.unravel(point)), target.centring)
-        diagonal, columns, alone = _by_groups(target, mixtures + local, product, point)
-        return effects, (jnp.diag(diagonal).at[:, alone].set(columns)) @ factor
+    if mixtures_of(target.centring):
+        diagonal, columns, alone = _by_groups(target, product, point)
+        return effects, jnp.diag(diagonal).at[:, alone].set(columns) @ factor
     return effects, jax.vmap(product, 1, 1)(factor)
 
 
@@ -209,14 +208,12 @@ def curvature_of_effects(target: Target, factor: Array, point: Array, slope: Arr
 
 def _symmetric_by_groups(target: Target, product: Callable[[Array], Array], point: Array) -> Array:
     """The symmetric matrix of a product, in which effects with local scales are independent."""
-    mixtures = mixtures_of(target.centring)
-    local = scales_of(target.hierarchy(target.unravel(point)), target.centring)
-    diagonal, columns, alone = _by_groups(target, mixtures + local, product, point)
+    diagonal, columns, alone = _by_groups(target, product, point)
     return jnp.diag(diagonal).at[:, alone].set(columns).at[alone].set(columns.T)
 
 
 def _by_groups(
-    target: Target, groups: list[str], product: Callable[[Array], Array], point: Array
+    target: Target, product: Callable[[Array], Array], point: Array
 ) -> tuple[Array, Array, np.ndarray]:
     """
     A matrix in which effects with local scales are independent.
@@ -224,11 +221,12 @@ def _by_groups(
     The product with the sum of the unit vectors of all effects has the diagonal of their block, so
     that a thousand of them cost no more than one.
 
-    :param groups: the sites of these effects and of their scales.
     :param product: the product of the matrix and a vector.
     :return: the diagonal, zero for other parameters; the columns of other parameters; and their
         numbers.
     """
+    hierarchy = target.hierarchy(target.unravel(point))
+    groups = mixtures_of(target.centring) + scales_of(hierarchy, target.centring)
     latents = target.model.latents
     site = np.concatenate([np.full(latents[name].size, name) for name in sorted(latents)])
     alone = np.flatnonzero(~np.isin(site, groups))

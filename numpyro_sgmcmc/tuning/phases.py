@@ -90,10 +90,7 @@ import numpy as np
 
 from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.posterior.control_variate import order_of
-from numpyro_sgmcmc.posterior.coordinates import (
-    mixtures_of,
-    with_degree,
-)
+from numpyro_sgmcmc.posterior.coordinates import mixtures_of, with_degree
 from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
@@ -105,12 +102,7 @@ from numpyro_sgmcmc.posterior.metric import (
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import prepare_center, search_center, search_errors, search_near
 from numpyro_sgmcmc.tuning.correlated_noise import error_of_correlations
-from numpyro_sgmcmc.tuning.expansion import (
-    DEARER,
-    DENSE_BY_DEFAULT,
-    expanded,
-    worth_of_expansion,
-)
+from numpyro_sgmcmc.tuning.expansion import DEARER, DENSE_BY_DEFAULT, expanded, worth_of_expansion
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, prepare_metric
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank

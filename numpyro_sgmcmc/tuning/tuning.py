@@ -20,9 +20,7 @@ from numpyro_sgmcmc.data.archive import Archive
 from numpyro_sgmcmc.data.records import kinds_in
 from numpyro_sgmcmc.data.strata import Strata
 from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
-from numpyro_sgmcmc.posterior.coordinates import (
-    AnyCoordinates,
-)
+from numpyro_sgmcmc.posterior.coordinates import AnyCoordinates
 from numpyro_sgmcmc.posterior.metric import DenseMetric, GaussianMetric, Metric, name_of
 from numpyro_sgmcmc.stein import SteinReport, advice
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel

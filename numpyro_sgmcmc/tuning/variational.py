@@ -13,9 +13,7 @@ import numpy as np
 import optax
 
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.posterior.coordinates import (
-    with_degree,
-)
+from numpyro_sgmcmc.posterior.coordinates import with_degree
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, GaussianMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values

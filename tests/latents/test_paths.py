@@ -86,7 +86,7 @@ def path(density, z):
 
 
 def test_curvatures_equal_the_dense_ones():
-    z = jnp.asarray(RNG.standard_normal((3, 12)), jnp.float32)
+    z = random.normal(random.key(0), (3, 12))
     assert path(log_density, z) == (tuple(range(12)), Banded(2))
     forms = [DENSE, Banded(2)]
     compare_forms(log_density, z, forms)
@@ -98,7 +98,7 @@ def with_border(z):
 
 
 def test_curvatures_with_a_border():
-    z = jnp.asarray(RNG.standard_normal((3, 14)), jnp.float32)
+    z = random.normal(random.key(1), (3, 14))
     assert path(with_border, z) == (tuple(range(14)), Banded(2, 2))
     compare_forms(lambda z: with_border(z) - (z[:, -2:] ** 2).sum(1), z, [DENSE, Banded(2, 2)])
 
@@ -111,8 +111,8 @@ def compare_forms(density, z, forms):
         covariance = factor.away(factor.towards(z))
         third = jax.grad(lambda x, form=form, factor=factor: form.expected(density, x, factor))(z)
         draws = jnp.stack([z, 2 * z])
-        np.testing.assert_allclose(factor.away(draws)[0], factor.away(z), rtol=1e-5)
-        np.testing.assert_allclose(factor.towards(draws)[0], factor.towards(z), rtol=1e-5)
+        np.testing.assert_allclose(factor.away(draws)[0], factor.away(z), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(factor.towards(draws)[0], factor.towards(z), rtol=1e-5, atol=1e-6)
         found.append((covariance, factor.log_determinant, third))
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3 * np.abs(one).max())
@@ -448,7 +448,7 @@ def defects(run):
 def test_law_of_a_local_level(run):
     error, ratio, size = defects(run)
     assert size.min() > 1_000
-    assert np.abs(error).max() < 4 and np.abs(ratio - 1).max() < 0.06
+    assert np.abs(error).max() < 4 and (np.abs(ratio - 1) < 4 / (2 * size) ** 0.5).all()
 
 
 @pytest.mark.slow

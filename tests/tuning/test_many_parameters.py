@@ -14,9 +14,7 @@ import pytest
 from runs import target_of
 
 from numpyro_sgmcmc import NoiseEstimate
-from numpyro_sgmcmc.posterior.coordinates import (
-    centred,
-)
+from numpyro_sgmcmc.posterior.coordinates import centred
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric, LowRankMetric
 from numpyro_sgmcmc.stein import start_sums
 from numpyro_sgmcmc.tuning import low_rank, variational
