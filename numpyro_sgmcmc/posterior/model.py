@@ -35,6 +35,7 @@ from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.posterior.checks.arguments import check_data
 from numpyro_sgmcmc.posterior.checks.exceptions import explained, one_at_a_time
 from numpyro_sgmcmc.posterior.checks.sites import CHECKS
+from numpyro_sgmcmc.posterior.curvature import Path
 from numpyro_sgmcmc.posterior.group_handlers import LocalPlate
 from numpyro_sgmcmc.posterior.handlers import (
     Indices,
@@ -193,6 +194,11 @@ class MinibatchModel(NamedTuple):
     def has_classes(self) -> bool:
         """True if discrete latent variables of groups are summed over."""
         return any(plate.discrete for plate in self._local)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The paths of groups, by plate."""
+        return {plate.name: plate.path for plate in self._local if plate.path is not None}
 
     @property
     def drawn_plates(self) -> tuple[Plate, ...]:

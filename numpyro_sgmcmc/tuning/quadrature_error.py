@@ -58,8 +58,10 @@ def rule_of_steps(
         if error <= _ENOUGH:
             return "few", error, cost
     error, more = error_of_integrals(step, rng_key, gaussian, controlled)
-    if step.model.drawn_plates and not share_of_draws(step, gaussian) >= _FEWEST:
-        error = max(error, 1.0)
+    if step.model.drawn_plates:
+        more += max(rows_in(plate) / plate.size for plate in step.model.sketch.plates)
+        if not share_of_draws(step, gaussian) >= _FEWEST:
+            error = max(error, 1.0)
     return "step", error, cost + more
 
 
@@ -75,7 +77,8 @@ def share_of_draws(target: Target, gaussian: Gaussian) -> float:
     :return: the least of all plates whose integrals are drawn.
     """
     view = target.model.with_rule("weights")
-    sizes = {plate.name: plate.size for plate in view.drawn_plates}
+    # a row of one device counts for those of all
+    sizes = {plate.name: plate.size * float(view.parts) for plate in view.drawn_plates}
 
     def run(target: Target, center: Array) -> dict[str, Array]:
         here = target._replace(model=view)

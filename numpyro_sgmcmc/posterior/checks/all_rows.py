@@ -32,6 +32,7 @@ from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
 from numpyro_sgmcmc.posterior.checks.index_bounds import IndexedArray, watched
+from numpyro_sgmcmc.posterior.checks.paths import check_paths
 from numpyro_sgmcmc.posterior.checks.row_errors import (
     beyond_array,
     check_supports,
@@ -39,14 +40,11 @@ from numpyro_sgmcmc.posterior.checks.row_errors import (
     dependent_on_others,
     not_finite,
     of_a_process,
-    other_paths,
     outside_support,
 )
 from numpyro_sgmcmc.posterior.group_handlers import with_observed
 from numpyro_sgmcmc.posterior.handlers import log_density
-from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
-from numpyro_sgmcmc.posterior.potential import over_all_data
 from numpyro_sgmcmc.posterior.target import Target
 
 #: Number of rows in a program, and number in the test for dependence on other rows. Up to the third
@@ -126,33 +124,12 @@ def check_rows(
     if not is_finite:
         for (site, plate), rows in look.never_finite(values).items():
             raise not_finite(whole, site, plate, rows)
-    for plate, number in _other_paths(whole, values).items():
-        raise other_paths(whole, plate, number)
+    check_paths(target, values)
     for site, plate in look.places_that_depend_on_others(values):
         raise dependent_on_others(whole, site, plate)
     for site, plate, sizes in look.places_that_depend_on_the_number(values):
         raise dependent_on_number(whole, site, plate, sizes)
     return look.densities()
-
-
-def _other_paths(target: Target, values: Values) -> dict[str, float]:
-    """The number of groups whose path is not like that of the first groups, by plate."""
-    plates = [p.name for p in getattr(target.model.model, "plates", ()) if p.path is not None]
-    if not plates:
-        return {}
-
-    def run(target: Target, values: Values) -> dict[str, Array]:
-        potential = target.potential(IdentityMetric())
-
-        def of_chunk(rows: Any) -> dict[str, Array]:
-            terms = potential.with_row_terms(values, rows, random.key(0))[1]
-            return {name: jnp.sum(terms[name]) for name in plates}
-
-        return over_all_data(of_chunk, target.model.plates)
-
-    target = target._replace(model=target.model.with_rule("structure"))
-    found = {k: float(x) for k, x in target.compiled(run)(values).items()}
-    return {name: number for name, number in found.items() if number > 0.5}
 
 
 def densities_of(target: Target, compiled: Callable[..., Callable]) -> dict[str, float]:

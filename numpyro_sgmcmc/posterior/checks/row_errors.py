@@ -17,7 +17,7 @@ from numpyro_sgmcmc.posterior.checks.arguments import named_arrays
 from numpyro_sgmcmc.posterior.checks.index_bounds import IndexedArray
 from numpyro_sgmcmc.posterior.group_handlers import with_observed
 from numpyro_sgmcmc.posterior.handlers import Indices, without_wrappers
-from numpyro_sgmcmc.posterior.local_latents import MARGINAL, SEEN
+from numpyro_sgmcmc.posterior.local_latents import MARGINAL
 from numpyro_sgmcmc.posterior.model import unremarkable_values
 from numpyro_sgmcmc.posterior.target import Target
 
@@ -150,18 +150,6 @@ def not_finite(target: Target, name: str, plate: str, bad: Any) -> ValueError:
         f" of {_of_all(target, plate)}, at all values that were tried; the first is row"
         f" {bad.first}{seen}. Look in the model for a division by zero, the logarithm of a number"
         f" that is not positive, or an infinite value. {_REMEDY}"
-    )
-
-
-def other_paths(target: Target, plate: str, number: float) -> ValueError:
-    """Return the error of groups whose latent values depend on others than those of a path."""
-    model: Any = target.model.model
-    (path,) = (p.path for p in model.plates if p.name == plate)
-    return ValueError(
-        f"{round(number):,} of {_of_all(target, plate)} have latent values that depend on others"
-        f" than in the first {SEEN} groups, where each depends on the {path.form.width} before and"
-        " after it alone. Their integrals would be wrong. Order the groups so that one of each kind"
-        f" is among the first {SEEN}; or give groups of other kinds a plate of their own."
     )
 
 

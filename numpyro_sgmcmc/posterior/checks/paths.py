@@ -1,0 +1,48 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Checks of the paths of groups: whether those of the first groups are those of all."""
+
+from typing import Any
+
+from jax import Array, random
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.posterior.local_latents import SEEN
+from numpyro_sgmcmc.posterior.metric import IdentityMetric
+from numpyro_sgmcmc.posterior.model import Values
+from numpyro_sgmcmc.posterior.potential import over_all_data
+from numpyro_sgmcmc.posterior.target import Target
+
+
+def check_paths(target: Target, values: Values) -> None:
+    """
+    Check that the latent values of every group depend on each other as in the first groups.
+
+    :param target: the model with its data, on each of the devices that they are spread over.
+    :param values: unconstrained values of the other sites.
+    :raises ValueError: if those of a group depend on values outside of the band of a path.
+    """
+    paths = target.model.paths
+    if not paths:
+        return
+
+    def run(target: Target, values: Values) -> dict[str, Array]:
+        potential = target.potential(IdentityMetric())
+
+        def of_chunk(rows: Any) -> dict[str, Array]:
+            terms = potential.with_row_terms(values, rows, random.key(0))[1]
+            return {name: jnp.sum(terms[name]) for name in paths}
+
+        return target.mean(over_all_data(of_chunk, target.model.plates))
+
+    there = target._replace(model=target.model.with_rule("structure"))
+    for name, number in there.compiled(run)(values).items():
+        if float(number) > 0.5:
+            raise ValueError(
+                f"Groups of the plate '{name}', {round(float(number)):,} in all, have latent values"
+                f" that depend on others than in the first {SEEN} groups, where each depends on"
+                f" the {paths[name].form.width} before and after it alone. Their integrals would"
+                " be wrong. Order the groups so that one of each kind is among the first"
+                f" {SEEN}; or give groups of other kinds a plate of their own."
+            )
