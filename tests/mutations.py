@@ -250,7 +250,7 @@ MUTATIONS = {
         "laws/test_exact_laws.py -k 'stationary_variance and SGLD'",
     ),
     "nodes that do not reach as far as a tail": Mutation(
-        "posterior/quadrature.py reaches return", "jnp.full_like(t, math.sqrt(2 * fall))",
+        "posterior/nodes.py reaches return", "jnp.full_like(t, math.sqrt(2 * fall))",
         "latents/test_local_latents.py -k skewed_integrals",
     ),
     "the noise of one device for that of the mean": Mutation(
