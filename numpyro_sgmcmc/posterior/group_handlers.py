@@ -3,7 +3,7 @@
 
 """Effect handlers for plates of groups: a record of the other sites, and given latent values."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from itertools import product
 import math
@@ -20,6 +20,8 @@ from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.posterior.curvature import DENSE, Form, Path
 from numpyro_sgmcmc.posterior.handlers import Model, log_density, without_wrappers
+from numpyro_sgmcmc.posterior.hidden_states import HiddenStates
+from numpyro_sgmcmc.posterior.numpyro_private import is_scanned
 from numpyro_sgmcmc.posterior.quadrature import needs_draws, points_of
 
 #: Key of the mark on messages that ask for a random key from outside.
@@ -35,13 +37,14 @@ class LocalPlate(NamedTuple):
 
     - **name** - name of the plate.
     - **continuous** - shapes of the unconstrained values of a group, by continuous site.
-    - **discrete** - number of values, by discrete site.
+    - **discrete** - number of values, by discrete site outside of a ``scan``.
     - **bounded** - whether the support of a continuous site has an end, so that its distribution
       may be skewed.
     - **normal** - whether the continuous sites are normal given the observations and all other
       sites, whatever the values of those.
     - **path** - the path of the latent values; None for other groups.
     - **scanned** - the axis of the groups, by continuous site in the body of a ``scan``.
+    - **states** - the discrete sites in the body of a ``scan``; None without such sites.
     """
 
     name: str
@@ -51,6 +54,7 @@ class LocalPlate(NamedTuple):
     normal: bool = False
     path: Path | None = None
     scanned: tuple[tuple[str, int], ...] = ()
+    states: HiddenStates | None = None
 
     @property
     def dimension(self) -> int:
@@ -59,7 +63,8 @@ class LocalPlate(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in (*self.continuous, *self.discrete))
+        hidden = () if self.states is None else self.states.names
+        return (*(name for name, _ in (*self.continuous, *self.discrete)), *hidden)
 
     @property
     def form(self) -> Form:
@@ -80,7 +85,8 @@ class LocalPlate(NamedTuple):
         points = 1 + self.form.columns(self.dimension)
         if not self.normal:
             points = points_of(self.dimension, rule)
-        return len(self.combinations) * points
+        pairs = 1 if self.states is None else self.states.number**2
+        return len(self.combinations) * pairs * points
 
     @property
     def combinations(self) -> np.ndarray:
@@ -161,7 +167,11 @@ class Globals(Messenger):
 
 
 class AllGiven(Messenger):
-    """Handler that sets all latent values of a model, for the log densities of its groups."""
+    """
+    Handler that sets all latent values of a model, for the log densities of its groups.
+
+    :param states: numbers of the hidden states of each group, shape (n, T).
+    """
 
     def __init__(
         self,
@@ -171,8 +181,10 @@ class AllGiven(Messenger):
         values: Mapping[str, Any],
         z: Array,
         classes: Array,
+        states: Array | None = None,
     ) -> None:
         self.model, self.plate, self.seen, self.values = model, plate, seen, values
+        self.states = states
         self.names = seen.names
         if plate.path is not None:
             z = z[:, np.argsort(plate.path.order)]
@@ -246,6 +258,8 @@ class AllGiven(Messenger):
     def _given_model(self) -> Model:
         """The model with the values of sites in a ``scan``, whose body no other handler sees."""
         data = {name: jnp.moveaxis(self._part(name), 0, axis) for name, axis in self.plate.scanned}
+        if self.plate.states is not None and self.states is not None:
+            data |= self.plate.states.values(self.states)
         return substitute(self.model, data=data) if data else self.model
 
     def sites(self, args: tuple, kwargs: dict) -> dict[str, dict]:
@@ -263,6 +277,26 @@ class AllGiven(Messenger):
     def log_densities(self, args: tuple, kwargs: dict, names: Iterable[str] | None = None) -> Array:
         """Return the log density of each group, of all its sites or of the named sites."""
         total = jnp.zeros(len(self.z))
+        for _, term, axis in self._terms(args, kwargs, names):
+            total = total + term.sum([k for k in range(term.ndim) if k != axis])
+        return total
+
+    def log_densities_by_time(
+        self, length: int, args: tuple, kwargs: dict, names: Iterable[str] | None = None
+    ) -> tuple[Array, Array]:
+        """Return the log densities in a ``scan``, shape (length, n), and all others, shape (n,)."""
+        by_time, rest = jnp.zeros((length, len(self.z))), jnp.zeros(len(self.z))
+        for site, term, axis in self._terms(args, kwargs, names):
+            if is_scanned(site) and len(term) == length:
+                by_time += term.sum([k for k in range(1, term.ndim) if k != axis])
+            else:
+                rest += term.sum([k for k in range(term.ndim) if k != axis])
+        return by_time, rest
+
+    def _terms(
+        self, args: tuple, kwargs: dict, names: Iterable[str] | None
+    ) -> Iterator[tuple[dict, Array, int]]:
+        """Return the sites of the groups with their log densities, and the axis of the groups."""
         for name, site in self.sites(args, kwargs).items():
             is_term = site["type"] == "sample" and (names is None or name in names)
             frames = site["cond_indep_stack"] if is_term else []
@@ -274,9 +308,7 @@ class AllGiven(Messenger):
                 if name in self.log_dets:
                     log_det = self.log_dets[name]
                     term = term + log_det.reshape(log_det.shape + (1,) * (term.ndim - log_det.ndim))
-                axis = term.ndim + frame.dim
-                total = total + term.sum([k for k in range(term.ndim) if k != axis])
-        return total
+                yield site, term, term.ndim + frame.dim
 
 
 class inside(Messenger):

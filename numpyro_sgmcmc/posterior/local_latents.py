@@ -12,7 +12,9 @@ variables of group :math:`g`,
     p(y_g \\mid \\theta) = \\int p(y_g \\mid z_g, \\theta) \\, p(z_g \\mid \\theta) \\, dz_g ,
 
 and :class:`Marginal` is the model with a factor :math:`p(y_g \\mid \\theta)` for each group in the
-place of all sites of the plate. A group is a row for every sampler. Discrete sites are summed over.
+place of all sites of the plate. A group is a row for every sampler. Discrete sites are summed over,
+those in the body of a ``scan`` as states of a Markov chain
+(:mod:`~numpyro_sgmcmc.posterior.hidden_states`).
 Continuous sites are integrated in closed form if they are normal given all else
 (:mod:`~numpyro_sgmcmc.posterior.normal_groups`), and else by quadrature or draws
 (:mod:`~numpyro_sgmcmc.posterior.quadrature`).
@@ -42,6 +44,7 @@ from numpyro_sgmcmc.posterior.group_handlers import (
     inside,
 )
 from numpyro_sgmcmc.posterior.handlers import Model, Plate
+from numpyro_sgmcmc.posterior.hidden_states import draw_states, is_a_chain, log_sum
 from numpyro_sgmcmc.posterior.normal_groups import normal_draws_of, normal_log_integral
 from numpyro_sgmcmc.posterior.polynomial import degree
 from numpyro_sgmcmc.posterior.quadrature import MOST_DIMENSIONS, draws_of, log_integral
@@ -71,7 +74,8 @@ class Marginal:
     - **hidden** - deterministic sites that depend on latent sites of plates.
     - **rule** - rule of the integrals (:func:`~numpyro_sgmcmc.posterior.quadrature.log_integral`).
       ``"point"`` replaces them by the integrand at a point of each group, ``"none"`` by zeros, and
-      ``"structure"`` by 1 for each group that has no path like those of the first groups.
+      ``"structure"`` by 1 for each group that has no path like those of the first groups, or whose
+      states are no Markov chain.
     - **at_once** - number of groups whose integrals are computed together; all if None.
     - **left_out** - plates whose integrals are replaced by zeros.
 
@@ -226,15 +230,43 @@ class Marginal:
         near_zero = 0.01 * jnp.cos(1.0 + jnp.arange(plate.dimension, dtype=seen.dtype))
         size = seen.plates[plate.name].frame.size
         start = jnp.broadcast_to(near_zero, (size, plate.dimension))
+        terms = self._terms(plate, seen, args, kwargs)
 
         def density(
             values: Mapping[str, Any], classes: Array, z: Array, names: Iterable[str] | None = None
         ) -> Array:
-            with block():
-                given = AllGiven(self.model, plate, seen, values, z, classes)
-                return given.log_densities(args, kwargs, names)
+            if plate.states is None:
+                return terms(None, values, classes, z, names)
+            by_time = partial(terms, values=values, classes=classes, z=z, names=names)
+            return log_sum(by_time, plate.states, len(z))
 
         return start, density
+
+    def _terms(
+        self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
+    ) -> Callable[..., Any]:
+        """
+        Return the joint log density of each group, shape (n,), by time if it has hidden states.
+
+        :return: a function of the numbers of the hidden states, shape (n, T), or None; the global
+            values; the numbers of the discrete values; the continuous values; and the names of
+            sites.
+        """
+
+        def terms(
+            states: Array | None,
+            values: Mapping[str, Any],
+            classes: Array,
+            z: Array,
+            names: Iterable[str] | None = None,
+        ) -> Any:
+            with block():
+                given = AllGiven(self.model, plate, seen, values, z, classes, states)
+                if states is None:
+                    return given.log_densities(args, kwargs, names)
+                return given.log_densities_by_time(states.shape[1], args, kwargs, names)
+
+        return terms
 
     def log_integrals(
         self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
@@ -261,7 +293,8 @@ class Marginal:
 
         classes = jnp.asarray(plate.combinations)
         if self.rule == "structure":
-            return self._is_wrong(plate, seen, density, start)[None], density, start
+            terms = self._terms(plate, seen, args, kwargs)
+            return self._is_wrong(plate, seen, density, terms, start)[None], density, start
         if self.rule == "point":
             # points differ between groups, so that a dependence on other groups shows
             rows = seen.plates[plate.name].rows
@@ -272,16 +305,30 @@ class Marginal:
         return integrals, partial(density, seen.values), start
 
     def _is_wrong(
-        self, plate: LocalPlate, seen: "Globals", density: Callable[..., Array], start: Array
+        self,
+        plate: LocalPlate,
+        seen: "Globals",
+        density: Callable[..., Array],
+        terms: Callable[..., Any],
+        start: Array,
     ) -> Array:
-        """Return 1 for groups whose latent values depend on others than those of a path, or 0."""
-        if not isinstance(plate.form, Banded):
-            return jnp.zeros(len(start))
+        """
+        Return 1 or 0 for each group.
+
+        It is 1 if latent values depend on others than those of a path, or a factor on the states of
+        more than two times.
+        """
         form, rows = plate.form, seen.plates[plate.name].rows
         point = jnp.cos(start + rows[:, None].astype(seen.dtype))
 
         def is_complete(classes: Array) -> Array:
-            return form.is_complete(partial(density, seen.values, classes), point)
+            result = jnp.ones(len(start), bool)
+            if isinstance(form, Banded):
+                result &= form.is_complete(partial(density, seen.values, classes), point)
+            if plate.states is not None:
+                by_time = partial(terms, values=seen.values, classes=classes, z=point)
+                result &= is_a_chain(by_time, plate.states, len(start), random.key(0))
+            return result
 
         found = lax.map(is_complete, jnp.asarray(plate.combinations))
         return 1.0 - jnp.all(found, axis=0).astype(seen.dtype)
@@ -329,8 +376,14 @@ class Marginal:
                     z = normal_draws_of(own, z, z_key, plate.form)
                 else:
                     z = draws_of(own, partial(own, names=plate.names), z, z_key, plate.form)
+            states = None
+            if plate.states is not None:
+                terms = self._terms(plate, seen, args, kwargs)
+                by_time = partial(terms, values=seen.values, classes=classes, z=z)
+                own_key = random.fold_in(z_key, 2)
+                states = draw_states(by_time, plate.states, len(z), own_key)
             with block():
-                given = AllGiven(self.model, plate, seen, seen.values, z, classes)
+                given = AllGiven(self.model, plate, seen, seen.values, z, classes, states)
                 if replicated:
                     sites = given.replicated_sites(random.fold_in(z_key, 1), args, kwargs)
                     names = seen.replicable(plate)

@@ -44,6 +44,7 @@ from numpyro_sgmcmc.posterior.handlers import (
     given_rows,
     log_density,
 )
+from numpyro_sgmcmc.posterior.hidden_states import HiddenStates
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.reading import reading_of
 
@@ -193,12 +194,17 @@ class MinibatchModel(NamedTuple):
     @property
     def has_classes(self) -> bool:
         """True if discrete latent variables of groups are summed over."""
-        return any(plate.discrete for plate in self._local)
+        return any(plate.discrete or plate.states for plate in self._local)
 
     @property
     def paths(self) -> dict[str, Path]:
         """The paths of groups, by plate."""
         return {plate.name: plate.path for plate in self._local if plate.path is not None}
+
+    @property
+    def hidden_states(self) -> dict[str, HiddenStates]:
+        """The states of groups that are summed over, by plate."""
+        return {plate.name: plate.states for plate in self._local if plate.states is not None}
 
     @property
     def drawn_plates(self) -> tuple[Plate, ...]:

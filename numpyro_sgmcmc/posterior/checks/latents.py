@@ -9,6 +9,7 @@ import math
 import jax
 from jax import Array, random
 import jax.numpy as jnp
+import numpy as np
 from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import IdentityTransform, IndependentTransform
 from numpyro.handlers import seed, substitute, trace
@@ -16,6 +17,7 @@ from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.posterior.group_handlers import LocalPlate, group_axis
 from numpyro_sgmcmc.posterior.handlers import Model, Plate, given_rows, without_wrappers
+from numpyro_sgmcmc.posterior.hidden_states import HiddenSite, HiddenStates
 from numpyro_sgmcmc.posterior.local_latents import MOST_ON_A_PATH, Marginal
 from numpyro_sgmcmc.posterior.numpyro_private import is_scanned
 from numpyro_sgmcmc.posterior.quadrature import MOST_DIMENSIONS
@@ -62,14 +64,16 @@ def without_local_latents(
         _check_local(sites[name], of_site)
     local_plates = []
     for name, local in inside.items():
-        continuous, discrete, bounded, scanned = [], [], False, []
+        continuous, discrete, bounded, scanned, hidden_sites = [], [], False, [], []
         for site in local:
-            if is_scanned(site):
-                _check_scanned(site, name)
-                scanned.append((site["name"], group_axis(site, name)))
-            if site["fn"].support.is_discrete:
+            if site["fn"].support.is_discrete and is_scanned(site):
+                hidden_sites.append(_hidden_site(site, name))
+            elif site["fn"].support.is_discrete:
                 discrete.append((site["name"], len(site["fn"].enumerate_support(expand=False))))
             else:
+                if is_scanned(site):
+                    _check_scanned(site, name)
+                    scanned.append((site["name"], group_axis(site, name)))
                 transform = biject_to(site["fn"].support)
                 shape = list(transform.inverse_shape(site["fn"].shape()))
                 while isinstance(transform, IndependentTransform):
@@ -78,7 +82,8 @@ def without_local_latents(
                 del shape[group_axis(site, name)]
                 continuous.append((site["name"], tuple(shape)))
         of_plate = LocalPlate(name, tuple(continuous), tuple(discrete), bounded)
-        local_plates.append(of_plate._replace(scanned=tuple(scanned)))
+        states = _hidden_states(hidden_sites, name)
+        local_plates.append(of_plate._replace(scanned=tuple(scanned), states=states))
         _check_combinations(local_plates[-1])
     hidden = _check_dependents(sites, subsampled, where, labels, needs)
     return Marginal(model, tuple(local_plates), hidden)
@@ -105,7 +110,8 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
                 " `numpyro.distributions.NegativeBinomial2` does for a `Poisson` with a `Gamma`"
                 " rate; or truncate it, with a `Categorical`."
             ) from error
-        if math.prod(site["fn"].batch_shape) > plates[0].subsample_size:
+        times = site["fn"].batch_shape[0] if is_scanned(site) else 1
+        if math.prod(site["fn"].batch_shape) > plates[0].subsample_size * times:
             raise ValueError(
                 f"Latent site '{name}' in plate '{plate}' is discrete ({kind}) and has several"
                 " values in each group, so that a step would sum over all their combinations. Sum"
@@ -114,27 +120,49 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
             )
 
 
+def _hidden_site(site: dict, plate: str) -> HiddenSite:
+    """Return the facts of a discrete site in the body of a ``scan``."""
+    fn = site["fn"]
+    values = np.asarray(fn.enumerate_support(expand=False)).ravel()
+    return HiddenSite(site["name"], tuple(values.tolist()), fn.batch_shape, group_axis(site, plate))
+
+
+def _hidden_states(sites: list[HiddenSite], plate: str) -> HiddenStates | None:
+    """Return the states of a group, or raise ``ValueError`` if their times differ."""
+    lengths = {site.name: site.shape[0] for site in sites}
+    if len(set(lengths.values())) > 1:
+        given = ", ".join(f"'{name}' of {length}" for name, length in lengths.items())
+        raise ValueError(
+            f"The subsampled plate '{plate}' has discrete sites in loops of different lengths"
+            f" ({given}), and their states cannot be summed over together. Give each loop a plate"
+            " of its own, with the same rows."
+        )
+    return HiddenStates(tuple(sites), next(iter(lengths.values()))) if sites else None
+
+
 def _check_scanned(site: dict, plate: str) -> None:
-    """Raise ``ValueError`` if a latent site in a ``scan`` has a discrete or bounded support."""
-    transform = None if site["fn"].support.is_discrete else biject_to(site["fn"].support)
+    """Raise ``ValueError`` if a continuous site in a ``scan`` has a bounded support."""
+    transform = biject_to(site["fn"].support)
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform
     if not isinstance(transform, IdentityTransform):
         raise ValueError(
             f"Latent site '{site['name']}' of the subsampled plate '{plate}' is in a `scan`, and"
-            " its values are discrete or have a bound. Write them as transformed real values,"
-            " such as the exponential of a normal site; or without `scan`."
+            " its values have a bound. Write them as transformed real values, such as the"
+            " exponential of a normal site; or without `scan`."
         )
 
 
 def _check_combinations(plate: LocalPlate) -> None:
     """Raise ``ValueError`` if there are too many combinations of discrete values in each group."""
     number = math.prod(size for _, size in plate.discrete)
+    if plate.states is not None:
+        number *= plate.states.number**2
     if number > MOST_COMBINATIONS:
         raise ValueError(
             f"Each group of the subsampled plate '{plate.name}' has {number:,} combinations of"
-            f" discrete values, and at most {MOST_COMBINATIONS:,} can be summed over"
-            f" ({_quoted(plate)}). Instead {_OUTSIDE}"
+            f" discrete values and pairs of hidden states, and at most {MOST_COMBINATIONS:,} can be"
+            f" summed over ({_quoted(plate)}). Instead {_OUTSIDE}"
         )
 
 

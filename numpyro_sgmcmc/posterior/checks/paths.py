@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks of the paths of groups: whether those of the first groups are those of all."""
+"""Checks of the paths and the hidden states of all groups."""
 
 from typing import Any
 
@@ -19,12 +19,16 @@ def check_paths(target: Target, values: Values) -> None:
     """
     Check that the latent values of every group depend on each other as in the first groups.
 
+    And that the factors of hidden states are those of a Markov chain.
+
     :param target: the model with its data, on each of the devices that they are spread over.
     :param values: unconstrained values of the other sites.
-    :raises ValueError: if those of a group depend on values outside of the band of a path.
+    :raises ValueError: if those of a group depend on values outside of the band of a path, or on
+        states of more than two times.
     """
-    paths = target.model.paths
-    if not paths:
+    paths, hidden_states = target.model.paths, target.model.hidden_states
+    names = paths.keys() | hidden_states.keys()
+    if not names:
         return
 
     def run(target: Target, values: Values) -> dict[str, Array]:
@@ -32,12 +36,21 @@ def check_paths(target: Target, values: Values) -> None:
 
         def of_chunk(rows: Any) -> dict[str, Array]:
             terms = potential.with_row_terms(values, rows, random.key(0))[1]
-            return {name: jnp.sum(terms[name]) for name in paths}
+            return {name: jnp.sum(terms[name]) for name in names}
 
         return target.mean(over_all_data(of_chunk, target.model.plates))
 
     there = target._replace(model=target.model.with_rule("structure"))
     for name, number in there.compiled(run)(values).items():
+        if float(number) > 0.5 and name in hidden_states:
+            raise ValueError(
+                f"In {round(float(number)):,} groups of the plate '{name}' the discrete sites in a"
+                f" `scan` ({', '.join(hidden_states[name].names)}) are no Markov chain: a site"
+                " depends on states before the last, or on states of later times, or its place is"
+                " outside of the loop. Their sum would be wrong. Write observations in the body of"
+                " the `scan`, let time go forward, and carry what depends on two earlier states as"
+                " one state with all pairs of values."
+            )
         if float(number) > 0.5:
             raise ValueError(
                 f"Groups of the plate '{name}', {round(float(number)):,} in all, have latent values"
