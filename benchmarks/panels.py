@@ -4,24 +4,32 @@
 """
 Panels of time series with a latent path each, by ``CCAdL(model)`` and NUTS on all paths.
 
-    python benchmarks/panels.py [counts] [robust] [binary] [many] [length]
+    python benchmarks/panels.py [counts] [robust] [binary] [hidden] [many] [length]
+    python benchmarks/panels.py bikes --data FOLDER [--picture FILE]
 
 ``counts`` has 500 series of 40 counts whose log rate is an autoregression. ``robust`` has levels
-that move and rows with Student's t distribution, and ``binary`` binary rows. ``many`` has 50,000
+that move and rows with Student's t distribution, ``binary`` binary rows, and ``hidden`` two hidden
+states. ``bikes`` has hourly hires of bicycles, a series for each hour of the week, and forecasts
+eight weeks. NUTS sums over hidden states by the forward recursion. ``many`` has 50,000
 series of 100 counts with three covariates, without NUTS, several times. ``length`` has the seconds
 of a gradient by the length and by the number of the series.
 """
 
 import argparse
+from functools import partial
+from pathlib import Path
 import time
+from typing import Any
 import warnings
 
 import jax
-from jax import random
+from jax import lax, random
+from jax.nn import logsumexp
 import jax.numpy as jnp
 from measure import interleaved, machine, table
 import numpy as np
 import numpyro
+from numpyro.contrib.control_flow import scan
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS, init_to_median, init_to_uniform
@@ -34,7 +42,11 @@ from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.target import Target
 
 #: Series, times, and series of a minibatch.
-CASES = {"counts": (500, 40, 50), "robust": (500, 40, 50), "binary": (500, 40, 50)}
+CASES = {name: (500, 40, 50) for name in ("counts", "robust", "binary", "hidden")}
+CASES["bikes"] = 168, 105, 24
+
+#: Weeks that are forecast, and series in the picture, by hour of the week from Saturday on.
+AHEAD, SHOWN = 8, {"Saturday, 14:00": 14, "Monday, 8:00": 56, "Wednesday, 3:00": 99}
 
 MANY, COLUMNS, REPEATS = (50_000, 100, 100), 3, 3
 
@@ -76,7 +88,78 @@ def panel_of(rows, has_phi: bool = False, has_scale: bool = False):
     return model
 
 
-MODELS = {
+def hidden(y, batch=None):
+    """Counts with a rate for each of two states."""
+    stay = numpyro.sample("stay", dist.Beta(4, 2).expand([2]).to_event(1))
+    ordered = dist.transforms.OrderedTransform()
+    first = dist.Normal(0, 2).expand([2]).to_event(1)
+    log_rates = numpyro.sample("log_rates", dist.TransformedDistribution(first, ordered))
+    moves = jnp.stack([jnp.stack([stay[0], 1 - stay[0]]), jnp.stack([1 - stay[1], stay[1]])])
+    series = numpyro.plate("series", len(y), subsample_size=batch)
+    if batch is None:
+        rows = dist.Poisson(jnp.exp(log_rates)).log_prob(y[..., None])
+
+        def forward(before, row):
+            return logsumexp(before[..., None] + jnp.log(moves), axis=1) + row, None
+
+        last, _ = lax.scan(forward, jnp.log(0.5) + rows[:, 0], rows.swapaxes(0, 1)[1:])
+        with series:
+            numpyro.factor("y", logsumexp(last, axis=1))
+        return
+    with series as i:
+        rows = y[i].T
+
+    def step(carry, row):
+        state, is_first = carry
+        with series:
+            p = jnp.where(is_first, 0.5, moves[state])
+            state = numpyro.sample("state", dist.Categorical(p))
+            numpyro.sample("y", dist.Poisson(jnp.exp(log_rates)[state]), obs=row)
+        return (state, False), None
+
+    scan(step, (jnp.zeros(rows.shape[1], int), True), rows)
+
+
+def bikes(y, x, seen, batch=None):
+    """Hires by hour of the week: a level that moves from week to week, and weather."""
+    mu = numpyro.sample("mu", dist.Normal(4, 2))
+    spread = numpyro.sample("spread", dist.HalfNormal(2))
+    tau = numpyro.sample("tau", dist.HalfNormal(0.5))
+    concentration = numpyro.sample("concentration", dist.LogNormal(2, 1))
+    slopes = numpyro.sample("slopes", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+    with numpyro.plate("series", len(y), subsample_size=batch) as i:
+        start = numpyro.sample("start", dist.Normal(mu, spread))
+        level = path("x", 1.0, tau, y.shape[1], batch is not None)
+        log_rate = start[:, None] + level + x[i] @ slopes
+        law = dist.NegativeBinomial2(jnp.exp(log_rate), concentration)
+        numpyro.sample("y", law.mask(seen[i]).to_event(1), obs=y[i])
+
+
+def hires(folder: str) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Counts by hour of the week and week, weather, and whether there is a count."""
+    found = np.load(Path(folder) / "bikesharing.npz", allow_pickle=False)
+    columns = dict(zip(found["columns"].tolist(), found["X"].T, strict=True))
+    day = np.cumsum(np.diff(columns["weekday"], prepend=columns["weekday"][0]) != 0)
+    series, week = (day % 7 * 24 + columns["hr"]).astype(int), day // 7
+    weather = np.stack(
+        [
+            (columns["temp"] - 0.5) / 0.2,
+            (columns["hum"] - 0.6) / 0.2,
+            (columns["windspeed"] - 0.2) / 0.1,
+            columns["weathersit"] >= 3,
+            columns["holiday"],
+        ],
+        axis=-1,
+    )
+    shape = CASES["bikes"][:2]
+    y, x, seen = np.zeros(shape), np.zeros((*shape, weather.shape[1])), np.zeros(shape, bool)
+    y[series, week], x[series, week], seen[series, week] = found["count"], weather, True
+    return jnp.asarray(y, jnp.float32), jnp.asarray(x, jnp.float32), seen
+
+
+MODELS: dict[str, Any] = {
+    "hidden": hidden,
+    "bikes": bikes,
     "counts": panel_of(lambda x, _: dist.Poisson(jnp.exp(x)), has_phi=True),
     "robust": panel_of(lambda x, scale: dist.StudentT(4, x, scale), has_scale=True),
     "binary": panel_of(lambda x, _: dist.Bernoulli(logits=x)),
@@ -86,6 +169,13 @@ MODELS = {
 def simulated(name: str, seed: int = 0) -> jax.Array:
     series, times, _ = CASES[name]
     rng = np.random.default_rng(seed)
+    if name == "hidden":
+        states = [rng.random(series) < 0.5]
+        for _ in range(times - 1):
+            changes = rng.random(series) < np.where(states[-1], 0.3, 0.1)
+            states.append(states[-1] ^ changes)
+        y = rng.poisson(np.where(np.stack(states, axis=1), 3.0, 1.0))
+        return jnp.asarray(y, jnp.float32)
     phi = TRUTH["phi"] if name == "counts" else 1.0
     x, levels = np.zeros(series), []
     for _ in range(times):
@@ -121,20 +211,37 @@ def moments(mcmc: MCMC, names: list[str]) -> tuple[np.ndarray, np.ndarray, np.nd
     return draws.mean((0, 1)), np.sqrt(variance_of(draws)[0]), effective_sample_size(draws)
 
 
-def compared(name: str) -> list[object]:
-    """The line of a table."""
-    y, (series, times, batch) = simulated(name), CASES[name]
+def compared(name: str, args: tuple) -> tuple[list[object], MCMC]:
+    """The line of a table, and the run."""
+    series, times, batch = CASES[name]
     model = MODELS[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kernel = CCAdL(lambda y: model(y, batch), progress_bar=False)
-        ours, seconds = run(kernel, (y,), chains=4)
+        kernel = CCAdL(partial(model, batch=batch), progress_bar=False)
+        ours, seconds = run(kernel, args, chains=4)
     print(kernel.tuning, *(w.message for w in caught), sep="\n", flush=True)
     nuts = NUTS(full_data(model), init_strategy=init_to_median)
-    theirs, reference = run(nuts, (y,), chains=2)
-    names = [k for k in TRUTH if k in ours.get_samples()]
+    theirs, reference = run(nuts, args, chains=2)
+    names = sorted(ours.get_samples())
     (mean, sd, size), (right, right_sd, right_size) = (moments(x, names) for x in (ours, theirs))
     off = (mean - right) / np.hypot(sd / size**0.5, right_sd / right_size**0.5)
+    least = "-"
+    if name != "hidden":
+        least = f"{least_p(ours, theirs, series, times):.2g}"
+    return [
+        name,
+        f"{series:,} x {times}",
+        f"{np.abs(off).max():.1f}",
+        f"{(sd / right_sd).min():.2f} to {(sd / right_sd).max():.2f}",
+        least,
+        f"{size.min():,.0f} in {seconds:.0f} s",
+        f"{right_size.min():,.0f} in {reference:.0f} s",
+        str(len(caught)),
+    ], ours
+
+
+def least_p(ours: MCMC, theirs: MCMC, series: int, times: int) -> float:
+    """The least p-value of 100 laws of latent values, times 100."""
     chosen = np.random.default_rng(1).choice(series, 50, replace=False)
     paths = local_draws(ours, chosen, num_draws=250, rng_key=random.key(2))["x"]
     ends = np.asarray(theirs.get_samples()["x"]).reshape(-1, series, times)[:, chosen]
@@ -143,16 +250,35 @@ def compared(name: str) -> list[object]:
         for j in range(50)
         for t in (times // 2, times - 1)
     ]
-    return [
-        name,
-        f"{series:,} x {times}",
-        f"{np.abs(off).max():.1f}",
-        f"{(sd / right_sd).min():.2f} to {(sd / right_sd).max():.2f}",
-        f"{min(tests) * len(tests):.2g}",
-        f"{size.min():,.0f} in {seconds:.0f} s",
-        f"{right_size.min():,.0f} in {reference:.0f} s",
-        str(len(caught)),
-    ]
+    return min(tests) * len(tests)
+
+
+def forecasts(run: MCMC, args: tuple, y: jax.Array, is_hour: np.ndarray, picture: str) -> None:
+    """Print the coverage of forecast intervals, and draw some series."""
+    import matplotlib.pyplot as plt
+
+    _, x, _ = args
+    drawn = local_draws(run, num_draws=100, rng_key=random.key(3))
+    taken = np.asarray(drawn.coords["draw"])
+    samples = run.get_samples(group_by_chain=True)
+    slopes, concentration = (np.asarray(samples[k])[:, taken] for k in ("slopes", "concentration"))
+    log_rate = drawn["x"].values + drawn["start"].values[..., None]
+    log_rate = log_rate + np.einsum("cdk,stk->cdst", slopes, np.asarray(x))
+    law = dist.NegativeBinomial2(np.exp(log_rate), concentration[..., None, None])
+    counts = np.asarray(law.sample(random.key(4)))
+    low, high = np.quantile(counts, [0.05, 0.95], axis=(0, 1))
+    inside = ((y >= low) & (y <= high))[:, -AHEAD:][is_hour[:, -AHEAD:]]
+    print(f"{np.mean(inside):.3f} of {inside.size:,} later hires in their 90 % intervals")
+    figure, axes = plt.subplots(1, len(SHOWN), figsize=(9, 2.6), layout="constrained")
+    weeks = np.arange(y.shape[1])
+    for ax, (title, k) in zip(axes, SHOWN.items(), strict=True):
+        ax.fill_between(weeks, low[k], high[k], color="tab:blue", alpha=0.25, linewidth=0)
+        ax.plot(weeks, np.exp(log_rate[:, :, k]).mean((0, 1)), color="tab:blue", linewidth=1)
+        ax.plot(weeks[is_hour[k]], y[k][is_hour[k]], "k.", markersize=3)
+        ax.axvline(len(weeks) - AHEAD - 0.5, color="tab:red", linewidth=1)
+        ax.set(title=title, xlabel="week")
+    axes[0].set_ylabel("hires in an hour")
+    figure.savefig(picture, dpi=70)
 
 
 def counts_with_covariates(y, x, batch):
@@ -230,8 +356,21 @@ def lengths() -> list[list[object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("names", nargs="*", default=["counts", "length"])
-    names = parser.parse_args().names
-    if lines := [compared(name) for name in names if name in CASES]:
+    parser.add_argument("--data", help="folder of the real data, for bikes")
+    parser.add_argument("--picture", default="panels.png", help="where the picture is to be")
+    options = parser.parse_args()
+    names = options.names
+    lines = []
+    for name in (name for name in names if name in CASES):
+        if name != "bikes":
+            lines.append(compared(name, (simulated(name),))[0])
+            continue
+        y, x, is_hour = hires(options.data)
+        args = y, x, jnp.asarray(is_hour).at[:, -AHEAD:].set(False)
+        line, ours = compared(name, args)
+        lines.append(line)
+        forecasts(ours, args, y, is_hour, options.picture)
+    if lines:
         heads = [
             "case", "series x times", "means of all sites, largest se", "ratios of sds",
             "least p of 100 laws, times 100", "least ESS", "of NUTS", "warnings",
