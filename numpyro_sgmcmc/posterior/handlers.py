@@ -191,6 +191,13 @@ def without_wrappers(fn: Any) -> Any:
     return fn
 
 
+def is_masked(fn: Any) -> bool:
+    """Return True for a distribution with a mask."""
+    while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
+        fn = fn.base_dist
+    return isinstance(fn, dist.MaskedDistribution)
+
+
 def check_plate(name: str, size: Any, subsample_size: Any) -> None:
     """Raise ``ValueError`` if ``subsample_size`` is not a whole number from 1 to ``size``."""
     try:

@@ -13,7 +13,7 @@ import numpy as np
 from numpyro import distributions as dist
 from numpyro.distributions import biject_to
 
-from numpyro_sgmcmc.posterior.handlers import without_wrappers
+from numpyro_sgmcmc.posterior.handlers import is_masked, without_wrappers
 from numpyro_sgmcmc.posterior.scale_mixture import POINTS
 
 #: Logarithms of a scale among which those with a density are found.
@@ -153,9 +153,4 @@ def _is_logarithm(support: Any) -> bool:
 
 def is_plain(site: dict) -> bool:
     """Return True for a sample site that counts once and has no mask."""
-    if site["type"] != "sample" or site["scale"] is not None:
-        return False
-    fn = site["fn"]
-    while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
-        fn = fn.base_dist
-    return not isinstance(fn, dist.MaskedDistribution)
+    return site["type"] == "sample" and site["scale"] is None and not is_masked(site["fn"])

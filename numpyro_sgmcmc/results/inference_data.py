@@ -464,12 +464,20 @@ def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
     for name, site in sites.items():
         if site["type"] not in ("sample", "deterministic"):
             continue
-        frames = sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)
-        if site["type"] == "deterministic" and len(plate_axes(site)) < len(frames):
-            frames = []  # its shape is not that of its plates
-        events = site["infer"].get("event_dims", []) if site["type"] == "sample" else []
-        if frames or events:
-            dims[variable_name(name)] = [frame.name for frame in frames] + list(events)
+        frames, variable = site["cond_indep_stack"], variable_name(name)
+        if site["type"] == "deterministic":
+            plates = {axis: plate for plate, axis in plate_axes(site).items()}
+            if len(plates) < len(frames):
+                continue  # its shape is not that of its plates
+            axes, events = 1 + max(plates, default=-1), []
+        else:
+            axes = len(site["fn"].batch_shape)
+            plates = {axes + frame.dim: frame.name for frame in frames}
+            events = list(site["infer"].get("event_dims", []))
+        if plates or events:
+            # an axis without a plate may be before those of plates, as the times of a `scan` are
+            own = [plates.get(k, f"{variable}_dim_{k}") for k in range(axes)]
+            dims[variable] = own + events
     return dims
 
 

@@ -23,7 +23,7 @@ from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
 from numpyro_sgmcmc.posterior.checks.exceptions import explained
 from numpyro_sgmcmc.posterior.group_handlers import group_axis, with_observed
 from numpyro_sgmcmc.posterior.handlers import Model, full_data, without_wrappers
-from numpyro_sgmcmc.posterior.numpyro_private import is_seen
+from numpyro_sgmcmc.posterior.numpyro_private import is_scanned, is_seen
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws, thinned
 from numpyro_sgmcmc.results.inference_data import arguments_of, marginal_of
@@ -118,6 +118,10 @@ class NewRows:
         """The plate that divides the rows of a site, with its axis."""
         return chunked_axis(self.sites, name, preferred=self.local)
 
+    @staticmethod
+    def _plates_of(site: dict) -> set[str]:
+        return {frame.name for frame in site.get("cond_indep_stack", ())}
+
     def length(self, plate: str | None, names: Sequence[str]) -> int:
         """The number of rows that are predicted at once."""
         size = 1 if plate is None else self.sites[plate]["args"][0]
@@ -160,11 +164,12 @@ class NewRows:
             return x[None] if axis is None else jnp.moveaxis(x, axis, 0)
 
         are_new = {k for k, x in self.known.items() if np.any(x < 0)}
-        # the sites inside of a `scan` take no other handler's values
-        whole = {
+        # sites inside of a `scan` take no other handler's values
+        given = {
             name
-            for name in self.draws
-            if not any(frame.name in self.known for frame in self.sites[name]["cond_indep_stack"])
+            for name, site in self.sites.items()
+            if (is_scanned(site) or not self._plates_of(site) & self.known.keys())
+            and not self._plates_of(site) & are_new
         }
 
         def values(rows: Array, draws: dict, keys: Any, known: dict) -> tuple[dict, Any]:
@@ -174,9 +179,10 @@ class NewRows:
 
             def sites(draw_and_keys: tuple[dict, Any]) -> dict[str, dict]:
                 draw, (common, own) = draw_and_keys
-                given = substitute(model, data={k: x for k, x in draw.items() if k in whole})
+                chosen = {k: _members(self.sites[k], draw[k], known) for k in given & draw.keys()}
+                of_draw = substitute(model, data=chosen)
                 with _Posterior(draw, known, are_new, plate, common, own):
-                    return trace(seed(given, own)).get_trace(*self.args, **self.kwargs)
+                    return trace(seed(of_draw, own)).get_trace(*self.args, **self.kwargs)
 
             def predicted(draw_and_keys: tuple[dict, Any]) -> dict[str, Array]:
                 found = sites(draw_and_keys)
@@ -229,6 +235,14 @@ def new_rows(
     return NewRows(model, args, kwargs, new, latents, known, local, of_groups, key), chosen, numbers
 
 
+def _members(site: dict, value: Array, known: Mapping[str, Array]) -> Array:
+    """The values of a site for members of its plates, by their numbers."""
+    for frame in site["cond_indep_stack"]:
+        if frame.name in known:
+            value = jnp.take(value, known[frame.name], axis=group_axis(site, frame.name))
+    return value
+
+
 class _Posterior(Messenger):
     """
     Handler that gives latent sites their draws, and members of plates without a draw their prior.
@@ -274,12 +288,12 @@ class _Posterior(Messenger):
         if msg["type"] != "sample":
             return
         if msg["value"] is not None:
-            chosen = [f.name for f in msg["cond_indep_stack"] if f.name in self.known]
-            if chosen and self._has_draw(msg):
+            some = [f.name for f in msg["cond_indep_stack"] if f.name in self.are_new]
+            if some and self._has_draw(msg):
                 raise ValueError(
-                    f"Site '{msg['name']}' is inside of a `scan`, which draws it before the groups"
-                    f" of plate '{chosen[0]}' can be chosen. Predict for all groups of the run, in"
-                    " their order and without `known_groups`."
+                    f"Site '{msg['name']}' is inside of a `scan`, which takes values of all groups"
+                    f" of plate '{some[0]}' or of none. Predict for known and for new groups one"
+                    " after the other."
                 )
             return
         if self._has_draw(msg):
@@ -292,7 +306,7 @@ class _Posterior(Messenger):
         msg["kwargs"]["rng_key"] = random.fold_in(key, zlib.crc32(msg["name"].encode()))
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
-        if self._has_draw(msg):
+        if self._has_draw(msg) and not is_scanned(msg):
             value, are_known = self._value(msg)
             if are_known is not None:
                 msg["value"] = jnp.where(are_known, value, msg["value"])

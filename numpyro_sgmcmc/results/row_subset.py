@@ -19,6 +19,7 @@ from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
 from numpyro_sgmcmc.posterior.group_handlers import with_observed
 from numpyro_sgmcmc.posterior.handlers import Plate, given_rows
 from numpyro_sgmcmc.posterior.model import NOT_SEEDED
+from numpyro_sgmcmc.posterior.numpyro_private import is_scanned
 from numpyro_sgmcmc.results.parts import compiled
 
 #: Number of rows that are kept with the draws, for data on disk.
@@ -112,9 +113,10 @@ def plate_axes(site: dict) -> dict[str, int]:
     if site["type"] == "sample":
         shape = site["fn"].batch_shape
     else:
-        # plates come first in a value of more axes, and last in one of fewer
+        # plates come first in a value of more axes, after the times of a `scan`, and last in one of
+        # fewer
         shape = jnp.shape(site["value"])
-        shape = shape[: max((-frame.dim for frame in frames), default=0)]
+        shape = shape[: is_scanned(site) + max((-frame.dim for frame in frames), default=0)]
     axes = {frame.name: (len(shape) + frame.dim, frame.size) for frame in frames}
     return {name: k for name, (k, size) in axes.items() if k >= 0 and shape[k] == size}
 

@@ -309,8 +309,10 @@ def test_sites_of_a_scan_inside_of_a_plate():
     run = with_draws(full_data(panel), (x, x * 1.0), {"state": path})
     found = predict(run, x[::-1].copy(), num_draws=60)["y"]
     assert np.allclose(found, path.reshape(1, 60, 6)[..., ::-1], atol=0.06)
+    swapped = predict(run, x, num_draws=60, known_groups=[1, 0])["y"]
+    assert np.allclose(swapped, path[..., ::-1].reshape(1, 60, 6), atol=0.06)
     with pytest.raises(ValueError, match="'state' is inside of a `scan`.*plate 'series'"):
-        predict(run, x, known_groups=[1, 0])
+        predict(run, x, known_groups=[1, -1])
 
 
 def test_what_does_not_fit_the_model_is_explained(of_rows):

@@ -17,7 +17,7 @@ import numpyro.distributions as dist
 import pytest
 from runs import run_mcmc, target_of
 
-from numpyro_sgmcmc import CCAdL, local_draws
+from numpyro_sgmcmc import CCAdL, local_draws, loo, predict, predictive_checks, to_arviz
 from numpyro_sgmcmc.posterior.checks.paths import check_paths
 from numpyro_sgmcmc.posterior.hidden_states import HiddenSite, HiddenStates, draw_states
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
@@ -242,27 +242,62 @@ def irregular(kind):
 
 @pytest.mark.parametrize("kind", ["two before", "sum of all", "backwards", "outside"])
 def test_states_that_are_no_chain(kind):
-    with pytest.raises(ValueError, match="In 300 groups of the plate 'series'.*no Markov chain"):
+    with pytest.raises(
+        ValueError, match="no Markov chain in groups of the plate 'series', at least 300"
+    ):
         check_paths(target_of(irregular(kind), Y), {"height": jnp.zeros(())})
 
 
-def test_too_many_states():
-    def many(y):
-        series = numpyro.plate("series", len(y), subsample_size=30)
+def refused(state_of):
+    """A model of states that are drawn by a function of the state before."""
+
+    def model(y):
         height = numpyro.sample("height", dist.HalfNormal(2))
+        series = numpyro.plate("series", len(y), subsample_size=30)
         with series as i:
             rows = y[i].T
 
         def step(before, row):
             with series:
-                state = numpyro.sample("state", dist.Categorical(logits=jnp.zeros(40)))
+                state = state_of(before)
                 numpyro.sample("y", dist.Normal(height * state, 1), obs=row)
             return state, None
 
-        scan(step, jnp.zeros(rows.shape[1], int), rows)
+        scan(step, jnp.zeros(rows.shape[1]), rows)
 
-    with pytest.raises(ValueError, match=r"1,600 combinations .* pairs of hidden states"):
-        target_of(many, Y)
+    return model
+
+
+def with_mask(before):
+    with numpyro.handlers.mask(mask=before > -1):
+        return 1.0 * numpyro.sample("state", dist.Bernoulli(0.2 + 0.5 * before))
+
+
+def with_level(before):
+    level = numpyro.sample("level", dist.Normal(before, 1))
+    return level + numpyro.sample("state", dist.Bernoulli(0.2))
+
+
+def of_several(before):
+    states = numpyro.sample("state", dist.Bernoulli(jnp.full((30, 2), 0.2)).to_event(1))
+    return before + states.sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("state_of", "message"),
+    [
+        (with_mask, "'state' .* in a `scan` and has a mask"),
+        (with_level, "continuous .'level'. and discrete .'state'. latent sites"),
+        (of_several, "has several values in each group"),
+        (
+            lambda before: numpyro.sample("state", dist.Categorical(logits=jnp.zeros(40))) * 1.0,
+            "1,600 combinations .* pairs of hidden states",
+        ),
+    ],
+)
+def test_states_that_are_refused(state_of, message):
+    with pytest.raises(ValueError, match=message):
+        target_of(refused(state_of), Y)
 
 
 # --- laws
@@ -357,3 +392,39 @@ def test_states_after_a_run(run):
         p = np.array([paths_of(Y[series], a, h)[1] for a, h in zip(stay, height, strict=True)])
         counts = np.array([(drawn == path).all(1).sum() for path in paths_of(Y[0], stay[0], 1)[0]])
         assert surprise(counts, p.sum(0), (p * (1 - p)).sum(0)) < 4
+
+
+# --- results
+
+
+@pytest.fixture(scope="module")
+def short_run():
+    kernel = CCAdL(hmm, progress_bar=False)
+    return run_mcmc(kernel, Y[:60], warmup=10, samples=20, chains=2)
+
+
+def test_results_name_times_and_series(short_run):
+    """The times of a ``scan`` are before the series, and have no name of a plate."""
+    data = to_arviz(short_run, posterior_predictive=True, log_likelihood=True)
+    assert data.posterior_predictive["y"].dims == ("chain", "draw", "y_dim_0", "series")
+    assert data.observed_data["y"].dims == ("y_dim_0", "series")
+    (likelihood,) = data.log_likelihood.data_vars.values()
+    assert likelihood.dims[:3] == ("chain", "draw", "series")
+    with pytest.warns(UserWarning, match="7 of 60 rows"):
+        some = to_arviz(short_run, rows=7, log_likelihood=True)
+    observed = some.observed_data["y"]
+    assert observed.dims == ("y_dim_0", "series") and observed.shape == (TIMES, 7)
+    with pytest.warns(UserWarning, match="Pareto"):  # of 40 draws
+        loo(short_run)
+
+
+def test_predictions_of_series(short_run):
+    new = predict(short_run, Y[60:66], known_groups=-1, num_draws=10)["y"]
+    assert new.dims == ("chain", "draw", "y_dim_0", "series") and new.shape[2:] == (TIMES, 6)
+    known = predict(short_run, Y[:60], known_groups=np.arange(60), num_draws=20)["y"]
+    # a state that is certain shows in the rows
+    high = np.asarray(Y[:60]).T > 3
+    assert known.values[:, :, high].mean() > known.values.mean() + 0.3
+    backwards = predict(short_run, Y[59::-1], known_groups=np.arange(60)[::-1], num_draws=20)["y"]
+    assert backwards.values[:, :, high[:, ::-1]].mean() > known.values.mean() + 0.3
+    predictive_checks(short_run)

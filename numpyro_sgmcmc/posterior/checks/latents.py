@@ -16,7 +16,7 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.ops.provenance import eval_provenance
 
 from numpyro_sgmcmc.posterior.group_handlers import LocalPlate, group_axis
-from numpyro_sgmcmc.posterior.handlers import Model, Plate, given_rows, without_wrappers
+from numpyro_sgmcmc.posterior.handlers import Model, Plate, given_rows, is_masked, without_wrappers
 from numpyro_sgmcmc.posterior.hidden_states import HiddenSite, HiddenStates
 from numpyro_sgmcmc.posterior.local_latents import MOST_ON_A_PATH, Marginal
 from numpyro_sgmcmc.posterior.numpyro_private import is_scanned
@@ -83,6 +83,13 @@ def without_local_latents(
                 continuous.append((site["name"], tuple(shape)))
         of_plate = LocalPlate(name, tuple(continuous), tuple(discrete), bounded)
         states = _hidden_states(hidden_sites, name)
+        if hidden_sites and scanned:
+            raise ValueError(
+                f"The subsampled plate '{name}' has continuous ('{scanned[0][0]}') and discrete"
+                f" ('{hidden_sites[0].name}') latent sites in a `scan`. Their density has a mode"
+                " for each path of states, and the integrals would miss most of them. Have"
+                " continuous effects of a group outside of the `scan`, or states alone."
+            )
         local_plates.append(of_plate._replace(scanned=tuple(scanned), states=states))
         _check_combinations(local_plates[-1])
     hidden = _check_dependents(sites, subsampled, where, labels, needs)
@@ -101,6 +108,11 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
         )
     if site["fn"].support.is_discrete:
         kind = type(without_wrappers(site["fn"])).__name__
+        if site["fn"].event_dim:
+            raise ValueError(
+                f"Latent site '{name}' in plate '{plate}' is discrete ({kind}) and has several"
+                " values in each group. Write each value as a site of its own, without `to_event`."
+            )
         try:
             site["fn"].enumerate_support(expand=False)
         except NotImplementedError as error:
@@ -121,8 +133,14 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
 
 
 def _hidden_site(site: dict, plate: str) -> HiddenSite:
-    """Return the facts of a discrete site in the body of a ``scan``."""
+    """Return the facts of a discrete site in the body of a ``scan``, or raise ``ValueError``."""
     fn = site["fn"]
+    if is_masked(fn):
+        raise ValueError(
+            f"The discrete site '{site['name']}' of the subsampled plate '{plate}' is in a `scan`"
+            " and has a mask. A masked state would count as one of equal states, and cut"
+            " the chain. Put `numpyro.handlers.mask` around the observed sites alone."
+        )
     values = np.asarray(fn.enumerate_support(expand=False)).ravel()
     return HiddenSite(site["name"], tuple(values.tolist()), fn.batch_shape, group_axis(site, plate))
 
@@ -162,7 +180,8 @@ def _check_combinations(plate: LocalPlate) -> None:
         raise ValueError(
             f"Each group of the subsampled plate '{plate.name}' has {number:,} combinations of"
             f" discrete values and pairs of hidden states, and at most {MOST_COMBINATIONS:,} can be"
-            f" summed over ({_quoted(plate)}). Instead {_OUTSIDE}"
+            f" summed over ({_quoted(plate)}). Write a chain of states with `scan`, which sums over"
+            " pairs of neighbours; or sum over the values in the likelihood."
         )
 
 

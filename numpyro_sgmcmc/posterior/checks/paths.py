@@ -44,12 +44,12 @@ def check_paths(target: Target, values: Values) -> None:
     for name, number in there.compiled(run)(values).items():
         if float(number) > 0.5 and name in hidden_states:
             raise ValueError(
-                f"In {round(float(number)):,} groups of the plate '{name}' the discrete sites in a"
-                f" `scan` ({', '.join(hidden_states[name].names)}) are no Markov chain: a site"
-                " depends on states before the last, or on states of later times, or its place is"
-                " outside of the loop. Their sum would be wrong. Write observations in the body of"
-                " the `scan`, let time go forward, and carry what depends on two earlier states as"
-                " one state with all pairs of values."
+                f"The discrete sites in a `scan` ({', '.join(hidden_states[name].names)}) are no"
+                f" Markov chain in groups of the plate '{name}', at least"
+                f" {round(float(number)):,} of them: a site depends on a state two or more steps"
+                " back, on a later state, or stands after the `scan`. Put all observations into its"
+                " body, with a mask at times without one. If a state depends on the last two, make"
+                " the pair the state."
             )
         if float(number) > 0.5:
             raise ValueError(

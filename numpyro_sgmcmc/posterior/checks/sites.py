@@ -130,8 +130,9 @@ def _check_latent(name: str, site: dict) -> None:
         raise ValueError(
             f"Latent site '{name}' is discrete ({kind}) and has no gradient. Sum over its values"
             " in the likelihood, for a mixture or a class of each row by"
-            " `numpyro.distributions.MixtureSameFamily(weights, components)`. In a plate with a"
-            " `subsample_size` the step sums over it for each group."
+            " `numpyro.distributions.MixtureSameFamily(weights, components)`. In a plate whose"
+            " `subsample_size` is less than its size the step sums over it for each group, and over"
+            " states in a `scan` whose body enters the plate."
         )
     shape = jnp.shape(site["value"])
     if 0 in biject_to(site["fn"].support).inverse_shape(shape):
