@@ -319,14 +319,14 @@ def draw(draws: np.ndarray, w: np.ndarray, file: str) -> None:
 
     low, high = np.quantile(draws, [0.05, 0.95], axis=0)
     columns = np.arange(len(w))
-    figure, ax = plt.subplots(figsize=(9, 2.8), layout="constrained")
+    figure, ax = plt.subplots(figsize=(9, 3.2), layout="constrained")
     ax.vlines(columns, low, high, color="tab:blue", linewidth=1.5, label="90 % interval")
     ax.plot(columns, draws.mean(0), ".", color="tab:blue", markersize=3, label="mean")
     here = np.flatnonzero(w)
     ax.plot(here, w[here], "kx", markersize=5, label="true value, if not zero")
     ax.set(xlabel="column", ylabel="coefficient")
     ax.set_yscale("symlog", linthresh=0.02)
-    ax.legend(frameon=False, ncols=3, loc="upper center")
+    figure.legend(frameon=False, ncols=3, loc="outside upper center")
     figure.savefig(file, dpi=70)
 
 

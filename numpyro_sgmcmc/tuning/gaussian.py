@@ -14,7 +14,6 @@ from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.drawn_rows import drawn_rows
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.posterior.coordinates import mixtures_of
 from numpyro_sgmcmc.posterior.metric import (
@@ -387,14 +386,7 @@ def whitened_hessian(
     is_rough: bool = False,
 ) -> Array:
     """
-    :math:`L^\\top \\nabla^2 \\tilde U(\\theta) L` of a minibatch. Of groups whose latent variables
-    are integrated out by draws the second derivatives have much more noise than the first ones, and
-    are replaced by those that they have in expectation,
-
-    .. math:: \\sum_g c_g (s_g - \\bar s)(s_g - \\bar s)^\\top ,
-        \\qquad s_g = \\nabla \\log p(y_g \\mid \\theta) ,
-
-    with :math:`c_g` the number of groups that each stands for.
+    :math:`L^\\top \\nabla^2 \\tilde U(\\theta) L` of a minibatch.
 
     :param target: the model with its data.
     :param factor: :math:`L`, shape ``(d, d)``.
@@ -402,45 +394,19 @@ def whitened_hessian(
     :param rows: the rows of the minibatch.
     :param rng_key: the key of the model.
     :param bool is_rough: as for :func:`hessian_times`.
-
-    **References:**
-
-    1. *Estimation and Inference in Nonlinear Structural Models*, Ernst Berndt, Bronwyn Hall,
-       Robert Hall and Jerry Hausman (1974).
     """
-    drawn = target.model.drawn_plates
-    smooth = target._replace(model=target.model.with_rule("none")) if drawn else target
-
     # the rows' part is the quicker in effects, and their curvature is the same for all rows
     by_effects = not is_rough and bool(mixtures_of(target.centring))
-    here = smooth.centred if by_effects else smooth
+    here = target.centred if by_effects else target
 
     def potential(x: Array) -> Array:
         return here.potential(IdentityMetric())(target.unravel(x), rows, rng_key)
 
-    if by_effects:
-        effects, columns = effects_along(target, point, factor)
-        found = columns.T @ hessian_times(columns, potential, effects)
-        found = found + curvature_of_effects(target, factor, point, jax.grad(potential)(effects))
-    else:
-        found = factor.T @ hessian_times(factor, potential, point, is_rough)
-    if not drawn:
-        return found
-
-    def terms(x: Array) -> dict[str, Array]:
-        values = target.unravel(x)
-        _, found = target.potential(IdentityMetric()).with_row_terms(values, rows, rng_key)
-        return {plate.name: found[plate.name] for plate in drawn}
-
-    _, along = jax.linearize(terms, point)
-    for plate in drawn:
-        scores = jax.vmap(along, 1, 1)(factor)[plate.name]
-        # each is multiplied by the number of rows that it stands for
-        weights = drawn_rows(rows[plate.name]).weights
-        counts = plate.size / len(scores) * (jnp.ones(len(scores)) if weights is None else weights)
-        scores = scores - scores.mean(axis=0)
-        found = found + (scores / counts[:, None]).T @ scores
-    return found
+    if not by_effects:
+        return factor.T @ hessian_times(factor, potential, point, is_rough)
+    effects, columns = effects_along(target, point, factor)
+    found = columns.T @ hessian_times(columns, potential, effects)
+    return found + curvature_of_effects(target, factor, point, jax.grad(potential)(effects))
 
 
 def looks_rough(draws: Array, gradients: Array, hessian: Array) -> Array:

@@ -54,7 +54,8 @@ from numpyro_sgmcmc.posterior.potential import over_all_data, rows_in
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.tempered import Tempered
 from numpyro_sgmcmc.results.draws_on_disk import on_disk
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, whitened_hessian
+from numpyro_sgmcmc.tuning.center import search_center
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, whitened_hessian
 from numpyro_sgmcmc.tuning.quadrature_error import error_of_integrals, rule_of_steps
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
@@ -663,13 +664,12 @@ def test_no_search_for_modes_ends_where_it_starts():
 
 
 @pytest.mark.nightly
-def test_curvature_by_scores():
-    """That of the exact marginal, up to the chance of so many groups; the prior as it is."""
+def test_curvature_by_draws():
+    """That of the exact marginal, up to the noise of so many groups; the prior as it is."""
     target, x, precision = many_bundles()
     factor = jnp.linalg.inv(jnp.linalg.cholesky(precision)).T
     rows = {"groups": jnp.arange(1_000)}
     found = whitened_hessian(target, factor, x, rows, random.key(0))
-    # the variance of a squared normal score is 2
     assert jnp.abs(found - jnp.eye(2)).max() < 4 * (2 / 1_000) ** 0.5 + 0.02
     weights = DrawnRows(jnp.arange(1_000), weights=jnp.full(1_000, 1e-6))
     prior = whitened_hessian(target, jnp.eye(2), x, {"groups": weights}, random.key(0))
@@ -677,6 +677,35 @@ def test_curvature_by_scores():
         lambda x: potential_energy(globals_, (), {}, {"mu": x[0], "tau": x[1]}), x
     )
     assert errors([prior], [expected[2]])[0] < 0.01
+
+
+def test_metric_where_the_model_is_wrong():
+    """Groups react to an event in opposite ways, and scores vary more than the curvature says."""
+
+    def model(event, y):
+        slope = numpyro.sample("slope", dist.Normal(0, 1))
+        with numpyro.plate("groups", len(y), subsample_size=30) as g:
+            z = numpyro.sample("z", dist.Normal(0, 0.3).expand([3]).to_event(1))
+            rates = jnp.exp(2 + z[:, [0, 1, 2, 0, 1, 2]] + slope * event)
+            numpyro.sample("y", dist.Poisson(rates).to_event(1), obs=y[g])
+
+    rng, event = np.random.default_rng(0), jnp.array([1.0, 0, 0, 0, 0, 0])
+    reaction = rng.choice([-1.5, 1.5], (120, 1)) * np.asarray(event)
+    z = np.tile(0.3 * rng.standard_normal((120, 3)), 2)
+    y = jnp.asarray(rng.poisson(np.exp(2 + z + reaction)), jnp.float32)
+    target = target_of(model, event, y)
+    keys = random.split(random.key(0))
+    found = find_metric(target, keys[1], search_center(target, keys[0], init_to_uniform))
+    potential, rows = target.potential(IdentityMetric()), {"groups": jnp.arange(120)}
+
+    def slope(x):
+        return jax.grad(lambda x: potential({"slope": x}, rows, random.key(0)))(x)
+
+    center, h = found.metric.center[0], 0.02
+    change = jax.jit(lambda x: slope(x + h) - slope(x - h))(center)
+    sd = (2 * h / change) ** 0.5
+    assert abs(found.metric.factor[0, 0] / sd - 1) < 0.05
+    assert abs(jax.jit(slope)(center)) * sd < 0.1
 
 
 @pytest.mark.nightly
