@@ -343,8 +343,8 @@ def main() -> None:
             draw(found["w"].reshape(-1, len(w)), w, options.picture)
     heads = [
         "case", "rows x columns", "coefficients: means, se, rms and largest", "log tau, log slab",
-        "ratios of sds", "of log tau, log slab", "largest difference of P(|w| > 0.1)", "least ESS",
-        "of the reference", "ratio of rates", "warnings",
+        "ratios of sds", "of log tau, log slab", "largest difference of P(\\|w\\| > 0.1)",
+        "least ESS", "of the reference", "ratio of rates", "warnings",
     ]  # fmt: skip
     print(table(heads, lines))
     print(machine())
