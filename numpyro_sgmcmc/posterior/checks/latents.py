@@ -152,8 +152,9 @@ def _hidden_states(sites: list[HiddenSite], plate: str) -> HiddenStates | None:
         given = ", ".join(f"'{name}' of {length}" for name, length in lengths.items())
         raise ValueError(
             f"The subsampled plate '{plate}' has discrete sites in loops of different lengths"
-            f" ({given}), and their states cannot be summed over together. Give each loop a plate"
-            " of its own, with the same rows."
+            f" ({given}), and their states cannot be summed over together. Use one `scan` of the"
+            " longer length with a mask of the rows that are missing; or give each loop a plate"
+            " with a name of its own."
         )
     return HiddenStates(tuple(sites), next(iter(lengths.values()))) if sites else None
 
