@@ -19,7 +19,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 import time
-from typing import Any
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -211,16 +211,27 @@ def moments(mcmc: MCMC, names: list[str]) -> tuple[np.ndarray, np.ndarray, np.nd
     return draws.mean((0, 1)), np.sqrt(variance_of(draws)[0]), effective_sample_size(draws)
 
 
-def compared(name: str, args: tuple) -> tuple[list[object], MCMC]:
-    """The line of a table, and the run."""
-    series, times, batch = CASES[name]
-    model = MODELS[name]
+class Ours(NamedTuple):
+    """A run, its seconds, and the number of warnings."""
+
+    mcmc: MCMC
+    seconds: float
+    warnings: int
+
+
+def sampled(name: str, args: tuple) -> Ours:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kernel = CCAdL(partial(model, batch=batch), progress_bar=False)
-        ours, seconds = run(kernel, args, chains=4)
+        kernel = CCAdL(partial(MODELS[name], batch=CASES[name][2]), progress_bar=False)
+        mcmc, seconds = run(kernel, args, chains=4)
     print(kernel.tuning, *(w.message for w in caught), sep="\n", flush=True)
-    nuts = NUTS(full_data(model), init_strategy=init_to_median)
+    return Ours(mcmc, seconds, len(caught))
+
+
+def compared(name: str, args: tuple, found: Ours) -> list[object]:
+    """The line of a table."""
+    (series, times, _), ours = CASES[name], found.mcmc
+    nuts = NUTS(full_data(MODELS[name]), init_strategy=init_to_median)
     theirs, reference = run(nuts, args, chains=2)
     names = sorted(ours.get_samples())
     (mean, sd, size), (right, right_sd, right_size) = (moments(x, names) for x in (ours, theirs))
@@ -234,10 +245,10 @@ def compared(name: str, args: tuple) -> tuple[list[object], MCMC]:
         f"{np.abs(off).max():.1f}",
         f"{(sd / right_sd).min():.2f} to {(sd / right_sd).max():.2f}",
         least,
-        f"{size.min():,.0f} in {seconds:.0f} s",
+        f"{size.min():,.0f} in {found.seconds:.0f} s",
         f"{right_size.min():,.0f} in {reference:.0f} s",
-        str(len(caught)),
-    ], ours
+        str(found.warnings),
+    ]
 
 
 def least_p(ours: MCMC, theirs: MCMC, series: int, times: int) -> float:
@@ -253,11 +264,10 @@ def least_p(ours: MCMC, theirs: MCMC, series: int, times: int) -> float:
     return min(tests) * len(tests)
 
 
-def forecasts(run: MCMC, args: tuple, y: jax.Array, is_hour: np.ndarray, picture: str) -> None:
+def forecasts(run: MCMC, x: jax.Array, y: jax.Array, is_hour: np.ndarray, picture: str) -> None:
     """Print the coverage of forecast intervals, and draw some series."""
     import matplotlib.pyplot as plt
 
-    _, x, _ = args
     drawn = local_draws(run, num_draws=100, rng_key=random.key(3))
     taken = np.asarray(drawn.coords["draw"])
     samples = run.get_samples(group_by_chain=True)
@@ -362,14 +372,16 @@ def main() -> None:
     names = options.names
     lines = []
     for name in (name for name in names if name in CASES):
-        if name != "bikes":
-            lines.append(compared(name, (simulated(name),))[0])
-            continue
-        y, x, is_hour = hires(options.data)
-        args = y, x, jnp.asarray(is_hour).at[:, -AHEAD:].set(False)
-        line, ours = compared(name, args)
-        lines.append(line)
-        forecasts(ours, args, y, is_hour, options.picture)
+        if name == "bikes":
+            y, x, is_hour = hires(options.data)
+            args: tuple = y, x, jnp.asarray(is_hour).at[:, -AHEAD:].set(False)
+        else:
+            args = (simulated(name),)
+        found = sampled(name, args)
+        if name == "bikes":
+            forecasts(found.mcmc, x, y, is_hour, options.picture)
+        lines.append(compared(name, args, found))
+        print(*lines[-1], flush=True)
     if lines:
         heads = [
             "case", "series x times", "means of all sites, largest se", "ratios of sds",

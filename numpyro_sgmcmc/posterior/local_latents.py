@@ -44,7 +44,7 @@ from numpyro_sgmcmc.posterior.group_handlers import (
     inside,
 )
 from numpyro_sgmcmc.posterior.handlers import Model, Plate
-from numpyro_sgmcmc.posterior.hidden_states import draw_states, is_a_chain, log_sum
+from numpyro_sgmcmc.posterior.hidden_states import Terms, draw_states, is_a_chain, log_sum
 from numpyro_sgmcmc.posterior.normal_groups import normal_draws_of, normal_log_integral
 from numpyro_sgmcmc.posterior.polynomial import degree
 from numpyro_sgmcmc.posterior.quadrature import MOST_DIMENSIONS, draws_of, log_integral
@@ -122,9 +122,7 @@ class Marginal:
                 numpyro.factor(plate.name + MARGINAL, terms.reshape(shape))
         return result
 
-    def _log_densities(
-        self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
-    ) -> Array:
+    def _log_densities(self, plate: LocalPlate, seen: Globals, args: tuple, kwargs: dict) -> Array:
         """Return the marginal log density of the observations of each group, shape (n,)."""
 
         def of_some(rows: Array) -> Array:
@@ -218,7 +216,7 @@ class Marginal:
         return seen
 
     def _densities(
-        self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
+        self, plate: LocalPlate, seen: Globals, args: tuple, kwargs: dict
     ) -> tuple[Array, Callable[..., Array]]:
         """
         Return the joint log density of each group, and a point.
@@ -230,46 +228,42 @@ class Marginal:
         near_zero = 0.01 * jnp.cos(1.0 + jnp.arange(plate.dimension, dtype=seen.dtype))
         size = seen.plates[plate.name].frame.size
         start = jnp.broadcast_to(near_zero, (size, plate.dimension))
-        terms = self._terms(plate, seen, args, kwargs)
+        by_time = self._by_time(plate, seen, args, kwargs)
 
         def density(
             values: Mapping[str, Any], classes: Array, z: Array, names: Iterable[str] | None = None
         ) -> Array:
-            if plate.states is None:
-                return terms(None, values, classes, z, names)
-            by_time = partial(terms, values=values, classes=classes, z=z, names=names)
-            return log_sum(by_time, plate.states, len(z))
+            if plate.states is not None:
+                return log_sum(by_time(values, classes, z, names), plate.states, len(z))
+            with block():
+                given = AllGiven(self.model, plate, seen, values, z, classes)
+                return given.log_densities(args, kwargs, names)
 
         return start, density
 
-    def _terms(
-        self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
-    ) -> Callable[..., Any]:
+    def _by_time(
+        self, plate: LocalPlate, seen: Globals, args: tuple, kwargs: dict
+    ) -> Callable[..., Terms]:
         """
-        Return the joint log density of each group, shape (n,), by time if it has hidden states.
+        Return the joint log density of each group as a function of its hidden states, by time.
 
-        :return: a function of the numbers of the hidden states, shape (n, T), or None; the global
-            values; the numbers of the discrete values; the continuous values; and the names of
-            sites.
+        :return: the function, as a function of the arguments of that of :meth:`_densities`.
         """
 
-        def terms(
-            states: Array | None,
-            values: Mapping[str, Any],
-            classes: Array,
-            z: Array,
-            names: Iterable[str] | None = None,
-        ) -> Any:
-            with block():
-                given = AllGiven(self.model, plate, seen, values, z, classes, states)
-                if states is None:
-                    return given.log_densities(args, kwargs, names)
-                return given.log_densities_by_time(states.shape[1], args, kwargs, names)
+        def given(
+            values: Mapping[str, Any], classes: Array, z: Array, names: Iterable[str] | None = None
+        ) -> Terms:
+            def terms(states: Array) -> tuple[Array, Array]:
+                with block():
+                    all_given = AllGiven(self.model, plate, seen, values, z, classes, states)
+                    return all_given.log_densities_by_time(states.shape[1], args, kwargs, names)
 
-        return terms
+            return terms
+
+        return given
 
     def log_integrals(
-        self, plate: LocalPlate, seen: "Globals", args: tuple, kwargs: dict
+        self, plate: LocalPlate, seen: Globals, args: tuple, kwargs: dict
     ) -> tuple[Array, Callable[[Array, Array], Array], Array]:
         """
         Return the log integrals over the continuous sites for each value of the discrete sites.
@@ -293,8 +287,7 @@ class Marginal:
 
         classes = jnp.asarray(plate.combinations)
         if self.rule == "structure":
-            terms = self._terms(plate, seen, args, kwargs)
-            return self._is_wrong(plate, seen, density, terms, start)[None], density, start
+            return self._differs(plate, seen, args, kwargs)[None], density, start
         if self.rule == "point":
             # points differ between groups, so that a dependence on other groups shows
             rows = seen.plates[plate.name].rows
@@ -304,33 +297,28 @@ class Marginal:
         integrals = integral(classes[0])[None] if len(classes) == 1 else jax.vmap(integral)(classes)
         return integrals, partial(density, seen.values), start
 
-    def _is_wrong(
-        self,
-        plate: LocalPlate,
-        seen: "Globals",
-        density: Callable[..., Array],
-        terms: Callable[..., Any],
-        start: Array,
-    ) -> Array:
+    def _differs(self, plate: LocalPlate, seen: Globals, args: tuple, kwargs: dict) -> Array:
         """
-        Return 1 or 0 for each group.
+        Return 1 for each group of another structure than that of its plate, and 0 for others.
 
-        It is 1 if latent values depend on others than those of a path, or a factor on the states of
-        more than two times.
+        A latent value depends on others than those of a path, or a factor on the states of more
+        than two times.
         """
+        start, density = self._densities(plate, seen, args, kwargs)
+        by_time = self._by_time(plate, seen, args, kwargs)
         form, rows = plate.form, seen.plates[plate.name].rows
         point = jnp.cos(start + rows[:, None].astype(seen.dtype))
 
-        def is_complete(classes: Array) -> Array:
+        def is_right(classes: Array) -> Array:
             result = jnp.ones(len(start), bool)
             if isinstance(form, Banded):
                 result &= form.is_complete(partial(density, seen.values, classes), point)
             if plate.states is not None:
-                by_time = partial(terms, values=seen.values, classes=classes, z=point)
-                result &= is_a_chain(by_time, plate.states, len(start), random.key(0))
+                terms = by_time(seen.values, classes, point)
+                result &= is_a_chain(terms, plate.states, len(start), random.key(0))
             return result
 
-        found = lax.map(is_complete, jnp.asarray(plate.combinations))
+        found = lax.map(is_right, jnp.asarray(plate.combinations))
         return 1.0 - jnp.all(found, axis=0).astype(seen.dtype)
 
     def draws(self, rng_key: Array, args: tuple, kwargs: dict) -> dict[str, dict[str, Array]]:
@@ -359,10 +347,8 @@ class Marginal:
         self, rng_key: Array, args: tuple, kwargs: dict, replicated: bool
     ) -> dict[str, dict[str, Array]]:
         """Draw latent values or new observations of the groups, by plate and site."""
-        seen = Globals(self.plates, self.hidden)
+        seen = self._seen(args, kwargs)
         drawn: dict[str, dict[str, Array]] = {}
-        with seen:
-            self.model(*args, **kwargs)
         for plate in self.plates:
             z_key, class_key = random.split(random.fold_in(rng_key, len(drawn)))
             integrals, density, z = self.log_integrals(plate, seen, args, kwargs)
@@ -378,10 +364,8 @@ class Marginal:
                     z = draws_of(own, partial(own, names=plate.names), z, z_key, plate.form)
             states = None
             if plate.states is not None:
-                terms = self._terms(plate, seen, args, kwargs)
-                by_time = partial(terms, values=seen.values, classes=classes, z=z)
-                own_key = random.fold_in(z_key, 2)
-                states = draw_states(by_time, plate.states, len(z), own_key)
+                terms = self._by_time(plate, seen, args, kwargs)(seen.values, classes, z)
+                states = draw_states(terms, plate.states, len(z), random.fold_in(z_key, 2))
             with block():
                 given = AllGiven(self.model, plate, seen, seen.values, z, classes, states)
                 if replicated:

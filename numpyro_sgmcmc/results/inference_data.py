@@ -459,7 +459,7 @@ def _is_factor(site: dict) -> bool:
 
 
 def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
-    """Names of the dimensions of the variable of every site: its plates, then its events."""
+    """Names of the dimensions of the variable of every site: its batch, then its events."""
     dims = {}
     for name, site in sites.items():
         if site["type"] not in ("sample", "deterministic"):

@@ -236,10 +236,11 @@ def new_rows(
 
 
 def _members(site: dict, value: Array, known: Mapping[str, Array]) -> Array:
-    """The values of a site for members of its plates, by their numbers."""
+    """The values of a site for members of its plates, by their numbers; some value for new ones."""
     for frame in site["cond_indep_stack"]:
         if frame.name in known:
-            value = jnp.take(value, known[frame.name], axis=group_axis(site, frame.name))
+            numbers = jnp.maximum(known[frame.name], 0)
+            value = jnp.take(value, numbers, axis=group_axis(site, frame.name))
     return value
 
 
@@ -270,15 +271,12 @@ class _Posterior(Messenger):
 
     def _value(self, msg: dict[str, Any]) -> tuple[Array, Array | None]:
         """The draw of a site, and which of its members have one; None if all have."""
-        value, are_known = self.draw[msg["name"]], None
+        value, are_known = _members(msg, self.draw[msg["name"]], self.known), None
         for frame in msg["cond_indep_stack"]:
-            if frame.name in self.known:
-                axis, numbers = group_axis(msg, frame.name), self.known[frame.name]
-                value = jnp.take(value, jnp.maximum(numbers, 0), axis=axis)
-                if frame.name in self.are_new:
-                    others = [k for k in range(value.ndim) if k != axis]
-                    here = jnp.expand_dims(numbers >= 0, others)
-                    are_known = here if are_known is None else are_known & here
+            if frame.name in self.are_new:
+                others = [k for k in range(value.ndim) if k != group_axis(msg, frame.name)]
+                here = jnp.expand_dims(self.known[frame.name] >= 0, others)
+                are_known = here if are_known is None else are_known & here
         return value, are_known
 
     def _has_draw(self, msg: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ import pytest
 from runs import run_mcmc, target_of
 
 from numpyro_sgmcmc import CCAdL, local_draws, loo, predict, predictive_checks, to_arviz
-from numpyro_sgmcmc.posterior.checks.paths import check_paths
+from numpyro_sgmcmc.posterior.checks.structure import check_structure
 from numpyro_sgmcmc.posterior.hidden_states import HiddenSite, HiddenStates, draw_states
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 
@@ -139,30 +139,41 @@ def test_kinds_of_states(state_of, number):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-def test_impossible_transitions():
-    """A second state that is never left: values and gradients are finite."""
+def chain(state_of):
+    """A model of states that are drawn by a function of the state before."""
 
-    def absorbing(y):
-        height = numpyro.sample("height", dist.Normal(0, 2))
-        logits = jnp.array([[1.0, 0.0], [-jnp.inf, 0.0]])
+    def model(y):
+        height = numpyro.sample("height", dist.HalfNormal(2))
         series = numpyro.plate("series", len(y), subsample_size=30)
         with series as i:
             rows = y[i].T
 
         def step(before, row):
             with series:
-                state = numpyro.sample("state", dist.Categorical(logits=logits[before]))
+                state = state_of(before)
                 numpyro.sample("y", dist.Normal(height * state, 1), obs=row)
             return state, None
 
         scan(step, jnp.zeros(rows.shape[1], int), rows)
 
-    target = target_of(absorbing, Y)
+    return model
+
+
+def test_impossible_transitions():
+    """A second state that is never left: values and gradients are finite."""
+
+    logits = jnp.array([[1.0, 0.0], [-jnp.inf, 0.0]])
+
+    def absorbing(before):
+        return numpyro.sample("state", dist.Categorical(logits=logits[before]))
+
+    target = target_of(chain(absorbing), Y)
     potential = target.potential(IdentityMetric())
     rows = {"series": jnp.arange(SERIES)}
 
     def total(height):
-        return potential.with_row_terms({"height": height}, rows, random.key(0))[1]["series"].sum()
+        values = {"height": jnp.log(height)}
+        return potential.with_row_terms(values, rows, random.key(0))[1]["series"].sum()
 
     stay = np.exp(1) / (1 + np.exp(1))
     y, expected = np.asarray(Y, float), []
@@ -210,6 +221,45 @@ def test_effects_of_series_with_states():
     assert abs(found.mean() - expected.mean()) < 1e-3
 
 
+def test_an_outcome_of_the_last_state():
+    """In the body, with a mask at the other times."""
+
+    def model(y, outcome):
+        height = numpyro.sample("height", dist.HalfNormal(2))
+        series = numpyro.plate("series", len(y), subsample_size=30)
+        with series as i:
+            rows, result = y[i].T, outcome[i]
+
+        def step(before, now):
+            row, is_last = now
+            with series:
+                state = numpyro.sample("state", dist.Bernoulli(0.2 + 0.5 * before))
+                numpyro.deterministic("level", height * state)
+                numpyro.sample("y", dist.Normal(height * state, 1), obs=row)
+                law = dist.Bernoulli(0.1 + 0.7 * state)
+                numpyro.sample("outcome", law.mask(is_last), obs=result)
+            return state, None
+
+        is_last = jnp.arange(TIMES) == TIMES - 1
+        scan(step, jnp.zeros(rows.shape[1], int), (rows, is_last))
+
+    outcome = jnp.asarray(RNG.random(SERIES) < 0.4, jnp.float32)
+    target, values = target_of(model, Y, outcome), {"height": jnp.log(1.5)}
+    rows = {"series": jnp.arange(SERIES)}
+    potential = target.potential(IdentityMetric())
+    _, terms = jax.jit(potential.with_row_terms)(values, rows, random.key(0))
+    check_structure(target, values)
+    y, result, expected = np.asarray(Y, float), np.asarray(outcome), []
+    moves = np.log([(0.8, 0.2), (0.3, 0.7)])
+    for path in product(range(2), repeat=TIMES):
+        of_rows = (-((y - 1.5 * np.array(path)) ** 2) / 2 - np.log(2 * np.pi) / 2).sum(1)
+        p = 0.1 + 0.7 * path[-1]
+        of_outcome = np.log(np.where(result == 1, p, 1 - p))
+        expected.append(moves[(0, *path[:-1]), path].sum() + of_rows + of_outcome)
+    expected = np.logaddexp.reduce(expected, axis=0)
+    np.testing.assert_allclose(terms["series"], expected, rtol=1e-4, atol=1e-4)
+
+
 # --- what is refused
 
 
@@ -245,42 +295,28 @@ def test_states_that_are_no_chain(kind):
     with pytest.raises(
         ValueError, match="no Markov chain in groups of the plate 'series', at least 300"
     ):
-        check_paths(target_of(irregular(kind), Y), {"height": jnp.zeros(())})
-
-
-def refused(state_of):
-    """A model of states that are drawn by a function of the state before."""
-
-    def model(y):
-        height = numpyro.sample("height", dist.HalfNormal(2))
-        series = numpyro.plate("series", len(y), subsample_size=30)
-        with series as i:
-            rows = y[i].T
-
-        def step(before, row):
-            with series:
-                state = state_of(before)
-                numpyro.sample("y", dist.Normal(height * state, 1), obs=row)
-            return state, None
-
-        scan(step, jnp.zeros(rows.shape[1]), rows)
-
-    return model
+        check_structure(target_of(irregular(kind), Y), {"height": jnp.zeros(())})
 
 
 def with_mask(before):
     with numpyro.handlers.mask(mask=before > -1):
-        return 1.0 * numpyro.sample("state", dist.Bernoulli(0.2 + 0.5 * before))
+        return numpyro.sample("state", dist.Bernoulli(0.2 + 0.5 * before))
 
 
 def with_level(before):
     level = numpyro.sample("level", dist.Normal(before, 1))
-    return level + numpyro.sample("state", dist.Bernoulli(0.2))
+    return numpyro.sample("state", dist.Bernoulli(logits=level))
 
 
 def of_several(before):
     states = numpyro.sample("state", dist.Bernoulli(jnp.full((30, 2), 0.2)).to_event(1))
     return before + states.sum(-1)
+
+
+def of_features(before):
+    with numpyro.plate("features", 2, dim=-2):
+        states = numpyro.sample("state", dist.Bernoulli(jnp.full((2, 30), 0.2)))
+    return before + states.sum(0)
 
 
 @pytest.mark.parametrize(
@@ -289,15 +325,16 @@ def of_several(before):
         (with_mask, "'state' .* in a `scan` and has a mask"),
         (with_level, "continuous .'level'. and discrete .'state'. latent sites"),
         (of_several, "has several values in each group"),
+        (of_features, "has several states at each time"),
         (
-            lambda before: numpyro.sample("state", dist.Categorical(logits=jnp.zeros(40))) * 1.0,
+            lambda before: numpyro.sample("state", dist.Categorical(logits=jnp.zeros(40))),
             "1,600 combinations .* pairs of hidden states",
         ),
     ],
 )
 def test_states_that_are_refused(state_of, message):
     with pytest.raises(ValueError, match=message):
-        target_of(refused(state_of), Y)
+        target_of(chain(state_of), Y)
 
 
 # --- laws

@@ -32,7 +32,6 @@ from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.data.rows_on_disk import failure_of, on_disk
 from numpyro_sgmcmc.data.sharding import ROWS
 from numpyro_sgmcmc.posterior.checks.index_bounds import IndexedArray, watched
-from numpyro_sgmcmc.posterior.checks.paths import check_paths
 from numpyro_sgmcmc.posterior.checks.row_errors import (
     beyond_array,
     check_supports,
@@ -42,6 +41,7 @@ from numpyro_sgmcmc.posterior.checks.row_errors import (
     of_a_process,
     outside_support,
 )
+from numpyro_sgmcmc.posterior.checks.structure import check_structure
 from numpyro_sgmcmc.posterior.group_handlers import with_observed
 from numpyro_sgmcmc.posterior.handlers import log_density
 from numpyro_sgmcmc.posterior.model import Values, unremarkable_values
@@ -124,7 +124,7 @@ def check_rows(
     if not is_finite:
         for (site, plate), rows in look.never_finite(values).items():
             raise not_finite(whole, site, plate, rows)
-    check_paths(target, values)
+    check_structure(target, values)
     for site, plate in look.places_that_depend_on_others(values):
         raise dependent_on_others(whole, site, plate)
     for site, plate, sizes in look.places_that_depend_on_the_number(values):

@@ -123,7 +123,14 @@ def _check_local(site: dict, plates: list[Plate]) -> None:
                 " rate; or truncate it, with a `Categorical`."
             ) from error
         times = site["fn"].batch_shape[0] if is_scanned(site) else 1
-        if math.prod(site["fn"].batch_shape) > plates[0].subsample_size * times:
+        has_several = math.prod(site["fn"].batch_shape) > plates[0].subsample_size * times
+        if has_several and is_scanned(site):
+            raise ValueError(
+                f"Latent site '{name}' in plate '{plate}' has several states at each time of a"
+                " group. Write one `Categorical` of their combinations; or give each a group of its"
+                " own, if they are independent."
+            )
+        if has_several:
             raise ValueError(
                 f"Latent site '{name}' in plate '{plate}' is discrete ({kind}) and has several"
                 " values in each group, so that a step would sum over all their combinations. Sum"
@@ -174,15 +181,15 @@ def _check_scanned(site: dict, plate: str) -> None:
 
 def _check_combinations(plate: LocalPlate) -> None:
     """Raise ``ValueError`` if there are too many combinations of discrete values in each group."""
-    number = math.prod(size for _, size in plate.discrete)
+    number, values = math.prod(size for _, size in plate.discrete), "discrete values"
     if plate.states is not None:
-        number *= plate.states.number**2
+        number, values = number * plate.states.number**2, f"{values} and pairs of hidden states"
     if number > MOST_COMBINATIONS:
         raise ValueError(
             f"Each group of the subsampled plate '{plate.name}' has {number:,} combinations of"
-            f" discrete values and pairs of hidden states, and at most {MOST_COMBINATIONS:,} can be"
-            f" summed over ({_quoted(plate)}). Write a chain of states with `scan`, which sums over"
-            " pairs of neighbours; or sum over the values in the likelihood."
+            f" {values}, and at most {MOST_COMBINATIONS:,} can be summed over ({_quoted(plate)})."
+            " Write a chain of states with `scan`, which sums over pairs of neighbours; or sum over"
+            " the values in the likelihood."
         )
 
 

@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks of the paths and the hidden states of all groups."""
+"""Checks of the structure of groups: of paths, and of hidden Markov chains."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ from numpyro_sgmcmc.posterior.potential import over_all_data
 from numpyro_sgmcmc.posterior.target import Target
 
 
-def check_paths(target: Target, values: Values) -> None:
+def check_structure(target: Target, values: Values) -> None:
     """
-    Check that the latent values of every group depend on each other as in the first groups.
+    Check that every group has the structure of its plate.
 
-    And that the factors of hidden states are those of a Markov chain.
+    Its latent values depend on each other as in the first groups, and a factor depends on the
+    hidden states of two neighbouring times at most.
 
     :param target: the model with its data, on each of the devices that they are spread over.
     :param values: unconstrained values of the other sites.
-    :raises ValueError: if those of a group depend on values outside of the band of a path, or on
-        states of more than two times.
+    :raises ValueError: if a group has another structure.
     """
     paths, hidden_states = target.model.paths, target.model.hidden_states
     names = paths.keys() | hidden_states.keys()
@@ -41,19 +41,19 @@ def check_paths(target: Target, values: Values) -> None:
         return target.mean(over_all_data(of_chunk, target.model.plates))
 
     there = target._replace(model=target.model.with_rule("structure"))
-    for name, number in there.compiled(run)(values).items():
-        if float(number) > 0.5 and name in hidden_states:
+    found = {name: round(float(number)) for name, number in there.compiled(run)(values).items()}
+    for name, number in found.items():
+        if number and name in hidden_states:
             raise ValueError(
                 f"The discrete sites in a `scan` ({', '.join(hidden_states[name].names)}) are no"
-                f" Markov chain in groups of the plate '{name}', at least"
-                f" {round(float(number)):,} of them: a site depends on a state two or more steps"
-                " back, on a later state, or stands after the `scan`. Put all observations into its"
-                " body, with a mask at times without one. If a state depends on the last two, make"
-                " the pair the state."
+                f" Markov chain in groups of the plate '{name}', at least {number:,} of them: a"
+                " site depends on a state two or more steps back, on a later state, or stands after"
+                " the `scan`. Put all observations into its body, with a mask at times without one."
+                " If a state depends on the last two, make the pair the state."
             )
-        if float(number) > 0.5:
+        if number:
             raise ValueError(
-                f"Groups of the plate '{name}', {round(float(number)):,} in all, have latent values"
+                f"Groups of the plate '{name}', {number:,} in all, have latent values"
                 f" that depend on others than in the first {SEEN} groups, where each depends on"
                 f" the {paths[name].form.width} before and after it alone. Their integrals would"
                 " be wrong. Order the groups so that one of each kind is among the first"
