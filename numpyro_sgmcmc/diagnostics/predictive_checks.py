@@ -16,9 +16,10 @@ import pandas as pd
 
 from numpyro_sgmcmc.data.converters import array, instance, random_key, whole
 from numpyro_sgmcmc.diagnostics._predictive_mixture import of_numbers
+from numpyro_sgmcmc.posterior.group_handlers import plate_axes
 from numpyro_sgmcmc.posterior.handlers import without_wrappers
 from numpyro_sgmcmc.results.new_rows import new_rows
-from numpyro_sgmcmc.results.row_subset import chosen_site, plate_axes
+from numpyro_sgmcmc.results.row_subset import chosen_site
 from numpyro_sgmcmc.results.run_data import check_data
 
 _BINARY = dist.BernoulliLogits, dist.BernoulliProbs

@@ -377,3 +377,17 @@ def group_axis(msg: dict[str, Any], plate: str) -> int:
     """Return the axis of the groups in the values of a site."""
     (dim,) = (frame.dim for frame in msg["cond_indep_stack"] if frame.name == plate)
     return len(msg["fn"].batch_shape) + dim
+
+
+def plate_axes(site: dict) -> dict[str, int]:
+    """Return the axis of each plate in a sample or deterministic site, for plates that have one."""
+    frames = site["cond_indep_stack"]
+    if site["type"] == "sample":
+        shape = site["fn"].batch_shape
+    else:
+        # plates come first in a value of more axes, after the times of a `scan`, and last in one of
+        # fewer
+        shape = jnp.shape(site["value"])
+        shape = shape[: is_scanned(site) + max((-frame.dim for frame in frames), default=0)]
+    axes = {frame.name: (len(shape) + frame.dim, frame.size) for frame in frames}
+    return {name: k for name, (k, size) in axes.items() if k >= 0 and shape[k] == size}

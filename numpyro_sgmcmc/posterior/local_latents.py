@@ -42,6 +42,7 @@ from numpyro_sgmcmc.posterior.group_handlers import (
     LocalPlate,
     group_axis,
     inside,
+    plate_axes,
 )
 from numpyro_sgmcmc.posterior.handlers import Model, Plate
 from numpyro_sgmcmc.posterior.hidden_states import Terms, draw_states, is_a_chain, log_sum
@@ -387,13 +388,7 @@ class Marginal:
             return group_axis(site, plate.name)
         if site["type"] != "deterministic" or name not in self.hidden:
             return None
-        frames = [f for f in site["cond_indep_stack"] if f.name == plate.name]
-        axes = [jnp.ndim(site["value"]) + f.dim for f in frames]
-        sizes = [f.size for f in frames]
-        return next(
-            (k for k, n in zip(axes, sizes, strict=True) if k >= 0 and site["value"].shape[k] == n),
-            None,
-        )
+        return plate_axes(site).get(plate.name)
 
 
 def _keys(rows: Array) -> Array:

@@ -31,7 +31,7 @@ from numpyro_sgmcmc.data.converters import (
 )
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
-from numpyro_sgmcmc.posterior.group_handlers import group_axis
+from numpyro_sgmcmc.posterior.group_handlers import group_axis, plate_axes
 from numpyro_sgmcmc.posterior.handlers import log_density
 from numpyro_sgmcmc.posterior.local_latents import Marginal
 from numpyro_sgmcmc.posterior.numpyro_private import arguments, view_of
@@ -50,7 +50,6 @@ from numpyro_sgmcmc.results.row_subset import (
     full_sites,
     keep_rows,
     log_likelihood_of,
-    plate_axes,
     sites_of,
     subsampled_plates,
 )

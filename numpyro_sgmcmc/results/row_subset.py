@@ -16,10 +16,9 @@ from numpyro.infer.util import log_likelihood
 from numpyro_sgmcmc.data.converters import array, shown
 from numpyro_sgmcmc.data.drawn_rows import ShapeOf
 from numpyro_sgmcmc.data.rows_on_disk import on_disk, replaced
-from numpyro_sgmcmc.posterior.group_handlers import with_observed
+from numpyro_sgmcmc.posterior.group_handlers import plate_axes, with_observed
 from numpyro_sgmcmc.posterior.handlers import Plate, given_rows
 from numpyro_sgmcmc.posterior.model import NOT_SEEDED
-from numpyro_sgmcmc.posterior.numpyro_private import is_scanned
 from numpyro_sgmcmc.results.parts import compiled
 
 #: Number of rows that are kept with the draws, for data on disk.
@@ -105,20 +104,6 @@ def subsampled_plates(sites: Mapping[str, dict]) -> tuple[Plate, ...]:
         for name, site in sites.items()
         if site["type"] == "plate" and site["args"][1] is not None
     )
-
-
-def plate_axes(site: dict) -> dict[str, int]:
-    """The axis of each plate in a sample or deterministic site, for plates that have one."""
-    frames = site["cond_indep_stack"]
-    if site["type"] == "sample":
-        shape = site["fn"].batch_shape
-    else:
-        # plates come first in a value of more axes, after the times of a `scan`, and last in one of
-        # fewer
-        shape = jnp.shape(site["value"])
-        shape = shape[: is_scanned(site) + max((-frame.dim for frame in frames), default=0)]
-    axes = {frame.name: (len(shape) + frame.dim, frame.size) for frame in frames}
-    return {name: k for name, (k, size) in axes.items() if k >= 0 and shape[k] == size}
 
 
 def chunked_axis(

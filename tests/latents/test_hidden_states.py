@@ -14,11 +14,13 @@ import numpyro
 from numpyro.contrib.control_flow import scan
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
+from numpyro.handlers import seed, trace
 import pytest
 from runs import run_mcmc, target_of
 
 from numpyro_sgmcmc import CCAdL, local_draws, loo, predict, predictive_checks, to_arviz
 from numpyro_sgmcmc.posterior.checks.structure import check_structure
+from numpyro_sgmcmc.posterior.group_handlers import plate_axes
 from numpyro_sgmcmc.posterior.hidden_states import HiddenSite, HiddenStates, draw_states
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 
@@ -453,6 +455,32 @@ def test_results_name_times_and_series(short_run):
     assert observed.dims == ("y_dim_0", "series") and observed.shape == (TIMES, 7)
     with pytest.warns(UserWarning, match="Pareto"):  # of 40 draws
         loo(short_run)
+
+
+def test_axes_of_plates():
+    """Of sample and deterministic sites, in a ``scan`` and outside, with axes of their own."""
+    series = numpyro.plate("series", 4)
+
+    def body(carry, _):
+        with series:
+            numpyro.sample("states", dist.Normal(jnp.zeros(4), 1))
+            numpyro.deterministic("levels", jnp.zeros(4))
+            numpyro.deterministic("wide levels", jnp.zeros((4, 3)))
+        return carry, None
+
+    def model():
+        with series:
+            numpyro.deterministic("level", jnp.zeros(4))
+            numpyro.deterministic("wide", jnp.zeros((4, 3)))
+            numpyro.deterministic("one", jnp.zeros(()))
+        scan(body, 0.0, None, length=5)
+
+    sites = trace(seed(model, 0)).get_trace()
+    axes = {
+        name: plate_axes(site).get("series") for name, site in sites.items() if name != "series"
+    }
+    in_scan = dict.fromkeys(("states", "levels", "wide levels"), 1)
+    assert axes == {"level": 0, "wide": 0, "one": None} | in_scan
 
 
 def test_predictions_of_series(short_run):
