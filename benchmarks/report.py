@@ -106,7 +106,7 @@ PARTS = {
     "clicks": "benchmarks/clicks.py",
     "maps": "benchmarks/maps.py --picture docs/maps.png",
     "shrinkage": "benchmarks/shrinkage.py linear logistic",
-    "panels": "benchmarks/panels.py counts hidden",
+    "panels": "benchmarks/panels.py counts hidden bikes --data {data} --picture docs/panels.png",
     "panels_length": "benchmarks/panels.py length",
     "after_a_run": "benchmarks/after_a_run.py",
     "matches": "benchmarks/matches.py",
