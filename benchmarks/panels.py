@@ -7,12 +7,12 @@ Panels of time series with a latent path each, by ``CCAdL(model)`` and NUTS on a
     python benchmarks/panels.py [counts] [robust] [binary] [hidden] [many] [length]
     python benchmarks/panels.py bikes --data FOLDER [--picture FILE]
 
-``counts`` has 500 series of 40 counts whose log rate is an autoregression. ``robust`` has levels
-that move and rows with Student's t distribution, ``binary`` binary rows, and ``hidden`` two hidden
-states. ``bikes`` has hourly hires of bicycles, a series for each hour of the week, and forecasts
-eight weeks. NUTS sums over hidden states by the forward recursion. ``many`` has 50,000
-series of 100 counts with three covariates, without NUTS, several times. ``length`` has the seconds
-of a gradient by the length and by the number of the series.
+``counts`` has 500 series of 40 counts whose log rate is an autoregression. ``robust`` has 200
+series with levels that move and rows with Student's t distribution, ``binary`` binary rows, and
+``hidden`` two hidden states. ``bikes`` has hourly hires of bicycles, a series for each hour of the
+week, and forecasts eight weeks. NUTS sums over hidden states by the forward recursion. ``many`` has
+50,000 series of 100 counts with three covariates, without NUTS, several times. ``length`` has the
+seconds of a gradient by the length and by the number of the series.
 """
 
 import argparse
@@ -42,8 +42,13 @@ from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.target import Target
 
 #: Series, times, and series of a minibatch.
-CASES = {name: (500, 40, 50) for name in ("counts", "robust", "binary", "hidden")}
-CASES["bikes"] = 168, 105, 24
+CASES = {
+    "counts": (500, 40, 50),
+    "robust": (200, 40, 50),
+    "binary": (200, 40, 50),
+    "hidden": (500, 40, 50),
+    "bikes": (168, 105, 24),
+}
 
 #: Weeks that are forecast, and series in the picture, by hour of the week from Saturday on.
 AHEAD, SHOWN = 8, {"Saturday, 14:00": 14, "Monday, 8:00": 56, "Wednesday, 3:00": 99}

@@ -13,7 +13,7 @@ import numpyro
 from numpyro.contrib.control_flow import scan
 from numpyro.diagnostics import effective_sample_size
 import numpyro.distributions as dist
-from numpyro.infer import init_to_uniform, init_to_value
+from numpyro.infer import init_to_uniform, init_to_value, log_likelihood
 from numpyro.infer.util import potential_energy
 import pytest
 from runs import run_mcmc, target_of
@@ -449,6 +449,44 @@ def test_law_of_a_local_level(run):
     error, ratio, size = defects(run)
     assert size.min() > 1_000
     assert np.abs(error).max() < 4 and (np.abs(ratio - 1) < 4 / (2 * size) ** 0.5).all()
+
+
+def with_mask(y, seen):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("series", len(y), subsample_size=20) as i:
+        level = numpyro.sample("level", dist.GaussianRandomWalk(tau, num_steps=y.shape[1]))
+        rows = dist.Normal(mu + level, 0.5).mask(seen[i]).to_event(1)
+        numpyro.sample("y", rows, obs=y[i])
+
+
+def log_predictive_density(mu, tau, y):
+    """Of the last value of each series given all before it, by a Kalman filter."""
+    mean, variance, terms = 0.0, 0.0, 0.0
+    for row in (y - mu).T:
+        variance = variance + tau**2
+        terms = norm.logpdf(row, mean, np.sqrt(variance + 0.25))
+        gain = variance / (variance + 0.25)
+        mean, variance = mean + gain * (row - mean), variance * (1 - gain)
+    return terms
+
+
+def test_one_step_ahead():
+    seen = np.ones((SERIES, TIMES), bool)
+    kernel = CCAdL(with_mask, step_size=0.01, friction=10.0)
+    mcmc = run_mcmc(kernel, Y, jnp.asarray(seen), warmup=0, samples=5)
+    draws, times = mcmc.get_samples(), np.arange(TIMES)
+
+    def until(t):
+        rows = jnp.asarray(seen & (times < t))
+        return log_likelihood(mcmc.sampler.model, draws, Y, rows)["series, marginal"]
+
+    expected = [
+        log_predictive_density(mu, tau, np.asarray(Y[:, :20]))
+        for mu, tau in zip(np.asarray(draws["mu"]), np.asarray(draws["tau"]), strict=True)
+    ]
+    np.testing.assert_allclose(until(20) - until(19), expected, rtol=1e-3, atol=1e-3)
+    assert np.abs(until(21) - until(20) - np.array(expected)).max() > 0.1
 
 
 @pytest.mark.slow
