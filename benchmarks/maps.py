@@ -198,9 +198,9 @@ def main() -> None:
         if options.picture and len(lines) == 1:
             draw(CASES[name][0], *found, options.picture)
     heads = [
-        "case", "areas", "rows", "means, se and sd", "ratios of sds",
-        "effects: means, se, rms and largest", "mean ratio of sds", "least ESS", "of NUTS",
-        "warnings",
+        "case", "areas", "rows", "globals: means, se and sd", "ratios of sds",
+        "effects: means, se, rms and largest", "mean ratio of sds", "least ESS",
+        "least ESS of NUTS", "warnings",
     ]  # fmt: skip
     print(table(heads, lines))
     print(machine())

@@ -390,7 +390,7 @@ def main() -> None:
     if lines:
         heads = [
             "case", "series x times", "means of all sites, largest se", "ratios of sds",
-            "least p of 100 laws, times 100", "least ESS", "of NUTS", "warnings",
+            "latent values, 100 x least p", "least ESS", "least ESS of NUTS", "warnings",
         ]  # fmt: skip
         print(table(heads, lines))
     if "many" in names:

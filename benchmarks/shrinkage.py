@@ -342,9 +342,10 @@ def main() -> None:
         if options.picture and len(lines) == 1:
             draw(found["w"].reshape(-1, len(w)), w, options.picture)
     heads = [
-        "case", "rows x columns", "coefficients: means, se, rms and largest", "log tau, log slab",
-        "ratios of sds", "of log tau, log slab", "largest difference of P(\\|w\\| > 0.1)",
-        "least ESS", "of the reference", "ratio of rates", "warnings",
+        "case", "rows x columns", "coefficients: means, se, rms and largest",
+        "log tau, log slab: means, se", "ratios of sds", "of log tau, log slab",
+        "largest difference of P(\\|w\\| > 0.1)", "least ESS", "least ESS of NUTS",
+        "ESS a second, ours over NUTS", "warnings",
     ]  # fmt: skip
     print(table(heads, lines))
     print(machine())
