@@ -40,6 +40,9 @@ _UNDONE = 1e-4  #: tolerable share of undone steps beyond it
 
 _PILOT_TIME = 40.0  #: length of a chain in units of its memory; shorter chains look too narrow
 _LONGER = (1, 8, 32)  #: factors of this length, until the chains agree
+#: Chains of any length disagree if the square of R-hat, less 1, is larger than this, and than half
+#: of that of shorter chains.
+_APART = 1.0
 _AGAIN = 2**31  #: of the key of chains that confirm what others have shown
 
 
@@ -58,8 +61,8 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
     Run short chains with the step size of a tuning, and halve it until their Stein matrix is right.
 
     A right Stein matrix is the identity. If shorter steps do not help, the step size stays as it
-    was. Chains that do not agree are run longer. Without a full matrix as metric, other chains of
-    the same length must confirm that a coordinate is slow.
+    was. Chains that do not agree are run longer, as long as this helps. Without a full matrix as
+    metric, other chains of the same length must confirm that a coordinate is slow.
 
     :param target: the model with its data.
     :param rng_key: a random key.
@@ -77,6 +80,7 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
     for halvings in range(_HALVINGS + 1):
         step_size = tuning.step_size / 2**halvings
         key = random.fold_in(rng_key, halvings)
+        most = math.inf
         for longer in _LONGER:
             steps, is_long_enough = pilot_steps(noise, step_size / tuning.width, longer)
             seen = pilot(step_size, steps, random.fold_in(key, longer))
@@ -92,6 +96,9 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
             # not by chance, and not because their memory is somewhat longer
             if r_hat is None or r_hat <= NOT_MIXED or not (has_matrix and is_long_enough):
                 break
+            if r_hat**2 - 1 > most:
+                break
+            most = max(_APART, (r_hat**2 - 1) / 2)
         found = stein_report(seen.stein)
         tried.append(
             tuning._replace(

@@ -429,7 +429,8 @@ _WARNINGS: tuple[tuple[Callable[["Tuning"], Any], Callable[["Tuning"], str]], ..
             " may be slow in directions that a short run does not show: compare several long"
             " chains. If they differ, write effects of groups as `x = numpyro.sample('x',"
             " dist.Normal(mu, tau))`, or as `x = mu + tau * numpyro.sample('z', dist.Normal(0,"
-            " 1))` with `z` used once, which get coordinates of their own."
+            " 1))` with `z` used once, which get coordinates of their own. For coefficients with a"
+            " scale each, the page 'Shrinkage' has the priors with such coordinates."
         ),
     ),
     (

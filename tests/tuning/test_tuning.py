@@ -54,7 +54,7 @@ from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise
 from numpyro_sgmcmc.tuning.phases import run_phases
 from numpyro_sgmcmc.tuning.pilot import run_pilot
-from numpyro_sgmcmc.tuning.pilot_rhat import PilotRun
+from numpyro_sgmcmc.tuning.pilot_rhat import Halves, PilotRun
 from numpyro_sgmcmc.tuning.request import Known, TuningRequest
 from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
 
@@ -878,6 +878,28 @@ def test_undone_steps_of_a_pilot(undone, expected):
     found = run_pilot(Model(logistic, X, Y).target, random.key(0), tuning, pilot)
     assert tried == expected
     assert found.step_size == expected[-1] and found.halvings == len(expected) - 1
+
+
+@pytest.mark.parametrize(
+    ("left", "lengths"),
+    [((4, 1.5, 0.05), [1, 8, 32]), ((4, 3), [1, 8]), ((0.4, 0.4, 0.4), [1, 8, 32]), ((0.1,), [1])],
+)
+def test_longer_chains_of_a_pilot(left, lengths):
+    """Unless the square of R-hat, less 1, is above 1 and has not fallen by half."""
+    metric, asked = DenseMetric(jnp.zeros(D), jnp.eye(D), jnp.eye(D)), []
+
+    def pilot(step_size, steps, rng_key):
+        # halves of 20 positions with a variance of 1, and the means of chains in turn at both ends
+        end = np.sqrt((left[len(asked)] + 0.05) * 15 / 16)
+        means = np.broadcast_to(np.resize([end, -end], (8, 1, 1)), (8, 2, D))
+        halves = Halves(np.full((8, 2), 20.0), 20 * means, 20 * means**2 + 19)
+        asked.append(steps)
+        return PilotRun(start_sums(jnp.zeros(D), (D,)), halves)
+
+    tuning = Tuning(0.05, None, metric, metric, noise=NoiseLevel(0.0, 0.0, 1.0, 0.0))
+    found = run_pilot(Model(logistic, X, Y).target, random.key(0), tuning, pilot)
+    assert asked == [800 * k for k in lengths]
+    assert found.r_hat == pytest.approx(np.sqrt(1 + left[-1]), rel=0.01)
 
 
 def test_metric_where_the_potential_curves_downward():
