@@ -177,9 +177,9 @@ class MinibatchModel(NamedTuple):
         The rule of the integrals in searches for the posterior.
 
         Few nodes would lead searches many standard deviations astray if latent variables are
-        skewed.
+        skewed. Few draws have not been seen to be enough yet.
         """
-        return "step" if any(plate.bounded for plate in self._local) else "few"
+        return "step" if any(plate.bounded or plate.is_drawn for plate in self._local) else "few"
 
     @property
     def _local(self) -> tuple[LocalPlate, ...]:

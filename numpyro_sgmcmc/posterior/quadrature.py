@@ -80,8 +80,9 @@ from numpyro_sgmcmc.posterior.nodes import gauss_hermite, mesh_of, nodes_of, spr
 #: Largest number of dimensions with nodes.
 _MOST_DIMENSIONS = 2
 
-#: Numbers of draws for more dimensions in a step and in a pass, and number of jackknife blocks.
-_DRAWS, _FINE_DRAWS, _BLOCKS = 32, 1_024, 4
+#: Numbers of draws for more dimensions in a step, where few are enough, and in a pass, and number
+#: of jackknife blocks. A block has a pair of opposite sign at least.
+_DRAWS, _FEW_DRAWS, _FINE_DRAWS, _BLOCKS = 32, 8, 1_024, 4
 
 #: Largest number of dimensions of a group that is no path.
 MOST_DIMENSIONS = 30
@@ -112,7 +113,7 @@ def points_of(dimension: int, rule: str = "step") -> int:
     """Return the number of points of each group."""
     if needs_draws(dimension):
         if rule != "fine":
-            return _DRAWS
+            return _FEW_DRAWS if rule == "few" else _DRAWS
         if dimension <= MOST_DIMENSIONS:
             return _FINE_DRAWS
         # in pairs of opposite sign in each block
@@ -142,7 +143,7 @@ def log_integral(
     :param str rule: the points of the integral. It is one of
 
         - ``"step"``: the rule of a step;
-        - ``"few"``: fewer nodes, of Gauss-Hermite quadrature, where they are enough;
+        - ``"few"``: fewer nodes, of Gauss-Hermite quadrature, or fewer draws, where they are enough;
         - ``"fine"``: more points, for a pass over all groups;
         - ``"check"``: a rule whose distance from ``"step"`` estimates the error of ``"step"``. In
           up to two dimensions it is the fine rule. For draws it takes the draws of a step and
