@@ -143,7 +143,8 @@ def log_integral(
     :param str rule: the points of the integral. It is one of
 
         - ``"step"``: the rule of a step;
-        - ``"few"``: fewer nodes, of Gauss-Hermite quadrature, or fewer draws, where they are enough;
+        - ``"few"``: fewer nodes, of Gauss-Hermite quadrature, or fewer draws, where these are
+          enough;
         - ``"fine"``: more points, for a pass over all groups;
         - ``"check"``: a rule whose distance from ``"step"`` estimates the error of ``"step"``. In
           up to two dimensions it is the fine rule. For draws it takes the draws of a step and

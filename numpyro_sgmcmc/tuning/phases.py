@@ -332,6 +332,10 @@ def _find_rates(search: Search, known: Known) -> Known:
     at = search.key(4), gaussian, anchor is not None
     rule, integrals, cost = rule_of_steps(known.target, *at)
     target = known.target._replace(model=known.target.model.with_rule(rule))
+    if rule == "few" and target.model.drawn_plates:
+        # fewer draws have more noise
+        noise, more = noise_with(target, search.key(2), gaussian, known.metric, anchor, noise)
+        cost += more
     step_size, friction = search.rates(noise)
     tuning = known.tuning._replace(
         step_size=step_size,
@@ -349,7 +353,7 @@ def _find_rates(search: Search, known: Known) -> Known:
     if search.request.step_size is None:
         # as it is if no rows prove to be rare
         search.pilot(tuning).prepare()
-    return known.after("noise", cost, target=target, tuning=tuning)
+    return known.after("noise", cost, target=target, noise=noise, tuning=tuning)
 
 
 def _find_strata(search: Search, known: Known) -> Known:
