@@ -189,7 +189,13 @@ def error_of_integrals(
 
 
 def _largest_shift(mean: np.ndarray, change: np.ndarray) -> float:
-    """The largest shift by a mean error, and a matrix :math:`J` or some of its eigenvalues."""
+    """
+    The largest shift by a mean error, and a matrix :math:`J` or some of its eigenvalues.
+
+    It is infinite if any of them is not finite.
+    """
+    if not (np.isfinite(mean).all() and np.isfinite(change).all()):
+        return math.inf
     values = change
     if change.ndim > 1:
         values, vectors = np.linalg.eigh(change)

@@ -257,17 +257,17 @@ class Tuning(NamedTuple):
     @property
     def has_rare_rows(self) -> bool:
         """True if rare rows count too much in their minibatches."""
-        return self.rare_rows_error > MUCH_ERROR
+        return not self.rare_rows_error <= MUCH_ERROR  # NaN is no good error
 
     @property
     def needs_double_precision(self) -> bool:
         """True if rounding errors of the gradient are large enough to affect the draws."""
-        return self.rounding > _MUCH_ROUNDING
+        return not self.rounding <= _MUCH_ROUNDING
 
     @property
     def has_wrong_integrals(self) -> bool:
         """True if errors of integrals over latent variables of groups affect the draws."""
-        return self.integrals > _WRONG_INTEGRALS
+        return not self.integrals <= _WRONG_INTEGRALS
 
     @property
     def problem(self) -> str | None:
@@ -324,7 +324,7 @@ class Tuning(NamedTuple):
         if self.has_rare_rows:
             lines.append(f"rows that few minibatches have: {_about(self.rare_rows_error)}")
         if self.integrals:
-            lines.append(f"integrals over groups: off by {self.integrals:.1g} standard deviations")
+            lines.append(f"integrals over groups: off by {_shift(self.integrals, 1)}")
         if self.needs_double_precision:
             lines.append(f"rounding errors of {self.rounding:.2g} standard deviations")
         return "\n".join(lines)
@@ -396,6 +396,13 @@ def _no_gain(tuning: Tuning) -> str:
         f" {tuning.steps_per_sample} steps or {tuning.passes_per_sample:.2g} passes over the data;"
         " NUTS takes 7 to 30, at half the cost of a row"
     )
+
+
+def _shift(error: float, digits: int) -> str:
+    """An error of the integrals in words. From 1 on its size means nothing."""
+    if error < 1:
+        return f"{error:.{digits}g} posterior standard deviations"
+    return "one posterior standard deviation or more"
 
 
 def _about(error: float) -> str:
@@ -470,7 +477,7 @@ _WARNINGS: tuple[tuple[Callable[["Tuning"], Any], Callable[["Tuning"], str]], ..
         lambda t: t.has_wrong_integrals,
         lambda t: (
             "The integrals over the latent variables of groups are not exact enough: the draws are"
-            f" off by as much as {t.integrals:.2g} posterior standard deviations. Use"
+            f" off by as much as {_shift(t.integrals, 2)}. Use"
             " gradient='control_variate', which corrects the error at the centre, or larger"
             " minibatches; or sample some of these sites for all groups, outside of the plate."
         ),

@@ -712,13 +712,17 @@ def test_metric_where_the_model_is_wrong():
 def test_the_tuning_knows_how_wrong_draws_are(monkeypatch):
     """From the draws of a step and their halves."""
 
+    target, x, precision = many_bundles(400, 5.0)
+    metric = from_covariance(np.linalg.inv(precision), np.asarray(x), x.dtype)
+    at = random.key(0), Gaussian(metric, 0.0), True
+
     def error(draws):
         monkeypatch.setattr(quadrature, "_DRAWS", draws)
-        target, x, precision = many_bundles(400, 5.0)
-        metric = from_covariance(np.linalg.inv(precision), np.asarray(x), x.dtype)
-        return error_of_integrals(target, random.key(0), Gaussian(metric, 0.0), True)[0]
+        return error_of_integrals(target, *at)[0]
 
-    assert error(32) < 0.05 < error(8) / 2
+    assert error(8) > 0.1
+    assert error(32) < 0.05
+    assert rule_of_steps(target, *at)[0] == "step"
 
 
 @pytest.mark.parametrize("members, most", [(100, 81), (1_000, 64)])

@@ -27,7 +27,7 @@ from numpyro_sgmcmc.posterior.metric import IdentityMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import read_model, unremarkable_values
 from numpyro_sgmcmc.tuning import quadrature_error
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
-from numpyro_sgmcmc.tuning.quadrature_error import share_of_draws
+from numpyro_sgmcmc.tuning.quadrature_error import rule_of_steps, share_of_draws
 
 SERIES, TIMES = 200, 40
 RNG = np.random.default_rng(0)
@@ -391,7 +391,7 @@ def test_normal_paths_are_integrated_exactly(tau):
     [(dist.Normal, True), (dist.Laplace, False), (partial(dist.StudentT, 3.0), False)],
 )
 def test_whether_draws_count(law, expected):
-    """Of steps with kinks or heavy tails a few draws have all of the weight."""
+    """Of steps with kinks or heavy tails a few draws have all of the weight; else eight will do."""
 
     def model(y):
         tau = numpyro.sample("tau", dist.HalfNormal(1))
@@ -403,8 +403,11 @@ def test_whether_draws_count(law, expected):
 
     center = np.log([0.3])
     gaussian = Gaussian(from_covariance(1e-4 * np.eye(1), center, jnp.float32), 0.0)
-    share = share_of_draws(target_of(model, COUNTS), gaussian)
-    assert (share > quadrature_error._FEWEST) == expected
+    target = target_of(model, COUNTS)
+    assert (share_of_draws(target, gaussian) > quadrature_error._FEWEST) == expected
+    rule, error, _ = rule_of_steps(target, random.key(0), gaussian, True)
+    assert rule == ("few" if expected else "step")
+    assert error < 0.02 if expected else error >= 1
 
 
 def rotated(y):

@@ -863,6 +863,17 @@ def test_halvings_of_the_step_size(temperature, expected):
     assert found.halvings == round(-np.log2(found.step_size))
 
 
+@pytest.mark.parametrize("error", [2.0, np.inf, np.nan])
+def test_errors_that_are_not_numbers_are_problems(error):
+    metric = DiagonalMetric(jnp.zeros(D), jnp.ones(D))
+    noise = NoiseLevel(0.0, 0.0, 1.0, 0.1)
+    tuning = Tuning(1.0, 1.0, metric, metric, noise=noise)
+    assert tuning.problem is None
+    for name in ("fourth_cumulant", "rounding", "integrals"):
+        assert tuning._replace(**{name: 1e6 * error}).problem is not None
+    assert "one posterior standard deviation or more" in str(tuning._replace(integrals=error))
+
+
 @pytest.mark.parametrize(("undone", "expected"), [(2, [1.0]), (3, [1.0, 0.5])])
 def test_undone_steps_of_a_pilot(undone, expected):
     """Two of 4,800 may be chance; of more the first step size is left."""
