@@ -19,7 +19,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
-from measure import machine, table
+from measure import table
 from movielens import ratings
 import numpy as np
 import numpyro
@@ -144,7 +144,6 @@ def main() -> None:
             *cells,
         ]],
     ))  # fmt: skip
-    print(machine())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
-from measure import machine, table
+from measure import table
 import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
@@ -203,7 +203,6 @@ def main() -> None:
         "least ESS of NUTS", "warnings",
     ]  # fmt: skip
     print(table(heads, lines))
-    print(machine())
 
 
 if __name__ == "__main__":

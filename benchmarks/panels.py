@@ -18,6 +18,7 @@ seconds of a gradient by the length and by the number of the series.
 import argparse
 from functools import partial
 from pathlib import Path
+import sys
 import time
 from typing import Any, NamedTuple
 import warnings
@@ -26,7 +27,7 @@ import jax
 from jax import lax, random
 from jax.nn import logsumexp
 import jax.numpy as jnp
-from measure import interleaved, machine, table
+from measure import interleaved, table
 import numpy as np
 import numpyro
 from numpyro.contrib.control_flow import scan
@@ -230,7 +231,7 @@ def sampled(name: str, args: tuple) -> Ours:
         warnings.simplefilter("always")
         kernel = CCAdL(partial(MODELS[name], batch=CASES[name][2]), progress_bar=False)
         mcmc, seconds = run(kernel, args, chains=4)
-    print(kernel.tuning, *(w.message for w in caught), sep="\n", flush=True)
+    print(kernel.tuning, *(w.message for w in caught), sep="\n", file=sys.stderr)
     return Ours(mcmc, seconds, len(caught))
 
 
@@ -284,7 +285,10 @@ def forecasts(run: MCMC, x: jax.Array, y: jax.Array, is_hour: np.ndarray, pictur
     counts = np.asarray(law.sample(random.key(4)))
     low, high = np.quantile(counts, [0.05, 0.95], axis=(0, 1))
     inside = ((y >= low) & (y <= high))[:, -AHEAD:][is_hour[:, -AHEAD:]]
-    print(f"{np.mean(inside):.3f} of {inside.size:,} later hires in their 90 % intervals")
+    print(
+        f"{np.mean(inside):.3f} of {inside.size:,} later hires in their 90 % intervals",
+        file=sys.stderr,
+    )
     figure, axes = plt.subplots(1, len(SHOWN), figsize=(9, 2.6), layout="constrained")
     weeks = np.arange(y.shape[1])
     for ax, (title, k) in zip(axes, SHOWN.items(), strict=True):
@@ -323,7 +327,7 @@ def many(seed: int) -> list[object]:
         warnings.simplefilter("always")
         kernel = CCAdL(lambda y, x: counts_with_covariates(y, x, batch), progress_bar=False)
         mcmc, seconds = run(kernel, tuple(data), chains=2, warmup=200, samples=400)
-    print(kernel.tuning, *(w.message for w in caught), sep="\n", flush=True)
+    print(kernel.tuning, *(w.message for w in caught), sep="\n", file=sys.stderr)
     names = list(TRUTH_OF_MANY)
     mean, sd, size = moments(mcmc, names)
     truth = np.concatenate([np.ravel(TRUTH_OF_MANY[k]) for k in names])
@@ -391,7 +395,7 @@ def main() -> None:
         if name == "bikes":
             forecasts(found.mcmc, x, y, is_hour, options.picture)
         lines.append(compared(name, args, found))
-        print(*lines[-1], flush=True)
+        print(*lines[-1], file=sys.stderr)
     if lines:
         heads = [
             "case", "series x times", "means of all sites, largest se", "ratios of sds",
@@ -402,7 +406,7 @@ def main() -> None:
         lines = []
         for seed in range(REPEATS):
             lines.append(many(seed))
-            print(*lines[-1], flush=True)
+            print(*lines[-1], file=sys.stderr)
         heads = [
             "seed", "least ESS", "seconds", "truth, in sds from the mean",
             "levels in their 95 % intervals", "warnings",
@@ -410,7 +414,6 @@ def main() -> None:
         print(table(heads, lines))
     if "length" in names:
         print(table(["series", "times", "ms of a gradient", "ratio"], lengths()))
-    print(machine())
 
 
 if __name__ == "__main__":

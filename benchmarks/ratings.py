@@ -21,7 +21,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
-from measure import machine, table
+from measure import table
 import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
@@ -165,7 +165,6 @@ def main() -> None:
             ", ".join(f"{x:+.1f}" for x in away), *(f"{x:.1f}" for x in known), f"{memory:.1f}",
         ]],
     ))  # fmt: skip
-    print(machine())
 
 
 if __name__ == "__main__":

@@ -106,8 +106,12 @@ PARTS = {
     "clicks": "benchmarks/clicks.py",
     "maps": "benchmarks/maps.py --picture docs/maps.png",
     "shrinkage": "benchmarks/shrinkage.py linear logistic",
-    "panels": "benchmarks/panels.py counts hidden bikes --data {data} --picture docs/panels.png",
+    "panels": (
+        "benchmarks/panels.py counts robust binary hidden bikes --data {data}"
+        " --picture docs/panels.png"
+    ),
     "panels_length": "benchmarks/panels.py length",
+    "panels_many": "benchmarks/panels.py many",
     "after_a_run": "benchmarks/after_a_run.py",
     "matches": "benchmarks/matches.py",
     "growing": "benchmarks/growing.py --draws 2000 --picture docs/growing_rows.png",

@@ -21,7 +21,7 @@ import warnings
 import jax
 from jax import random
 import jax.numpy as jnp
-from measure import interleaved, machine, table
+from measure import interleaved, table
 import numpy as np
 import numpyro
 from numpyro.diagnostics import effective_sample_size
@@ -348,7 +348,6 @@ def main() -> None:
         "ESS a second, ours over NUTS", "warnings",
     ]  # fmt: skip
     print(table(heads, lines))
-    print(machine())
 
 
 if __name__ == "__main__":
