@@ -177,7 +177,7 @@ class MinibatchModel(NamedTuple):
         The rule of the integrals in searches for the posterior.
 
         Few nodes would lead searches many standard deviations astray if latent variables are
-        skewed. Few draws have not been seen to be enough yet.
+        skewed. Whether few draws are enough is not known there.
         """
         return "step" if any(plate.bounded or plate.is_drawn for plate in self._local) else "few"
 

@@ -257,7 +257,7 @@ class Tuning(NamedTuple):
     @property
     def has_rare_rows(self) -> bool:
         """True if rare rows count too much in their minibatches."""
-        return not self.rare_rows_error <= MUCH_ERROR  # NaN is no good error
+        return not self.rare_rows_error <= MUCH_ERROR  # NaN is a problem too
 
     @property
     def needs_double_precision(self) -> bool:
