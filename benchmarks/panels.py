@@ -408,7 +408,7 @@ def main() -> None:
             lines.append(many(seed))
             print(*lines[-1], file=sys.stderr)
         heads = [
-            "seed", "least ESS", "seconds", "truth, in sds from the mean",
+            "seed", "least ESS", "seconds", "means less truth, in sds",
             "levels in their 95 % intervals", "warnings",
         ]  # fmt: skip
         print(table(heads, lines))
