@@ -448,7 +448,7 @@ def test_the_tuning_knows_what_the_rule_gets_wrong(monkeypatch):
     assert error(False) > 0.2
     assert error(True) < error(False) / 2
     wrong = Tuning(1.0, 1.0, IdentityMetric(), integrals=0.3)
-    assert "off by 0.3 standard deviations" in str(wrong)
+    assert "off by 0.3 posterior standard deviations" in str(wrong)
     with pytest.warns(UserWarning, match="integrals .* off by as much as 0.3 posterior"):
         warn_of(wrong)
 
