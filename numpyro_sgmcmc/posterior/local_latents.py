@@ -393,4 +393,7 @@ class Marginal:
 
 def _keys(rows: Array) -> Array:
     """Return a random key for each group, which does not depend on the minibatch."""
-    return jax.vmap(random.fold_in, (None, 0))(numpyro.prng_key(), rows)
+    key = numpyro.prng_key()
+    if key is None:  # a model that is not seeded, as in `numpyro.infer.log_likelihood`
+        key = random.key(0)
+    return jax.vmap(random.fold_in, (None, 0))(key, rows)

@@ -19,7 +19,7 @@ import pytest
 from runs import run_mcmc, target_of
 from scipy.stats import kstest, norm
 
-from numpyro_sgmcmc import CCAdL, local_draws
+from numpyro_sgmcmc import CCAdL, full_data, local_draws
 from numpyro_sgmcmc.posterior import banded, curvature, local_latents, quadrature
 from numpyro_sgmcmc.posterior.banded import banded_cholesky
 from numpyro_sgmcmc.posterior.curvature import DENSE, Banded
@@ -490,6 +490,15 @@ def test_one_step_ahead():
     ]
     np.testing.assert_allclose(until(20) - until(19), expected, rtol=1e-3, atol=1e-3)
     assert np.abs(until(21) - until(20) - np.array(expected)).max() > 0.1
+
+
+def test_log_likelihood_of_counts():
+    """Integrals by draws, of a model that has no key."""
+    model = read_model(model_of(walk, TIMES, "counts"), init_to_uniform, (COUNTS,), {}).model
+    draws = {"mu": jnp.array([0.5, 0.5, 3.0]), "tau": jnp.array([0.3, 0.3, 0.3])}
+    one, same, worse = log_likelihood(full_data(model), draws, COUNTS)["series, marginal"]
+    np.testing.assert_array_equal(one, same)
+    assert np.isfinite(one).all() and (one > worse).all()
 
 
 @pytest.mark.slow
