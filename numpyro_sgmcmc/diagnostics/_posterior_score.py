@@ -21,8 +21,7 @@ from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.numpyro_private import half_life_of
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.facts import parameters, variable_name
-from numpyro_sgmcmc.results.inference_data import arguments_of
-from numpyro_sgmcmc.results.run_data import check_data, target_of
+from numpyro_sgmcmc.results.run_data import arguments_of, check_data, target_of
 
 #: Largest product of rows and draws for scores on all data by default.
 _AFFORDABLE = 2e8

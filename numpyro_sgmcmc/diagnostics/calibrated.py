@@ -25,8 +25,8 @@ from numpyro_sgmcmc.diagnostics.runs import as_data, draws_of, flat_draws, print
 from numpyro_sgmcmc.posterior.numpyro_private import view_of
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
-from numpyro_sgmcmc.results.inference_data import arguments_of
 from numpyro_sgmcmc.results.row_subset import site_shapes
+from numpyro_sgmcmc.results.run_data import arguments_of
 
 #: The most clusters for rows without clusters. More rows are summed, because sums of independent
 #: rows are as informative.

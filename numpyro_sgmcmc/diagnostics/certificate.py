@@ -25,7 +25,7 @@ from numpyro_sgmcmc.posterior.potential import over_all_data
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import variable_name
-from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.run_data import arguments_of
 
 #: Tail shapes of the weights: above the first they hardly have a variance, and above the second
 #: they are of no use.

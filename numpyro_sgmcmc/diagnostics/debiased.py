@@ -44,7 +44,7 @@ from numpyro_sgmcmc.posterior.metric import (
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import variable_name
-from numpyro_sgmcmc.results.inference_data import arguments_of
+from numpyro_sgmcmc.results.run_data import arguments_of
 
 #: The fewest draws of a run, the fewest draws of each coupled chain, and the most draws by default.
 _FEWEST, _FEWEST_OF_CHAIN, _MOST = 100, 32, 100_000

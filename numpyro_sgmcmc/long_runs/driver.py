@@ -35,7 +35,7 @@ from numpyro_sgmcmc.long_runs.running import Limits, Progress, Running, restored
 from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
 from numpyro_sgmcmc.posterior.handlers import first_rows_of, full_data
 from numpyro_sgmcmc.posterior.numpyro_private import HostedRun, is_initialised
-from numpyro_sgmcmc.results.inference_data import plate_dims
+from numpyro_sgmcmc.results.facts import plate_dims
 from numpyro_sgmcmc.results.row_subset import site_shapes
 
 #: Name of the number of samples over which two runs were compared.

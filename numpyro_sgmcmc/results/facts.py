@@ -3,6 +3,7 @@
 
 """The facts of a run, in a form that is stored with its draws."""
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from itertools import product
 import math
@@ -12,6 +13,7 @@ import numpy as np
 from numpyro.infer import MCMC
 import xarray as xr
 
+from numpyro_sgmcmc.posterior.group_handlers import plate_axes
 from numpyro_sgmcmc.stein import SteinReport, SteinSums, problem_of_undone_steps, stein_report
 
 
@@ -132,3 +134,26 @@ def latent_shapes(mcmc: MCMC) -> dict[str, tuple[int, ...]]:
     z = mcmc.last_state.z
     batch = np.ndim(mcmc.last_state.i)
     return {name: tuple(x.shape[batch:]) for name, x in z.items()}
+
+
+def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
+    """Names of the dimensions of the variable of every site: its batch, then its events."""
+    dims = {}
+    for name, site in sites.items():
+        if site["type"] not in ("sample", "deterministic"):
+            continue
+        frames, variable = site["cond_indep_stack"], variable_name(name)
+        if site["type"] == "deterministic":
+            plates = {axis: plate for plate, axis in plate_axes(site).items()}
+            if len(plates) < len(frames):
+                continue  # its shape is not that of its plates
+            axes, events = 1 + max(plates, default=-1), []
+        else:
+            axes = len(site["fn"].batch_shape)
+            plates = {axes + frame.dim: frame.name for frame in frames}
+            events = list(site["infer"].get("event_dims", []))
+        if plates or events:
+            # an axis without a plate may be before those of plates, as the times of a `scan` are
+            own = [plates.get(k, f"{variable}_dim_{k}") for k in range(axes)]
+            dims[variable] = own + events
+    return dims

@@ -25,20 +25,18 @@ from numpyro_sgmcmc.data.converters import (
     names,
     positive,
     random_key,
-    shown,
     truth,
     whole,
 )
 from numpyro_sgmcmc.data.rows_on_disk import on_disk
-from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
 from numpyro_sgmcmc.posterior.group_handlers import group_axis, plate_axes
 from numpyro_sgmcmc.posterior.handlers import log_density
-from numpyro_sgmcmc.posterior.local_latents import Marginal
-from numpyro_sgmcmc.posterior.numpyro_private import arguments, view_of
+from numpyro_sgmcmc.posterior.numpyro_private import view_of
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.facts import (
     attributes,
     latent_shapes,
+    plate_dims,
     stein_group,
     stein_of,
     variable_name,
@@ -53,7 +51,7 @@ from numpyro_sgmcmc.results.row_subset import (
     sites_of,
     subsampled_plates,
 )
-from numpyro_sgmcmc.results.run_data import are_edited, check_data
+from numpyro_sgmcmc.results.run_data import are_edited, arguments_of, check_data, marginal_of
 from numpyro_sgmcmc.stein import SteinReport, advice, problem_of_undone_steps
 
 #: Rate of exchanges below which replicas do not help the chain.
@@ -396,26 +394,6 @@ def _variables(values: Mapping[str, Any]) -> dict[str, Any]:
     return {variable_name(name): x for name, x in jax.device_get(values).items()}
 
 
-def marginal_of(mcmc: MCMC) -> Marginal | None:
-    """The model of a run with latent variables of groups integrated out, or None."""
-    model = getattr(mcmc.sampler.model, "fn", None)
-    return model if isinstance(model, Marginal) else None
-
-
-def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:
-    """
-    The arguments of the model in the run.
-
-    :raises TypeError: if the object is no run.
-    :raises ValueError: if the run has no draws.
-    """
-    if not isinstance(mcmc, MCMC):
-        raise TypeError(f"`mcmc` must be an `MCMC` object after its run; got {shown(mcmc)}.")
-    if mcmc.last_state is None:
-        raise ValueError("The `MCMC` object has no draws yet: call `mcmc.run(...)` first.")
-    return as_arrays(arguments(mcmc))
-
-
 def _warn_of_draws(mcmc: MCMC, stein: SteinReport | None) -> None:
     """Warn of problems of the draws that the run has recorded."""
     if (problem := problem_of_undone_steps(mcmc.last_state)) is not None:
@@ -455,29 +433,6 @@ def _warn_of_draws(mcmc: MCMC, stein: SteinReport | None) -> None:
 
 def _is_factor(site: dict) -> bool:
     return type(site["fn"]).__name__ == "Unit"
-
-
-def plate_dims(sites: Mapping[str, dict]) -> dict[str, list[str]]:
-    """Names of the dimensions of the variable of every site: its batch, then its events."""
-    dims = {}
-    for name, site in sites.items():
-        if site["type"] not in ("sample", "deterministic"):
-            continue
-        frames, variable = site["cond_indep_stack"], variable_name(name)
-        if site["type"] == "deterministic":
-            plates = {axis: plate for plate, axis in plate_axes(site).items()}
-            if len(plates) < len(frames):
-                continue  # its shape is not that of its plates
-            axes, events = 1 + max(plates, default=-1), []
-        else:
-            axes = len(site["fn"].batch_shape)
-            plates = {axes + frame.dim: frame.name for frame in frames}
-            events = list(site["infer"].get("event_dims", []))
-        if plates or events:
-            # an axis without a plate may be before those of plates, as the times of a `scan` are
-            own = [plates.get(k, f"{variable}_dim_{k}") for k in range(axes)]
-            dims[variable] = own + events
-    return dims
 
 
 def _array_arguments(model: Callable, args: tuple, kwargs: dict) -> dict[str, Array]:

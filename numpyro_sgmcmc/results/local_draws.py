@@ -18,14 +18,14 @@ from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
 from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws, thinned
-from numpyro_sgmcmc.results.inference_data import MAX_VALUES, arguments_of, marginal_of
+from numpyro_sgmcmc.results.inference_data import MAX_VALUES
 from numpyro_sgmcmc.results.row_subset import (
     Selection,
     choose_rows,
     site_shapes,
     subsampled_plates,
 )
-from numpyro_sgmcmc.results.run_data import check_data
+from numpyro_sgmcmc.results.run_data import arguments_of, check_data, marginal_of
 
 
 def local_draws(

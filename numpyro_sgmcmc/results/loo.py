@@ -30,7 +30,6 @@ from numpyro_sgmcmc.results.facts import variable_name
 from numpyro_sgmcmc.results.inference_data import (
     MAX_VALUES,
     SOME_ROWS,
-    arguments_of,
     check_size,
     to_arviz,
 )
@@ -46,7 +45,7 @@ from numpyro_sgmcmc.results.row_subset import (
     site_shapes,
     subsampled_plates,
 )
-from numpyro_sgmcmc.results.run_data import check_data
+from numpyro_sgmcmc.results.run_data import arguments_of, check_data
 
 #: Number of rows whose log likelihood is computed at once.
 _CHUNK = 10_000

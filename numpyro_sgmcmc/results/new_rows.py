@@ -26,7 +26,6 @@ from numpyro_sgmcmc.posterior.handlers import Model, full_data, without_wrappers
 from numpyro_sgmcmc.posterior.numpyro_private import is_scanned, is_seen
 from numpyro_sgmcmc.results.cycle_draws import kept_draws
 from numpyro_sgmcmc.results.group_draws import CHUNK, GroupDraws, thinned
-from numpyro_sgmcmc.results.inference_data import arguments_of, marginal_of
 from numpyro_sgmcmc.results.parts import compiled, waiting_bar
 from numpyro_sgmcmc.results.row_subset import (
     at_rows,
@@ -34,7 +33,7 @@ from numpyro_sgmcmc.results.row_subset import (
     site_shapes,
     subsampled_plates,
 )
-from numpyro_sgmcmc.results.run_data import check_data
+from numpyro_sgmcmc.results.run_data import arguments_of, check_data, marginal_of
 
 #: Largest number of rows that are predicted at once, and approximate number of their values: 32 MB
 #: in float32.

@@ -23,8 +23,8 @@ from numpyro_sgmcmc.data.converters import (
     whole,
 )
 from numpyro_sgmcmc.results.draws_on_disk import in_memory, on_disk
-from numpyro_sgmcmc.results.facts import variable_name
-from numpyro_sgmcmc.results.inference_data import MAX_VALUES, plate_dims
+from numpyro_sgmcmc.results.facts import plate_dims, variable_name
+from numpyro_sgmcmc.results.inference_data import MAX_VALUES
 from numpyro_sgmcmc.results.new_rows import new_rows
 
 

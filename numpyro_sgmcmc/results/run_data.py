@@ -9,6 +9,7 @@ from typing import Any
 from numpyro.infer import MCMC
 from numpyro.infer.initialization import init_to_uniform
 
+from numpyro_sgmcmc.data.converters import shown
 from numpyro_sgmcmc.data.fingerprint import fingerprint_of
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.posterior.checks.arguments import as_arrays
@@ -63,3 +64,23 @@ def are_edited(mcmc: MCMC) -> bool:
         return False
     data = fingerprint_of(*as_arrays(arguments(mcmc)))
     return data is not None and not seen.startswith(data)
+
+
+def marginal_of(mcmc: MCMC) -> Marginal | None:
+    """The model of a run with latent variables of groups integrated out, or None."""
+    model = getattr(mcmc.sampler.model, "fn", None)
+    return model if isinstance(model, Marginal) else None
+
+
+def arguments_of(mcmc: MCMC) -> tuple[tuple, dict]:
+    """
+    The arguments of the model in the run.
+
+    :raises TypeError: if the object is no run.
+    :raises ValueError: if the run has no draws.
+    """
+    if not isinstance(mcmc, MCMC):
+        raise TypeError(f"`mcmc` must be an `MCMC` object after its run; got {shown(mcmc)}.")
+    if mcmc.last_state is None:
+        raise ValueError("The `MCMC` object has no draws yet: call `mcmc.run(...)` first.")
+    return as_arrays(arguments(mcmc))
