@@ -33,8 +33,9 @@ from numpyro_sgmcmc.tuning.rare_rows import strata_by_importance
 from numpyro_sgmcmc.tuning.request import TuningRequest
 from numpyro_sgmcmc.tuning.speed import MOST_STEPS_PER_SAMPLE, check_speed
 from numpyro_sgmcmc.tuning.strata import are_strata_of, given_strata
-from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
+from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.user_metric import metric_for
+from numpyro_sgmcmc.tuning.words import warn_of
 
 #: Number of steps whose time is measured.
 _STEPS_TIMED = 100

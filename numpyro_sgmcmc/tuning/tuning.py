@@ -1,15 +1,13 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""The result of a tuning for a model and its data, and its warnings."""
+"""The result of a tuning for a model and its data."""
 
-from collections.abc import Callable
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
-import warnings
 
 import jax
 from jax import random
@@ -19,12 +17,13 @@ import numpy as np
 from numpyro_sgmcmc.data.archive import Archive
 from numpyro_sgmcmc.data.records import kinds_in
 from numpyro_sgmcmc.data.strata import Strata
-from numpyro_sgmcmc.posterior.control_variate import Anchor, order_of
+from numpyro_sgmcmc.posterior.control_variate import Anchor
 from numpyro_sgmcmc.posterior.coordinates import AnyCoordinates
-from numpyro_sgmcmc.posterior.metric import DenseMetric, GaussianMetric, Metric, name_of
-from numpyro_sgmcmc.stein import SteinReport, advice
+from numpyro_sgmcmc.posterior.metric import DenseMetric, GaussianMetric, Metric
+from numpyro_sgmcmc.stein import SteinReport
 from numpyro_sgmcmc.tuning.noise_level import NoiseLevel
 from numpyro_sgmcmc.tuning.rare_rows import MUCH_ERROR, error_of
+from numpyro_sgmcmc.tuning.words import LIMITS, summary_of
 
 #: Nonlinearity of the gradient and R-hat of the pilot above which the posterior may fit no metric,
 #: such as a funnel, a banana or a neural network.
@@ -42,11 +41,6 @@ _WRONG_INTEGRALS = 0.05
 _MUCH_SLOWER = 4.0
 
 _NO_GAIN = 3.0  #: passes over the data for an independent draw beyond which minibatches do not pay
-_LONG_STEP = 0.3  #: step size in posterior standard deviations that needs no explanation
-_LIMITS = 0.5  #: squared step size times noise, or curvature, above which this limits the step
-
-#: Names of gradients by the order of their control variate.
-_KINDS = ("plain minibatches", "a control variate", "a control variate of second order")
 
 
 class Tuning(NamedTuple):
@@ -232,7 +226,7 @@ class Tuning(NamedTuple):
         if self.friction is None:
             return True
         limits = longest**2 * self.noise.largest, longest * self.noise.correlated / self.friction
-        return max(limits) < _LIMITS
+        return max(limits) < LIMITS
 
     @property
     def is_far_from_gaussian(self) -> bool:
@@ -284,50 +278,7 @@ class Tuning(NamedTuple):
         return "; ".join(problems + ([pilot] if pilot else [])) or None
 
     def __str__(self) -> str:
-        rates = f"step size {self.step_size:.3g}{_judged_step(self)}"
-        if self.friction is not None:
-            rates += f", friction {self.friction:.3g}"
-        if self.steps_per_sample > 1:
-            rates += f", {self.steps_per_sample} steps per sample"
-        lines = [f"{rates}, {name_of(self.metric).replace('_', ' ')} metric"]
-        if self.noise is not None and self.plain_noise is not None:
-            lines.append(
-                f"noise of the gradient: {self.noise.mean:.3g} times the curvature"
-                f" ({_judged_noise(self.noise)}), with {_KINDS[order_of(self.anchor)]}"
-            )
-            if self.anchor is not None:
-                lines[-1] += f"; {self.plain_noise.mean:.3g} with {_KINDS[0]}"
-        lines += [f"coordinates of '{name}': {x.summary()}" for name, x in self.centring.items()]
-        if self.seconds_per_sample:
-            seconds = 400 * self.seconds_per_sample * self.slowness
-            lines.append(f"speed: about {seconds:.2g} s for 400 effective samples of a chain")
-        rows, steps = self.larger
-        if rows > 1:
-            lines.append(
-                f"larger minibatches: {rows} times as many rows would need {steps} steps per sample"
-            )
-        if self.passes:
-            phases = ", ".join(f"{name} {cost:.3g}" for name, cost in self.passes.items())
-            lines.append(f"cost: {sum(self.passes.values()):.3g} passes over the data ({phases})")
-        if self.report is not None:
-            problem = self.report.problem()
-            lines.append(f"pilot: {problem or f'{self.report.summary()} (good: it must be 1)'}")
-        if self.is_far_from_gaussian:
-            lines.append(f"far from any Gaussian{_pilot_of(self)}: slow directions may remain")
-        if self.misses_a_direction:
-            lines.append(f"a direction of '{self.slow}' that the metric misses: {_slow(self)}")
-        if not self.minibatches_pay:
-            lines.append(f"minibatches do not pay: {_no_gain(self)}")
-        if self.multimodal:
-            lines.append("several modes, of which the chains see one")
-        lines += [f"strata of '{name}': {strata}" for name, strata in self.strata.items()]
-        if self.has_rare_rows:
-            lines.append(f"rows that few minibatches have: {_about(self.rare_rows_error)}")
-        if self.integrals:
-            lines.append(f"integrals over groups: off by {_shift(self.integrals, 1)}")
-        if self.needs_double_precision:
-            lines.append(f"rounding errors of {self.rounding:.2g} standard deviations")
-        return "\n".join(lines)
+        return summary_of(self)
 
 
 _FILE = Archive("tuning", 1, kinds_in(Tuning), "Tune the kernel again.")
@@ -350,145 +301,3 @@ def _are_equal(metric: Metric, other: Metric) -> bool:
     if metric is other or type(metric) is not type(other):
         return metric is other
     return all(map(np.array_equal, metric, other))
-
-
-def _judged_step(tuning: Tuning) -> str:
-    """The judgement of a tuned step size: whether it is long, and otherwise its limit."""
-    if tuning.noise is None or tuning.report is None:
-        return ""
-    # the step size of methods without momentum is a squared length
-    length = tuning.step_size if tuning.friction is not None else math.sqrt(tuning.step_size)
-    if length >= _LONG_STEP:
-        return " (long)"
-    if tuning.halvings:
-        return " (short: the pilot halved it)"
-    if tuning.friction is not None and length * tuning.noise.correlated > _LIMITS * tuning.friction:
-        return " (short: the noise is correlated between parameters)"
-    if length**2 * tuning.noise.largest > _LIMITS:
-        return " (short because of the noise)"
-    if length**2 * tuning.noise.curvature > _LIMITS:
-        return " (short: the metric misses a narrow direction)"
-    return " (short: far from a Gaussian)"
-
-
-def _judged_noise(noise: NoiseLevel) -> str:
-    return "small" if noise.mean < 0.1 else "moderate" if noise.mean < 1 else "large"
-
-
-def _pilot_of(tuning: Tuning) -> str:
-    if tuning.r_hat is None:
-        return ""
-    return f": R-hat of the chains of the pilot is {tuning.r_hat:.2g}, in site '{tuning.slowest}'"
-
-
-def _slow(tuning: Tuning) -> str:
-    return (
-        f"the posterior is {tuning.widest:.2g} times as wide there as the metric says, and chains"
-        f" are {tuning.slowness:.2g} times as slow as in other directions"
-    )
-
-
-def _no_gain(tuning: Tuning) -> str:
-    assert tuning.noise is not None
-    return (
-        f"the noise of the gradient, up to {tuning.noise.largest:.2g} times the curvature, limits"
-        f" the step size to {tuning.step_size:.2g}. An independent draw takes"
-        f" {tuning.steps_per_sample} steps or {tuning.passes_per_sample:.2g} passes over the data;"
-        " NUTS takes 7 to 30, at half the cost of a row"
-    )
-
-
-def _shift(error: float, digits: int) -> str:
-    """An error of the integrals in words. From 1 on its size means nothing."""
-    if error < 1:
-        return f"{error:.{digits}g} posterior standard deviations"
-    return "one posterior standard deviation or more"
-
-
-def _about(error: float) -> str:
-    """A first-order error in words, which means little if it is large."""
-    return f"about {error:.0%}" if error < 0.2 else "20% or more"
-
-
-#: Conditions for warnings of the tuning, and their messages.
-_WARNINGS: tuple[tuple[Callable[["Tuning"], Any], Callable[["Tuning"], str]], ...] = (
-    (
-        lambda t: t.flat,
-        lambda t: (
-            f"The posterior is flat in some direction of site '{t.flat}': neither the data nor its"
-            " prior determine it, and its draws mean nothing. Give it a proper prior. Drop columns"
-            " that depend on each other, or that separate the outcomes completely."
-        ),
-    ),
-    (
-        lambda t: t.multimodal,
-        lambda t: (
-            "The posterior has several modes, and the chains will see one of them: searches from"
-            " different starts ended in different modes, with a barrier between. Break a symmetry"
-            " of the model, use the draws for predictions only, or use `replicas=Replicas(...)`,"
-            " which visit all modes."
-        ),
-    ),
-    (
-        lambda t: t.is_far_from_gaussian,
-        lambda t: (
-            f"The posterior is far from any Gaussian, and no metric fits it{_pilot_of(t)}. Chains"
-            " may be slow in directions that a short run does not show: compare several long"
-            " chains. If they differ, write effects of groups as `x = numpyro.sample('x',"
-            " dist.Normal(mu, tau))`, or as `x = mu + tau * numpyro.sample('z', dist.Normal(0,"
-            " 1))` with `z` used once, which get coordinates of their own. For coefficients with a"
-            " scale each, the page 'Shrinkage' has the priors with such coordinates."
-        ),
-    ),
-    (
-        lambda t: t.misses_a_direction,
-        lambda t: (
-            f"The metric misses a direction of site '{t.slow}': {_slow(t)}. Run longer by that"
-            " factor; use `metric='dense'`, if memory allows; or leave out parameters that the"
-            " data cannot tell apart, such as an intercept beside an effect of each level."
-        ),
-    ),
-    (
-        lambda t: not t.minibatches_pay,
-        lambda t: (
-            f"Minibatches do not pay here: {_no_gain(t)}. If all rows fit into memory, use"
-            " `NUTS(full_data(model))`."
-        ),
-    ),
-    (
-        lambda t: t.needs_double_precision,
-        lambda t: (
-            f"Rounding errors of the gradient are as large as {t.rounding:.2g} posterior standard"
-            " deviations in the worst coordinate, and the draws may be off by as much. Use double"
-            " precision: call `numpyro.enable_x64()` before anything else."
-        ),
-    ),
-    (
-        lambda t: t.has_rare_rows,
-        lambda t: (
-            "Some parameters are known from a few rows only, those of a small group or with a rare"
-            " feature, and most minibatches have none of them. Their standard deviations are wrong"
-            f" by {_about(t.rare_rows_error)}, which no correction of the noise removes. Use"
-            " strata (subsampling='auto', with an estimate of the noise from sub-batches), or a"
-            " larger `subsample_size`."
-        ),
-    ),
-    (
-        lambda t: t.has_wrong_integrals,
-        lambda t: (
-            "The integrals over the latent variables of groups are not exact enough: the draws are"
-            f" off by as much as {_shift(t.integrals, 2)}. Use"
-            " gradient='control_variate', which corrects the error at the centre, or larger"
-            " minibatches; or sample some of these sites for all groups, outside of the plate."
-        ),
-    ),
-)
-
-
-def warn_of(tuning: Tuning) -> None:
-    """Warn of the problems of a tuning."""
-    for is_wrong, said in _WARNINGS:
-        if is_wrong(tuning):
-            warnings.warn(said(tuning), stacklevel=3)
-    if tuning.report is not None and (problem := tuning.report.problem()):
-        warnings.warn(f"After tuning: {advice(problem)}", stacklevel=3)

@@ -57,7 +57,8 @@ from numpyro_sgmcmc.results.draws_on_disk import on_disk
 from numpyro_sgmcmc.tuning.center import search_center
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, whitened_hessian
 from numpyro_sgmcmc.tuning.quadrature_error import error_of_integrals, rule_of_steps
-from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
+from numpyro_sgmcmc.tuning.tuning import Tuning
+from numpyro_sgmcmc.tuning.words import warn_of
 
 ARVIZ, *pytestmark = arviz_marks("The draws do not have the law", "The log likelihood is that of")
 

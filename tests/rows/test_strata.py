@@ -28,7 +28,7 @@ from numpyro_sgmcmc.posterior.metric import DiagonalMetric, IdentityMetric
 from numpyro_sgmcmc.posterior.potential import full_data_gradient
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.rare_rows import error_of, find_importance, fourth_cumulant
-from numpyro_sgmcmc.tuning.tuning import warn_of
+from numpyro_sgmcmc.tuning.words import warn_of
 
 COMPILE_QUICKLY = True
 

@@ -56,7 +56,8 @@ from numpyro_sgmcmc.tuning.phases import run_phases
 from numpyro_sgmcmc.tuning.pilot import run_pilot
 from numpyro_sgmcmc.tuning.pilot_rhat import Halves, PilotRun
 from numpyro_sgmcmc.tuning.request import Known, TuningRequest
-from numpyro_sgmcmc.tuning.tuning import Tuning, warn_of
+from numpyro_sgmcmc.tuning.tuning import Tuning
+from numpyro_sgmcmc.tuning.words import warn_of
 
 RNG = np.random.default_rng(0)
 N, D = 3_000, 4
