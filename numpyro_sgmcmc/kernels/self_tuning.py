@@ -26,9 +26,10 @@ from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, order_
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
-from numpyro_sgmcmc.tuning.phases import run_phases, tuning_bar
+from numpyro_sgmcmc.tuning.phases import run_phases
 from numpyro_sgmcmc.tuning.pilot import PILOT_CHAINS, short_chains
 from numpyro_sgmcmc.tuning.pilot_rhat import PilotRun
+from numpyro_sgmcmc.tuning.progress import tuning_bar
 from numpyro_sgmcmc.tuning.rare_rows import strata_by_importance
 from numpyro_sgmcmc.tuning.request import TuningRequest
 from numpyro_sgmcmc.tuning.speed import MOST_STEPS_PER_SAMPLE, check_speed

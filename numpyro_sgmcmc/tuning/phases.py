@@ -28,7 +28,9 @@ Tuning is done once, before the chains start, and is the same for all of them:
    control variate, of second order too where that could pay; the nonlinearity and the rounding
    error of the gradient; and the largest eigenvalue of the Hessian
    (:func:`~numpyro_sgmcmc.tuning.curvature.find_curvature`).
-4. **Step size and friction**: what the method says these numbers ask for.
+4. **Step size and friction**: what the method says these numbers ask for, with the smallest rule
+   of integrals over groups that is good enough
+   (:func:`~numpyro_sgmcmc.tuning.quadrature_error.rule_of_steps`).
 5. **Rare rows** (:mod:`~numpyro_sgmcmc.tuning.rare_rows`): rows that few minibatches have and
    that count much in those; strata if they would make the draws wrong, and steps 3 and 4 again.
 6. **Correlated noise** (:mod:`~numpyro_sgmcmc.tuning.correlated_noise`): for CCAdL above 500
@@ -38,7 +40,7 @@ Tuning is done once, before the chains start, and is the same for all of them:
    (:mod:`numpyro_sgmcmc.stein`) must be the identity; if it is not, the step size is halved and
    the pilot repeated. If that does not help, the step size was not what is wrong, and is kept.
    Chains that do not agree (:func:`~numpyro_sgmcmc.tuning.pilot_rhat.r_hats`) are run up to 32
-   times as long.
+   times as long, while this helps.
 
 Of more than a million rows on disk, or over devices, steps 1 to 3 look at a sample, and all rows
 are read twice, for the gradient at its centre and for the anchor near their mode
@@ -78,8 +80,7 @@ are read twice, for the gradient at its centre and for the anchor near their mod
     step size 1.0, friction 0.7
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 import math
 import warnings
@@ -114,7 +115,6 @@ from numpyro_sgmcmc.tuning.noise_level import (
     reach_of,
 )
 from numpyro_sgmcmc.tuning.pilot import Pilot, run_pilot, site_of
-from numpyro_sgmcmc.tuning.progress import bar
 from numpyro_sgmcmc.tuning.quadrature_error import rule_of_steps
 from numpyro_sgmcmc.tuning.rare_rows import TOLERABLE, error_of, find_rare_rows
 from numpyro_sgmcmc.tuning.request import Known, Search, Suggestion, TuningRequest
@@ -125,15 +125,9 @@ from numpyro_sgmcmc.tuning.variational import find_center
 NEWTON = 500  #: the most parameters whose centre Newton's method finds
 LOW_RANK_BY_DEFAULT = 200_000  #: the most whose metric has a low rank; it is diagonal above
 
-#: Passes over the rows that few models need.
-_MANY_PASSES = 300.0
-
 #: Gradients of NUTS's warm-up, of 1,000 trees with ten steps each, and the most rows for which
 #: they take less time than so many passes of the tuning.
 _PASSES_OF_NUTS, _ROWS_OF_NUTS = 10_000.0, 10_000
-
-#: The phases by the names that the progress bar shows.
-PHASES = ("centre", "metric", "noise", "pilot")
 
 
 class _UnlikeItsSample(Exception):
@@ -464,21 +458,6 @@ def _steps(search: Search, metric: Metric, start: GaussianMetric, noise: NoiseLe
     """The number of steps in which a chain forgets where it was, with a level of noise."""
     step_size, friction = search.rates(noise)
     return Tuning(step_size, friction, metric, start).relaxation_time / step_size
-
-
-@contextmanager
-def tuning_bar(shown: bool) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar of the phases and their passes, which disappears when they are done."""
-    with bar(shown, len(PHASES), "tuning") as seen:
-
-        def report(phase: str, spent: float) -> None:
-            so_far = f", after {spent:,.0f} passes" if spent else ""
-            unusual = " (unusually many)" if spent > _MANY_PASSES else ""
-            seen.set_description(f"tuning: {phase}{so_far}{unusual}")
-            seen.n = PHASES.index(phase)
-            seen.refresh()
-
-        yield report
 
 
 def _shape_of(metric: Metric | str | None, dimension: int) -> Callable | None:
