@@ -96,9 +96,10 @@ def run_pilot(target: Target, rng_key: Array, tuning: Tuning, pilot: Pilot) -> T
             # not by chance, and not because their memory is somewhat longer
             if r_hat is None or r_hat <= NOT_MIXED or not (has_matrix and is_long_enough):
                 break
-            if r_hat**2 - 1 > most:
+            excess = r_hat**2 - 1
+            if excess > most:
                 break
-            most = max(_APART, (r_hat**2 - 1) / 2)
+            most = max(_APART, excess / 2)
         found = stein_report(seen.stein)
         tried.append(
             tuning._replace(

@@ -52,17 +52,17 @@ def rule_of_steps(
         error is 1 at least where few of the draws of an integral count.
     """
     few, step = (target._replace(model=target.model.with_rule(rule)) for rule in ("few", "step"))
-    cost, least = 0.0, 0.0
+    cost, draws_count = 0.0, True
     if step.model.drawn_plates:
         cost += max(rows_in(plate) / plate.size for plate in step.model.sketch.plates)
-        least = 0.0 if share_of_draws(step, gaussian) >= _FEWEST else 1.0
-    if few.model.plates != step.model.plates and not least:
+        draws_count = share_of_draws(step, gaussian) >= _FEWEST
+    if draws_count and few.model.plates != step.model.plates:
         error, more = error_of_integrals(few, rng_key, gaussian, controlled)
         cost += more
         if error <= _ENOUGH:
             return "few", error, cost
     error, more = error_of_integrals(step, rng_key, gaussian, controlled)
-    return "step", max(error, least), cost + more
+    return "step", error if draws_count else max(error, 1.0), cost + more
 
 
 def share_of_draws(target: Target, gaussian: Gaussian) -> float:

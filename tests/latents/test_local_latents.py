@@ -712,7 +712,6 @@ def test_metric_where_the_model_is_wrong():
 @pytest.mark.nightly
 def test_the_tuning_knows_how_wrong_draws_are(monkeypatch):
     """From the draws of a step and their halves."""
-
     target, x, precision = many_bundles(400, 5.0)
     metric = from_covariance(np.linalg.inv(precision), np.asarray(x), x.dtype)
     at = random.key(0), Gaussian(metric, 0.0), True

@@ -897,7 +897,7 @@ def test_undone_steps_of_a_pilot(undone, expected):
     [((4, 1.5, 0.05), [1, 8, 32]), ((4, 3), [1, 8]), ((0.4, 0.4, 0.4), [1, 8, 32]), ((0.1,), [1])],
 )
 def test_longer_chains_of_a_pilot(left, lengths):
-    """Unless the square of R-hat, less 1, is above 1 and has not fallen by half."""
+    """Chains that disagree are run longer, unless R-hat is large and has hardly fallen."""
     metric, asked = DenseMetric(jnp.zeros(D), jnp.eye(D), jnp.eye(D)), []
 
     def pilot(step_size, steps, rng_key):
