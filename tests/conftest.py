@@ -34,6 +34,20 @@ def pytest_configure(config):
         import arviz  # noqa: F401
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Examples that run a chain are slow; of the cases of some tests only the first is quick."""
+    seen = set()
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            if any(run in x.source for x in item.dtest.examples for run in (".run(", ".tune(")):
+                item.add_marker("slow")
+        elif item.get_closest_marker("one_case") and not item.get_closest_marker("nightly"):
+            if item.function in seen:
+                item.add_marker("nightly")
+            seen.add(item.function)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly(request):
     """Where runs are short and programs many, most of the time goes into compiling them."""

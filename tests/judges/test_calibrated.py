@@ -94,6 +94,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_the_sandwich(run, case):
     """Means and covariances of the draws, up to what is random in those of the run."""
@@ -209,6 +210,7 @@ def constrained():
     return run_of(heteroscedastic, data, 500, NUTS)
 
 
+@pytest.mark.nightly
 def test_constrained_sites_and_what_follows_from_them(constrained):
     """Of a run of NUTS: its model has the rows."""
     found = calibrated(constrained)
@@ -330,6 +332,7 @@ def test_bad_arguments(run, case):
         calibrated(run, **options)
 
 
+@pytest.mark.nightly
 def test_runs_that_cannot_be_calibrated(run):
     with pytest.raises(ValueError, match="no plate with a `subsample_size`"):
         calibrated(run_of(without_rows, DATA, 4, NUTS))
@@ -395,6 +398,7 @@ BEYOND = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", BEYOND)
 def test_rows_that_contradict_the_prior(case):
     """At a bound the draws have a width that has nothing to do with that of an estimate."""
@@ -405,6 +409,7 @@ def test_rows_that_contradict_the_prior(case):
         calibrated(run)
 
 
+@pytest.mark.nightly
 def test_rows_near_a_bound_and_priors_that_say_much():
     near = bounded("mu", dist.Uniform(0, 3), lambda m: dist.Normal(m, 1))
     found = calibrated(run_of(near, (NOISE - NOISE.mean() + 2.9,), 500, NUTS))

@@ -50,6 +50,7 @@ def run_too_wide_by(factor, seed=0):
     return with_draws(plain, (X, Y), {"w": draws})
 
 
+@pytest.mark.nightly
 @ARVIZ
 def test_a_run_that_is_too_wide_is_corrected():
     mean, sd, evidence = exact()
@@ -94,7 +95,7 @@ def bent(n):
         numpyro.sample(f"y{k}", dist.Normal(3 * (x**2 - 1), 0.1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_nothing_can_be_certified():
     rng = np.random.default_rng(0)
     # ten bananas, twenty dimensions
@@ -160,6 +161,7 @@ def test_through_a_kernel_and_from_disk(tmp_path):
     )
 
 
+@pytest.mark.nightly
 def test_data_that_were_changed_since():
     kernel = CCAdL(linear, progress_bar=False)
     mcmc = MCMC(kernel, num_warmup=20, num_samples=200, progress_bar=False)

@@ -133,6 +133,7 @@ def test_the_noise_of_minibatches_is_taken_out(monkeypatch, damped):
     assert np.all(np.abs(means["debiased"] - mean) < 4 * means["error"])
 
 
+@pytest.mark.nightly
 @pytest.mark.arviz
 def test_the_bias_of_a_run_is_a_number():
     mean, sd, _ = exact()
@@ -161,6 +162,7 @@ def test_the_bias_of_a_run_is_a_number():
     np.testing.assert_array_equal(other, again)
 
 
+@pytest.mark.nightly
 @pytest.mark.arviz
 def test_a_right_run_is_not_accused_and_functions_are_asked_of():
     mean, sd, _ = exact()
@@ -278,7 +280,7 @@ def improper(y):
         numpyro.sample("y", dist.Normal(a + b, 1), obs=y[i])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_cannot_be_debiased_is_said():
     mean, sd, _ = exact()
     normal = np.random.default_rng(0).standard_normal((4, 500, 3))
@@ -309,6 +311,7 @@ def test_what_cannot_be_debiased_is_said():
     assert "Nothing is known: 64 coupled chains" in found.verdict
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("functions", "said"),
     [

@@ -234,6 +234,7 @@ def test_discrepancy_is_that_of_the_temperature():
 # The Stein matrix and the temperatures
 
 
+@pytest.mark.nightly
 def test_stein_matrix_from_draws(good, wide, nuts):
     for mcmc in (good, nuts):
         report = stein_matrix(mcmc)
@@ -464,6 +465,7 @@ def test_summary_of_sites_with_constraints(tmp_path):
     assert stored.verdict == summary(mcmc).verdict and stored.line == summary(mcmc).line
 
 
+@pytest.mark.nightly
 def test_thinned_runs():
     mcmc = run(sgld(0.01), Y, thinning=5)
     found = summary(mcmc)
@@ -551,6 +553,7 @@ def test_what_the_score_needs(good):
         kernel_stein_discrepancy(good, statistic="W")
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*No plate of the model")
 def test_model_without_minibatches(nuts):
     """NUTS on a plain model: scores are on all data, and there is nothing else."""
@@ -583,6 +586,7 @@ def test_a_promise_of_the_tuning_is_checked(memory, attrs, said):
         assert re.search(r"promised 4,000 effective samples in .* and \d+ of 'slow\[\d\]'", verdict)
 
 
+@pytest.mark.slow
 def test_a_tuned_run_says_what_was_promised():
     mcmc = run(CCAdL(model, progress_bar=False), Y, samples=200)
     attrs = to_arviz(mcmc).attrs
@@ -607,6 +611,7 @@ def many(y):
         numpyro.sample("y", dist.Normal(0, 1), obs=y[i])
 
 
+@pytest.mark.nightly
 def test_summary_of_many_entries_has_the_slowest():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 100, 2_000, 3))

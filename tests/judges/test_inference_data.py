@@ -82,6 +82,7 @@ def data(mcmc):
     )
 
 
+@pytest.mark.slow
 def test_groups_and_shapes(data):
     assert names(data) == {
         "posterior", "sample_stats", "observed_data", "constant_data", "log_likelihood",
@@ -149,6 +150,7 @@ def test_plain_from_numpyro_is_right_too(mcmc, data):
     az.from_numpyro(mcmc)
 
 
+@pytest.mark.slow
 def test_same_as_nuts_on_the_full_data(mcmc):
     """The layout does not differ from that of a kernel that has always been there."""
     nuts = run_mcmc(NUTS(full_data(model)), X, Y, warmup=100, samples=300, chains=2)
@@ -158,6 +160,7 @@ def test_same_as_nuts_on_the_full_data(mcmc):
     assert "diverging" in group(theirs, "sample_stats")
 
 
+@pytest.mark.nightly
 def test_slashes_in_the_names_of_sites(tmp_path):
     """As the sites of `flax_module` have them; "a/c" comes after "a.b" and before "a0"."""
 
@@ -355,6 +358,7 @@ def test_row_numbers_need_a_plate(of_two_plates):
         choose_rows(5, (), random.key(0))
 
 
+@pytest.mark.nightly
 def test_likelihood_that_is_itself_random():
     def estimated(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -450,6 +454,7 @@ def test_statistics_have_values(data):
     assert np.all(summary["ess_bulk"].astype(float) > 50)
 
 
+@pytest.mark.nightly
 def test_arviz_is_imported_when_it_is_needed():
     code = "import sys, numpyro_sgmcmc; assert 'arviz' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

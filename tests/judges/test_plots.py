@@ -121,6 +121,7 @@ def edges_of(band):
     return x.min(), x.max()
 
 
+@pytest.mark.nightly
 def test_stein(source):
     ax = plot_stein(source)
     check_readable(ax)
@@ -225,6 +226,7 @@ def test_pictures_follow_the_style(mcmc, style, tmp_path):
         ax.figure.savefig(tmp_path / "picture.png")
 
 
+@pytest.mark.nightly
 def test_matplotlib_is_imported_when_it_is_needed():
     code = "import sys, numpyro_sgmcmc.plots; assert not {'arviz', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

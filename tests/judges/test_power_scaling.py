@@ -63,6 +63,7 @@ def reweighted(x, log_weights):
     return mean, sd, sd * np.sum(w**2) ** 0.5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("power", [0.8, 1.25])
 @pytest.mark.parametrize("component", ["prior", "likelihood"])
 def test_weights_are_those_of_a_fit_with_another_power(component, power):
@@ -98,6 +99,7 @@ def logistic(x, y, power=1.0, likelihood=1.0):
         numpyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
 
 
+@pytest.mark.nightly
 def test_refits_of_a_logistic_regression():
     def drawn(**powers):
         kernel = NUTS(full_data(logistic))
@@ -127,6 +129,7 @@ def hidden(y):
             numpyro.sample("y", dist.Normal(a, 0.5), obs=y[g].T)
 
 
+@pytest.mark.nightly
 def test_likelihood_of_groups_has_their_effects_integrated_out():
     y = RNG.normal(size=(30, 3)).astype(np.float32)
     run = run_mcmc(SGLD(hidden, step_size=1e-3), jnp.asarray(y), samples=20)
@@ -139,6 +142,7 @@ def test_likelihood_of_groups_has_their_effects_integrated_out():
     assert np.allclose(total.values.ravel(), right, rtol=1e-4)
 
 
+@pytest.mark.nightly
 def test_digits_of_the_total_of_many_rows():
     """Its differences between draws, of which the sum in single precision has none."""
     y = RNG.normal(5.0, 1, 1_000_000).astype(np.float32)

@@ -81,6 +81,7 @@ def of_hidden():
     return run_mcmc(kernel, *group_rows(GROUP), VALUES, warmup=0, samples=400, chains=2)
 
 
+@pytest.mark.nightly
 def test_each_row_has_its_own_law(of_rows):
     new = RNG.normal(size=(123, 2)).astype(np.float32)
     found = predict(of_rows, new, num_draws=300)["y"]
@@ -145,6 +146,7 @@ def test_weights_do_not_change_predictions():
     assert np.allclose(found, X @ SLOPES.mean((0, 1)), atol=0.3)
 
 
+@pytest.mark.nightly
 def test_effects_are_those_of_the_groups(of_groups):
     group = np.array([4, 0, 0, 3])
     found = predict(of_groups, group, num_draws=300)["y"]
@@ -158,6 +160,7 @@ def test_effects_are_those_of_the_groups(of_groups):
     assert predict(of_groups, own, known_groups=named, num_draws=300, groups=3)["y"].equals(found)
 
 
+@pytest.mark.nightly
 def test_local_effects_of_known_groups(of_hidden):
     chosen = np.array([7, 2, 39])
     members, observed = group_rows(np.array([0, 0, 1, 2]))
@@ -224,6 +227,7 @@ def of_each_row(x, y=None):
         numpyro.sample("y", dist.Normal(a + x[i], 0.01), obs=None if y is None else y[i])
 
 
+@pytest.mark.nightly
 def test_effects_of_rows_are_not_those_of_other_rows():
     effects = RNG.normal(size=(1, 400, 9))
     run = with_draws(full_data(of_each_row), (X[:9, 0], X[:9, 0]), {"a": effects})
@@ -303,6 +307,7 @@ def panel(x, y=None, series=2):
         numpyro.sample("y", dist.Normal(mean, 0.01), obs=None if y is None else y[i])
 
 
+@pytest.mark.nightly
 def test_sites_of_a_scan_inside_of_a_plate():
     path = RNG.normal(size=(1, 60, 3, 2)) * 5
     x = np.arange(6)
@@ -359,6 +364,7 @@ def crossed(x, y=None, t=None):
     numpyro.sample("t", dist.Poisson(jnp.exp(jnp.ones(3))).to_event(1), obs=t)
 
 
+@pytest.mark.nightly
 def test_sites_of_any_shape(monkeypatch):
     monkeypatch.setattr(new_rows, "MOST_ROWS", 4)
     w = 1 + 0.1 * RNG.normal(size=(1, 50))
@@ -412,6 +418,7 @@ def test_what_is_refused(which, args, options, match, request):
         predict(request.getfixturevalue(which), *args, **options)
 
 
+@pytest.mark.nightly
 def test_site_that_does_not_exist_without_observations():
     run = with_draws(only_observed, (X, X[:, 0]), {"w": SLOPES})
     with pytest.raises(ValueError, match="none of the observed sites.*obs=None if y is None"):

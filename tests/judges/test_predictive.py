@@ -103,6 +103,7 @@ def test_loo_is_that_of_all_observations(mcmc, whole):
     assert found.n_data_points == N
 
 
+@pytest.mark.nightly
 def test_loo_is_estimated_from_some_observations(mcmc, whole):
     found = loo(mcmc, 200, pointwise=True)
     assert abs(elpd(found) - elpd(whole)) < 4 * found.subsampling_se
@@ -119,6 +120,7 @@ def test_loo_is_estimated_from_some_observations(mcmc, whole):
         np.testing.assert_allclose(of_each(found).sum(), elpd(found), rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_error_of_the_estimated_loo_is_the_one_it_says(mcmc, whole):
     found = [loo(mcmc, 200, rng_key=random.key(k)) for k in range(8)]
     z = [(elpd(one) - elpd(whole)) / one.subsampling_se for one in found]
@@ -170,6 +172,7 @@ def crossed(y):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i[:, None], j])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model, count", [(table, 180), (vectors, 60), (crossed, 180)])
 def test_loo_of_observations_of_several_dimensions(model, count):
     mcmc = quickly_drawn(model, X[:60])
@@ -189,6 +192,7 @@ def two_sites(x, y, t):
         numpyro.sample("t", dist.Normal(w[0], 1), obs=t)
 
 
+@pytest.mark.nightly
 def test_loo_of_one_of_several_sites():
     mcmc = quickly_drawn(two_sites, X[:80], NUMBERS[:80], X[:7, 1])
     whole = to_arviz(mcmc, log_likelihood=True)
@@ -224,6 +228,7 @@ def test_only_what_is_known_can_be_read():
         array.isel(rows=[2, 3]).load()
 
 
+@pytest.mark.nightly
 def test_models_are_compared_by_the_same_observations(mcmc, too_sure):
     def ranked(observations):
         models = {"right": mcmc, "too sure": too_sure}
@@ -245,7 +250,7 @@ def uniform(pit):
     return stats.kstest(np.ravel(pit), "uniform").statistic < 1.95 / np.size(pit) ** 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pit_of_a_right_model_is_uniform_and_of_a_wrong_one_not(numbers):
     for is_right, data in numbers.items():
         y, w = values(data, "observed_data"), values(data, "posterior", "w")

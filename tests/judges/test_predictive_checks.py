@@ -47,6 +47,7 @@ def expected(y):
 NAMES = ["mean", "sd", "minimum", "maximum", "zeros", "dispersion"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("chunk", [7, 10_000])
 def test_statistics_of_a_right_and_of_a_wrong_model(monkeypatch, chunk):
     monkeypatch.setattr(new_rows, "MOST_ROWS", chunk)
@@ -101,6 +102,7 @@ def classes(y):
         numpyro.sample("y", dist.Categorical(p), obs=y[i])
 
 
+@pytest.mark.nightly
 def test_kinds_of_observations():
     y = RNG.integers(0, 2, N)
     run = with_draws(binary, (y,), {"p": np.full((1, 20), 0.5)})
@@ -167,6 +169,7 @@ def test_statistics_that_are_not_defined():
     assert table["p_value"]["mean"][[0, 1]].notna().all()
 
 
+@pytest.mark.nightly
 def test_ties_do_not_depend_on_the_order():
     y = np.array([0, 0, 1, 1, 1] * 4)
     exact = stats.binom(20, 0.6)
@@ -187,6 +190,7 @@ def hidden(members, observed, y):
             numpyro.sample("y", law, obs=y[members[g].T])
 
 
+@pytest.mark.nightly
 def test_effects_that_are_integrated_out():
     group = np.repeat(np.arange(60), 1 + np.arange(60) % 4)
     effect = 3 * RNG.normal(size=60)

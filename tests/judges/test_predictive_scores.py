@@ -281,6 +281,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_have_a_randomised_transform(name):
     """Uniform for calibrated counts, with and without a distribution function."""
@@ -325,6 +326,7 @@ def censored(y):
         numpyro.sample("y", law, obs=y[:, 0])
 
 
+@pytest.mark.nightly
 def test_sites_of_other_shapes(monkeypatch):
     monkeypatch.setattr(_predictive_mixture, "_CHUNK", 6)
     y = RNG.standard_normal((14, 3)).astype(np.float32)
@@ -345,6 +347,7 @@ def test_sites_of_other_shapes(monkeypatch):
         assert list(got.table.index) == ["log_predictive_density"]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Deterministic sites")
 def test_runs(tmp_path):
     """Of a kernel on minibatches, and of NUTS; with rows on disk; all chains are pooled."""

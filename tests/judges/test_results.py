@@ -94,6 +94,7 @@ def mcmc(y):
     return sampled(normal, y, samples=200)
 
 
+@pytest.mark.nightly
 @ARVIZ
 def test_groups_are_drawn_anew(mcmc, y):
     """New observations of a group are at its own effect, given its rows: against their law."""
@@ -241,6 +242,7 @@ def test_series_are_drawn_anew():
     assert 0.08 < spread.min() and spread.max() < 0.13
 
 
+@pytest.mark.nightly
 def test_programs_avoid_faulty_fusions():
     """The flag is set before JAX starts, once, and another value from a user stays."""
     program = "import os, numpyro_sgmcmc; print(os.environ.get('XLA_FLAGS', ''))"

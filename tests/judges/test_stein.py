@@ -202,6 +202,7 @@ def run(step_size, chains=1, progress_bar=False, **options):
     return mcmc, [w for w in seen if "do not have the law of the posterior" in str(w.message)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("step_size", "expected"), [(5e-4, 0), (1.5e-2, 1)])  # stable to 0.02
 def test_a_wrong_run_says_so_once(step_size, expected, monkeypatch):
     """Under a progress bar while it goes on."""
@@ -212,6 +213,7 @@ def test_a_wrong_run_says_so_once(step_size, expected, monkeypatch):
     assert mcmc.sampler.get_diagnostics_str(mcmc.last_state).endswith("BIASED") == bool(expected)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("chains", [1, 3])
 def test_a_wrong_run_without_a_bar_says_so_where_it_is_looked_at(chains):
     """Nothing is called from inside a compiled loop: the sums in the state are judged later."""
@@ -270,6 +272,7 @@ def test_a_run_that_takes_longer_than_expected(monkeypatch):
         assert "TIMES AS LONG" not in monitor.text(mcmc.last_state, seconds=1.0)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("undone", "steps", "stay", "said"),
     [

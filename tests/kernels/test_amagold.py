@@ -62,6 +62,7 @@ def z_scores(draws, moments):
     return np.array(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_size", [0.1, pytest.param(0.2, marks=pytest.mark.nightly)])
 def test_exact_law(step_size, monkeypatch):
     root = PRECISION**0.5
@@ -84,6 +85,7 @@ def test_exact_law(step_size, monkeypatch):
     assert z_scores(found, moments)[1] > 8
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [
     {"step_size": 0.3, "friction": 1.0, "metric": np.array([0.3]), "steps_per_sample": 3},
     pytest.param({}, marks=pytest.mark.nightly),
@@ -174,6 +176,7 @@ def test_a_path_that_is_not_finite_is_not_accepted():
     assert np.ptp(mcmc.get_samples()["mu"]) == 0
 
 
+@pytest.mark.nightly
 def test_rows_on_devices():
     mesh = jax.make_mesh((2,), ("rows",))
     root = PRECISION**0.5

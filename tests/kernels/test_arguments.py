@@ -231,6 +231,7 @@ def regression(x, y):
         numpyro.sample("y", dist.Normal(x["x"][i] @ w, 1), obs=y[i])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "made",
     [

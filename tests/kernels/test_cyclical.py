@@ -60,7 +60,7 @@ def test_the_schedule_is_that_of_the_docstring():
     assert [steps_for_samples(step_size, n) for n in (10, 50, 100)] == [10, 10, 20]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_draws_have_the_law_of_the_smallest_step_and_the_others_have_not():
     step_size = cyclical(LARGEST, SMALLEST, steps=400, sampling=0.5)
     mcmc = run(step_size, 2_000, chains=4)
@@ -77,6 +77,7 @@ def test_draws_have_the_law_of_the_smallest_step_and_the_others_have_not():
     assert abs(stein.temperature - variance(SMALLEST)) < 5 * stein.error + 0.01
 
 
+@pytest.mark.nightly
 def test_what_is_drawn_in_the_fall_is_left_out_of_the_results():
     step_size = cyclical(LARGEST, SMALLEST, steps=40, sampling=0.5)
     mcmc = run(step_size, 40, steps_per_sample=10, warmup=4)
@@ -96,6 +97,7 @@ def test_what_is_drawn_in_the_fall_is_left_out_of_the_results():
     assert int(mcmc.last_state.monitor.stein.steps) == 200
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["SGNHT", "SGMCLMC", "PSGLD"])
 def test_other_kernels_take_it(name):
     step_size = cyclical(2e-3, 5e-4, steps=20)

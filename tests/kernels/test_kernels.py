@@ -73,6 +73,7 @@ def progress_bar(monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
+@pytest.mark.one_case
 @each_kernel
 def test_collects_constrained_sites_and_deterministics(name):
     draws = samples(run(name))
@@ -86,6 +87,7 @@ def test_collects_constrained_sites_and_deterministics(name):
     assert len(np.unique(draws["scale"])) == 6
 
 
+@pytest.mark.nightly
 @each_kernel
 def test_chains_side_by_side_give_the_same_draws(name):
     expected = samples(run(name, num_chains=2, chain_method="sequential"))
@@ -121,6 +123,7 @@ def test_kernel_is_shared_by_chain_methods():
     assert_same(samples(mcmc), jax.tree.map(lambda x: x[:, 6:], expected))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "chain_method", ["parallel", pytest.param(jax.vmap, marks=pytest.mark.nightly)]
 )
@@ -133,12 +136,14 @@ def test_data_on_the_device(chain_method):
         mcmc.run(random.key(0), jnp.asarray(X).at[3, 1].set(jnp.nan), jnp.asarray(Y))
 
 
+@pytest.mark.nightly
 def test_eight_devices():
     assert jax.local_device_count() == 8
     mcmc = run("CCAdL", num_chains=8, chain_method="parallel")
     assert len({d for leaf in jax.tree.leaves(mcmc.last_state.z) for d in leaf.devices()}) == 8
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "chains"),
     [("CCAdL", 1), ("SGLD", 2)]
@@ -156,6 +161,8 @@ def test_progress_bar_changes_nothing(name, chains, progress_bar, capsys):
         assert "step size" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "chains", "init_params"),
     [
@@ -185,6 +192,7 @@ def test_second_run_compiles_nothing(name, chains, init_params, progress_bar, co
                 assert not compiled
 
 
+@pytest.mark.nightly
 @few_kernels
 def test_thinning_and_steps_per_sample(name):
     every = samples(run(name, num_samples=12))
@@ -205,6 +213,7 @@ def test_legacy_keys(name):
     assert_same(samples(run(name, key=random.PRNGKey(0))), samples(run(name)))
 
 
+@pytest.mark.nightly
 @few_kernels
 def test_init_params_are_where_the_chain_starts(name):
     tiny = {"step_size": 1e-7}
@@ -228,6 +237,7 @@ def test_init_strategies(strategy):
         np.testing.assert_allclose(samples(mcmc)["scale"], 2.0, rtol=1e-3)
 
 
+@pytest.mark.slow
 @few_kernels
 def test_warmup_then_run(name):
     expected = samples(run(name))
@@ -239,6 +249,8 @@ def test_warmup_then_run(name):
     assert mcmc.last_state.i == 9
 
 
+@pytest.mark.slow
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("name", "chain_method"),
     [pytest.param(*law.values, "vectorized", marks=law.marks) for law in LAWFUL]
@@ -318,6 +330,7 @@ def test_dtype_and_tracer_leaks():
     python("-c", EVERY_KERNEL, "float64", JAX_ENABLE_X64="true", JAX_CHECK_TRACER_LEAKS="1")
 
 
+@pytest.mark.one_case
 @each_state
 def test_state_fields(name):
     fields = ["i", "step_size", "minibatch_potential", "nonfinite_steps", "diverging"]
@@ -363,6 +376,7 @@ def test_step_size_schedule(name):
     np.testing.assert_allclose(found, 1e-4 * 0.9 ** np.arange(3, 9), rtol=1e-5)
 
 
+@pytest.mark.one_case
 @each_kernel
 def test_nonfinite_steps_are_undone_and_counted(name):
     """Steps of a size that no chain survives leave finite draws, the ones before included."""
@@ -387,6 +401,7 @@ def test_nonfinite_steps_are_undone_and_counted(name):
     assert ("3 STEPS UNDONE" if name == "SGFS" else "3 NON-FINITE STEPS") in text
 
 
+@pytest.mark.one_case
 @each_kernel
 def test_temperature_and_settings(name):
     mcmc = run(name, options={"temperature": 0.5}, num_warmup=1, num_samples=1)
@@ -447,6 +462,7 @@ def test_order_of_drift_and_kick():
         np.testing.assert_allclose(moved, used, atol=2e-4)
 
 
+@pytest.mark.nightly
 def test_momentum_is_resampled():
     """With a friction of nearly zero the momentum of a flat target only changes when redrawn."""
     kernel = SGHMC(model, step_size=1e-8, friction=1e-8, resample_momentum=3, temperature=4.0)
@@ -458,6 +474,7 @@ def test_momentum_is_resampled():
     assert changed == [True, False, False, True, False, False, True]
 
 
+@pytest.mark.nightly
 def test_running_average_of_the_noise():
     """kappa = 1/t for the first steps, then 1/window; the first step uses no estimate."""
     seen = []
@@ -545,6 +562,7 @@ def test_loops_call_no_python(name, chains):
     assert "while" in text and "callback" not in text
 
 
+@pytest.mark.nightly
 def test_rejected_steps_are_divergences(capsys):
     """A sample in which a step was undone, and no other, for the host and for ArviZ."""
     schedule = lambda i: jnp.where(i == 7, jnp.inf, 1e-4)  # noqa: E731

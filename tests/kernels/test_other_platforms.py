@@ -33,6 +33,7 @@ def calls_of(function, *arguments, platforms=PLATFORMS):
     return found
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_sample_lowers(name):
     mcmc = make(name)
@@ -89,6 +90,7 @@ CASES = {
 MARKS = {"many effects": pytest.mark.nightly, "latent effects": pytest.mark.slow}
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", [pytest.param(k, marks=MARKS.get(k, ())) for k in CASES])
 def test_programs_of_a_tuning_lower(case, monkeypatch):

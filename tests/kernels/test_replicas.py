@@ -107,6 +107,7 @@ def test_noisy_exchanges_are_balanced(variance, count):
         assert abs(np.log(a / b) - difference) > 2 * abs(found - difference)
 
 
+@pytest.mark.slow
 def test_replicas_have_the_law_of_their_temperature():
     kernel = SGHMC(gaussian, 0.2, 1.0, replicas=Replicas([1, 4, 16]), steps_per_sample=20)
     mcmc = run(kernel, np.zeros_like(SLOPES), samples=500)

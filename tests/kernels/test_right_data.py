@@ -92,6 +92,7 @@ def tuned():
     return kernel, mcmc
 
 
+@pytest.mark.nightly
 def test_models_take_turns(tuned):
     """NumPyro has one stack of handlers for all threads."""
     target = Target(
@@ -123,7 +124,7 @@ def test_the_tuning_of_other_data_gets_their_anchor(tuned):
     assert abs(mean_of(mcmc) - CHANGED.mean()) < 5 * N**-0.5 / 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "change", [pytest.param({"y": CHANGED}, marks=pytest.mark.nightly), {"scale": 0.05}]
 )
@@ -201,6 +202,7 @@ def test_one_kernel_in_two_threads():
     np.testing.assert_allclose(means, Y.mean() + np.arange(2), atol=5 * N**-0.5 / 10)
 
 
+@pytest.mark.nightly
 def test_the_counter_does_not_come_to_its_end():
     """Beyond 2**31 steps rows and noise are new, and the warm-up does not begin again."""
     mcmc = chain(SGLD(normal, 1e-4), num_samples=60, num_warmup=5)
@@ -221,6 +223,7 @@ def test_the_counter_does_not_come_to_its_end():
     assert len(np.unique(draws[0])) == 60
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "schedule",
     [

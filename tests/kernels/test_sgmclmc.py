@@ -116,6 +116,7 @@ def test_a_tuned_run_is_right():
     assert summary(mcmc).verdict.startswith("No problem found")
 
 
+@pytest.mark.nightly
 def test_the_energy_is_conserved_without_friction():
     y = data()
     kernel = kernel_of(0.02, friction=1e-6)

@@ -83,6 +83,7 @@ def densities(model, y, values):
     return np.asarray(terms["series"]), target.model
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("height", [0.5, 3.0])
 @pytest.mark.parametrize("times", [1, 2, 7])
 def test_sums_over_all_paths(height, times):
@@ -93,6 +94,7 @@ def test_sums_over_all_paths(height, times):
     np.testing.assert_allclose(found, enumerated(Y[:, :times], stay, height), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_gradients_and_curvatures():
     """Derivatives of the sum against finite differences of the enumerated one."""
     target = target_of(hmm, Y)
@@ -132,6 +134,7 @@ def by_two_sites(p):
     return jnp.abs(one - other)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("state_of", "number"), [(by_chance, 2), (by_two_sites, 4)])
 def test_kinds_of_states(state_of, number):
     values = {"stay": jnp.array([2.0, -0.5]), "height": jnp.log(1.5)}
@@ -161,6 +164,7 @@ def chain(state_of):
     return model
 
 
+@pytest.mark.nightly
 def test_impossible_transitions():
     """A second state that is never left: values and gradients are finite."""
 
@@ -188,6 +192,7 @@ def test_impossible_transitions():
     assert np.isfinite(jax.jit(jax.hessian(total))(1.5))
 
 
+@pytest.mark.nightly
 def test_effects_of_series_with_states():
     """A level of each series, integrated around the sum over its states."""
 
@@ -223,6 +228,7 @@ def test_effects_of_series_with_states():
     assert abs(found.mean() - expected.mean()) < 1e-3
 
 
+@pytest.mark.nightly
 def test_an_outcome_of_the_last_state():
     """In the body, with a mask at the other times."""
 
@@ -292,6 +298,7 @@ def irregular(kind):
     return model
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["two before", "sum of all", "backwards", "outside"])
 def test_states_that_are_no_chain(kind):
     with pytest.raises(
@@ -359,6 +366,7 @@ def surprise(counts, expected, variance):
     return np.abs((counts - expected)[enough] / variance[enough] ** 0.5).max()
 
 
+@pytest.mark.nightly
 def test_draws_of_states():
     """Frequencies of all 16 paths of states of 4,000 equal series."""
     stay, height, y, number = (0.8, 0.4), 1.5, np.array([0.2, 1.1, 0.9, -0.3]), 4_000
@@ -404,7 +412,7 @@ def exact_moments():
     ) ** 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_law_of_two_states(run):
     found = run.get_samples(group_by_chain=True)
     stay, height = (np.asarray(found[k], float) for k in ("stay", "height"))
@@ -442,6 +450,7 @@ def short_run():
     return run_mcmc(kernel, Y[:60], warmup=10, samples=20, chains=2)
 
 
+@pytest.mark.nightly
 def test_results_name_times_and_series(short_run):
     """The times of a ``scan`` are before the series, and have no name of a plate."""
     data = to_arviz(short_run, posterior_predictive=True, log_likelihood=True)
@@ -483,6 +492,7 @@ def test_axes_of_plates():
     assert axes == {"level": 0, "wide": 0, "one": None} | in_scan
 
 
+@pytest.mark.nightly
 def test_predictions_of_series(short_run):
     new = predict(short_run, Y[60:66], known_groups=-1, num_draws=10)["y"]
     assert new.dims == ("chain", "draw", "y_dim_0", "series") and new.shape[2:] == (TIMES, 6)

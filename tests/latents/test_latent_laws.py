@@ -9,14 +9,9 @@ import pytest
 #: Most of the time goes into compiling.
 COMPILE_QUICKLY = True
 
-#: In CI; the others before a release.
-IN_CI = "Gamma, of precisions"
 
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(k, marks=pytest.mark.slow if k == IN_CI else pytest.mark.nightly) for k in LAWS],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LAWS)
 def test_what_is_said_is_true(name):
     """Errors of few nodes and of more, with and without an anchor, and what the tuning says."""
     found = errors(prepared(LAWS[name], 300), RULES)

@@ -283,6 +283,7 @@ def errors(found, expected):
     return [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_the_marginal(case):
     """The minibatch potential averages to the exact marginal one, with its derivatives."""
@@ -297,6 +298,7 @@ def test_the_marginal(case):
     assert max(errors(derivatives(potential, x), expected)) < 1e-4
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("chunk", [64, 24 * 5, 17 * 5])
 def test_a_pass_over_two_plates_of_groups(chunk, monkeypatch):
     """It is one program, whose chunks have rows of both plates, each row once."""
@@ -337,6 +339,7 @@ def by_item(y, subsample_size=None):
             numpyro.sample("y", dist.Normal(a + easiness[at][:, None], 1.0), obs=y[g].T[at])
 
 
+@pytest.mark.nightly
 def test_a_complete_plate_inside_of_groups():
     """With a `subsample_size` of all of its rows a plate is what it is without."""
     energies = []
@@ -368,6 +371,7 @@ def test_searches_keep_complete_plates_and_plates_that_may_interact():
     assert sizes(Plate("rows", 1_000, 20), Plate("columns", 10_000, 500)) == [20, 500]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["plain", "controlled", "tempered"])
 def test_sub_batches_of_two_plates_of_groups(kind, monkeypatch):
     """Those of one plate leave out the other; potential, gradient and noise are the same."""
@@ -387,6 +391,7 @@ def test_sub_batches_of_two_plates_of_groups(kind, monkeypatch):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4), found, expected)
 
 
+@pytest.mark.nightly
 def test_series_of_groups():
     """Keys of a `scan`, and those in its body, are none that the model has asked for outside."""
     potential, x = flat_potential(series, Y, 1)
@@ -469,6 +474,7 @@ def log_variance(a, z):
     return z / 2 + rest, -jnp.abs(a) - math.log(2)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("law", [log_gamma, logit_beta, log_variance])
 def test_skewed_integrals(law):
     """Against closed forms, with their derivatives: of shapes much less and much more than 1."""
@@ -489,6 +495,7 @@ def test_skewed_integrals(law):
     assert (fine < 3e-5).all() and (fine_slope < 3e-5).all()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [0.1, 20.0])
 def test_draws_of_skewed_variables(shape):
     """Logarithms of Gamma variables, alone and beside a normal one: their tails are reached."""
@@ -508,7 +515,7 @@ def test_draws_of_skewed_variables(shape):
     assert stats.kstest(rest, "norm").pvalue > 0.001
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_a_bound_is_near():
     """Where single precision has no number between most of a Beta law and its bound."""
 
@@ -680,6 +687,7 @@ def test_curvature_by_draws():
     assert errors([prior], [expected[2]])[0] < 0.01
 
 
+@pytest.mark.nightly
 def test_metric_where_the_model_is_wrong():
     """Groups react to an event in opposite ways, and scores vary more than the curvature says."""
 
@@ -772,6 +780,7 @@ def test_many_normal_effects():
     assert max(errors(found, expected)) < 1e-3
 
 
+@pytest.mark.nightly
 def test_factors_of_small_matrices():
     a = RNG.standard_normal((7, 5, 5))
     a = a @ np.swapaxes(a, 1, 2) + np.eye(5)
@@ -956,7 +965,7 @@ def test_draws_on_disk(few, small_parts, tmp_path):
     assert not (other["a"] == here["a"]).any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_part_is_held(few, small_parts, tmp_path, monkeypatch):
     """Of all draws at a time, when they go to disk."""
     most, held, get = 2 * 20 * 4 * 3, [], jax.device_get

@@ -52,6 +52,7 @@ def matrices(width, size=9, number=3, seed=0):
     return dense, jnp.asarray(bands, jnp.float32)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("width", [0, 1, 2, 5, 8])
 def test_factors_of_banded_matrices(width):
     dense, bands = matrices(width)
@@ -85,6 +86,7 @@ def path(density, z):
     return curvature.path_of(curvature.pattern_of(density, z))
 
 
+@pytest.mark.nightly
 def test_curvatures_equal_the_dense_ones():
     z = random.normal(random.key(0), (3, 12))
     assert path(log_density, z) == (tuple(range(12)), Banded(2))
@@ -97,6 +99,7 @@ def with_border(z):
     return log_density(z[:, :-2]) - (jnp.cosh(z[:, :-2] + z[:, -2:-1] - z[:, -1:])).sum(1)
 
 
+@pytest.mark.nightly
 def test_curvatures_with_a_border():
     z = random.normal(random.key(1), (3, 14))
     assert path(with_border, z) == (tuple(range(14)), Banded(2, 2))
@@ -121,6 +124,7 @@ def compare_forms(density, z, forms):
     assert not form.is_complete(lambda z: density(z) - z[:, 0] * z[:, 5], z).any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", ["step", "check"])
 def test_integrals_equal_the_dense_ones(rule):
     """With the same draws they differ by the order of the values in them, and by their noise."""
@@ -215,6 +219,7 @@ PATHS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PATHS)
 def test_what_is_recognised(name, short):
     path, times, width, border = PATHS[name]
@@ -223,6 +228,7 @@ def test_what_is_recognised(name, short):
     assert plate.normal and plate.points("step") == 2 + 2 * width + border
 
 
+@pytest.mark.nightly
 def test_long_paths_are_recognised():
     plate = plate_of(model_of(walk, TIMES, "counts"), COUNTS)
     assert plate.path.form == Banded(1) and not plate.normal
@@ -267,6 +273,7 @@ def test_initial_values_may_be_special():
     assert plate.path.form == Banded(1)
 
 
+@pytest.mark.nightly
 def test_classes_may_have_other_paths():
     def model(y):
         phi = numpyro.sample("phi", dist.Uniform(-1, 1))
@@ -290,6 +297,7 @@ def neighbours(y, before):
         numpyro.sample("y", dist.Normal(x, 0.5).to_event(1), obs=y[i])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(("groups", "value"), [(1, 3), (180, 3), (1, 19), (60, 24), (1, None)])
 def test_groups_whose_paths_have_other_neighbours(groups, value):
     """Those of the first groups would give them wrong integrals."""
@@ -319,6 +327,7 @@ def marginal(y):
     numpyro.sample("y", dist.MultivariateNormal(mu * jnp.ones(TIMES), covariance), obs=y)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PATHS)
 def test_integrals_are_those_of_dense_curvatures(name, monkeypatch):
     path, times, *_ = PATHS[name]
@@ -353,6 +362,7 @@ def in_a_scan(y, law=dist.Normal):
     scan(step, jnp.zeros(seen.shape[1]), seen)
 
 
+@pytest.mark.nightly
 def test_values_in_a_scan(short):
     models = in_a_scan, model_of(walk, 12)
     targets = [target_of(model, Y) for model in models]
@@ -368,6 +378,7 @@ def test_values_in_a_scan(short):
         plate_of(partial(in_a_scan, law=lambda x, tau: dist.LogNormal(x, tau)), Y)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tau", [-5.0, -1.0, 1.0])
 def test_normal_paths_are_integrated_exactly(tau):
     """Potential and its first two derivatives."""
@@ -386,6 +397,7 @@ def test_normal_paths_are_integrated_exactly(tau):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3 * np.abs(other).max())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("law", "expected"),
     [(dist.Normal, True), (dist.Laplace, False), (partial(dist.StudentT, 3.0), False)],
@@ -447,7 +459,7 @@ def defects(run):
     return (draws.mean((0, 1)) - mean) / (sd / size**0.5), draws.std((0, 1)) / sd, size
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_law_of_a_local_level(run):
     error, ratio, size = defects(run)
     assert size.min() > 1_000
@@ -474,6 +486,7 @@ def log_predictive_density(mu, tau, y):
     return terms
 
 
+@pytest.mark.slow
 def test_one_step_ahead():
     """Differences of log densities are one-step-ahead scores; those of another time are not."""
     seen = np.ones((SERIES, TIMES), bool)
@@ -493,6 +506,7 @@ def test_one_step_ahead():
     assert np.abs(until(21) - until(20) - np.array(expected)).max() > 0.1
 
 
+@pytest.mark.nightly
 def test_log_likelihood_of_counts(monkeypatch):
     """Integrals by 32 draws, of a model that has no key, against those by 1,024."""
     model = read_model(model_of(walk, TIMES, "counts"), init_to_uniform, (COUNTS,), {}).model
@@ -539,7 +553,7 @@ def test_a_wrong_determinant_has_another_law(monkeypatch):
     assert np.abs(error).max() > 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_draws_of_paths_of_counts():
     """Those of one series, given all else, against importance weights of many draws."""
     mu, tau, y = 0.5, 0.3, COUNTS[:1]

@@ -86,6 +86,7 @@ KINDS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", KINDS)
 def test_normal_groups_are_found(kind):
     latent, likelihood, expected = KINDS[kind]
@@ -124,6 +125,7 @@ CORRELATED = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["trend", pytest.param("sum of two", marks=pytest.mark.nightly)])
 def test_strongly_correlated_effects(name):
     """Value, slope and curvature in log sigma, against the law of the rows in double precision."""
@@ -172,6 +174,7 @@ def test_derivatives_of_its_own():
     assert degree(lambda z: dist.Normal(0, 1).log_prob(held(z)), Z) == math.inf
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shift", [0.0, 1e4])
 def test_far_from_the_start(shift):
     """Rounding does not grow with the distance of the data from zero."""

@@ -148,6 +148,7 @@ STEPS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", STEPS)
 def test_the_step_is_its_law(name, monkeypatch):
     """At a temperature, so that none is left out."""
@@ -164,6 +165,7 @@ def test_the_step_is_its_law(name, monkeypatch):
         np.testing.assert_allclose(one, another, **SAME)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("covariance", ["diagonal", "low_rank", "matrix_free"])
 @pytest.mark.parametrize(
     "method",
@@ -272,6 +274,7 @@ def test_the_thermostat_sees_the_momentum_where_the_law_says(name, monkeypatch):
     np.testing.assert_allclose(new.dynamics.thermostat, xi if many else xi[0], **SAME)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("window", [3, math.inf])
 @pytest.mark.parametrize(
     "method",
@@ -301,6 +304,7 @@ def test_the_average_takes_what_this_minibatch_shows(method, window, monkeypatch
         assert state.dynamics.observations == t
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("h", [0.1, 0.5, 1.0])
 def test_stationary_covariances_follow(h, monkeypatch):
     """NOGIN and corrected ABOBA are exact: by the Jacobian of the kernel itself."""
@@ -320,6 +324,7 @@ def data(size=200, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal((size, D)), jnp.float32)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("metric", [None, "dense"])
 def test_a_sample_is_a_step_on_a_minibatch(metric):
     """Through ``sample``: the rows, their scale N / n, the prior, the metric and back."""
@@ -361,6 +366,7 @@ def some_model(x, factor):
     gaussian_mean(x, factor)
 
 
+@pytest.mark.nightly
 def test_a_step_is_a_function_of_its_arguments(tmp_path):
     """Outside of ``MCMC``, of a kernel that was never initialised, in another process."""
     kernel = CCAdL(some_model, step_size=H, friction=A, **full)

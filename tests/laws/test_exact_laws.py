@@ -396,7 +396,7 @@ def weak_order(method, step_sizes, dimension=2_000, num_samples=6_000):
 SOME_ORDERS = ("CCAdL nogin",)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in SOME_ORDERS else pytest.mark.nightly) for n in ORDERS],

@@ -71,6 +71,7 @@ def law_of_refreshed(h, every):
     return (theta[1] ** 2 + NOISE * np.sum(theta[2:] ** 2)) / (1 - theta[0] ** 2)
 
 
+@pytest.mark.nightly
 def test_a_new_method():
     """Its arguments are checked, in the signature, in the record and described."""
     every, h = 4, 0.2
@@ -112,6 +113,7 @@ SAME_MAPS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", SAME_MAPS)
 def test_a_new_splitting_is_that_of_all_kernels(name, monkeypatch):
     record = splittings.Splitting(abao, gradient_at_end=False, gradient_before_middle=True)
@@ -151,6 +153,7 @@ def test_a_new_scheme(monkeypatch):
 PACKAGE, PACKAGE_DEPTH = str(Path(numpyro_sgmcmc.__file__).parent), 10
 
 
+@pytest.mark.nightly
 def test_frames_from_mcmc_to_the_gradient():
     """How many functions of the package stand between ``MCMC`` and the model."""
     depths = []

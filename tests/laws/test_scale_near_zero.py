@@ -63,6 +63,7 @@ def law(scale):
     return (ratio, errors[0] / CHAINS**0.5), (below.mean(), errors[1] / CHAINS**0.5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scale", [0.35, pytest.param(0.45, marks=pytest.mark.slow)])
 def test_chains_do_not_stay_in_the_tail(scale):
     """The tail has no more and no less than that of a law that is wrong by 5 %."""
@@ -73,7 +74,7 @@ def test_chains_do_not_stay_in_the_tail(scale):
     assert narrow - 2 * error_below < below < wide + 2 * error_below
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_control_variate_drives_them_there(monkeypatch):
     monkeypatch.setattr(phases, "reach_of", lambda *_: None)
     (ratio, error), _ = law(0.35)
@@ -90,6 +91,7 @@ def test_the_reach_is_where_minibatches_have_four_times_the_noise(order):
     assert phases.reach_of(501, order, plain, controlled) is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("metric", [None, "diagonal"])
 def test_the_reach_is_in_standard_deviations_of_the_posterior(metric):
     tuning = CCAdL(effects, metric=metric, progress_bar=False).tune(random.key(0), data(0.45))
@@ -106,9 +108,10 @@ def schools(school, y):
         numpyro.sample("y", dist.Normal(mean[school[i]], sigma), obs=y[i])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "is_right",
-    [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.nightly)],
+    [True, False],
 )
 def test_plain_noise_does_not_throw_chains_out(monkeypatch, is_right):
     """

@@ -112,6 +112,7 @@ def interrupt_after(monkeypatch, chunks):
     monkeypatch.setattr(running.Running, "show", interrupted)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method",
     [
@@ -138,6 +139,7 @@ def test_draws_of_mcmc(method, tmp_path):
     assert mcmc.stopped is None
 
 
+@pytest.mark.nightly
 def test_sites_left_out_are_in_the_moments(tmp_path):
     def two(y):
         numpyro.sample("tau", dist.HalfNormal(1.0))
@@ -194,6 +196,7 @@ def test_one_program_without_data_in_it():
     assert "tensor<100x3xf32>" in text
 
 
+@pytest.mark.slow
 @ARVIZ
 @pytest.mark.parametrize("seconds", [pytest.param(1e-9, marks=pytest.mark.nightly), 0.001])
 def test_resumed_run_is_the_same(seconds, stopped, whole, monkeypatch):
@@ -209,6 +212,7 @@ def test_resumed_run_is_the_same(seconds, stopped, whole, monkeypatch):
     xr.testing.assert_allclose(resumed.moments, whole.moments, rtol=1e-12)
 
 
+@pytest.mark.nightly
 def test_finished_run_is_read_and_extended(tmp_path, monkeypatch):
     folder = tmp_path / "run.zarr"
     first = run(long_run(folder))
@@ -276,6 +280,7 @@ def test_other_run_is_refused(said, finished):
     assert np.array_equal(store.Store(finished).read("posterior/mu"), before)
 
 
+@pytest.mark.nightly
 def test_another_schedule_is_refused(tmp_path):
     """Told apart by its values over the whole run, and not at a few steps of it."""
 
@@ -320,6 +325,7 @@ def test_damaged_checkpoint_is_refused(tmp_path):
         run(long_run(folder))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sampler", [kernel, lambda: CCAdL(model, progress_bar=False), full_nuts])
 def test_a_second_run_has_the_program_of_the_first(sampler, monkeypatch):
     def made(sampler, **options):
@@ -430,6 +436,7 @@ def test_failing_program_keeps_what_was_drawn(tmp_path):
     assert resumed.get_samples()["mu"].shape == (36, 3)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("shape", [(), (3,), (40, 7), (300_000,)])
 def test_store_is_zarr(shape, tmp_path):
     """What is appended in blocks, cut back and appended again is what zarr-python reads."""
@@ -510,6 +517,7 @@ def test_a_flipped_bit_of_the_draws_is_noticed(tmp_path):
     assert same(results(run(long_run(folder))), results(mcmc))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "content, said",
     [
@@ -534,6 +542,7 @@ def test_damaged_metadata_are_named(content, said, finished):
     assert run(long_run(finished)).get_samples()["mu"].shape == (36, 3)
 
 
+@pytest.mark.nightly
 def test_lost_metadata_of_a_part_are_written_again(stopped, whole):
     _, folder = stopped
     parts = [folder / name / "zarr.json" for name in ("posterior", "posterior/mu", "moments")]
@@ -548,6 +557,7 @@ def test_lost_metadata_of_a_part_are_written_again(stopped, whole):
     assert found == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["0", "zarr.json", "checkpoint"])
 def test_full_disk(name, tmp_path, monkeypatch, whole):
     """Nothing that was drawn is lost, and the run goes on when there is room."""
@@ -747,6 +757,7 @@ def test_missing_zarr_is_named(tmp_path, monkeypatch):
         long_run(tmp_path / "run.zarr")
 
 
+@pytest.mark.nightly
 @ARVIZ
 def test_opens_in_arviz(tmp_path):
     import arviz as az

@@ -211,6 +211,7 @@ def told_of(runs):
     return told
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kept, every",
     [
@@ -274,6 +275,7 @@ def begun(tmp_path_factory):
     return folder, y
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("change", LATE)
 def test_another_model_of_later_rows_is_refused(change, begun):
     folder, y = begun
@@ -456,6 +458,7 @@ def others_of(content, path=()):
     yield (*path, "more"), content | {"more": 1}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.nightly), 97])
 def test_checkpoints_of_other_content(every, runs):
     """With a right checksum, as another program would write them: a sentence, or no harm."""

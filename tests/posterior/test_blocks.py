@@ -55,6 +55,7 @@ def test_the_mean_is_that_of_the_rows(case):
     assert np.allclose(blocks.deviations.sum(1), 0)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", CASES)
 def test_the_variance_is_unbiased(case):
     """Mean over orders of the rows within strata, and the variance of the mean by its formula."""

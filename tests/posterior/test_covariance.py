@@ -106,6 +106,7 @@ def test_few_steps_for_short_ones(spectrum):
         assert error(Full(100, 2)) > 1e-3  # the negative control
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("name", ["full", "low_rank", "matrix_free"])
 @pytest.mark.parametrize("vector", [jnp.zeros(D), jnp.eye(D)[0]])
 def test_nothing_divides_by_zero(name, vector):

@@ -91,6 +91,7 @@ FACTORS = {
 HELD = {"diagonal": Diagonal(), "full": Full(3)}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("names", [("rows",), ("rows", "columns")])
 @pytest.mark.parametrize("scheme", ["without_replacement", "with_replacement"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)

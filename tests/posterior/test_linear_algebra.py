@@ -175,7 +175,7 @@ def test_programs_without_batches_stay_as_they_are(one_device):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("several", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_samples_of_a_kernel(several, one_device):
     view = read_model(two_threads.model, init_to_median, two_threads.DATA, {})
@@ -220,7 +220,7 @@ def run_with_two_threads(script, *arguments, devices=1):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_two_threads(devices):
     """It stands still for ever where the calls are not in order."""

@@ -213,6 +213,7 @@ def read(model, args):
     return seen, z, args
 
 
+@pytest.mark.one_case
 @each_model
 def test_initial_values_are_no_data(model, args):
     """The fingerprint of what a model captures, by which a run knows its data."""
@@ -235,6 +236,7 @@ def relative_error(found, expected):
     return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
 
 
+@pytest.mark.one_case
 @each_model
 def test_partition_averages_to_the_full_potential(model, args):
     seen, z, args = read(model, args)
@@ -252,6 +254,7 @@ def test_partition_averages_to_the_full_potential(model, args):
         assert relative_error(batches[0][1], full[1]) > 1e-3  # the batches do differ
 
 
+@pytest.mark.one_case
 @each_model
 def test_full_potential_is_that_of_numpyro(model, args):
     seen, z, args = read(model, args)
@@ -263,6 +266,7 @@ def test_full_potential_is_that_of_numpyro(model, args):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.one_case
 @each_model
 def test_row_terms_are_what_the_rows_add_to_the_potential(model, args):
     """Taking one row twice as often as another moves the potential by its term."""

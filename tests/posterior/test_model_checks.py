@@ -110,6 +110,7 @@ def test_noise_beyond_the_friction():
     run(kernel(step_size=0.004, friction=1.0), X, Y)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("integrator", ["baoab", "aboba", "obabo"])
 def test_noise_beyond_the_friction_of_symmetric_integrators(integrator):
     """(h^2 / 4) V <= T tanh(A h / 2), and no friction is enough from h^2 V = 4 T on."""
@@ -124,6 +125,7 @@ def test_noise_beyond_the_friction_of_symmetric_integrators(integrator):
         run(kernel(step_size=0.1, friction=1e3, noise_variance=500.0), X, Y)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("covariance", ["diagonal", "full", "low_rank", "matrix_free"])
 def test_estimated_noise_beyond_the_friction(covariance):
     kernel = partial(
@@ -371,6 +373,7 @@ def test_frozen_parameters_are_named():
         run(sgld(model, init_strategy=init_to_value(values={"scale": 1.0})), X, Y)
 
 
+@pytest.mark.nightly
 def test_derived_indices_are_not_refused():
     """Only the rows themselves must fit the length of the array: not what is computed of them."""
 

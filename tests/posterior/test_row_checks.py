@@ -99,6 +99,7 @@ def logarithm(w, i, x, y):
     observed(dist.Normal(jnp.log(x[i, 0]) * w[0], 1), y[i])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("likelihood", "values", "message"),
     [
@@ -178,6 +179,7 @@ def by_position(x, w, i):
     return jnp.linspace(0, 1, len(i)) * (x @ w)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "function", [softmax, batch_normalisation, random_walk, previous, by_position]
 )

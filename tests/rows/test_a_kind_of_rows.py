@@ -92,6 +92,7 @@ def away(mcmc, counts):
     return np.array([z.mean() / z.std() * size**0.5, (z.std() - 1) * (2 * spread) ** 0.5])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_of_rows(name, monkeypatch):
     """Tuned and judged like any other, it has its law."""
@@ -110,6 +111,7 @@ def test_a_kind_of_rows(name, monkeypatch):
     assert to_arviz(mcmc).attrs["subsampling"] == name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", KINDS)
 def test_the_law_is_that_of_the_kind(name, monkeypatch):
     mcmc = run(monkeypatch, name, CONTROLS[name], "minibatch")

@@ -159,7 +159,7 @@ def drawn(name, x, y=Y, **options):
     return run_mcmc(kernel, x, y, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -463,6 +463,7 @@ def test_more_shards_than_files_that_may_be_open(tmp_path):
     assert np.array_equal(np.concatenate(found), right[rows])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors there")
 def test_more_refreshes_than_files_that_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "_MOST_OPEN", 10)
@@ -521,7 +522,7 @@ def test_tuning_of_rows_that_were_edited(tmp_path, monkeypatch):
         assert len(found) == runs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_run_on_rows_that_were_restored(tmp_path, short_stretches, monkeypatch):
     """What counts is what they are; unchanged, they are not all read again."""
     passes = []
@@ -640,7 +641,7 @@ class Failing:
         return X[rows]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_run_goes_on_when_the_disk_is_back(tmp_path):
     """With everything drawn before, and to the draws that there would have been."""
     whole = drawn("SGLD", X, samples=30_000).get_samples()["w"]
@@ -661,6 +662,7 @@ def test_a_long_run_goes_on_when_the_disk_is_back(tmp_path):
     assert np.array_equal(mcmc.get_samples()["w"], whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.arviz
 @pytest.mark.filterwarnings("ignore")
 def test_arviz_reads_some_of_the_rows(tmp_path, monkeypatch):

@@ -182,6 +182,7 @@ def test_a_pass_over_all_rows_moves_none(model, order):
     assert collectives(program, data, POINT) == {"all-reduce": 1}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("model", "all_rows"),
     [
@@ -221,6 +222,7 @@ def collectives(function, *arguments):
     return {kind: count for kind, count in counts.items() if count}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["SGLD modified", "CCAdL"])
 def test_a_step_is_one_message(name):
     """And what the loop of `MCMC` does besides sends nothing, and no data."""
@@ -342,6 +344,7 @@ def test_negative_control(monkeypatch):
     assert abs(z) > 10
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("covariance", "estimator"),
     [
@@ -394,6 +397,7 @@ FAST = ("SGLD epochs", "CCAdL matrix free")
 SLOW = ("SGHMC estimated", "SGNHT", "CCAdL tuned", "SGFS", "SMSUBU")
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "name",
     [*FAST, *(pytest.param(name, marks=pytest.mark.nightly) for name in SLOW)],

@@ -175,6 +175,7 @@ def grown_target(model, rows):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", [logistic, pytest.param(intercepts, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("half_life", [None, 700.0])
 def test_sums_of_old_rows_and_new_ones(model, half_life):
@@ -291,6 +292,7 @@ def test_rows_that_are_forgotten():
         assert growth(mcmc).problem is None, str(growth(mcmc))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("judge", [certify, calibrated, stein_matrix])
 def test_what_is_forgotten_is_not_judged_by_all_rows(judge):
     mcmc = begun(SGLD(linear, 1e-5), GrowingRows(X[:1_000], Y[:1_000], half_life=300), 200, 5)
@@ -298,7 +300,7 @@ def test_what_is_forgotten_is_not_judged_by_all_rows(judge):
         judge(mcmc)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_compiled_again_within_the_room():
     compiled = []
 
@@ -417,6 +419,7 @@ def off(mcmc, rows):
     return np.max(np.abs(np.asarray(anchor.gradient["w"]) - slope)) / len(y) ** 0.5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "other", [corrected, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_ROWS)]
 )
@@ -473,7 +476,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("change", "jit"), [*((change, True) for change in CHANGED), ("another array", False)]
 )
@@ -512,7 +515,7 @@ def test_a_hash_of_rows_grows_with_them():
     assert first == 2_048
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fewer_rows_than_a_minibatch():
     rows, model = GrowingRows(X[:1_000], Y[:1_000]), partial(linear, batch_size=600)
     mcmc = begun(CCAdL(model, tuning=tuned(), progress_bar=False), rows, 2_000, 100)
@@ -528,6 +531,7 @@ def test_fewer_rows_than_a_minibatch():
     np.testing.assert_allclose(counts, 600 / rows.capacity, rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_methods_without_a_control_variate_go_on_too():
     rows = GrowingRows(X[:1_000], Y[:1_000])
     for kernel in (
@@ -546,7 +550,7 @@ def test_methods_without_a_control_variate_go_on_too():
     np.testing.assert_allclose(narrower, np.eye(3) * np.sqrt(1_100 / 1_200), rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_metrics_at_members_of_an_ensemble_get_narrower_too():
     rows = GrowingRows(X[:1_000], Y[:1_000])
     start = Ensemble(steps=500, learning_rate=0.02)
@@ -559,6 +563,7 @@ def test_metrics_at_members_of_an_ensemble_get_narrower_too():
     np.testing.assert_allclose(after / before, np.sqrt(1_000 / 1_500), rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_minibatch_of_which_few_rows_count():
     rows = GrowingRows(X[:5_000], Y[:5_000], half_life=80)
     kernel = SGHMC(linear, 1e-3, 5.0)
@@ -659,6 +664,7 @@ BAD_RUNS = {
 }
 
 
+@pytest.mark.one_case
 @pytest.mark.filterwarnings("ignore:No plate of the model")
 @pytest.mark.parametrize("case", BAD_RUNS)
 def test_runs_that_cannot_go_on(case):
@@ -669,6 +675,7 @@ def test_runs_that_cannot_go_on(case):
         begun(kernel, rows, 5, 5)
 
 
+@pytest.mark.nightly
 def test_what_does_not_go_together():
     rows = GrowingRows(X[:1_000], Y[:1_000])
     mcmc = begun(SGLD(linear, 1e-5), rows, 5, 5)
@@ -696,6 +703,7 @@ def written(folder, *ends):
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("chains", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_rows_on_disk_that_keep_coming_are_as_in_memory(chains, tmp_path):
     written(tmp_path, 0, 600, 1_000)

@@ -79,6 +79,7 @@ def test_it_is_a_permutation(size):
         assert sorted(as_integers(*rows).tolist()) == list(range(size))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("scheme", SCHEME_NAMES)
 @pytest.mark.parametrize("size", [1_024, FAR])
 def test_rows_are_equally_likely(scheme, size):

@@ -121,6 +121,7 @@ def on_devices(args, kernel, **options):
     ).get_samples()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("chains", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_draws_are_those_in_memory(chains, tmp_path):
     """Of more steps than are read at once, of shards whose ends are not those of the devices."""
@@ -136,6 +137,7 @@ def test_draws_are_those_in_memory(chains, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, found[0], other)
 
 
+@pytest.mark.nightly
 def test_rows_read_ahead_are_of_a_device():
     """A state that was elsewhere has those of the first one, which the others are not to take."""
     x, y = spread_rows(MESH, RowsOnDisk(np.asarray(X)), RowsOnDisk(np.asarray(Y)))
@@ -167,7 +169,7 @@ def tuned(args):
     return kernel.tuning, np.asarray(mcmc.get_samples()["w"], float)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_rows_are_read_three_times(devices, small_samples, read):
     """
@@ -199,7 +201,7 @@ def test_what_a_sample_does_not_know_is_found_out(small_samples, monkeypatch):
     check_law(draws, x, y)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sample_lies_where_it_should(small_samples):
     """Its anchor is near the mode, and its metric about right; without a step it would not be."""
     x, y = rows_of()

@@ -81,7 +81,7 @@ ALLOCATIONS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "model", [regression, pytest.param(in_a_second_dimension, marks=pytest.mark.nightly)]
 )
@@ -272,6 +272,7 @@ def test_law_with_strata(uneven):
     assert error < 0.01 and abs(found - 1) < 3.5 * error
 
 
+@pytest.mark.nightly
 def test_forgotten_weights_are_noticed(uneven, monkeypatch):
     x, labels = uneven
     monkeypatch.setattr(Strata, "weights", jnp.ones(BATCH))
@@ -292,6 +293,7 @@ def test_forgotten_weights_are_noticed(uneven, monkeypatch):
 # --- which rows
 
 
+@pytest.mark.nightly
 def test_fourth_cumulant_of_a_regression():
     """The gradients of a linear regression are known."""
     rng = np.random.default_rng(2)
@@ -443,6 +445,7 @@ def test_kept_with_the_kernel(grouped, tuned):
     assert np.isin(np.flatnonzero(np.asarray(group[::-1]) < 2), whole).all()
 
 
+@pytest.mark.nightly
 def test_several_plates(uneven):
     """Each has strata of its own."""
     x, labels = uneven
@@ -460,6 +463,7 @@ def test_several_plates(uneven):
     assert sizes == {"rows": ((10, 400, 190), BATCH), "others": ((20, 20), 10)}
 
 
+@pytest.mark.nightly
 def test_rows_from_disk(uneven, tmp_path):
     x, labels = uneven
     np.save(tmp_path / "x.npy", x)
@@ -473,7 +477,7 @@ def test_rows_from_disk(uneven, tmp_path):
     np.testing.assert_allclose(*draws, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_said_of_ordinary_rows():
     y = 3 + random.normal(random.key(0), (10_000,))
 

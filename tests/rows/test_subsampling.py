@@ -58,6 +58,7 @@ def test_pairs_of_rows_are_uniform(size):
     assert 1e-4 < chi2.sf(statistic, freedom) < 1 - 1e-4
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("scheme", ["without_replacement", "with_replacement"])
 @pytest.mark.parametrize(("size", "batch_size"), [(20, 5), (1000, 100), (200, 140)])
 def test_variance_of_a_minibatch_mean(scheme, size, batch_size):
@@ -128,6 +129,7 @@ def test_multiply_divmod():
         )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_stream_is_a_function_of_key_and_step(scheme):
     draw = SCHEMES[scheme].draw

@@ -149,11 +149,12 @@ def drawn(x, y, samples, **options):
     return run_mcmc(kernel, x, y, warmup=5, samples=samples, **options).get_samples()["w"]
 
 
+@pytest.mark.nightly
 def test_draws_are_those_in_memory(tmp_path):
     assert np.array_equal(drawn(*saved(tmp_path), 40), drawn(X, Y, 40))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_run_goes_on_with_other_objects(tmp_path):
     for samples in (10, 40):
         again = saved(tmp_path)

@@ -54,6 +54,7 @@ def logistic(x, y, scale):
         numpyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
 
 
+@pytest.mark.slow
 def test_raw_units():
     """Incomes on heights in inches: the posterior is 1e5 of its widths from where it starts."""
     height, noise = np.random.default_rng(1).standard_normal((2, N)) * [[4], [19_000]]
@@ -148,7 +149,7 @@ def test_classes_of_large_groups_have_several_modes():
     assert searched(classes, y)[1].multimodal
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("centred", [True, False])
 def test_a_hierarchy_has_one(centred):
     """Its density is highest where the groups do not differ; few draws come from there."""
@@ -172,6 +173,7 @@ def test_starts_where_it_is_told():
         assert np.all(np.sign(target.unravel(start.metric.center)["mu"]) == np.sign(mu))
 
 
+@pytest.mark.nightly
 def test_nowhere_finite():
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -184,6 +186,7 @@ def test_nowhere_finite():
 
 
 # over 26 keys the logarithms of the ratios had a standard deviation of 0.12
+@pytest.mark.nightly
 @pytest.mark.parametrize("find, most", [(find_metric, 1.5), (find_low_rank, 2.5)])
 def test_a_rough_likelihood(find, most, monkeypatch):
     """
@@ -212,6 +215,7 @@ def test_a_rough_likelihood(find, most, monkeypatch):
     assert (widths() > 3 * expected).any()  # as if the rows said nothing
 
 
+@pytest.mark.nightly
 def test_scales_start_within_reach():
     """The curvature of a prior in the logarithm of a scale is no width of it, and has no units."""
 
@@ -286,6 +290,7 @@ def test_a_curved_ridge_is_no_mode():
     assert modes(target) == []
 
 
+@pytest.mark.nightly
 def test_few_directions_of_many_parameters():
     """Crossed effects, of which the means are known together much less than each for itself."""
     first, second, number = 60, 30, 3_000

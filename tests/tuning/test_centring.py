@@ -172,6 +172,7 @@ def point_of(target):
     return target.unravel(0.4 * random.normal(random.key(1), (target.model.dimension,)))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_recognised(case):
     effects, expected = CASES[case]
@@ -336,6 +337,7 @@ def density_defect(target):
     return float(jnp.abs(here(unravel(y), rows, key) - expected))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_change_of_variables(case):
     target = with_degrees(read(CASES[case][0]))
@@ -372,6 +374,7 @@ def slopes(target, anchor, y):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "order"),
     [("centred", 2), ("by hand", 1), ("nested", 2), ("its columns", 2)],
@@ -419,6 +422,7 @@ def test_coordinates_in_which_effects_and_scale_are_independent():
     np.testing.assert_allclose(law, np.tile([-1, 1], (3, 1)) * (1 - degree) ** 0.5, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_degrees_are_those_of_the_rows():
     """The part of a group's precision that comes from its rows, here of 4 to 1,000."""
     sizes = np.array([4, 10, 30, 100, 300, 1_000])
@@ -527,7 +531,7 @@ def test_an_anchor_that_moves():
     check_moments(mcmc.get_samples(group_by_chain=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tuning_is_used_again(by_hand):
     """By another kernel, with other data: the coordinates are part of it."""
     tuning = by_hand.sampler.tuning

@@ -72,6 +72,7 @@ def tuned(crossed):
     return target, Tuning(0.1, 2.0, metric, start, anchor, NoiseLevel(1.0, 1.0, 1.0, 0.0))
 
 
+@pytest.mark.nightly
 def test_the_error_is_that_of_the_algebra(monkeypatch):
     monkeypatch.setattr(correlated_noise, "_DRAWS", 1_000)
     crossed = Crossed(20, 3, 600, 20)
@@ -90,6 +91,7 @@ def test_the_error_is_that_of_the_algebra(monkeypatch):
     assert abs(alone) < 0.01 * error
 
 
+@pytest.mark.nightly
 def test_the_shift_of_a_scale_is_that_of_the_algebra(monkeypatch):
     """
     The logarithm of the rows' precision: its gradient moves by half of the trace of the rows'
@@ -121,7 +123,7 @@ def test_the_shift_of_a_scale_is_that_of_the_algebra(monkeypatch):
     assert error < expected / 10 and abs(shift - expected) < 4 * error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tuning_takes_shorter_steps():
     """Through all phases, above 500 parameters."""
     crossed = Crossed(60, 10, 1_200, 24)
@@ -147,6 +149,7 @@ def test_the_limit_of_a_step_with_a_friction_and_a_temperature():
     assert step_size(noise="full") == CCAdL(lambda: None).method.suggest(level.times(0.0))[0]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("many", [600, 6])
 def test_wider_effects_move_their_scale(many, monkeypatch):
     """The logarithm of the scale of many effects, whose mean gradient is that of sum(a^2) / 2."""
@@ -212,7 +215,7 @@ def test_crossed_effects_are_not_too_narrow(monkeypatch):
     assert step_size < longer and abs(found - 1) < 0.013 and narrow < 0.984
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_effects_of_few_rows_have_right_variances():
     """A row is in one minibatch of 200: an average that forgets it gives other variances."""
     levels, rows = 3_000, 60_000

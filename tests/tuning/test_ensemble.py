@@ -50,6 +50,7 @@ def after_run(kernel, warmup, samples, *data):
     return run_mcmc(kernel, *data, warmup=warmup, samples=samples, chains=4)
 
 
+@pytest.mark.nightly
 def test_each_chain_starts_at_an_optimum_of_its_own():
     state = states(SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=2_000, learning_rate=0.02)))
     fits = np.asarray(jax.vmap(of_model)(state.z))
@@ -64,6 +65,7 @@ def test_each_chain_starts_at_an_optimum_of_its_own():
     assert one.init(random.key(0), 1, None, (X, Y), {}).z["w1"].shape == (1, 8)
 
 
+@pytest.mark.nightly
 def test_a_progress_bar_shows_the_parts_of_a_descent_and_changes_nothing(monkeypatch, capsys):
     def found(**options):
         kernel = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=30), **options)
@@ -104,6 +106,7 @@ def test_steps_are_as_long_as_the_energy_allows_and_chains_stay_near():
     assert kernels[1].tuning is found
 
 
+@pytest.mark.nightly
 def test_members_that_are_lost_are_told():
     kernel = SGHMC(network, 1e-3, 10.0, start=Ensemble(steps=5))
 
@@ -126,6 +129,7 @@ def test_members_that_are_lost_are_told():
             states(other)
 
 
+@pytest.mark.nightly
 def test_what_cannot_start_is_said():
     with pytest.raises(ValueError, match="must be None, 'ensemble' or an `Ensemble`; got 'best'"):
         SGMCLMC(network, start="best")
@@ -197,6 +201,7 @@ linear = partial(small_models.linear, prior=0.5)
 LINEAR_START = Ensemble(steps=5_000, learning_rate=0.02)
 
 
+@pytest.mark.nightly
 def test_the_metric_of_a_chain_has_the_curvature_at_its_member():
     kernel = SGHMC(linear, 0.01, 1.0, start=LINEAR_START, metric="diagonal")
     state = kernel.init(random.split(random.key(0), 3), 1, None, (X3, Y3), {})
@@ -213,6 +218,7 @@ def test_the_metric_of_a_chain_has_the_curvature_at_its_member():
     np.testing.assert_array_equal(state.fixed.metric.center, state.z["w"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind, settings",
     [
@@ -280,7 +286,7 @@ def test_a_metric_of_its_own_is_refused_where_none_is_found():
         kernel.init(random.key(0), 1, {"w": jnp.zeros(3)}, (X3, Y3), {})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_steps_are_in_units_of_the_metric():
     sizes = []
     for metric in (None, "diagonal"):

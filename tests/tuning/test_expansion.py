@@ -61,6 +61,7 @@ def anchor_of(target, units=1.0):
     return target.anchor(values | {"w": values["w"] / units})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", [regression, units, effects])
 def test_the_hessian_of_all_rows_for_eight_passes(model):
     target = target_of(model)
@@ -73,6 +74,7 @@ def test_the_hessian_of_all_rows_for_eight_passes(model):
     assert np.abs(off).max() < 1e-3
 
 
+@pytest.mark.nightly
 def test_what_is_not_linear_takes_columns_if_these_pay():
     target = target_of(regression, bend=1.0)
     anchor = anchor_of(target)

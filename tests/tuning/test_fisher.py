@@ -80,6 +80,7 @@ def spectrum(target, found):
     return np.linalg.eigvalsh(factor.T @ hessian @ factor)
 
 
+@pytest.mark.nightly
 def test_of_a_right_model_it_is_the_hessian():
     """The information of all rows, of which each stands for itself, and the prior's precision."""
     target = target_of(RIGHT)
@@ -94,6 +95,7 @@ def test_of_a_right_model_it_is_the_hessian():
     np.testing.assert_allclose(prior, np.eye(D + 1), atol=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "y",
     [RIGHT, WIDER, pytest.param(WILD, marks=pytest.mark.slow)],
@@ -109,6 +111,7 @@ def test_metric_of_right_and_wrong_models(model, y):
     assert np.exp(np.log(e).mean()) == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.nightly
 def test_a_wrong_model_is_noticed(monkeypatch):
     """Without the products with the Hessian the metric would be that of the scores."""
     target = target_of(WIDER)
@@ -141,6 +144,7 @@ def target_of_effects():
     return non_centred(target), len(y)
 
 
+@pytest.mark.nightly
 def test_the_curvature_of_coordinates_is_exact():
     """With the rows' own curvature it adds up to the Hessian; the prior's alone does not."""
     target, number = target_of_effects()

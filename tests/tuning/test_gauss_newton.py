@@ -113,6 +113,7 @@ def of_rows(target, point):
     return jax.hessian(energy)(point), whitened_gauss_newton(target, unit, point, rows, key)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 def test_it_is_the_hessian_far_from_the_mode(law):
     target = target_of(law, observed(law))
@@ -145,6 +146,7 @@ def test_a_second_site_in_another_plate():
     np.testing.assert_allclose(found, hessian, atol=2e-4 * np.abs(hessian).max())
 
 
+@pytest.mark.nightly
 def test_what_is_not_linear_is_seen_by_the_product():
     """The product of the comparison is the difference to the Hessian."""
 
@@ -192,6 +194,7 @@ def horseshoe():
     return local * hierarchy()
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("coefficients", [hierarchy, horseshoe])
 @pytest.mark.parametrize("has_law", [True, False])
 def test_coordinates_of_hierarchies(coefficients, has_law):
@@ -217,6 +220,7 @@ def test_coordinates_of_hierarchies(coefficients, has_law):
     np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max())
 
 
+@pytest.mark.nightly
 def test_hessians_in_coordinates_of_scale_mixtures():
     """By effects they are those of the potential in the coordinates."""
 

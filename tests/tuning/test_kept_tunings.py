@@ -60,6 +60,7 @@ def few():
     return x, (rng.random(4_000) < 1 / (1 + np.exp(-x))).astype(np.float32)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kernel, arguments, part",
     [
@@ -99,6 +100,7 @@ def tuned(folder, arguments, model=linear, kernel=CCAdL, **options):
     return run_mcmc(kernel, *arguments)
 
 
+@pytest.mark.slow
 def test_a_kept_tuning_is_used(tmp_path, monkeypatch):
     first = tuned(tmp_path / "new" / "folder", data())
     (file,) = (tmp_path / "new" / "folder").iterdir()
@@ -111,6 +113,7 @@ def test_a_kept_tuning_is_used(tmp_path, monkeypatch):
         second.sampler.tune(random.key(1), *data())  # asked for, it is a new one
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "change",
     [
@@ -160,6 +163,7 @@ def captures(name, value):
     return model
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name, one, other",
     [
@@ -228,6 +232,7 @@ def test_numbers_and_names_are_kept_apart():
     assert description_of({"a": np.ones(2)}) != description_of({"b": np.ones(2)})
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*cannot be used")
 def test_a_file_under_another_name_is_not_used(tmp_path, monkeypatch):
     tuned(tmp_path / "one", data())
@@ -249,6 +254,7 @@ def test_a_file_under_another_name_is_not_used(tmp_path, monkeypatch):
         Tuning.load(own)
 
 
+@pytest.mark.nightly
 def test_rows_in_memory_and_rows_that_keep_coming(tmp_path):
     x, y = grouped()
     tuned(tmp_path, (x, y), hierarchy)
@@ -265,6 +271,7 @@ def test_several_write_at_once(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.nightly
 def test_a_link_that_leads_nowhere(tmp_path):
     tuned(tmp_path, data())
     (file,) = tmp_path.iterdir()
@@ -272,6 +279,7 @@ def test_a_link_that_leads_nowhere(tmp_path):
     tuned(tmp_path, data(seed=1))
 
 
+@pytest.mark.nightly
 def test_other_data_start_at_its_centre(tmp_path):
     def moved(by):
         return (3 + by + np.random.default_rng(int(by)).normal(size=(2_000, 3)).astype("f4"),)
@@ -288,6 +296,7 @@ def test_other_data_start_at_its_centre(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.nightly
 def test_rows_that_keep_coming(tmp_path):
     x, y = data()
     rows = GrowingRows(x[:1_500], y[:1_500])
@@ -295,6 +304,7 @@ def test_rows_that_keep_coming(tmp_path):
     np.testing.assert_array_equal(first.get_samples()["w"], second.get_samples()["w"])
 
 
+@pytest.mark.nightly
 def test_its_warnings_are_heard_again(tmp_path):
     tuned(tmp_path, data())
     (file,) = tmp_path.iterdir()
@@ -309,6 +319,7 @@ def damaged(content):
     return [bytes(flipped), content[:-10], b"", b"PK", b"{}", b"\x80\x04K\x01."]
 
 
+@pytest.mark.nightly
 def test_damaged_files_are_not_used(tmp_path):
     right = tuned(tmp_path, data()).sampler.tuning
     (file,) = tmp_path.iterdir()
@@ -327,6 +338,7 @@ def test_damaged_files_are_not_used(tmp_path):
     assert Tuning.load(file).step_size == right.step_size
 
 
+@pytest.mark.nightly
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="was not written to .*the next one tunes itself"):

@@ -27,7 +27,7 @@ def tuned(size, **options):
     return CCAdL(model, progress_bar=False, **options).tune(random.key(0), x, y, size)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("friction", [None, pytest.param(4.0, marks=pytest.mark.nightly)])
 def test_larger_minibatches_need_the_promised_steps(friction):
     few = tuned(50, gradient="minibatch", friction=friction)
@@ -40,5 +40,6 @@ def test_larger_minibatches_need_the_promised_steps(friction):
     assert "larger minibatches" not in str(many)
 
 
+@pytest.mark.nightly
 def test_small_noise_needs_no_larger_minibatches():
     assert tuned(500).larger[0] == 1

@@ -48,6 +48,7 @@ def searched():
     return target, find_center(target, random.key(0), init_to_uniform), y
 
 
+@pytest.mark.slow
 def test_the_scale_of_a_hierarchy(searched):
     """The marginal posterior of the scale is known to 6 %, and its mode is near the truth."""
     target, found, y = searched
@@ -79,6 +80,7 @@ def test_coordinates_of_the_centre(searched):
     assert np.sqrt(np.mean((a - shrunk) ** 2)) < 0.5 * (EACH + TAU**-2) ** -0.5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_controlled", [True, False])
 def test_noise_of_many_effects_does_not_widen_their_scale(monkeypatch, is_controlled):
     """0.25 % of the rows in a minibatch. Plain minibatches make the scale far too large."""
@@ -127,6 +129,7 @@ def test_random_errors_of_the_diagonal_are_shrunk():
         assert np.std(found[others]) < 0.08  # eight signs alone have errors of 0.2
 
 
+@pytest.mark.nightly
 def test_rows_without_second_derivatives():
     """Absolute residuals: the scales are those of the gradients, and no matrix of the rows."""
     columns, rows = 501, 6_000
@@ -181,6 +184,7 @@ def condition(find):
     return e[-1] / e[0], np.abs(off).max()
 
 
+@pytest.mark.nightly
 def test_columns_whose_sums_are_alike():
     """Each column adds up to the intercept: six directions that the rows hardly know."""
 
@@ -224,6 +228,7 @@ def crossed():
     return target, mean[0], covariance[0, 0] ** 0.5
 
 
+@pytest.mark.nightly
 def test_the_shares_of_an_intercept_and_of_columns(crossed, monkeypatch):
     """The rows know the sum of an intercept and of the means of columns, and not its terms."""
     target, mean, sd = crossed
@@ -237,6 +242,7 @@ def test_the_shares_of_an_intercept_and_of_columns(crossed, monkeypatch):
     assert waiting < 1 and off() > 2 * waiting
 
 
+@pytest.mark.nightly
 def test_the_scale_of_effects_of_few_rows():
     """
     A scale is known less well than with effects held fixed, as which it was found.
@@ -308,6 +314,7 @@ def test_a_part_of_the_rows():
     assert condition(found)[0] < 6
 
 
+@pytest.mark.nightly
 def test_fewer_parameters_than_directions():
     """Rounds that leave out the directions of the first one look at others, up to all."""
 
@@ -326,6 +333,7 @@ def test_fewer_parameters_than_directions():
     assert np.linalg.eigvalsh(factor.T @ precision @ factor)[-1] < 4
 
 
+@pytest.mark.nightly
 def test_directions_of_all_rounds(monkeypatch):
     """Without the sums of sites, rounds find what is left by what they did not see before."""
 
@@ -340,6 +348,7 @@ def test_directions_of_all_rounds(monkeypatch):
     assert condition(found)[0] < 6 < first
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("extensions", [6, 0])
 def test_slow_directions_that_no_sum_is_close_to(monkeypatch, extensions):
     """
@@ -432,6 +441,7 @@ def test_r_hats_that_chance_does_not_explain():
     assert beyond_chance(np.append(few, np.inf), 16, np.full(1_001, 1_001))[-1] == np.inf
 
 
+@pytest.mark.nightly
 def test_the_best_of_three_searches_goes_on(monkeypatch):
     """Searches that stay where they start, and descents that hardly move."""
     ends = []

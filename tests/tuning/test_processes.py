@@ -211,7 +211,7 @@ def run(case, key=1, is_centred=False):
     return draws, exact(case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_exact_law(name):
     draws, expected = run(CASES[name](np.random.default_rng(0)), is_centred=name == "map")
@@ -241,6 +241,7 @@ def test_curves_of_twenty_keys(count):
     assert 0.8 < np.sqrt(np.mean(found**2)) < 1.25
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("count", [100, 400])
 def test_scales_that_underflow(count):
     """Also at the centre, where the scale of most functions is zero in single precision."""

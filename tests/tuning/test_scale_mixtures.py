@@ -253,6 +253,7 @@ def read(effects):
     return non_centred(target_of(model_of(effects), *DATA))
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_what_is_recognised(family):
     target = read((FAMILIES | MIXTURES)[family])
@@ -273,6 +274,7 @@ def points_of(target, number=4):
         yield values | {"z": 3.0**k / 3 * values["z"]}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_there_and_back(family):
     target = read((FAMILIES | MIXTURES)[family])
@@ -282,6 +284,7 @@ def test_there_and_back(family):
             np.testing.assert_allclose(back[name], values[name], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_integral_over_scales(family):
     """The potential is that of the model, integrated numerically over the local scales."""
@@ -320,6 +323,7 @@ def test_the_integral_over_scales(family):
         np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("family", MIXTURES)
 def test_the_potential_of_a_mixture(family):
     """The potential of the coordinates is that of the model, with the determinant of the map."""
@@ -339,6 +343,7 @@ def test_the_potential_of_a_mixture(family):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["half-Cauchy", "half-t", "half-normal"])
 def test_the_law_of_local_scales(family):
     """Given effects, a local scale is drawn from its conditional distribution."""
@@ -366,6 +371,7 @@ def test_the_law_of_local_scales(family):
     assert kstest(logs[:, 0], lambda t: np.interp(t, grid, alone)).pvalue < 1e-3
 
 
+@pytest.mark.nightly
 def test_derivatives():
     """Of the inverse, by differences; and none is lost at zero or far out."""
     target = read(FAMILIES["regularised"])
@@ -389,6 +395,7 @@ def test_derivatives():
         assert all(bool(jnp.isfinite(x).all()) for x in jax.grad(energy)(values).values())
 
 
+@pytest.mark.nightly
 def test_the_gradient_of_the_effects_is_one_of_the_coordinates():
     target = read(FAMILIES["regularised"])
     rows, key = target.model.first_rows(), random.key(0)
@@ -441,7 +448,7 @@ def defects(seed=0):
     return error, draws.std((0, 1)) / sd, size
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_law_of_a_horseshoe():
     error, ratio, size = defects()
     assert size.min() > 1_000
@@ -490,7 +497,7 @@ def moments_of_spikes():
     return mean, np.sqrt(square - mean**2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:NUTS is likely to be quicker")
 def test_law_of_spike_and_slab():
     kernel = CCAdL(model_of(spike_and_slab), progress_bar=False)

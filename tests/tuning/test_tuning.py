@@ -232,7 +232,7 @@ def test_other_data_of_the_same_sums(tuning):
         mcmc.run(random.key(0), X, Y)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chains_start_from_different_places(tuning):
     mcmc = run(CCAdL(logistic, tuning=tuning), X, Y, warmup=1, samples=1, chains=50)
     first = mcmc.get_samples(True)["w"][:, 0]
@@ -240,6 +240,7 @@ def test_chains_start_from_different_places(tuning):
     assert 0.7 < float(z.std()) < 1.3
 
 
+@pytest.mark.nightly
 def test_given_values_are_kept(tuning):
     kernel = CCAdL(logistic, step_size=0.25, friction=2.0, tuning=tuning)
     state = run(kernel, X, Y, warmup=2, samples=2).last_state
@@ -273,6 +274,7 @@ def nested(x):
             numpyro.sample("x", dist.StudentT(3.0, mean * (1 + j), 1.0), obs=x[i][:, j])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "chunk",
     [
@@ -330,6 +332,7 @@ def test_what_cannot_be_prepared_fails_where_it_is_used(monkeypatch):
         broken(jnp.ones(3))
 
 
+@pytest.mark.nightly
 def test_a_tuning_for_other_data_compiles_nothing(compiled):
     """Programs are kept by name for data of the same shapes; numbers are those of a new kernel."""
     others = X[::-1] + 0.1, Y[::-1]
@@ -343,6 +346,7 @@ def test_a_tuning_for_other_data_compiles_nothing(compiled):
     assert (again.step_size, again.noise, again.passes) == (anew.step_size, anew.noise, anew.passes)
 
 
+@pytest.mark.nightly
 def test_a_run_takes_the_tuning_that_was_asked_for():
     """A new one would have its own key, and cost as much again."""
     kernel = CCAdL(logistic, progress_bar=False)
@@ -361,7 +365,7 @@ def controlled(found, order=1):
 orders = pytest.mark.parametrize("order", [1, 2])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_hessian_of_all_data(monkeypatch):
     """In chunks of the rows and of the columns, and in the order of flat vectors."""
     monkeypatch.setattr(potential, "_CHUNK", 700)
@@ -387,6 +391,7 @@ def several_sites(X, y):
         numpyro.sample("y", dist.Bernoulli(logits=X[i] @ w + b), obs=y[i])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_control_variate_is_unbiased(order):
     """Over a partition of the data its mean is the potential of all data, with its gradient."""
@@ -417,6 +422,7 @@ def test_control_variate_is_unbiased(order):
     np.testing.assert_allclose(both[1]["w"], slopes["w"][0], rtol=1e-3, atol=0.05)
 
 
+@pytest.mark.nightly
 def test_noise_falls_with_the_order():
     """
     With the distance from the anchor the noise grows as the distance to the power of the order:
@@ -438,6 +444,7 @@ def test_noise_falls_with_the_order():
         assert spread[0] / spread[1] == pytest.approx(10**order, rel=0.3)
 
 
+@pytest.mark.nightly
 @orders
 def test_no_noise_at_the_anchor_or_for_gaussians(order):
     found = Model(logistic, X, Y)
@@ -468,6 +475,8 @@ def test_no_noise_at_the_anchor_or_for_gaussians(order):
         assert (spread < 1e-4 * plain) == is_quiet
 
 
+@pytest.mark.slow
+@pytest.mark.one_case
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_law_with_a_control_variate(order):
     """SGLD of a Gaussian mean: without noise exactly 1 / (1 - h lambda / 2) times the variance."""
@@ -543,6 +552,7 @@ def test_where_the_gradient_is_taken(order):
     assert off["nogin"] > 8 * error["nogin"]  # the negative control
 
 
+@pytest.mark.nightly
 def test_no_hessian_of_too_many_parameters(monkeypatch):
     monkeypatch.setattr(expansion, "DENSE_BY_DEFAULT", 3)
     target, noise = Model(logistic, X, Y).target, NoiseLevel(1.0, 100.0, 1.0, 0.1)
@@ -556,6 +566,7 @@ def test_no_hessian_of_too_many_parameters(monkeypatch):
     assert expansion.worth_of_expansion(target, "auto", steps, noise) == 0
 
 
+@pytest.mark.nightly
 def test_the_integrator_suits_the_noise(tuning):
     quiet, noisy = (
         tuning._replace(noise=tuning.noise._replace(mean=0.0, largest=level / tuning.step_size**2))
@@ -578,6 +589,7 @@ def test_the_integrator_suits_the_noise(tuning):
     assert state.fixed.layout.integrator == kernel.run_info["integrator"] == "symmetric"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "chain_method", ["vectorized", pytest.param("sequential", marks=pytest.mark.nightly)]
 )
@@ -719,7 +731,7 @@ def test_nonlinearity_of_the_gradient(bend):
     assert found.plain.mean == 0 and found.plain.curvature == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rounding_errors_are_not_taken_for_a_nonlinearity():
     """One slope of a Gaussian is rounded by 0.1, as if at random."""
 
@@ -774,6 +786,7 @@ def test_warns_of_rounding(offset):
     assert ("rounded off" in (tuning.problem or "")) == ("rounding errors" in str(tuning)) == warned
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kernel", [CCAdL] + [pytest.param(k, marks=pytest.mark.nightly) for k in (SGHMC, SGLD)]
 )
@@ -826,6 +839,7 @@ def test_too_many_parameters_for_a_matrix():
     assert stein_report(mcmc.last_state.monitor.stein).problem() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "expected"),
     # three quarters less at each halving; too wide whatever the step size; all is well
@@ -935,6 +949,7 @@ def test_traced_data_cannot_be_tuned_to():
         jax.jit(lambda x: kernel.init(random.key(0), 1, None, (x, Y), {}).z)(X)
 
 
+@pytest.mark.slow
 def test_no_centre():
     def bad(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -1055,7 +1070,7 @@ def test_a_parameter_of_which_nothing_is_known():
     assert tuning.flat == "extra" and "does not depend on 'extra'" in tuning.problem
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("given", [None, 0.9])
 def test_a_momentum_that_does_not_occur(tuning, given):
     """A tuned kernel, with another step size too, undoes and counts the step, and turns round."""
@@ -1077,6 +1092,7 @@ def test_a_momentum_that_does_not_occur(tuning, given):
     np.testing.assert_allclose(after.z["w"], before.z["w"], rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_direction_that_a_metric_misses():
     """Differences are known, and the sum is not: by products with the Hessian, and of a matrix."""
     size, rows, scale = 12, 400, 0.3
@@ -1182,6 +1198,7 @@ def groups(x, y):
         numpyro.sample("y", dist.Bernoulli(logits=mean + effect + x[i, 0]), obs=y[i])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("model", "passes", "size", "is_said"),
     [
