@@ -149,7 +149,7 @@ MUTATIONS = {
         "rows/test_shards.py -k read_ahead",
     ),
     "a sample that is not like all rows": Mutation(
-        "tuning/subsample.py - NEAR", "1e9, 4", "rows/test_shards.py -k is_found_out -m nightly",
+        "tuning/subsample.py - NEAR", "1e9, 4", "rows/test_shards.py -k is_found_out",
     ),
     "the same normals at every step": Mutation(
         "kernels/transition.py one_step noise_key", "(random.fold_in(key, 0) for key in keys)",
@@ -199,7 +199,7 @@ MUTATIONS = {
     ),
     "noise with directions that is left to the momentum": Mutation(
         "methods/sgmclmc.py _random_force taken", "0 * h",
-        "kernels/test_sgmclmc.py -k so_much_less -m nightly",
+        "kernels/test_sgmclmc.py -k so_much_less",
     ),
     "exchanges without a penalty for their noise": Mutation(
         "kernels/exchange.py exchange_probability ratio", "difference",
@@ -326,22 +326,30 @@ def planted(mutation: Mutation, root: Path) -> tuple[Path, str, str]:
     return path, text, (content[:start] + wrong.encode() + content[end:]).decode()
 
 
+NO_TESTS = 5  #: the exit status of pytest that has found no tests
+
+
 def first_failure(root: Path, mutation: Mutation) -> str | None:
     """The first of the tests that fails with the error planted, or None if all pass."""
     file, source, wrong = planted(mutation, root)
     file.write_text(wrong)
+    # from where the package is found that has the error
+    tests = re.sub(r"\S+\.py", r"tests/\g<0>", mutation.tests)
+    command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
+    ended = set()
     try:
-        options = "-x -q -p no:cacheprovider -m 'not nightly'"
-        # from where the package is found that has the error
-        tests = re.sub(r"\S+\.py", r"tests/\g<0>", mutation.tests)
-        command = f"{sys.executable} -m pytest {options} {tests}"
-        done = subprocess.run(command, cwd=root, shell=True, capture_output=True, text=True)
+        for half in ("not nightly", "nightly"):  # the quick ones first
+            done = subprocess.run(
+                f"{command} -m '{half}'", cwd=root, shell=True, capture_output=True, text=True
+            )
+            ended.add(done.returncode)
+            if found := re.search(r"^(?:FAILED|ERROR) (\S+(?: \S+\])?)", done.stdout, re.MULTILINE):
+                return found.group(1)
     finally:
         file.write_text(source)
-    if done.returncode not in (0, 1):
+    if ended not in ({0}, {0, NO_TESTS}):
         raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-3_000:]}")
-    found = re.search(r"^(?:FAILED|ERROR) (\S+(?: \S+\])?)", done.stdout, re.MULTILINE)
-    return found.group(1) if found else None
+    return None
 
 
 def main() -> int:
