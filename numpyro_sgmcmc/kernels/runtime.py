@@ -12,6 +12,7 @@ import warnings
 import jax
 
 from numpyro_sgmcmc.data.growing import growing_in, padded, row_count_of, trimmed
+from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.data.sharding import EVERYWHERE, Shards, found_shards
 from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.kernels.method import Method
@@ -19,6 +20,7 @@ from numpyro_sgmcmc.posterior.checks.all_rows import check_rows
 from numpyro_sgmcmc.posterior.checks.arguments import checked_arrays
 from numpyro_sgmcmc.posterior.checks.devices import check_spread
 from numpyro_sgmcmc.posterior.checks.run import Asked, check_run
+from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP
 from numpyro_sgmcmc.posterior.model import MinibatchModel, read_model
 from numpyro_sgmcmc.posterior.target import Program, Quick, Target
 from numpyro_sgmcmc.tuning.tuning import Tuning, TuningFailed
@@ -121,6 +123,9 @@ class Runtime:
         name = self.name
         self.shards = found_shards(args, kwargs)
         model = read_model(method.model, method.init_strategy, args, kwargs)
+        if method.may_take_all_rows and not (self.grows or self.shards or on_disk((args, kwargs))):
+            # a control variate evaluates as many
+            model = model.with_all_rows(GRADIENTS_OF_A_STEP[1])
         self.is_here = True
         if model != self.model:
             self.model, self.programs = model, {}

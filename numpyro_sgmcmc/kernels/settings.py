@@ -62,7 +62,8 @@ class Settings:
     follow from the fields. The docstrings of the kernels take their descriptions from here.
 
     :param model: a model with NumPyro primitives. A minibatch has ``subsample_size`` rows of each
-        plate that says so; without such a plate every step uses all data. Predict with
+        plate that says so. It has all rows if these are at most twice as many, and if gradient,
+        subsampling and rates are tuned: a control variate would evaluate as many. Predict with
         :class:`~numpyro_sgmcmc.full_data`.
     :param step_size: step size :math:`h`, in units of the metric: of a posterior standard
         deviation if that is tuned. A positive number, or a function of the number of steps taken,
@@ -191,6 +192,13 @@ class Settings:
     def rates_are_given(self) -> bool:
         """True if step size and friction are given."""
         return self.step_size is not None and getattr(self, "friction", 0.0) is not None
+
+    @property
+    def may_take_all_rows(self) -> bool:
+        """True if the gradient of few rows may be that of all of them."""
+        is_tuned = isinstance(self.tuning, Tuning) or not self.rates_are_given
+        is_free = self.start is None and self.replicas is None
+        return is_tuned and is_free and self.gradient == self.subsampling == "auto"
 
     @property
     def oracle(self) -> str:

@@ -121,6 +121,17 @@ class MinibatchModel(NamedTuple):
         parts = self.parts * Fraction(plate.size, rows)
         return self._replace(plates=(sample,), parts=parts, on_disk=on_disk)
 
+    def with_all_rows(self, most: float) -> "MinibatchModel":
+        """
+        Return the model with all rows in a minibatch, where they are few in all plates.
+
+        :param most: the largest number of rows, in minibatches.
+        """
+        if any(plate.size > most * plate.subsample_size for plate in self.plates):
+            return self
+        plates = (plate._replace(subsample_size=plate.size) for plate in self.plates)
+        return self._replace(plates=tuple(plates))
+
     def with_small_minibatches(self, share: float, least: int) -> "MinibatchModel":
         """
         Return the model with smaller minibatches, where they have more rows than a search needs.

@@ -158,7 +158,13 @@ def search_center(
         part=part,
         is_rough=search.is_rough,
         is_gauss_newton=search.is_gauss_newton,
+        look=search.look_at_all if has_all_rows(target) else None,
     )
+
+
+def has_all_rows(target: Target) -> bool:
+    """True if a minibatch has all rows, so that the metric needs no program of its own."""
+    return target.minibatch_share == 1 and not target.model.drawn_plates
 
 
 def search_errors(
@@ -266,6 +272,8 @@ def _draws(target: Target, is_gauss_newton: bool) -> int:
     """The number of draws of the Gaussian."""
     if mixtures_of(target.centring):
         return _MORE_DRAWS  # the prior's part of the Hessian varies from draw to draw
+    if has_all_rows(target):
+        return DRAWS
     return _FEWER_DRAWS if is_gauss_newton else DRAWS
 
 
@@ -525,6 +533,13 @@ class _Search:
         look = _Look(center, factor, reach_, np.int32(count), np.int32(hessians), part_)
         program = _program(self.target, is_rough, self.is_gauss_newton)
         return jax.tree.map(np.asarray, program(self.rng_key, look))
+
+    def look_at_all(
+        self, is_rough: bool, is_gauss_newton: bool, center: np.ndarray, factor: np.ndarray
+    ) -> Any:
+        """The mean potential of all rows, its gradient and its Hessian at a Gaussian."""
+        self.is_gauss_newton = is_gauss_newton
+        return self._look(is_rough, center, factor, 1, 1)[0]
 
     def _share(self, count: int) -> float:
         return count * self.target.minibatch_share

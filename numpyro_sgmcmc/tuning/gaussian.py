@@ -82,6 +82,8 @@ class Gaussian(NamedTuple):
     - **is_rough** - whether second derivatives say nothing of its shape.
     - **flat** - a direction in its coordinates along which nothing changes, or None.
     - **is_gauss_newton** - whether a Gauss-Newton matrix of the rows stood in for their Hessian.
+    - **look** - what the search evaluates at a Gaussian, if that is of all rows and in the same
+      coordinates, or None.
     """
 
     metric: GaussianMetric
@@ -93,6 +95,7 @@ class Gaussian(NamedTuple):
     is_rough: bool = False
     flat: np.ndarray | None = None
     is_gauss_newton: bool = False
+    look: Callable[[bool, bool, np.ndarray, np.ndarray], Any] | None = None
 
 
 def are_modes(energies: np.ndarray) -> np.ndarray:
@@ -168,7 +171,7 @@ class _Search:
 
     def __init__(self, target: Target, rng_key: Array, start: Gaussian) -> None:
         self.target = target = target.keeping_programs()  # many steps of one program
-        self.rng_key, self.is_rough = rng_key, start.is_rough
+        self.rng_key, self.is_rough, self.look = rng_key, start.is_rough, start.look
         self.dimension, self.dtype = target.model.dimension, start.metric.center.dtype
         minibatches = math.ceil(_ROWS_FOR_EACH * self.dimension / target.effective_batch_size)
         if any(plate.is_group for plate in target.model.plates):
@@ -188,10 +191,14 @@ class _Search:
 
     def fitted(self, center: np.ndarray, factor: np.ndarray) -> Fit | None:
         """The potential, its gradient and its Hessian, or what stands in for it, at a Gaussian."""
-        there = (np.asarray(x, self.dtype) for x in (center, factor))
-        program = _metric_program(self.target, self.is_rough, self.is_gauss_newton)
-        numbers = np.int32(self.minibatches), np.int32(self.draws // 2)
-        value, gradient, hessian = program(self.rng_key, *there, *numbers)
+        facts = self.is_rough, self.is_gauss_newton
+        if self.look is not None:
+            value, gradient, hessian = self.look(*facts, center, factor)
+        else:
+            there = (np.asarray(x, self.dtype) for x in (center, factor))
+            numbers = np.int32(self.minibatches), np.int32(self.draws // 2)
+            program = _metric_program(self.target, *facts)
+            value, gradient, hessian = program(self.rng_key, *there, *numbers)
         hessian = np.asarray(hessian, np.float64) + factor.T @ self.missing @ factor
         fit = fit_of(center, factor, (value, gradient, hessian), self.dtype)
         # a Hessian-vector product counts as two gradients

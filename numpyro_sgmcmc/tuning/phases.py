@@ -101,7 +101,13 @@ from numpyro_sgmcmc.posterior.metric import (
     Metric,
 )
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.center import prepare_center, search_center, search_errors, search_near
+from numpyro_sgmcmc.tuning.center import (
+    has_all_rows,
+    prepare_center,
+    search_center,
+    search_errors,
+    search_near,
+)
 from numpyro_sgmcmc.tuning.correlated_noise import error_of_correlations
 from numpyro_sgmcmc.tuning.expansion import DEARER, DENSE_BY_DEFAULT, expanded, worth_of_expansion
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
@@ -212,12 +218,13 @@ def _find_center(search: Search, known: Known) -> Known:
         gaussian = search_center(at, search.key(0), request.init_strategy, begin)
     if gaussian is None:
         gaussian = find(at, search.key(0), request.init_strategy)
-    seen = at
     gaussian = gaussian._replace(part=known.share * gaussian.part)
     known = known._replace(
         tuning=Tuning(1.0, None, IdentityMetric(), multimodal=gaussian.multimodal)
     )
-    seen, gaussian = find_centring(seen, gaussian)
+    seen, gaussian = find_centring(at, gaussian)
+    if seen is not at:
+        gaussian = gaussian._replace(look=None)
     return known.after("centre", known.share * gaussian.passes, seen=seen, gaussian=gaussian)
 
 
@@ -446,7 +453,8 @@ def _prepare(target: Target, request: TuningRequest, controls: bool) -> None:
         prepare_center(target)
     if _shape_of(request.metric, target.model.dimension) is not find_metric:
         return
-    prepare_metric(target)
+    if target.centring or not has_all_rows(target):
+        prepare_metric(target)
     if request.metric in (None, "dense"):
         dimension, dtype = target.model.dimension, target.model.dtype
         shapes = (dimension,), (dimension, dimension), (dimension, dimension)

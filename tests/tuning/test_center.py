@@ -13,6 +13,7 @@ from numpyro.distributions import constraints
 from numpyro.infer import init_to_uniform, init_to_value
 import pytest
 from runs import target_of
+import small_models
 
 from numpyro_sgmcmc import CCAdL
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric
@@ -32,11 +33,11 @@ NOISE = RNG.standard_normal(N)
 W = np.array([0.5, -1.0, 1.0, 0.2])
 
 
-def searched(model, *args, init_strategy=init_to_uniform):
+def searched(model, *args, init_strategy=init_to_uniform, **kwargs):
     args = tuple(
         jnp.asarray(x, jnp.float32 if np.asarray(x).dtype.kind == "f" else None) for x in args
     )
-    target = Target(read_model(model, init_strategy, args, {}), args, {})
+    target = Target(read_model(model, init_strategy, args, kwargs), args, kwargs)
     return target, search_center(target, random.key(0), init_strategy)
 
 
@@ -329,3 +330,22 @@ def test_few_directions_of_many_parameters():
     assert found.converged and found.metric.vectors.shape[1] < 20
     assert checked(found.metric)
     assert not checked(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [3, 20])
+def test_the_metric_of_minibatches_with_all_rows_has_the_program_of_the_centre(columns, compiled):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1_000, columns))
+    y = rng.random(1_000) < 1 / (1 + np.exp(-x[:, 0]))
+    target, start = searched(small_models.logistic, x, y.astype(float), batch_size=1_000)
+    before = len(compiled)
+    found = find_metric(target, random.key(1), start)
+    # products with the Hessian show what a Gauss-Newton matrix lacks
+    assert len(compiled) - before <= (0 if columns == 3 else 3)
+    other = find_metric(target, random.key(1), start._replace(look=None))
+    assert found.converged and other.converged
+    away = other.metric.coordinates(found.metric.center)
+    assert np.abs(away).max() < 0.1
+    ratios = np.linalg.svd(other.metric.inverse @ found.metric.factor)[1]
+    np.testing.assert_allclose(ratios, 1, atol=0.1)

@@ -1,0 +1,95 @@
+# Copyright Contributors to the numpyro_sgmcmc project.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Minibatches that have all rows, because a control variate would evaluate as many."""
+
+from functools import partial
+
+from jax import random
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from runs import run_mcmc
+from small_models import mean
+
+from numpyro_sgmcmc import SGHMC, CCAdL, GrowingRows, RowsOnDisk
+
+COMPILE_QUICKLY = True
+RNG = np.random.default_rng(0)
+
+
+def data(size):
+    return 3 + RNG.normal(size=size).astype(np.float32)
+
+
+def rows_of(kernel, *args):
+    """The size of the minibatches of the plate."""
+    args, kwargs = kernel.runtime.trimmed(kernel.method.model, args, {})
+    (plate,) = kernel.runtime.read(kernel.method, args, kwargs).model.plates
+    return plate.subsample_size
+
+
+@pytest.mark.slow
+def test_draws_are_those_of_a_model_without_minibatches():
+    y = data(150)
+    few, all_rows = (
+        run_mcmc(CCAdL(partial(mean, batch_size=n), progress_bar=False), y, samples=4_000)
+        for n in (75, 150)
+    )
+    tuning, draws = few.sampler.tuning, np.asarray(few.get_samples()["mu"], float)
+    np.testing.assert_array_equal(draws, all_rows.get_samples()["mu"])
+    assert tuning.anchor is None and tuning.noise.mean == 0
+    assert few.sampler.run_info["batch_size_rows"] == 150
+    variance = 1 / (150 + 1 / 100)
+    # draws are almost independent
+    assert abs(draws.mean() - variance * y.sum()) < 4 * (2 * variance / 4_000) ** 0.5
+    assert abs(draws.var() / variance - 1) < 4 * (2 * 2 / 4_000) ** 0.5
+
+
+@pytest.mark.parametrize("size, rows", [(150, 150), (151, 75)])
+def test_twice_a_minibatch_is_the_most(size, rows):
+    assert rows_of(CCAdL(partial(mean, batch_size=75)), data(size)) == rows
+
+
+def test_all_plates_have_few_rows():
+    def model(x, y, batch_size=75):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        for name, values in (("one", x), ("other", y)):
+            with numpyro.plate(name, len(values), subsample_size=batch_size) as i:
+                numpyro.sample(f"of {name}", dist.Normal(mu, 1), obs=values[i])
+
+    def sizes(kernel, *args):
+        args, kwargs = kernel.runtime.trimmed(model, args, {})
+        plates = kernel.runtime.read(kernel.method, args, kwargs).model.plates
+        return [plate.subsample_size for plate in plates]
+
+    assert sizes(CCAdL(model), data(150), data(100)) == [150, 100]
+    assert sizes(CCAdL(model), data(151), data(100)) == [75, 75]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"step_size": 0.01, "friction": 1.0},
+        {"gradient": "minibatch"},
+        {"gradient": "control_variate"},
+        {"subsampling": "without_replacement"},
+        {"subsampling": np.arange(150) // 50},
+    ],
+    ids=str,
+)
+def test_minibatches_that_were_asked_for(settings):
+    assert rows_of(SGHMC(partial(mean, batch_size=75), **settings), data(150)) == 75
+
+
+def test_rows_that_are_not_in_memory_or_not_complete(tmp_path):
+    np.save(tmp_path / "y.npy", data(150))
+    for y in (RowsOnDisk(tmp_path / "y.npy"), *GrowingRows(data(150))):
+        assert rows_of(CCAdL(partial(mean, batch_size=75)), y) == 75
+
+
+def test_a_shorter_step_keeps_all_rows():
+    kernel, y = CCAdL(partial(mean, batch_size=75), progress_bar=False), data(150)
+    kernel.tune(random.key(0), y)
+    assert rows_of(kernel.with_step_size(0.1), y) == 150
