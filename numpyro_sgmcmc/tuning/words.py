@@ -31,7 +31,9 @@ def summary_of(tuning: "Tuning") -> str:
     if tuning.steps_per_sample > 1:
         rates += f", {tuning.steps_per_sample} steps per sample"
     lines = [f"{rates}, {name_of(tuning.metric).replace('_', ' ')} metric"]
-    if tuning.noise is not None and tuning.plain_noise is not None:
+    if tuning.plain_noise is not None and tuning.plain_noise.mean == 0:
+        lines.append("noise of the gradient: none, since a step takes all rows")
+    elif tuning.noise is not None and tuning.plain_noise is not None:
         lines.append(
             f"noise of the gradient: {tuning.noise.mean:.3g} times the curvature"
             f" ({_judged_noise(tuning.noise)}), with {_KINDS[order_of(tuning.anchor)]}"

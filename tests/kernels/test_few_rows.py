@@ -41,6 +41,7 @@ def test_draws_are_those_of_a_model_without_minibatches():
     np.testing.assert_array_equal(draws, all_rows.get_samples()["mu"])
     assert tuning.anchor is None and tuning.noise.mean == 0
     assert few.sampler.run_info["batch_size_rows"] == 150
+    assert "a step takes all rows" in str(tuning)
     variance = 1 / (150 + 1 / 100)
     # draws are almost independent
     assert abs(draws.mean() - variance * y.sum()) < 4 * (2 * variance / 4_000) ** 0.5
@@ -93,3 +94,12 @@ def test_a_shorter_step_keeps_all_rows():
     kernel, y = CCAdL(partial(mean, batch_size=75), progress_bar=False), data(150)
     kernel.tune(random.key(0), y)
     assert rows_of(kernel.with_step_size(0.1), y) == 150
+
+
+def test_its_tuning_is_for_no_minibatches():
+    kernel, y = CCAdL(partial(mean, batch_size=75), progress_bar=False), data(1_000)
+    tuning = kernel.tune(random.key(0), y[:150])
+    kernel = CCAdL(kernel.method.model, tuning=tuning)
+    assert run_mcmc(kernel, y[150:290], samples=1).sampler.tuning.step_size == tuning.step_size
+    with pytest.raises(ValueError, match="with all rows in each step"):
+        run_mcmc(kernel, y, samples=1)
