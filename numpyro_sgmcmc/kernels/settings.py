@@ -195,7 +195,7 @@ class Settings:
 
     @property
     def may_take_all_rows(self) -> bool:
-        """True if the gradient of few rows may be that of all of them."""
+        """True if a step may take all rows where these are few."""
         is_tuned = isinstance(self.tuning, Tuning) or not self.rates_are_given
         is_free = self.start is None and self.replicas is None
         return is_tuned and is_free and self.gradient == self.subsampling == "auto"

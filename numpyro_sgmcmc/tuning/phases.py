@@ -223,7 +223,7 @@ def _find_center(search: Search, known: Known) -> Known:
         tuning=Tuning(1.0, None, IdentityMetric(), multimodal=gaussian.multimodal)
     )
     seen, gaussian = find_centring(at, gaussian)
-    if seen is not at:
+    if seen is not at or known.is_sample:
         gaussian = gaussian._replace(look=None)
     return known.after("centre", known.share * gaussian.passes, seen=seen, gaussian=gaussian)
 
