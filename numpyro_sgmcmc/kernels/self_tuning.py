@@ -155,12 +155,12 @@ def _adopted(method: Method, runtime: Runtime, target: Target, tuning: Tuning) -
             f"`tuning` has no friction, which {runtime.name} needs. Call the `tune` of this"
             " kernel, or give `friction`."
         )
-    has_noise = data != tuning.data and any(target.factors.values())
-    if has_noise and tuning.plain_noise is not None and tuning.plain_noise.mean == 0:
+    needs_noise = method.first_step_size is None and any(target.factors.values())
+    if needs_noise and tuning.plain_noise is not None and tuning.plain_noise.mean == 0:
         raise ValueError(
             "`tuning` was found with all rows in each step, and its step size is too long for the"
-            " noise of minibatches, which these data have. Let the kernel tune itself, or give it a"
-            " tuning of data of this size."
+            " noise of minibatches, which this run has. Let the kernel tune itself, or give it a"
+            " tuning of minibatches of this size."
         )
     if tuning.anchor is None and not tuning.strata:
         return tuning

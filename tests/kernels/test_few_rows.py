@@ -101,5 +101,8 @@ def test_its_tuning_is_for_no_minibatches():
     tuning = kernel.tune(random.key(0), y[:150])
     kernel = CCAdL(kernel.method.model, tuning=tuning)
     assert run_mcmc(kernel, y[150:290], samples=1).sampler.tuning.step_size == tuning.step_size
-    with pytest.raises(ValueError, match="with all rows in each step"):
-        run_mcmc(kernel, y, samples=1)
+    smaller = CCAdL(partial(mean, batch_size=20), tuning=tuning)
+    plain = CCAdL(kernel.method.model, gradient="minibatch", tuning=tuning)
+    for other, rows in ((kernel, y), (smaller, y[:150]), (plain, y[:150])):
+        with pytest.raises(ValueError, match="with all rows in each step"):
+            run_mcmc(other, rows, samples=1)
