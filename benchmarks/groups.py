@@ -29,7 +29,7 @@ from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.potential import full_data_gradient, over_all_data, ravel
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.gaussian import whitened_hessian
+from numpyro_sgmcmc.tuning.hessians import whitened_hessian
 
 #: Groups of the first table; rows of a group; slopes of a group, besides an intercept.
 FLAT, ROWS, SLOPES = (1_000, 10_000, 100_000, 1_000_000), 4, 20

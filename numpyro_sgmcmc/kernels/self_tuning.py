@@ -155,12 +155,12 @@ def _adopted(method: Method, runtime: Runtime, target: Target, tuning: Tuning) -
             f"`tuning` has no friction, which {runtime.name} needs. Call the `tune` of this"
             " kernel, or give `friction`."
         )
-    needs_noise = method.first_step_size is None and any(target.factors.values())
-    if needs_noise and tuning.plain_noise is not None and tuning.plain_noise.mean == 0:
+    has_noise = any(target.factors.values())
+    if method.first_step_size is None and has_noise and tuning.takes_all_rows:
         raise ValueError(
-            "`tuning` was found with all rows in each step, and its step size is too long for the"
-            " noise of minibatches, which this run has. Let the kernel tune itself, or give it a"
-            " tuning of minibatches of this size."
+            "`tuning` was found with all rows in each step, and this run has minibatches, for whose"
+            " noise its step size is too long. Let the kernel tune itself, or give it a tuning of"
+            " minibatches of this size."
         )
     if tuning.anchor is None and not tuning.strata:
         return tuning

@@ -4,37 +4,26 @@
 """Search for the centre of a posterior, in any units, on few rows first and then on more."""
 
 from collections.abc import Callable
-from functools import partial
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jax import Array, lax, random
+from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
-from numpyro_sgmcmc.data.drawn_rows import DrawnRows
-from numpyro_sgmcmc.data.subsampling import SCHEMES
 from numpyro_sgmcmc.posterior.coordinates import Centring, MixtureCoordinates, mixtures_of
 from numpyro_sgmcmc.posterior.initial_values import initial_values, no_initial_values
-from numpyro_sgmcmc.posterior.metric import DenseMetric, IdentityMetric, from_covariance
+from numpyro_sgmcmc.posterior.metric import DenseMetric, from_covariance
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.potential import ravel
-from numpyro_sgmcmc.posterior.target import Program, Target
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.find_reparam import between, way_between, with_errors
-from numpyro_sgmcmc.tuning.gauss_newton import mean_prior, uses_gauss_newton, whitened_rows
-from numpyro_sgmcmc.tuning.gaussian import (
-    DRAWS,
-    FAR_ABOVE,
-    Gaussian,
-    are_modes,
-    draws_in,
-    looks_rough,
-    normal_draws,
-    whitened_hessian,
-)
+from numpyro_sgmcmc.tuning.gauss_newton import uses_gauss_newton
+from numpyro_sgmcmc.tuning.gaussian import FAR_ABOVE, Gaussian, are_modes, draws_in
+from numpyro_sgmcmc.tuning.hessians import DRAWS, draws_of, energies_at, evaluated
 from numpyro_sgmcmc.tuning.newton import Fit, closest_gaussian, fit_of, has_converged
 
 _STARTS = 6  #: starts of the search, one of them from zero
@@ -59,8 +48,6 @@ _SAME = 0.5
 _ENOUGH = 1 / 8
 
 _SHORTEST = 0.4  #: length of a Gauss-Newton step at which a search ends
-_FEWER_DRAWS = 4  #: draws of the Gaussian where a Gauss-Newton matrix stands in for Hessians
-_MORE_DRAWS = 32  #: the same where effects have local scales
 
 _STEPS = 60  #: Newton steps of a search
 _FIRST_STEPS = 10  #: the same of a search for standard errors
@@ -158,13 +145,7 @@ def search_center(
         part=part,
         is_rough=search.is_rough,
         is_gauss_newton=search.is_gauss_newton,
-        look=search.look_at_all if has_all_rows(target) else None,
     )
-
-
-def has_all_rows(target: Target) -> bool:
-    """True if a minibatch has all rows, so that the metric needs no program of its own."""
-    return target.minibatch_share == 1 and not target.model.drawn_plates
 
 
 def search_errors(
@@ -238,25 +219,6 @@ def _no_center(seen: str) -> ValueError:
     )
 
 
-class _Look(NamedTuple):
-    """
-    The arguments of the program that serves all searches.
-
-    - **center**, **factor** - of the Gaussian, shapes (d,) and (d, d).
-    - **reach** - how far its draws lie from the centre, in its standard deviations: 1, or 0.
-    - **count** - the number of minibatches.
-    - **hessians** - in each of them.
-    - **part** - how often each row counts.
-    """
-
-    center: Any
-    factor: Any
-    reach: Any
-    count: Any
-    hessians: Any
-    part: Any
-
-
 def origin_of(target: Target) -> np.ndarray:
     """
     The point zero of the unconstrained parameters.
@@ -266,88 +228,6 @@ def origin_of(target: Target) -> np.ndarray:
     """
     mixtures, latents = mixtures_of(target.centring), target.model.latents
     return np.concatenate([np.full(latents[k].size, float(k in mixtures)) for k in sorted(latents)])
-
-
-def _draws(target: Target, is_gauss_newton: bool) -> int:
-    """The number of draws of the Gaussian."""
-    if mixtures_of(target.centring):
-        return _MORE_DRAWS  # the prior's part of the Hessian varies from draw to draw
-    if has_all_rows(target):
-        return DRAWS
-    return _FEWER_DRAWS if is_gauss_newton else DRAWS
-
-
-def _rows(
-    target: Target, rng_key: Array, count: Array, k: Array, part: Any
-) -> dict[str, DrawnRows]:
-    """The ``k``-th of so many minibatches; in the mean each row counts once, or this part."""
-    in_epochs = target._replace(scheme=SCHEMES["epochs"], strata={})
-    drawn, found = in_epochs.rows(rng_key, k), {}
-    for plate in target.model.plates:
-        rows, n = drawn[plate.name], plate.subsample_size
-        # of a sample each row counts once, too
-        weight = part * jnp.minimum(1.0, count * n / float(plate.of or plate.size))
-        weights = jnp.full(rows.numbers.shape, weight, target.model.dtype)
-        if (counts := target.kinds[plate.name].counts(rows.numbers)) is not None:
-            weights = weights * counts
-        found[plate.name] = rows._replace(weights=weights)
-    return found
-
-
-def _potential(target: Target, rng_key: Array) -> Callable[[Array, Any], Array]:
-    potential = target.potential(IdentityMetric())
-    return lambda point, rows: potential(target.unravel(point), rows, rng_key)
-
-
-def _mean(
-    target: Target,
-    rng_key: Array,
-    count: Array,
-    function: Callable[[Any, Array], Any],
-    part: Any = 1.0,
-) -> Any:
-    """The mean of a function of a minibatch over a number of minibatches."""
-
-    def at(k: Array) -> Any:
-        return function(_rows(target, rng_key, count, k, part), k)
-
-    def added(k: Array, total: Any) -> Any:
-        return jax.tree.map(jnp.add, total, at(k))
-
-    shapes = jax.eval_shape(at, jnp.asarray(0))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    total = lax.fori_loop(0, count, added, zeros)
-    return target.mean(jax.tree.map(lambda x: x / count, total))
-
-
-def _evaluated(
-    is_rough: bool, is_gauss_newton: bool, target: Target, rng_key: Array, look: _Look
-) -> tuple[tuple[Array, Array, Array], Array]:
-    """The mean potential, its gradient and its Hessian; and whether it looks rough."""
-    potential, factor = _potential(target, rng_key), look.factor
-    number = _draws(target, is_gauss_newton)
-    draws = normal_draws(rng_key, len(factor), factor.dtype, number)
-    points = look.center + look.reach * draws @ factor.T
-
-    def seen(rows: Any, k: Array) -> tuple[Array, Array, Array]:
-        values, gradients = jax.vmap(jax.value_and_grad(potential), (0, None))(points, rows)
-
-        def added(j: Array, total: Array) -> Array:
-            # at one of the draws for each minibatch, and at all draws where these are few
-            point = points[(j + look.hessians * k) % len(points)]
-            return total + curvature(target, factor, point, rows, rng_key)
-
-        hessian = lax.fori_loop(0, look.hessians, added, jnp.zeros_like(factor))
-        return values.mean(), gradients, hessian / look.hessians
-
-    curvature: Callable = partial(whitened_hessian, is_rough=is_rough)
-    if is_gauss_newton:
-        curvature = whitened_rows
-    value, gradients, hessian = _mean(target, rng_key, look.count, seen, look.part)
-    if is_gauss_newton:
-        hessian = hessian + mean_prior(target, factor, points, gradients, rng_key)
-    gradients = gradients @ factor
-    return (value, gradients.mean(0), hessian), looks_rough(draws, gradients, hessian)
 
 
 def _is_bounded(target: Target) -> np.ndarray:
@@ -367,29 +247,6 @@ def _is_bounded(target: Target) -> np.ndarray:
     jax.eval_shape(program, data, model.latents)
     each = (np.full(model.latents[k].size, found[k]) for k in sorted(found))
     return np.concatenate(list(each))
-
-
-def _energies_at(target: Target, rng_key: Array, points: Array, count: Array) -> Array:
-    potential = _potential(target, rng_key)
-
-    def seen(rows: Any, _: Array) -> Array:
-        return lax.map(lambda x: potential(x, rows), points)
-
-    return _mean(target, rng_key, count, seen)
-
-
-def _program(target: Target, is_rough: bool, is_gauss_newton: bool) -> Program:
-    facts = is_rough, is_gauss_newton
-    return target.compiled(partial(_evaluated, *facts), "center", *facts)
-
-
-def prepare_center(target: Target) -> None:
-    """Compiles the program of :func:`search_center` beside what is done next."""
-    dimension, dtype = target.model.dimension, target.model.dtype
-    numbers = (np.zeros(shape, dtype) for shape in (dimension, (dimension, dimension), (), ()))
-    center, factor, reach, part = numbers
-    look = _Look(center, factor, reach, np.int32(0), np.int32(0), part)
-    _program(target, False, uses_gauss_newton(target)).prepare(random.key(0), look)
 
 
 class _Search:
@@ -419,7 +276,7 @@ class _Search:
         self.is_smooth = bool(target.model.drawn_plates)
         self.is_gauss_newton = uses_gauss_newton(target)
         self.is_bounded = _is_bounded(target)
-        self._energies = target.compiled(_energies_at, "energies")
+        self._energies = target.compiled(energies_at, "energies")
         self._way = target.compiled(way_between, "way")
 
     @property
@@ -525,21 +382,11 @@ class _Search:
     ) -> Any:
         hessians = self.hessians if reach else 1
         # a Hessian-vector product counts as two gradients
-        draws = _draws(self.target, self.is_gauss_newton)
+        draws = draws_of(self.target, self.is_gauss_newton)
         columns = 1 if self.is_gauss_newton else 2 * self.dimension
         self.passes += (draws + columns * hessians) * self._share(count)
-        numbers = (np.asarray(x, self.dtype) for x in (center, factor, reach, part))
-        center, factor, reach_, part_ = numbers
-        look = _Look(center, factor, reach_, np.int32(count), np.int32(hessians), part_)
-        program = _program(self.target, is_rough, self.is_gauss_newton)
-        return jax.tree.map(np.asarray, program(self.rng_key, look))
-
-    def look_at_all(
-        self, is_rough: bool, is_gauss_newton: bool, center: np.ndarray, factor: np.ndarray
-    ) -> Any:
-        """The mean potential of all rows, its gradient and its Hessian at a Gaussian."""
-        self.is_gauss_newton = is_gauss_newton
-        return self._look(is_rough, center, factor, 1, 1)[0]
+        at = self.target, self.rng_key, is_rough, self.is_gauss_newton, center, factor
+        return evaluated(*at, count=count, hessians=hessians, reach=reach, part=part)
 
     def _share(self, count: int) -> float:
         return count * self.target.minibatch_share

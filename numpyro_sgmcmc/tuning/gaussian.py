@@ -15,23 +15,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.subsampling import SCHEMES
-from numpyro_sgmcmc.posterior.coordinates import mixtures_of
 from numpyro_sgmcmc.posterior.metric import (
     DenseMetric,
     GaussianMetric,
     IdentityMetric,
     from_covariance,
 )
-from numpyro_sgmcmc.posterior.potential import Rows, full_data_gradient
+from numpyro_sgmcmc.posterior.potential import full_data_gradient
 from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.gauss_newton import (
-    curvature_of_effects,
-    effects_along,
     mean_prior,
     uses_gauss_newton,
     whitened_rows,
 )
 from numpyro_sgmcmc.tuning.gauss_newton_check import Comparison, compare, compared, excess
+from numpyro_sgmcmc.tuning.hessians import (
+    DRAWS,
+    draws_of,
+    evaluated,
+    has_all_rows,
+    normal_draws,
+    whitened_hessian,
+)
 from numpyro_sgmcmc.tuning.newton import (
     Fit,
     closest_gaussian,
@@ -45,8 +50,7 @@ from numpyro_sgmcmc.tuning.newton import (
 FAR_ABOVE = 10.0  #: potential above the best mode at which another one does not matter
 _BARRIER = 5.0  #: potential on the way between two points that are different modes
 
-DRAWS = 8  #: draws of the Gaussian, in pairs of opposite sign
-_FEW_DRAWS = 2  #: the same where a pass takes long
+_FEW_DRAWS = 2  #: draws of the Gaussian where a pass takes long
 _ROWS_FOR_EACH = 40  #: rows for each parameter of a Hessian
 _NEWTON_STEPS = 20  #: the most Newton steps to the metric
 _MORE_FOR_EACH = 200  #: the same of a Gauss-Newton matrix, which costs less
@@ -60,9 +64,6 @@ _LAST = 0.4
 #: Ratio of an eigenvalue of the Hessian to the mean beyond which the Gauss-Newton matrix is unlike
 #: it, and how many times it gets what it lacks.
 _UNLIKE, _CORRECTIONS = 2.5, 4
-
-#: The second derivatives of a rough potential are less than this part of those between draws.
-ROUGH = 0.1
 
 #: An eigenvalue of the Hessian in the coordinates of the Gaussian that is none.
 _FLAT = 0.05
@@ -82,8 +83,6 @@ class Gaussian(NamedTuple):
     - **is_rough** - whether second derivatives say nothing of its shape.
     - **flat** - a direction in its coordinates along which nothing changes, or None.
     - **is_gauss_newton** - whether a Gauss-Newton matrix of the rows stood in for their Hessian.
-    - **look** - what the search evaluates at a Gaussian, if that is of all rows and in the same
-      coordinates, or None.
     """
 
     metric: GaussianMetric
@@ -95,7 +94,6 @@ class Gaussian(NamedTuple):
     is_rough: bool = False
     flat: np.ndarray | None = None
     is_gauss_newton: bool = False
-    look: Callable[[bool, bool, np.ndarray, np.ndarray], Any] | None = None
 
 
 def are_modes(energies: np.ndarray) -> np.ndarray:
@@ -171,7 +169,7 @@ class _Search:
 
     def __init__(self, target: Target, rng_key: Array, start: Gaussian) -> None:
         self.target = target = target.keeping_programs()  # many steps of one program
-        self.rng_key, self.is_rough, self.look = rng_key, start.is_rough, start.look
+        self.rng_key, self.is_rough = rng_key, start.is_rough
         self.dimension, self.dtype = target.model.dimension, start.metric.center.dtype
         minibatches = math.ceil(_ROWS_FOR_EACH * self.dimension / target.effective_batch_size)
         if any(plate.is_group for plate in target.model.plates):
@@ -191,9 +189,12 @@ class _Search:
 
     def fitted(self, center: np.ndarray, factor: np.ndarray) -> Fit | None:
         """The potential, its gradient and its Hessian, or what stands in for it, at a Gaussian."""
-        facts = self.is_rough, self.is_gauss_newton
-        if self.look is not None:
-            value, gradient, hessian = self.look(*facts, center, factor)
+        facts, draws = (self.is_rough, self.is_gauss_newton), self.draws
+        if has_all_rows(self.target):
+            draws = draws_of(self.target, self.is_gauss_newton)
+            hessians = self.minibatches = min(self.minibatches, draws)
+            at = self.target, self.rng_key, *facts, center, factor
+            (value, gradient, hessian), _ = evaluated(*at, count=1, hessians=hessians)
         else:
             there = (np.asarray(x, self.dtype) for x in (center, factor))
             numbers = np.int32(self.minibatches), np.int32(self.draws // 2)
@@ -203,7 +204,7 @@ class _Search:
         fit = fit_of(center, factor, (value, gradient, hessian), self.dtype)
         # a Hessian-vector product counts as two gradients
         columns = 1 if self.is_gauss_newton else 2 * self.dimension
-        self.passes += self.draws + columns * self.minibatches * self.target.minibatch_share
+        self.passes += draws + columns * self.minibatches * self.target.minibatch_share
         if fit is not None:
             # steps that do not become shorter: these rows are not like all rows
             if is_near(fit) and distance_of(fit) > self.before / 2:
@@ -263,7 +264,9 @@ class _Search:
 
 
 def prepare_metric(target: Target) -> None:
-    """Compiles the program of :func:`find_metric` beside what is done next."""
+    """Compiles the program of :func:`find_metric`, if it has one, beside what is done next."""
+    if has_all_rows(target):
+        return
     dimension, dtype = target.model.dimension, target.model.dtype
     center, factor = np.zeros(dimension, dtype), np.zeros((dimension, dimension), dtype)
     _metric_program(target, False, uses_gauss_newton(target)).prepare(
@@ -359,73 +362,3 @@ def _products(
         return target.mean(total) / minibatches - missing @ vector
 
     return compared(product, start, steps)
-
-
-def normal_draws(rng_key: Array, dimension: int, dtype: Any, number: int = DRAWS) -> Array:
-    """The draws :math:`\\zeta_s`, shape ``(8, d)`` or of another number."""
-    half = random.normal(rng_key, (number // 2, dimension), dtype)
-    return jnp.concatenate([half, -half])
-
-
-def hessian_times(
-    factor: Array, potential: Callable[[Array], Array], point: Array, is_rough: bool = False
-) -> Array:
-    """
-    :math:`\\nabla^2 U(\\theta) L`, column by column, shape ``(d, d)``; of a rough potential, whose
-    second derivatives say nothing of its shape, differences of gradients on the scale of the
-    posterior,
-
-    .. math:: \\nabla U(\\theta + \\tfrac12 L e_j) - \\nabla U(\\theta - \\tfrac12 L e_j) .
-    """
-    slope = jax.grad(potential)
-    if is_rough:
-        return jax.vmap(lambda v: slope(point + v / 2) - slope(point - v / 2), 1, 1)(factor)
-    _, product = jax.linearize(slope, point)
-    return jax.vmap(product, 1, 1)(factor)
-
-
-def whitened_hessian(
-    target: Target,
-    factor: Array,
-    point: Array,
-    rows: Rows,
-    rng_key: Array,
-    is_rough: bool = False,
-) -> Array:
-    """
-    :math:`L^\\top \\nabla^2 \\tilde U(\\theta) L` of a minibatch.
-
-    :param target: the model with its data.
-    :param factor: :math:`L`, shape ``(d, d)``.
-    :param point: :math:`\\theta`, one flat vector.
-    :param rows: the rows of the minibatch.
-    :param rng_key: the key of the model.
-    :param bool is_rough: as for :func:`hessian_times`.
-    """
-    # the rows' part is the quicker in effects, and their curvature is the same for all rows
-    by_effects = not is_rough and bool(mixtures_of(target.centring))
-    here = target.centred if by_effects else target
-
-    def potential(x: Array) -> Array:
-        return here.potential(IdentityMetric())(target.unravel(x), rows, rng_key)
-
-    if not by_effects:
-        return factor.T @ hessian_times(factor, potential, point, is_rough)
-    effects, columns = effects_along(target, point, factor)
-    found = columns.T @ hessian_times(columns, potential, effects)
-    return found + curvature_of_effects(target, factor, point, jax.grad(potential)(effects))
-
-
-def looks_rough(draws: Array, gradients: Array, hessian: Array) -> Array:
-    """
-    True if gradients change much more between draws than the Hessian says.
-
-    Gradients of absolute values do. The mean :math:`\\mathrm{E} \\, \\zeta^\\top g(\\zeta)` is the
-    trace of a right Hessian. Absolute values are summed, since entries of the diagonal may be
-    large and negative far from a mode.
-
-    :param draws: :math:`\\zeta_s`, shape ``(8, d)``.
-    :param gradients: there, in the coordinates, shape ``(8, d)``.
-    :param hessian: the mean Hessian in the coordinates, shape ``(d, d)``.
-    """
-    return jnp.abs(jnp.diagonal(hessian)).sum() < ROUGH * jnp.sum(draws * gradients) / len(draws)

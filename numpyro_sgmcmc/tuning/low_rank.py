@@ -19,7 +19,8 @@ from numpyro_sgmcmc.posterior.metric import (
 )
 from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.gaussian import ROUGH, Gaussian
+from numpyro_sgmcmc.tuning.gaussian import Gaussian
+from numpyro_sgmcmc.tuning.hessians import ROUGH
 from numpyro_sgmcmc.tuning.variational import (
     descended,
     for_searches,

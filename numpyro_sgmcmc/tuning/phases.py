@@ -101,17 +101,12 @@ from numpyro_sgmcmc.posterior.metric import (
     Metric,
 )
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.center import (
-    has_all_rows,
-    prepare_center,
-    search_center,
-    search_errors,
-    search_near,
-)
+from numpyro_sgmcmc.tuning.center import search_center, search_errors, search_near
 from numpyro_sgmcmc.tuning.correlated_noise import error_of_correlations
 from numpyro_sgmcmc.tuning.expansion import DEARER, DENSE_BY_DEFAULT, expanded, worth_of_expansion
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, prepare_metric
+from numpyro_sgmcmc.tuning.hessians import prepare_evaluated
 from numpyro_sgmcmc.tuning.low_rank import find_low_rank
 from numpyro_sgmcmc.tuning.noise_level import (
     NoiseLevel,
@@ -223,8 +218,6 @@ def _find_center(search: Search, known: Known) -> Known:
         tuning=Tuning(1.0, None, IdentityMetric(), multimodal=gaussian.multimodal)
     )
     seen, gaussian = find_centring(at, gaussian)
-    if seen is not at or known.is_sample:
-        gaussian = gaussian._replace(look=None)
     return known.after("centre", known.share * gaussian.passes, seen=seen, gaussian=gaussian)
 
 
@@ -450,11 +443,10 @@ def _cannot_be_tuned(plate: Plate, from_sample: bool) -> str:
 def _prepare(target: Target, request: TuningRequest, controls: bool) -> None:
     """Compiles the search beside the tracing of what comes next, and that beside the search."""
     if target.model.dimension <= NEWTON:
-        prepare_center(target)
+        prepare_evaluated(target)
     if _shape_of(request.metric, target.model.dimension) is not find_metric:
         return
-    if target.centring or not has_all_rows(target):
-        prepare_metric(target)
+    prepare_metric(target)
     if request.metric in (None, "dense"):
         dimension, dtype = target.model.dimension, target.model.dtype
         shapes = (dimension,), (dimension, dimension), (dimension, dimension)

@@ -212,6 +212,11 @@ class Tuning(NamedTuple):
         return self.slowness > _MUCH_SLOWER
 
     @property
+    def takes_all_rows(self) -> bool:
+        """True if the tuning was found with all rows in each step, without any noise."""
+        return self.plain_noise is not None and self.plain_noise.mean == 0
+
+    @property
     def minibatches_pay(self) -> bool:
         """
         True if minibatches need fewer passes for an independent draw than NUTS on all rows.

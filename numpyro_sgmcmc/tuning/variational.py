@@ -21,7 +21,8 @@ from numpyro_sgmcmc.posterior.potential import Rows, over_all_data, ravel
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.find_reparam import way_between
 from numpyro_sgmcmc.tuning.gauss_newton import uses_gauss_newton
-from numpyro_sgmcmc.tuning.gaussian import ROUGH, Gaussian, are_modes, hessian_times
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, are_modes
+from numpyro_sgmcmc.tuning.hessians import ROUGH, hessian_times
 
 _STARTS = 3  #: starts of the search
 _ADAM_STEPS = 1_000  #: steps of Adam

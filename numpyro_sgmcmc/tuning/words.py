@@ -31,7 +31,7 @@ def summary_of(tuning: "Tuning") -> str:
     if tuning.steps_per_sample > 1:
         rates += f", {tuning.steps_per_sample} steps per sample"
     lines = [f"{rates}, {name_of(tuning.metric).replace('_', ' ')} metric"]
-    if tuning.plain_noise is not None and tuning.plain_noise.mean == 0:
+    if tuning.takes_all_rows:
         lines.append("noise of the gradient: none, since a step takes all rows")
     elif tuning.noise is not None and tuning.plain_noise is not None:
         lines.append(

@@ -55,7 +55,8 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.tempered import Tempered
 from numpyro_sgmcmc.results.draws_on_disk import on_disk
 from numpyro_sgmcmc.tuning.center import search_center
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, whitened_hessian
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
+from numpyro_sgmcmc.tuning.hessians import whitened_hessian
 from numpyro_sgmcmc.tuning.quadrature_error import error_of_integrals, rule_of_steps
 from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.words import warn_of

@@ -109,10 +109,7 @@ def schools(school, y):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "is_right",
-    [True, False],
-)
+@pytest.mark.parametrize("is_right", [True, False])
 def test_plain_noise_does_not_throw_chains_out(monkeypatch, is_right):
     """
     The expansion is good where the scale is near zero, ten standard deviations away.

@@ -3,6 +3,8 @@
 
 """The search for the centre: from far away, in any units, and of several modes the best."""
 
+from functools import partial
+
 import jax
 from jax import random
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from numpyro_sgmcmc import CCAdL
 from numpyro_sgmcmc.posterior.metric import DiagonalMetric
 from numpyro_sgmcmc.posterior.model import read_model
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.tuning import gaussian, hessians
 from numpyro_sgmcmc.tuning.center import _Search, search_center
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
 from numpyro_sgmcmc.tuning.gaussian import Fit, Gaussian, find_metric
@@ -33,11 +36,11 @@ NOISE = RNG.standard_normal(N)
 W = np.array([0.5, -1.0, 1.0, 0.2])
 
 
-def searched(model, *args, init_strategy=init_to_uniform, **kwargs):
+def searched(model, *args, init_strategy=init_to_uniform):
     args = tuple(
         jnp.asarray(x, jnp.float32 if np.asarray(x).dtype.kind == "f" else None) for x in args
     )
-    target = Target(read_model(model, init_strategy, args, kwargs), args, kwargs)
+    target = Target(read_model(model, init_strategy, args, {}), args, {})
     return target, search_center(target, random.key(0), init_strategy)
 
 
@@ -210,9 +213,7 @@ def test_a_rough_likelihood(find, most, monkeypatch):
         return np.sqrt(np.asarray(found.metric.variances(found.metric.center), float))
 
     assert (np.abs(np.log(widths() / expected)) < np.log(most)).all()
-    from numpyro_sgmcmc.tuning import center
-
-    monkeypatch.setattr(center, "looks_rough", lambda *_: jnp.array(False))
+    monkeypatch.setattr(hessians, "looks_rough", lambda *_: jnp.array(False))
     assert (widths() > 3 * expected).any()  # as if the rows said nothing
 
 
@@ -334,17 +335,21 @@ def test_few_directions_of_many_parameters():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [3, 20])
-def test_the_metric_of_minibatches_with_all_rows_has_the_program_of_the_centre(columns, compiled):
+def test_with_all_rows_the_metric_has_the_program_of_the_centre(columns, compiled, monkeypatch):
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((1_000, columns))
+    x = rng.standard_normal((1_000, columns)).astype(np.float32)
     y = rng.random(1_000) < 1 / (1 + np.exp(-x[:, 0]))
-    target, start = searched(small_models.logistic, x, y.astype(float), batch_size=1_000)
+    model = partial(small_models.logistic, batch_size=1_000)
+    target = target_of(model, jnp.asarray(x), jnp.asarray(y, jnp.float32)).keeping_programs()
+    start = search_center(target, random.key(0), init_to_uniform)
     before = len(compiled)
     found = find_metric(target, random.key(1), start)
     # products with the Hessian show what a Gauss-Newton matrix lacks
     assert len(compiled) - before <= (0 if columns == 3 else 3)
-    other = find_metric(target, random.key(1), start._replace(look=None))
+    monkeypatch.setattr(gaussian, "has_all_rows", lambda target: False)
+    other = find_metric(target, random.key(1), start)
     assert found.converged and other.converged
+    # the length of a step at which a search ends
     away = other.metric.coordinates(found.metric.center)
     assert np.abs(away).max() < 0.1
     ratios = np.linalg.svd(other.metric.inverse @ found.metric.factor)[1]

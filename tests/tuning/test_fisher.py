@@ -22,7 +22,8 @@ from numpyro_sgmcmc.tuning.find_reparam import non_centred
 from numpyro_sgmcmc.tuning.fisher import whitened_fisher
 from numpyro_sgmcmc.tuning.gauss_newton import has_distributions, uses_gauss_newton, whitened_prior
 from numpyro_sgmcmc.tuning.gauss_newton_check import Comparison
-from numpyro_sgmcmc.tuning.gaussian import find_metric, looks_rough
+from numpyro_sgmcmc.tuning.gaussian import find_metric
+from numpyro_sgmcmc.tuning.hessians import looks_rough
 
 COMPILE_QUICKLY = True
 

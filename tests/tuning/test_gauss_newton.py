@@ -25,7 +25,7 @@ from numpyro_sgmcmc.tuning.gauss_newton import (
     whitened_rows,
 )
 from numpyro_sgmcmc.tuning.gauss_newton_check import excess
-from numpyro_sgmcmc.tuning.gaussian import whitened_hessian
+from numpyro_sgmcmc.tuning.hessians import whitened_hessian
 
 COMPILE_QUICKLY = True
 
