@@ -935,12 +935,13 @@ def test_metric_where_the_potential_curves_downward():
         x = numpyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
         numpyro.factor("y", x**2 / 2 - x**4 / 400)
 
-    target = Model(wells, jnp.zeros(1)).target
+    target = Model(wells, jnp.zeros(1)).target.keeping_programs()
     start = Gaussian(DiagonalMetric(jnp.zeros(1), jnp.ones(1)), 0.0)
-    found = find_metric(target, random.key(0), start)
+    found = [find_metric(target, random.key(k), start) for k in range(8)]
     # E[U''] = -1 + 12 s^2 / 400 is 1 / s^2 at s = 5.9; eight draws have a variance of their own,
     # and the wells are at -10 and 10
-    assert 4 < float(found.metric.factor[0, 0]) < 10 and not found.converged
+    assert 4 < np.median([float(x.metric.factor[0, 0]) for x in found]) < 10
+    assert not all(x.converged for x in found)
 
 
 def test_traced_data_cannot_be_tuned_to():
