@@ -253,6 +253,14 @@ MUTATIONS = {
         "posterior/nodes.py reaches return", "jnp.full_like(t, math.sqrt(2 * fall))",
         "latents/test_local_latents.py -k skewed_integrals",
     ),
+    "effects that do not move with the scales above": Mutation(
+        "posterior/reparam.py LocalAround.linear_distance moved", "jnp.zeros_like(y)",
+        "tuning/test_scale_mixtures.py -k gradients",
+    ),
+    "a gradient without the determinant of the coordinates": Mutation(
+        "posterior/potential.py ModelPotential.with_pullback.gradient return", "pulled",
+        "tuning/test_scale_mixtures.py -k gradients",
+    ),
     "the noise of one device for that of the mean": Mutation(
         "gradients/estimators.py over_devices.everywhere noise#3", "noise",
         "rows/test_devices.py -k noise_of_the_devices",

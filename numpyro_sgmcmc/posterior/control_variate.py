@@ -159,9 +159,7 @@ class ControlVariate(NamedTuple):
 
     def value_and_gradient(self, values: Any, rows: Rows, rng_key: Array, /) -> tuple[Array, Any]:
         # differentiating the expansion would cost half a gradient more
-        (energy, effects), pullback = jax.vjp(
-            lambda x: self.base.with_effects(x, rows, rng_key), values
-        )
+        energy, effects, pullback = self.base.with_pullback(values, rows, rng_key)
         away = self._from_anchor(effects)
 
         def anchored(x: Any) -> tuple[Array, Any]:
@@ -178,7 +176,7 @@ class ControlVariate(NamedTuple):
         part = self._part(values)
         more = jax.tree.map(lambda k, s: part * (k - s), known_slope, slope)
         energy = energy - part * (at + rise - known)
-        return energy, pullback((jnp.ones_like(energy), more))[0]
+        return energy, pullback(more)
 
     def with_row_terms(
         self, values: Any, rows: Rows, rng_key: Array, /

@@ -57,6 +57,14 @@ def _missing(program: Any, known: Mapping[Any, Any], variables: Iterable[Any]) -
     return missing[::-1]
 
 
+def needed_by(program: Any, variables: Iterable[Any]) -> set[Any]:
+    """Return the variables of a program that some of its variables depend on, and these."""
+    needed = {x for x in variables if not isinstance(x, Literal)}
+    for equation in _missing(program, {}, variables):
+        needed.update(x for x in equation.invars if not isinstance(x, Literal))
+    return needed
+
+
 def reached_by(program: Any, variable: Any, but: Any) -> set[Any]:
     """
     Return the variables of a program that depend on an argument.

@@ -168,10 +168,41 @@ class ModelPotential(NamedTuple):
     def value_and_gradient(
         self, values: Values, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, Values]:
-        if self.centring:
-            return jax.value_and_grad(self.__call__)(values, rows, rng_key)
-        both = jax.value_and_grad(self.model.potential)
-        return both(values, counted(self.kinds, rows), rng_key, self.args, self.kwargs)
+        energy, _, pullback = self.with_pullback(values, rows, rng_key)
+        return energy, pullback(None)
+
+    def with_pullback(
+        self, values: Values, rows: Rows, rng_key: Array, /
+    ) -> tuple[Array, Values, Callable[[Values | None], Values]]:
+        """
+        Return the potential, the effects, and a function that returns the gradient.
+
+        It adds the gradient of another function, of which it gets the gradient in the effects.
+        The part of coordinates is computed once for gradients of many blocks of rows.
+        """
+        rows = counted(self.kinds, rows)
+        data = rows, rng_key, self.args, self.kwargs
+        if not self.centring:
+            energy, slope = jax.value_and_grad(self.model.potential)(values, *data)
+            return energy, values, lambda more: slope if more is None else _sum(slope, more)
+        hierarchy = hierarchy_of(self.model, values, *data)
+
+        def written(values: Values) -> Written:
+            return from_internal(hierarchy, self.centring, values, first_order=True)
+
+        def moved(values: Values) -> tuple[Values, Values]:
+            return written(values)[::2]
+
+        (model_values, effects), by_values = jax.vjp(moved, values)
+        log_det, widening = jax.value_and_grad(lambda x: written(x).log_det)(values)
+        energy, slope = jax.value_and_grad(self.model.potential)(model_values, *data)
+
+        def gradient(more: Values | None) -> Values:
+            none = jax.tree.map(jnp.zeros_like, effects)
+            (pulled,) = by_values((slope, none if more is None else more))
+            return jax.tree.map(jnp.subtract, pulled, widening)
+
+        return energy - log_det, effects, gradient
 
     def with_row_terms(
         self, values: Values, rows: Rows, rng_key: Array, /
@@ -187,6 +218,10 @@ class ModelPotential(NamedTuple):
     def _written(self, values: Values, rows: Rows, rng_key: Array) -> Written:
         hierarchy = hierarchy_of(self.model, values, rows, rng_key, self.args, self.kwargs)
         return from_internal(hierarchy, self.centring, values)
+
+
+def _sum(first: Values, second: Values) -> Values:
+    return jax.tree.map(jnp.add, first, second)
 
 
 def counted(kinds: Mapping[str, Kind], rows: Rows) -> dict[str, DrawnRows]:

@@ -78,6 +78,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax
+from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.posterior.coordinates import (
@@ -89,9 +90,8 @@ from numpyro_sgmcmc.posterior.coordinates import (
     centred_by,
     mixtures_of,
 )
-from numpyro_sgmcmc.posterior.hierarchy import Hierarchy, Site
-from numpyro_sgmcmc.posterior.jaxpr import evaluate, value_of
-from numpyro_sgmcmc.posterior.local_scales import LocalScale
+from numpyro_sgmcmc.posterior.hierarchy import Hierarchy
+from numpyro_sgmcmc.posterior.jaxpr import evaluate, needed_by, value_of
 from numpyro_sgmcmc.posterior.model import Values
 from numpyro_sgmcmc.posterior.scale_mixture import (
     EVERY,
@@ -103,6 +103,9 @@ from numpyro_sgmcmc.posterior.scale_mixture import (
 
 #: The smallest distance of an effect from its location, in standard deviations.
 _NEAREST = 1e-12
+
+#: The most values above a mixture for each of which a derivative of its effects is computed.
+_FEW = 8
 
 
 def scales_of(hierarchy: Hierarchy, centring: Centring) -> list[str]:
@@ -128,13 +131,17 @@ class Written(NamedTuple):
     effects_log_det: Array
 
 
-def from_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> Written:
+def from_internal(
+    hierarchy: Hierarchy, centring: Centring, values: Values, first_order: bool = False
+) -> Written:
     """
     Return :math:`v(y)` and :math:`x(y)`, site by site.
 
     :param hierarchy: hierarchy of the model at these values.
     :param centring: coordinates by site.
     :param values: values in the coordinates :math:`y`.
+    :param bool first_order: whether derivatives of second order are not needed. Many products with
+        the Jacobian then cost little more than one.
     """
     log_det, effects, effects_log_det = jnp.zeros(()), dict(values), jnp.zeros(())
 
@@ -152,7 +159,9 @@ def from_internal(hierarchy: Hierarchy, centring: Centring, values: Values) -> W
     ) -> tuple[Array, Array]:
         nonlocal log_det, effects_log_det
         mixture = at.mixture(EVERY)
-        far = mixture.log_distance(log_error, y)
+        far = (
+            at.linear_distance(log_error, y) if first_order else mixture.log_distance(log_error, y)
+        )
         logarithm, log_weight = at.likely(lax.stop_gradient(far))
         around = at.around(logarithm)
         x, units = at.effect(far, y), _signed(jnp.exp(far - jnp.log(around.scale)), y)
@@ -231,6 +240,8 @@ class LocalAround(NamedTuple):
     - **log_weights** - the log density of these logarithms.
     - **around** - locations and scales for logarithms of the local scale.
     - **mixture** - the mixture over local scales, at one of so many points.
+    - **above** - the values of other sites that the mixture depends on.
+    - **given** - the same for other values of these sites.
     """
 
     name: str | None
@@ -239,6 +250,28 @@ class LocalAround(NamedTuple):
     log_weights: Array
     around: Callable[[Array], Around]
     mixture: Callable[[int], Mixture]
+    above: tuple[Array, ...] = ()
+    given: "Callable[[tuple[Array, ...]], LocalAround] | None" = None
+
+    def linear_distance(self, log_error: Array, y: Array) -> Array:
+        """
+        Return :math:`\\log |x - \\mu|`, whose first derivatives are numbers for each effect.
+
+        Other products with its Jacobian pass through all points of the mixture.
+        """
+        flat, unravel = ravel_pytree(self.above)
+        if self.given is None or flat.size > _FEW:
+            return self.mixture(EVERY).log_distance(log_error, y)
+        given, at, y_at = self.given, lax.stop_gradient(flat), lax.stop_gradient(y)
+        mixture = given(unravel(at)).mixture(EVERY)
+        far = mixture.log_distance(log_error, y_at)
+        slope = mixture.with_slope(log_error, far)[1]
+
+        def coordinate(flat: Array) -> Array:
+            return given(unravel(flat)).mixture(EVERY).coordinate(log_error, far)
+
+        moved = jnp.sum(jax.jacfwd(coordinate)(at) * (flat - at), axis=-1)
+        return far + (jnp.abs(y) - jnp.abs(y_at) - moved) / slope
 
     def effect(self, log_distance: Array, y: Array) -> Array:
         """Return :math:`x`."""
@@ -314,19 +347,16 @@ def _evaluated(
         if (there := centring.get(name)) is None:
             continue
         if isinstance(there, MixtureCoordinates):
-            local = hierarchy.local[name]
-            evaluate(program, known, local.variables)
-            log_error = jnp.log(there.error)
-            if local.name is None:
-                at = _mixture_around(program, known, site, local, values[name])
+            scale, log_error = hierarchy.local[name].name, jnp.log(there.error)
+            at = _local_around(hierarchy, name, known, values[name])
+            if scale is None:
                 none = jnp.zeros_like(values[name])
                 result[name], _ = moved[1](log_error, name, values[name], none, at)
             else:
-                argument, given = arguments[local.name], (values[name], values[local.name])
-                at = _local_around(program, known, site, local, argument, values[name])
-                result[name], result[local.name] = moved[1](log_error, name, *given, at)
+                both = values[name], values[scale]
+                result[name], result[scale] = moved[1](log_error, name, *both, at)
                 if not from_internal:
-                    known[argument] = result[local.name]
+                    known[arguments[scale]] = result[scale]
         else:
             evaluate(program, known, site.variables)
             around = around_of(known, site, values[name])
@@ -349,38 +379,39 @@ def _given_others(around: Around, there: Coordinates, values: Array, from_intern
 
 
 def _local_around(
-    program: Any,
-    known: Mapping[Any, Any],
-    site: Site,
-    local: LocalScale,
-    argument: Any,
-    like: Array,
+    hierarchy: Hierarchy, name: str, known: Mapping[Any, Any], like: Array
 ) -> LocalAround:
-    points, log_weights = (value_of(known, x) for x in local.variables)
-    # nothing but the effect depends on the local scale
-    others = {x: value for x, value in known.items() if x is not argument}
+    """
+    Return the distributions of an effect with a local scale.
 
-    def around(logarithm: Array) -> Around:
-        here = others | {argument: logarithm}
-        evaluate(program, here, site.variables)
-        return around_of(here, site, like)
+    :param known: values of the arguments of the program.
+    :param like: values of the effect.
+    """
+    program, site, local = hierarchy.program, hierarchy.sites[name], hierarchy.local[name]
+    constants = dict(zip(program.constvars, hierarchy.constants, strict=True))
+    argument = None if local.name is None else program.invars[hierarchy.names.index(local.name)]
+    needed = needed_by(program, [*local.variables, *site.variables])
+    above = [x for x in program.invars if x in needed and x is not argument]
 
-    def mixture(every: int) -> Mixture:
-        chosen = points[::every]
-        scales = jnp.broadcast_to(jax.vmap(around)(chosen).scale, chosen.shape)
-        return Mixture(log_weights[::every], jnp.log(scales)).normalised
+    def given(values: tuple[Array, ...]) -> LocalAround:
+        known = constants | dict(zip(above, values, strict=True))
+        evaluate(program, known, local.variables)
+        points, log_weights = (value_of(known, x) for x in local.variables)
 
-    location = jnp.broadcast_to(around(points[0]).location, points[0].shape)
-    return LocalAround(local.name, points, location, log_weights, around, mixture)
+        def around(logarithm: Array) -> Around:
+            here = known if argument is None else known | {argument: logarithm}
+            evaluate(program, here, site.variables)
+            return around_of(here, site, like)
 
+        def mixture(every: int) -> Mixture:
+            if argument is None:
+                return Mixture(log_weights, points + jnp.log(around(points).scale)).normalised
+            chosen = points[::every]
+            scales = jnp.broadcast_to(jax.vmap(around)(chosen).scale, chosen.shape)
+            return Mixture(log_weights[::every], jnp.log(scales)).normalised
 
-def _mixture_around(
-    program: Any, known: dict[Any, Any], site: Site, local: LocalScale, like: Array
-) -> LocalAround:
-    """The distributions of an effect that has those of a mixture, whatever its local scale."""
-    evaluate(program, known, site.variables)
-    around = around_of(known, site, like)
-    log_scales, log_weights = (value_of(known, x) for x in local.variables)
-    mixture = Mixture(log_weights, log_scales + jnp.log(around.scale)).normalised
-    location = jnp.broadcast_to(around.location, like.shape)
-    return LocalAround(None, log_scales, location, log_weights, lambda _: around, lambda _: mixture)
+        location = jnp.broadcast_to(around(points[0]).location, like.shape)
+        own = local.name, points, location, log_weights, around, mixture
+        return LocalAround(*own, values, given)
+
+    return given(tuple(known[x] for x in above))

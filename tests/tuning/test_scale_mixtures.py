@@ -284,6 +284,37 @@ def test_there_and_back(family):
             np.testing.assert_allclose(back[name], values[name], rtol=1e-3, atol=1e-3)
 
 
+def a_scale_for_each(tau):
+    """Effects below more values than have derivatives of their own."""
+    scales = numpyro.sample("scales", dist.HalfNormal(jnp.ones((2, GROUPS))).to_event(2))
+    return standard() * tau * scales.sum(0) * local()
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES, "a scale for each"])
+def test_gradients(family):
+    """Gradients with products of the Jacobian that are quick are those of the potential."""
+    target = read((FAMILIES | MIXTURES | {"a scale for each": a_scale_for_each})[family])
+    key, rows = random.key(0), {"rows": jnp.arange(80).reshape(2, 40)}
+    somewhere = target.unravel(0.3 * random.normal(key, (target.model.dimension,)))
+    for anchor in (None, target.anchor(target.written(somewhere).effects)):
+        potential = target.potential(IdentityMetric(), anchor)
+
+        @jax.jit
+        def compared(values, potential=potential):
+            quick, whole = potential.value_and_gradient, jax.value_and_grad(potential)
+            of_blocks = jax.vmap(lambda i: quick(values, {"rows": i}, key))(rows["rows"])
+            return of_blocks, jax.lax.map(lambda i: whole(values, {"rows": i}, key), rows["rows"])
+
+        for values in points_of(target):
+            (energies, found), (expected, right) = compared(values)
+            np.testing.assert_allclose(energies, expected, rtol=1e-5)
+            found, right = (
+                np.asarray(jax.vmap(lambda x: ravel_pytree(x)[0])(x)) for x in (found, right)
+            )
+            np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_integral_over_scales(family):
