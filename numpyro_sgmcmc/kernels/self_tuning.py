@@ -3,7 +3,7 @@
 
 """Choice of the tuning of a method: the given, the latest, or a new tuning."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 import math
@@ -24,10 +24,10 @@ from numpyro_sgmcmc.kernels.state import ChainConstants, StaticConfig
 from numpyro_sgmcmc.kernels.transition import sample, start
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP, order_of
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
-from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.target import Program, Target
 from numpyro_sgmcmc.tuning.gaussian import Gaussian
 from numpyro_sgmcmc.tuning.phases import run_phases
-from numpyro_sgmcmc.tuning.pilot import PILOT_CHAINS, short_chains
+from numpyro_sgmcmc.tuning.pilot import PILOT_CHAINS, pilot_steps, short_chains
 from numpyro_sgmcmc.tuning.pilot_rhat import PilotRun
 from numpyro_sgmcmc.tuning.progress import tuning_bar
 from numpyro_sgmcmc.tuning.rare_rows import strata_by_importance
@@ -40,6 +40,13 @@ from numpyro_sgmcmc.tuning.words import warn_of
 
 #: Number of steps whose time is measured.
 _STEPS_TIMED = 100
+
+#: The time between two positions of a pilot, relative to that of a posterior standard deviation.
+#: Positions that are closer say little more, and each is a change of coordinates.
+_APART = 0.5
+
+#: Steps of a pilot times parameters above which its program has all optimisations.
+_LONG = 500_000
 
 #: The largest number of doublings of a minibatch that the tuning considers.
 _DOUBLINGS = 6
@@ -232,7 +239,7 @@ def new_tuning(
     )
     warn_of(tuning)
     if pilots:
-        seconds = steps * _seconds_of_a_step(pilots[-1], tuning)
+        seconds = steps * pilots[-1].seconds_of_a_step()
         tuning = tuning._replace(seconds_per_sample=seconds)
     without_noise = _steps_with(method, tuning, 0.0)
     check_speed(runtime.name, tuning, steps, without_noise, method.on_failure)
@@ -281,13 +288,6 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
 
 
-def _seconds_of_a_step(run: Callable[..., PilotRun], tuning: Tuning) -> float:
-    """The measured seconds of a step, chain by chain, with a compiled program."""
-    start = time.monotonic()
-    jax.block_until_ready(run(tuning.step_size, _STEPS_TIMED, random.key(0)))
-    return (time.monotonic() - start) / (_STEPS_TIMED * PILOT_CHAINS)
-
-
 def _steps_with(method: Method, tuning: Tuning, part: float) -> float:
     """Steps of a sample with a part of the noise, if the pilot had the same halvings."""
     if method.rates_are_given or tuning.noise is None:
@@ -322,15 +322,33 @@ class _Pilot:
 
     def __init__(self, method: Method, target: Target, tuning: Tuning) -> None:
         self.method, self.target, self.tuning = method, target, tuning
-        self.each = method.steps_per_sample or 1
+        few = int(_APART * tuning.width / tuning.step_size)
+        self.each = method.steps_per_sample or max(1, few)
         self.layout = constants_for(method, target, tuning, self.each, 0).layout
         self.program = target.compiled(partial(_short_chains, method), "pilot")
+        self.latest = self.program
 
     def __call__(self, step_size: float, steps: int, rng_key: Array) -> PilotRun:
-        return self.program(*self._arguments(step_size, steps, rng_key))
+        self.latest = self._program_for(steps)
+        return self.latest(*self._arguments(step_size, steps, rng_key))
 
     def prepare(self) -> None:
-        self.program.prepare(*self._arguments(self.tuning.step_size, 0, random.key(0)))
+        tuning = self.tuning
+        assert tuning.noise is not None
+        steps, _ = pilot_steps(tuning.noise, tuning.step_size / tuning.width)
+        arguments = self._arguments(tuning.step_size, 0, random.key(0))
+        self._program_for(steps).prepare(*arguments)
+
+    def seconds_of_a_step(self) -> float:
+        """The measured seconds of a step, chain by chain, of the program that ran last."""
+        arguments = self._arguments(self.tuning.step_size, _STEPS_TIMED, random.key(0))
+        start = time.monotonic()
+        jax.block_until_ready(self.latest(*arguments))
+        return (time.monotonic() - start) / (_STEPS_TIMED * PILOT_CHAINS)
+
+    def _program_for(self, steps: int) -> Program:
+        is_long = steps * self.target.model.dimension > _LONG
+        return self.program.optimised if is_long else self.program
 
     def _arguments(self, step_size: float, steps: int, rng_key: Array) -> tuple:
         samples = -(-steps // self.each)

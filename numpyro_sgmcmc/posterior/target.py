@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 import math
 import os
 from typing import Any, NamedTuple
@@ -332,12 +332,18 @@ class Target(NamedTuple):
 
 
 class Quick:
-    """Function under ``jit``, for programs that run for less time than their compilation."""
+    """
+    Function under ``jit``, for programs that run for less time than their compilation.
 
-    def __init__(self, function: Callable) -> None:
+    :param bool is_quick: whether the compilation is quick, which makes steps up to four times as
+        slow.
+    """
+
+    def __init__(self, function: Callable, is_quick: bool = True) -> None:
         # compiler options apply to whole programs, and not to a part of another program
-        self._inner = jax.jit(function)
-        self._outer = jax.jit(function, compiler_options=_quick_compilation())
+        self._function, self._inner = function, jax.jit(function)
+        options = _quick_compilation() if is_quick else {}
+        self._outer = jax.jit(function, compiler_options=options) if options else self._inner
         self._pending: Future | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -346,6 +352,11 @@ class Quick:
             wait([pending])
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
         return (self._inner if traced else self._outer)(*arguments)
+
+    @cached_property
+    def optimised(self) -> "Quick":
+        """The function for programs that run longer than they compile."""
+        return Quick(self._function, is_quick=False)
 
     def prepare(self, *arguments: Any) -> None:
         """
@@ -369,6 +380,11 @@ class Program:
 
     def __call__(self, *arguments: Any) -> Any:
         return self.run(self.data, *arguments)
+
+    @property
+    def optimised(self) -> "Program":
+        """The same for runs that are longer than its compilation."""
+        return Program(self.run.optimised, self.data)
 
     def prepare(self, *arguments: Any) -> None:
         """Compile the program in another thread, like :meth:`Quick.prepare`."""

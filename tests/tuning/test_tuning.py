@@ -34,6 +34,7 @@ from numpyro_sgmcmc import (
     CCAdL,
     full_data,
 )
+from numpyro_sgmcmc.kernels import self_tuning
 from numpyro_sgmcmc.posterior import potential
 from numpyro_sgmcmc.posterior import target as target_module
 from numpyro_sgmcmc.posterior.control_variate import ControlVariate
@@ -307,7 +308,25 @@ def test_programs_that_compile_quickly():
     found = Model(logistic, X, Y)
     anchor = found.target.compiled(Target.anchor)
     alone, inside = anchor(found.point), jax.jit(anchor)(found.point)
-    np.testing.assert_allclose(alone.gradient["w"], inside.gradient["w"], rtol=1e-3, atol=0.05)
+    for other in (inside, anchor.optimised(found.point)):
+        np.testing.assert_allclose(alone.gradient["w"], other.gradient["w"], rtol=1e-3, atol=0.05)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("long", "is_optimised"), [(3_000, False), (2_000, True)])
+def test_long_pilots_have_optimised_programs(long, is_optimised, tuning, monkeypatch):
+    """At least 600 steps with four parameters; the tuning is the same."""
+    run = []
+    timed = self_tuning._Pilot.seconds_of_a_step
+    monkeypatch.setattr(self_tuning, "_LONG", long)
+    monkeypatch.setattr(
+        self_tuning._Pilot, "seconds_of_a_step", lambda pilot: run.append(pilot) or timed(pilot)
+    )
+    found = CCAdL(logistic, progress_bar=False).tune(random.key(0), X, Y)
+    (pilot,) = run
+    assert (pilot.latest.run is pilot.program.run.optimised) == is_optimised
+    assert found.step_size == tuning.step_size
+    np.testing.assert_allclose(found.report.temperature, tuning.report.temperature, atol=0.01)
 
 
 def test_a_program_is_compiled_beside_what_is_done_next(compiled, monkeypatch):
