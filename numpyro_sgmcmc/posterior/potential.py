@@ -175,10 +175,10 @@ class ModelPotential(NamedTuple):
         self, values: Values, rows: Rows, rng_key: Array, /
     ) -> tuple[Array, Values, Callable[[Values | None], Values]]:
         """
-        Return the potential, the effects, and a function that returns the gradient.
+        Return the potential, the effects, and the pullback to the gradient of the potential.
 
-        It adds the gradient of another function, of which it gets the gradient in the effects.
-        The part of coordinates is computed once for gradients of many blocks of rows.
+        The pullback takes the gradient in the effects of a function that is added to the potential,
+        or None. The derivatives of the coordinates are computed once for all blocks of rows.
         """
         rows = counted(self.kinds, rows)
         data = rows, rng_key, self.args, self.kwargs
@@ -188,7 +188,7 @@ class ModelPotential(NamedTuple):
         hierarchy = hierarchy_of(self.model, values, *data)
 
         def written(values: Values) -> Written:
-            return from_internal(hierarchy, self.centring, values, first_order=True)
+            return from_internal(hierarchy, self.centring, values, for_gradients=True)
 
         def moved(values: Values) -> tuple[Values, Values]:
             return written(values)[::2]

@@ -132,7 +132,7 @@ class Written(NamedTuple):
 
 
 def from_internal(
-    hierarchy: Hierarchy, centring: Centring, values: Values, first_order: bool = False
+    hierarchy: Hierarchy, centring: Centring, values: Values, for_gradients: bool = False
 ) -> Written:
     """
     Return :math:`v(y)` and :math:`x(y)`, site by site.
@@ -140,8 +140,8 @@ def from_internal(
     :param hierarchy: hierarchy of the model at these values.
     :param centring: coordinates by site.
     :param values: values in the coordinates :math:`y`.
-    :param bool first_order: whether derivatives of second order are not needed. Many products with
-        the Jacobian then cost little more than one.
+    :param bool for_gradients: whether many products with the Jacobian are to cost little more than
+        one. Derivatives of second order cost more then.
     """
     log_det, effects, effects_log_det = jnp.zeros(()), dict(values), jnp.zeros(())
 
@@ -160,7 +160,9 @@ def from_internal(
         nonlocal log_det, effects_log_det
         mixture = at.mixture(EVERY)
         far = (
-            at.linear_distance(log_error, y) if first_order else mixture.log_distance(log_error, y)
+            at.linear_distance(log_error, y)
+            if for_gradients
+            else mixture.log_distance(log_error, y)
         )
         logarithm, log_weight = at.likely(lax.stop_gradient(far))
         around = at.around(logarithm)
@@ -250,28 +252,37 @@ class LocalAround(NamedTuple):
     log_weights: Array
     around: Callable[[Array], Around]
     mixture: Callable[[int], Mixture]
-    above: tuple[Array, ...] = ()
-    given: "Callable[[tuple[Array, ...]], LocalAround] | None" = None
+    above: tuple[Array, ...]
+    given: "Callable[[tuple[Array, ...]], LocalAround]"
 
     def linear_distance(self, log_error: Array, y: Array) -> Array:
         """
-        Return :math:`\\log |x - \\mu|`, whose first derivatives are numbers for each effect.
+        Return :math:`\\log |x - \\mu|` with derivatives that are a few numbers for each effect.
 
-        Other products with its Jacobian pass through all points of the mixture.
+        Many products with them are quick. Each product with the derivatives of
+        :meth:`Mixture.log_distance` passes through all points of the mixture.
         """
         flat, unravel = ravel_pytree(self.above)
-        if self.given is None or flat.size > _FEW:
+        if flat.size > _FEW:
             return self.mixture(EVERY).log_distance(log_error, y)
-        given, at, y_at = self.given, lax.stop_gradient(flat), lax.stop_gradient(y)
-        mixture = given(unravel(at)).mixture(EVERY)
-        far = mixture.log_distance(log_error, y_at)
-        slope = mixture.with_slope(log_error, far)[1]
 
-        def coordinate(flat: Array) -> Array:
-            return given(unravel(flat)).mixture(EVERY).coordinate(log_error, far)
+        def mixture(flat: Array) -> Mixture:
+            return self.given(unravel(flat)).mixture(EVERY)
 
-        moved = jnp.sum(jax.jacfwd(coordinate)(at) * (flat - at), axis=-1)
-        return far + (jnp.abs(y) - jnp.abs(y_at) - moved) / slope
+        @jax.custom_jvp
+        def distance(flat: Array, y: Array) -> Array:
+            return mixture(flat).log_distance(log_error, y)
+
+        @distance.defjvp
+        def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+            flat, y = primals
+            far = distance(flat, y)
+            slope = mixture(flat).with_slope(log_error, far)[1]
+            by_above = jax.jacfwd(lambda x: mixture(x).coordinate(log_error, far))(flat)
+            moved = jnp.sum(by_above * tangents[0], axis=-1)
+            return far, (jnp.sign(y) * tangents[1] - moved) / slope
+
+        return distance(flat, y)
 
     def effect(self, log_distance: Array, y: Array) -> Array:
         """Return :math:`x`."""

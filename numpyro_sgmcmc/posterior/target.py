@@ -355,7 +355,7 @@ class Quick:
 
     @cached_property
     def optimised(self) -> "Quick":
-        """The function for programs that run longer than they compile."""
+        """The function with all optimisations, for programs that run longer than they compile."""
         return Quick(self._function, is_quick=False)
 
     def prepare(self, *arguments: Any) -> None:
@@ -383,7 +383,7 @@ class Program:
 
     @property
     def optimised(self) -> "Program":
-        """The same for runs that are longer than its compilation."""
+        """The program with all optimisations, for runs that are longer than its compilation."""
         return Program(self.run.optimised, self.data)
 
     def prepare(self, *arguments: Any) -> None:

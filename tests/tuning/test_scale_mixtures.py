@@ -290,6 +290,7 @@ def a_scale_for_each(tau):
     return standard() * tau * scales.sum(0) * local()
 
 
+@pytest.mark.slow
 @pytest.mark.one_case
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES, "a scale for each"])
 def test_gradients(family):
@@ -304,15 +305,33 @@ def test_gradients(family):
         def compared(values, potential=potential):
             quick, whole = potential.value_and_gradient, jax.value_and_grad(potential)
             of_blocks = jax.vmap(lambda i: quick(values, {"rows": i}, key))(rows["rows"])
-            return of_blocks, jax.lax.map(lambda i: whole(values, {"rows": i}, key), rows["rows"])
+            right = jax.lax.map(lambda i: whole(values, {"rows": i}, key), rows["rows"])
+            return of_blocks, right
 
         for values in points_of(target):
             (energies, found), (expected, right) = compared(values)
             np.testing.assert_allclose(energies, expected, rtol=1e-5)
-            found, right = (
-                np.asarray(jax.vmap(lambda x: ravel_pytree(x)[0])(x)) for x in (found, right)
-            )
+            found, right = (ravel_pytree(x)[0] for x in (found, right))
             np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
+
+
+@pytest.mark.nightly
+def test_derivatives_of_gradients():
+    target, key = read(FAMILIES["half-Cauchy"]), random.key(0)
+    potential, rows = target.potential(IdentityMetric()), {"rows": jnp.arange(40)}
+
+    @jax.jit
+    def compared(values, along):
+        quick, whole = (
+            jax.jvp(lambda x, f=f: f(x, rows, key), (values,), (along,))[1]
+            for f in (lambda *x: potential.value_and_gradient(*x)[1], jax.grad(potential))
+        )
+        return ravel_pytree(quick)[0], ravel_pytree(whole)[0]
+
+    *points, along = points_of(target)
+    for values in points:
+        found, right = compared(values, along)
+        np.testing.assert_allclose(found, right, rtol=2e-3, atol=1e-4 * np.abs(right).max())
 
 
 @pytest.mark.nightly
