@@ -276,6 +276,9 @@ def compared(name: str) -> tuple[list[object], dict, dict, np.ndarray]:
         off.append((means[0] - means[1]) / error)
         ratios.append(sds[0] / sds[1])
         sizes.append([x.min() for x in ess])
+    (one, of_one), (other, of_other) = variance_of(found["w"]), variance_of(right["w"])
+    errors = np.abs(one - other) / np.hypot(of_one * one, of_other * other)
+    print(f"variances: {np.sqrt(np.mean(errors**2)):.1f}, {errors.max():.1f} se (rms, largest)")
     included = [(np.abs(x["w"]) > INCLUDED).mean((0, 1)) for x in (found, right)]
     least = np.min(sizes, axis=0)
     if theirs is not right:
