@@ -254,7 +254,7 @@ MUTATIONS = {
         "latents/test_local_latents.py -k skewed_integrals",
     ),
     "effects that do not move with the scales above": Mutation(
-        "posterior/reparam.py LocalAround.linear_distance._ moved", "jnp.zeros_like(y)",
+        "posterior/reparam.py LocalAround.log_distance._ moved", "jnp.zeros_like(y)",
         "tuning/test_scale_mixtures.py -k gradients",
     ),
     "a gradient without the determinant of the coordinates": Mutation(

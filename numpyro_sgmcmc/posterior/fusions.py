@@ -11,8 +11,9 @@ segmentation fault, within programs and operation by operation. jaxlib 0.12 does
 from importlib.metadata import version
 import os
 
-#: XLA flags that allow single products of matrices, and no sums. Without products several chains
-#: take four times as long for those with one large matrix. Other versions do not need the flags.
+#: XLA flags by which the library computes single products of matrices, and no sums. Without the
+#: library several chains take four times as long for a product with one large matrix. Other
+#: versions do not need the flags.
 WITHOUT_FAULTY_FUSIONS = (
     {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
     if version("jaxlib") == "0.10.2"

@@ -9,6 +9,7 @@ data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 import math
 from typing import Any, NamedTuple, Protocol
@@ -184,7 +185,8 @@ class ModelPotential(NamedTuple):
         data = rows, rng_key, self.args, self.kwargs
         if not self.centring:
             energy, slope = jax.value_and_grad(self.model.potential)(values, *data)
-            return energy, values, lambda more: slope if more is None else _sum(slope, more)
+            added = partial(jax.tree.map, jnp.add, slope)
+            return energy, values, lambda more: slope if more is None else added(more)
         hierarchy = hierarchy_of(self.model, values, *data)
 
         def written(values: Values) -> Written:
@@ -218,10 +220,6 @@ class ModelPotential(NamedTuple):
     def _written(self, values: Values, rows: Rows, rng_key: Array) -> Written:
         hierarchy = hierarchy_of(self.model, values, rows, rng_key, self.args, self.kwargs)
         return from_internal(hierarchy, self.centring, values)
-
-
-def _sum(first: Values, second: Values) -> Values:
-    return jax.tree.map(jnp.add, first, second)
 
 
 def counted(kinds: Mapping[str, Kind], rows: Rows) -> dict[str, DrawnRows]:

@@ -104,7 +104,7 @@ from numpyro_sgmcmc.posterior.scale_mixture import (
 #: The smallest distance of an effect from its location, in standard deviations.
 _NEAREST = 1e-12
 
-#: The most values above a mixture for each of which a derivative of its effects is computed.
+#: The largest number of values above a mixture for which effects have derivatives of their own.
 _FEW = 8
 
 
@@ -159,11 +159,7 @@ def from_internal(
     ) -> tuple[Array, Array]:
         nonlocal log_det, effects_log_det
         mixture = at.mixture(EVERY)
-        far = (
-            at.linear_distance(log_error, y)
-            if for_gradients
-            else mixture.log_distance(log_error, y)
-        )
+        far = (at if for_gradients else mixture).log_distance(log_error, y)
         logarithm, log_weight = at.likely(lax.stop_gradient(far))
         around = at.around(logarithm)
         x, units = at.effect(far, y), _signed(jnp.exp(far - jnp.log(around.scale)), y)
@@ -255,12 +251,11 @@ class LocalAround(NamedTuple):
     above: tuple[Array, ...]
     given: "Callable[[tuple[Array, ...]], LocalAround]"
 
-    def linear_distance(self, log_error: Array, y: Array) -> Array:
+    def log_distance(self, log_error: Array, y: Array) -> Array:
         """
-        Return :math:`\\log |x - \\mu|` with derivatives that are a few numbers for each effect.
+        Return :meth:`Mixture.log_distance` with derivatives that are a few numbers for each effect.
 
-        Many products with them are quick. Each product with the derivatives of
-        :meth:`Mixture.log_distance` passes through all points of the mixture.
+        Products with these are quick. Products with those of the mixture pass through all points.
         """
         flat, unravel = ravel_pytree(self.above)
         if flat.size > _FEW:

@@ -294,7 +294,7 @@ def a_scale_for_each(tau):
 @pytest.mark.one_case
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES, "a scale for each"])
 def test_gradients(family):
-    """Gradients with products of the Jacobian that are quick are those of the potential."""
+    """The quick gradients of blocks of rows are those of the potential."""
     target = read((FAMILIES | MIXTURES | {"a scale for each": a_scale_for_each})[family])
     key, rows = random.key(0), {"rows": jnp.arange(80).reshape(2, 40)}
     somewhere = target.unravel(0.3 * random.normal(key, (target.model.dimension,)))
