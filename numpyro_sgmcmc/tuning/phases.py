@@ -93,28 +93,20 @@ from numpyro_sgmcmc.data.row_numbers import needs_64_bits
 from numpyro_sgmcmc.posterior.control_variate import order_of
 from numpyro_sgmcmc.posterior.coordinates import mixtures_of, with_degree
 from numpyro_sgmcmc.posterior.handlers import Plate
-from numpyro_sgmcmc.posterior.metric import (
-    DenseMetric,
-    DiagonalMetric,
-    GaussianMetric,
-    IdentityMetric,
-    Metric,
-)
+from numpyro_sgmcmc.posterior.metric import DenseMetric, GaussianMetric, IdentityMetric, Metric
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.tuning.center import search_center, search_errors, search_near
 from numpyro_sgmcmc.tuning.correlated_noise import error_of_correlations
-from numpyro_sgmcmc.tuning.expansion import DEARER, DENSE_BY_DEFAULT, expanded, worth_of_expansion
+from numpyro_sgmcmc.tuning.expansion import DEARER, expanded, worth_of_expansion
 from numpyro_sgmcmc.tuning.find_reparam import find_centring, non_centred
-from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric, prepare_metric
-from numpyro_sgmcmc.tuning.hessians import prepare_evaluated
-from numpyro_sgmcmc.tuning.low_rank import find_low_rank
-from numpyro_sgmcmc.tuning.noise_level import (
-    NoiseLevel,
-    measure_noise,
-    noise_with,
-    prepare_noise,
-    reach_of,
+from numpyro_sgmcmc.tuning.gaussian import Gaussian, find_metric
+from numpyro_sgmcmc.tuning.metric_choice import (
+    NEWTON,
+    chosen_metric,
+    metric_search,
+    prepare_search,
 )
+from numpyro_sgmcmc.tuning.noise_level import NoiseLevel, measure_noise, noise_with, reach_of
 from numpyro_sgmcmc.tuning.pilot import Pilot, run_pilot, site_of
 from numpyro_sgmcmc.tuning.quadrature_error import rule_of_steps
 from numpyro_sgmcmc.tuning.rare_rows import TOLERABLE, error_of, find_rare_rows
@@ -122,9 +114,6 @@ from numpyro_sgmcmc.tuning.request import Known, Search, Suggestion, TuningReque
 from numpyro_sgmcmc.tuning.subsample import near_the_mode, point_at, sample_of, share_of
 from numpyro_sgmcmc.tuning.tuning import Tuning
 from numpyro_sgmcmc.tuning.variational import find_center
-
-NEWTON = 500  #: the most parameters whose centre Newton's method finds
-LOW_RANK_BY_DEFAULT = 200_000  #: the most whose metric has a low rank; it is diagonal above
 
 #: Gradients of NUTS's warm-up, of 1,000 trees with ten steps each, and the most rows for which
 #: they take less time than so many passes of the tuning.
@@ -178,7 +167,7 @@ def _begin(search: Search, target: Target) -> Known:
     if request.reparametrise:
         target = non_centred(target)
     target = target._replace(model=target.model.with_rule(target.model.search_rule))
-    is_small = dimension <= NEWTON and _shape_of(request.metric, dimension) is find_metric
+    is_small = dimension <= NEWTON and metric_search(request.metric, dimension) is find_metric
     sample = None
     if search.from_sample and is_small:
         sample = sample_of(target) if request.strata in (None, "auto") else None
@@ -193,7 +182,7 @@ def _begin(search: Search, target: Target) -> Known:
 def _find_center(search: Search, known: Known) -> Known:
     """The centre, and the coordinates of hierarchies."""
     seen, request = known.seen, search.request
-    _prepare(seen, request, _controls(search, known))
+    prepare_search(seen, request, _controls(search, known))
     find: Callable[..., Gaussian]
     at, gaussian, find = seen, None, search_center
     if seen.model.dimension > NEWTON:
@@ -224,7 +213,7 @@ def _find_center(search: Search, known: Known) -> Known:
 def _find_shape(search: Search, known: Known) -> Known:
     """The metric: a matrix, a low rank, or the variances of the first search."""
     seen, gaussian = known.seen, known.gaussian
-    shaped = _shape_of(search.request.metric, seen.model.dimension)
+    shaped = metric_search(search.request.metric, seen.model.dimension)
     if shaped is not None:
         search.report("metric", known.spent)
         gaussian = shaped(seen, search.key(1), gaussian)
@@ -237,7 +226,7 @@ def _find_shape(search: Search, known: Known) -> Known:
     if known.is_sample:
         first = point_at(target, gaussian)
         known = known.after("all rows", 1.0, first=first, gaussian=first.at_the_mode)
-    return known._replace(metric=_chosen(search.request.metric, known.gaussian.metric))
+    return known._replace(metric=chosen_metric(search.request.metric, known.gaussian.metric))
 
 
 def _compare_with_nuts(search: Search, known: Known) -> Known:
@@ -311,7 +300,7 @@ def _find_mode_of_all_rows(search: Search, known: Known) -> Known:
     return known._replace(
         gaussian=point.at_the_mode,
         anchor=None if known.anchor is None else point.anchor,
-        metric=_chosen(search.request.metric, point.at_the_mode.metric),
+        metric=chosen_metric(search.request.metric, point.at_the_mode.metric),
     )
 
 
@@ -440,40 +429,7 @@ def _cannot_be_tuned(plate: Plate, from_sample: bool) -> str:
     )
 
 
-def _prepare(target: Target, request: TuningRequest, controls: bool) -> None:
-    """Compiles the search beside the tracing of what comes next, and that beside the search."""
-    if target.model.dimension <= NEWTON:
-        prepare_evaluated(target)
-    if _shape_of(request.metric, target.model.dimension) is not find_metric:
-        return
-    prepare_metric(target)
-    if request.metric in (None, "dense"):
-        dimension, dtype = target.model.dimension, target.model.dtype
-        shapes = (dimension,), (dimension, dimension), (dimension, dimension)
-        metric = DenseMetric(*(jnp.asarray(np.zeros(shape, dtype)) for shape in shapes))
-        prepare_noise(target, metric, controls)
-
-
 def _steps(search: Search, metric: Metric, start: GaussianMetric, noise: NoiseLevel) -> float:
     """The number of steps in which a chain forgets where it was, with a level of noise."""
     step_size, friction = search.rates(noise)
     return Tuning(step_size, friction, metric, start).relaxation_time / step_size
-
-
-def _shape_of(metric: Metric | str | None, dimension: int) -> Callable | None:
-    """The search for the Gaussian; None if the first search was enough."""
-    if metric == "dense" or (dimension <= DENSE_BY_DEFAULT and metric != "low_rank"):
-        return find_metric
-    if metric == "low_rank" or dimension <= LOW_RANK_BY_DEFAULT:
-        return find_low_rank
-    return None
-
-
-def _chosen(metric: Metric | str | None, found: GaussianMetric) -> Metric:
-    """The metric with the centre that was found."""
-    if metric == "diagonal":
-        # the marginal standard deviations
-        return DiagonalMetric(found.center, jnp.sqrt(found.variances(found.center)))
-    if metric is None or isinstance(metric, str):
-        return found
-    return metric if isinstance(metric, IdentityMetric) else metric._replace(center=found.center)
