@@ -42,7 +42,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 import numpy as np
-from scipy import stats
+from scipy import special
 
 #: Largest number of parameters for which the Stein matrix is kept.
 MATRIX_DIMENSION = 100
@@ -246,7 +246,7 @@ class SteinReport(NamedTuple):
                 f"the configurational temperature is {self.temperature:.3g} +- {self.error:.2g}"
             )
         count = len(self.ratios)
-        quantile = stats.t.isf(stats.norm.sf(errors) / count, FEWEST_BATCHES - 1)
+        quantile = -special.stdtrit(FEWEST_BATCHES - 1, special.ndtr(-errors) / count)
         # a mean of few products that is small by chance has too small a standard error
         error = self.ratio_errors / np.clip(self.ratios, 0.1, 1.0)
         excess = np.abs(self.ratios - 1) / np.maximum(quantile * error, _TOLERANCE_OF_ONE)

@@ -3,13 +3,14 @@
 
 """R-hat of the short chains of a pilot."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from numpyro_sgmcmc.stein import SteinSums
 
@@ -139,7 +140,7 @@ def beyond_chance(r_hats: np.ndarray, halves: int, sizes: np.ndarray) -> np.ndar
     usual = np.median(r_hats) ** 2 - 1
     if not usual <= _MOST_BY_CHANCE:
         return r_hats
-    law = stats.f(halves - 1, _FREEDOM * halves)
-    most = law.isf(_FALSE_ALARM / sizes) / law.median() * usual
+    quantile = partial(special.fdtri, halves - 1, _FREEDOM * halves)
+    most = quantile(1 - _FALSE_ALARM / sizes) / quantile(0.5) * usual
     explained = np.minimum(r_hats, np.sqrt(1 + usual))
     return np.where(r_hats**2 - 1 > most, r_hats, explained)

@@ -454,7 +454,14 @@ def test_statistics_have_values(data):
     assert np.all(summary["ess_bulk"].astype(float) > 50)
 
 
-@pytest.mark.nightly
-def test_arviz_is_imported_when_it_is_needed():
-    code = "import sys, numpyro_sgmcmc; assert 'arviz' not in sys.modules"
+@pytest.mark.slow
+def test_packages_for_results_are_imported_when_they_are_needed():
+    """They would double the time of the import."""
+    later = {"arviz", "pandas", "xarray", "matplotlib", "scipy.stats"}
+    code = (
+        f"import sys, numpyro_sgmcmc; assert not {later} & set(sys.modules)\n"
+        "from numpyro_sgmcmc import summary; assert 'pandas' in sys.modules\n"
+        "assert summary is numpyro_sgmcmc.summary and 'summary' in dir(numpyro_sgmcmc)\n"
+        "assert not hasattr(numpyro_sgmcmc, 'sumary')"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
