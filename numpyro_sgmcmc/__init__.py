@@ -5,8 +5,7 @@
 
 from importlib import import_module as _import_module
 from importlib.metadata import version as _version
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+import typing as _typing
 
 from numpyro_sgmcmc.data.groups import group_rows as group_rows
 from numpyro_sgmcmc.data.growing import GrowingRows as GrowingRows
@@ -32,25 +31,23 @@ from numpyro_sgmcmc.posterior.handlers import full_data as full_data
 from numpyro_sgmcmc.tuning.ensemble import Ensemble as Ensemble
 from numpyro_sgmcmc.tuning.tuning import Tuning as Tuning
 
-if _TYPE_CHECKING:
-    from numpyro_sgmcmc.after_a_run import *  # noqa: F403
-
 # before JAX starts, which no import does
 _avoid_faulty_fusions()
 
 __version__ = _version("numpyro_sgmcmc")
 
+if _typing.TYPE_CHECKING:
+    from numpyro_sgmcmc.after_a_run import *  # noqa: F403
+else:
 
-def _after_a_run() -> _Any:
-    # pandas and xarray take as long to import as NumPyro
-    return _import_module("numpyro_sgmcmc.after_a_run")
+    def _after_a_run() -> _typing.Any:
+        # pandas and xarray take as long to import as NumPyro
+        return _import_module("numpyro_sgmcmc.after_a_run")
 
+    def __getattr__(name: str) -> _typing.Any:
+        if name.startswith("_") or name == "after_a_run" or not hasattr(_after_a_run(), name):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_after_a_run(), name)
 
-def __getattr__(name: str) -> _Any:
-    if name.startswith("_") or name == "after_a_run" or not hasattr(_after_a_run(), name):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_after_a_run(), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *vars(_after_a_run())})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *vars(_after_a_run())})
