@@ -270,6 +270,7 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
         count = math.prod(part.number for part in parts)
         weight = math.prod(part.weight for part in parts)
 
+        @jax.jit  # traced once, for shapes and for the loop
         def weighted(k: Array, parts: Any = parts, weight: float = weight) -> Any:
             rows: dict[str, DrawnRows] = {}
             for part in parts:
@@ -281,7 +282,7 @@ def over_all_data(function: Callable[[Rows], Any], plates: Sequence[Plate]) -> A
             return jax.tree.map(jnp.add, total, weighted(k)), None
 
         if total is None:
-            shapes = jax.eval_shape(weighted, jnp.asarray(0))
+            shapes = jax.eval_shape(weighted, jax.ShapeDtypeStruct((), jnp.int32))
             total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         total, _ = lax.scan(added, total, jnp.arange(count))
     return total

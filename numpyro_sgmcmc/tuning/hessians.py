@@ -170,13 +170,14 @@ def _mean(
 ) -> Any:
     """The mean of a function of a minibatch over a number of minibatches."""
 
+    @jax.jit  # traced once, for shapes and for the loop
     def at(k: Array) -> Any:
         return function(_rows(target, rng_key, count, k, part), k)
 
     def added(k: Array, total: Any) -> Any:
         return jax.tree.map(jnp.add, total, at(k))
 
-    shapes = jax.eval_shape(at, jnp.asarray(0))
+    shapes = jax.eval_shape(at, 0)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     total = lax.fori_loop(0, count, added, zeros)
     return target.mean(jax.tree.map(lambda x: x / count, total))
