@@ -234,7 +234,10 @@ def test_centred_weights_have_necks(monkeypatch):
 @pytest.mark.parametrize("count", [20, 100])
 def test_curves_of_twenty_keys(count):
     """Each key has data of its own. No chain stands still, and no run warns."""
-    runs = [run(Process(np.random.default_rng(key), count=count), key) for key in range(20)]
+    runs = []
+    for key in range(20):
+        runs.append(run(Process(np.random.default_rng(key), count=count), key))
+        jax.clear_caches()  # thousands of programs exhaust the memory maps of a process
     assert min(effective_sizes(draws).min() for draws, _ in runs) > 1_000
     found = np.stack([defects(*both) for both in runs])
     assert np.abs(found).max() < 4.5
