@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 import warnings
+import weakref
 
 import jax
 
@@ -22,8 +23,16 @@ from numpyro_sgmcmc.posterior.checks.devices import check_spread
 from numpyro_sgmcmc.posterior.checks.run import Asked, check_run
 from numpyro_sgmcmc.posterior.control_variate import GRADIENTS_OF_A_STEP
 from numpyro_sgmcmc.posterior.model import MinibatchModel, read_model
+from numpyro_sgmcmc.posterior.numpyro_private import free_loops
 from numpyro_sgmcmc.posterior.target import Program, Quick, Target
 from numpyro_sgmcmc.tuning.tuning import Tuning, TuningFailed
+
+#: Number of kernels whose compiled programs are kept. JAX and NumPyro keep every kernel that has
+#: run, and thousands of programs exhaust the memory maps of a process, where XLA crashes.
+_MOST_KERNELS = 4
+
+#: Those that have read a model, the latest last.
+_latest: "list[weakref.ref[Runtime]]" = []
 
 
 class Runtime:
@@ -130,6 +139,7 @@ class Runtime:
         if model != self.model:
             self.model, self.programs = model, {}
         self._models[_shapes((args, kwargs))] = model
+        _free_older(self)
         parts = 1 if self.shards is None else self.shards.parts
         check_run(Asked(name, method.traits.corrects_noise, method.scheme, model, parts))
         if self.shards is not None:
@@ -189,6 +199,18 @@ class Runtime:
         """
         kept = target._replace(programs=self.programs)
         return kept.compiled(function, name, *facts, outputs=outputs)
+
+
+def _free_older(runtime: Runtime) -> None:
+    """Free the programs of all kernels but the latest, which compile them again if needed."""
+    global _latest
+    others = [other for other in _latest if other() not in (None, runtime)]
+    _latest = [*others, weakref.ref(runtime)]
+    for other in _latest[:-_MOST_KERNELS]:
+        if (older := other()) is not None and older.programs:
+            older.programs.clear()
+            free_loops()
+    _latest = _latest[-_MOST_KERNELS:]
 
 
 def _shapes(tree: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax import Array
 import jax.numpy as jnp
+import numpyro
 from numpyro.distributions import ExpandedDistribution, Independent, MaskedDistribution
 from numpyro.infer import MCMC
 
@@ -49,6 +50,19 @@ def shows_bars(kernel: Any) -> bool:
             return bool(caller.progress_bar)
         frame = frame.f_back
     return True
+
+
+def free_loops() -> None:
+    """
+    Free the programs of all runs without a progress bar.
+
+    ``MCMC`` compiles its loop anew for each of these, and JAX keeps the programs of thousands.
+    """
+    loop = getattr(numpyro.util, "_fori_collect_loop", None)
+    if loop is not None:
+        # JAX finds the programs by these arguments
+        program: Any = jax.jit(loop, static_argnums=(0, 1), donate_argnums=3)
+        program.clear_cache()
 
 
 def arguments(mcmc: MCMC) -> tuple[tuple, dict]:

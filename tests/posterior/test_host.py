@@ -20,7 +20,8 @@ from runs import run_mcmc
 from small_models import mean as model
 
 import numpyro_sgmcmc
-from numpyro_sgmcmc import SGLD
+from numpyro_sgmcmc import SGLD, CCAdL
+from numpyro_sgmcmc.kernels import runtime
 from numpyro_sgmcmc.posterior import numpyro_private
 
 COMPILE_QUICKLY = True
@@ -39,6 +40,22 @@ def mcmc():
 def test_arguments(mcmc):
     (y,), kwargs = numpyro_private.arguments(mcmc)
     assert np.array_equal(y, Y) and kwargs == {}
+
+
+@pytest.mark.slow
+def test_programs_of_earlier_kernels_are_freed(monkeypatch):
+    """Thousands of them exhaust the memory maps of a process, as in a study of simulated data."""
+    monkeypatch.setattr(runtime, "_MOST_KERNELS", 1)
+    maps, kernels = [], []
+    for k in range(4):
+        kernels.append(CCAdL(model, progress_bar=False))
+        run_mcmc(kernels[-1], Y + k, warmup=2, samples=3)
+        maps.append(len(Path("/proc/self/maps").read_text().splitlines()))
+    assert [bool(kernel.runtime.programs) for kernel in kernels] == [False, False, False, True]
+    assert abs(maps[3] - maps[1]) < 100 < maps[0]
+    # an earlier kernel compiles what it needs
+    run_mcmc(kernels[0], Y, warmup=2, samples=3)
+    assert kernels[0].runtime.programs and not kernels[3].runtime.programs
 
 
 @pytest.mark.parametrize("traced", [False, True])
