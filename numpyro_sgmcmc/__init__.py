@@ -45,6 +45,8 @@ else:
         return _import_module("numpyro_sgmcmc.after_a_run")
 
     def __getattr__(name: str) -> _typing.Any:
+        if name == "__all__":
+            return [public for public in __dir__() if not public.startswith("_")]
         if name.startswith("_") or name == "after_a_run" or not hasattr(_after_a_run(), name):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(_after_a_run(), name)

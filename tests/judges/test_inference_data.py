@@ -462,6 +462,7 @@ def test_packages_for_results_are_imported_when_they_are_needed():
         f"import sys, numpyro_sgmcmc; assert not {later} & set(sys.modules)\n"
         "from numpyro_sgmcmc import summary; assert 'pandas' in sys.modules\n"
         "assert summary is numpyro_sgmcmc.summary and 'summary' in dir(numpyro_sgmcmc)\n"
-        "assert not hasattr(numpyro_sgmcmc, 'sumary')"
+        "assert not hasattr(numpyro_sgmcmc, 'sumary')\n"
+        "del summary\nfrom numpyro_sgmcmc import *\nassert CCAdL and summary"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
