@@ -37,19 +37,19 @@ _avoid_faulty_fusions()
 __version__ = _version("numpyro_sgmcmc")
 
 if _typing.TYPE_CHECKING:
-    from numpyro_sgmcmc.after_a_run import *  # noqa: F403
+    from numpyro_sgmcmc.lazy_names import *  # noqa: F403
 else:
 
-    def _after_a_run() -> _typing.Any:
+    def _lazy_names() -> _typing.Any:
         # pandas and xarray take as long to import as NumPyro
-        return _import_module("numpyro_sgmcmc.after_a_run")
+        return _import_module("numpyro_sgmcmc.lazy_names")
 
     def __getattr__(name: str) -> _typing.Any:
         if name == "__all__":
             return [public for public in __dir__() if not public.startswith("_")]
-        if name.startswith("_") or name == "after_a_run" or not hasattr(_after_a_run(), name):
+        if name.startswith("_") or name == "lazy_names" or not hasattr(_lazy_names(), name):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(_after_a_run(), name)
+        return getattr(_lazy_names(), name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *vars(_after_a_run())})
+        return sorted({*globals(), *vars(_lazy_names())})

@@ -234,9 +234,9 @@ def test_centred_weights_have_necks(monkeypatch):
 @pytest.mark.parametrize("count", [20, 100])
 def test_curves_of_twenty_keys(count):
     """
-    Each key has data of its own. No chain stands still, and no run is taken to be wrong.
+    Each key has data of its own. All draws are right, and no chain stands still.
 
-    The posterior of key 13 has a shoulder, which the search may take for a second mode.
+    The search may take a shoulder of the posterior of key 13 for a second mode.
     """
     runs, known = [], "NUTS is likely|The posterior has several modes"
     for key in range(20):

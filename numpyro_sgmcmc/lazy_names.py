@@ -1,7 +1,7 @@
 # Copyright Contributors to the numpyro_sgmcmc project.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Public names that no run needs, whose modules import pandas and xarray."""
+"""Public names that are imported at first use, since their modules import pandas and xarray."""
 
 from numpyro_sgmcmc.diagnostics import calibrated as calibrated
 from numpyro_sgmcmc.diagnostics import certify as certify
