@@ -174,16 +174,17 @@ def second(rounds: int) -> str:
                 mcmc = made(make(), num_warmup=10, num_samples=10, **options)
                 finished(mcmc, 0, workload.data)
                 seconds: dict[str, list[float]] = {"same": [], "other": [], "resumed": []}
+                cases = [("same", workload.data)]
+                if jit_model_args is not False:  # else data are constants of the program
+                    cases.append(("other", others))
                 for k in range(rounds):
-                    for case, data in (("same", workload.data), ("other", others)):
-                        if case == "other" and jit_model_args is False:
-                            continue  # NumPyro makes the data constants of the program
+                    for case, data in cases:
                         start = time.perf_counter()
                         finished(mcmc, k, data)
                         seconds[case].append(time.perf_counter() - start)
                     mcmc.post_warmup_state = mcmc.last_state
                     start = time.perf_counter()
-                    finished(mcmc, k, workload.data)
+                    finished(mcmc, k, cases[-1][1])
                     seconds["resumed"].append(time.perf_counter() - start)
                     mcmc.post_warmup_state = None
                 words = [f"{1e3 * np.median(s):.0f}" if s else "" for s in seconds.values()]
