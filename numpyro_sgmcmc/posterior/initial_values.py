@@ -4,6 +4,7 @@
 """Initial values of chains."""
 
 from collections.abc import Callable
+from functools import partial
 import math
 
 import jax
@@ -40,7 +41,7 @@ def initial_values(
             initialize_model(
                 keys,
                 first_rows_of(view.model),
-                init_strategy=init_strategy,
+                init_strategy=_in_arrays(init_strategy),
                 model_args=args,
                 model_kwargs=kwargs,
             ).param_info
@@ -53,12 +54,24 @@ def initial_values(
     return jax.tree.map(lambda x: x[0], info.z) if single else info.z, is_finite
 
 
+def _in_arrays(init_strategy: Callable) -> Callable:
+    """Return a strategy whose values are arrays of JAX, which traced rows can index."""
+    if not isinstance(init_strategy, partial):
+        return init_strategy  # NumPyro calls it for one with values
+    given = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, init_strategy.keywords
+    )
+    return partial(init_strategy.func, *init_strategy.args, **given)
+
+
 def no_initial_values(
     view: MinibatchModel, rng_key: Array, init_strategy: Callable, args: tuple, kwargs: dict
 ) -> ValueError:
     """Return the error of a model without finite initial values, which names the sites."""
     key = rng_key if is_prng_key(rng_key) else rng_key[0]
-    start = substitute(seed(first_rows_of(view.model), key), substitute_fn=init_strategy)
+    start = substitute(
+        seed(first_rows_of(view.model), key), substitute_fn=_in_arrays(init_strategy)
+    )
     sites = trace(start).get_trace(*args, **kwargs)
     return ValueError(_no_finite_start(_nonfinite_sites(sites)))
 

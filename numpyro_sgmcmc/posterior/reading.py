@@ -267,7 +267,7 @@ def _checked_initial(init_strategy: Callable) -> Callable:
                 f"The initial value of site '{site['name']}' is not finite. Give finite values,"
                 " `init_to_value(values=...)`."
             )
-        return value
+        return jnp.asarray(value)  # the rows of a minibatch cannot be indices of NumPy's arrays
 
     return initial
 

@@ -237,6 +237,22 @@ def test_init_strategies(strategy):
         np.testing.assert_allclose(samples(mcmc)["scale"], 2.0, rtol=1e-3)
 
 
+@pytest.mark.parametrize("step_size", [None, 1e-9])
+def test_initial_values_of_numpy_are_indexed_by_rows(step_size):
+    def model(group, y):
+        with numpyro.plate("groups", 4):
+            level = numpyro.sample("level", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Normal(level[group[i]], 1), obs=y[i])
+
+    strategy = init_to_value(values={"level": np.arange(4.0)})
+    kernel = SGLD(model, step_size=step_size, init_strategy=strategy, progress_bar=False)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False)
+    mcmc.run(random.key(0), jnp.arange(40) % 4, jnp.arange(40.0) % 4)
+    if step_size is not None:
+        np.testing.assert_allclose(samples(mcmc)["level"][0, 0], np.arange(4.0), atol=1e-3)
+
+
 @pytest.mark.slow
 @few_kernels
 def test_warmup_then_run(name):
