@@ -101,11 +101,12 @@ def of_users(
     mcmc: MCMC, tables: tuple, users: np.ndarray, truth: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws of the effects of some users, shape (draws, users), and the true effects."""
-    places = [np.flatnonzero(np.isin(groups, users)) for _, _, groups in tables]
-    chosen = {f"users {k}": numbers for k, numbers in enumerate(places)}
+    places = {k: np.flatnonzero(np.isin(t.groups, users)) for k, t in enumerate(tables)}
+    places = {k: numbers for k, numbers in places.items() if len(numbers)}
+    chosen = {f"users {k}": numbers for k, numbers in places.items()}
     found = local_draws(mcmc, chosen, num_draws=LOCAL)
-    draws = [found[f"user {k}"].values.reshape(-1, len(p)) for k, p in enumerate(places)]
-    order = [np.asarray(t.groups)[p] for t, p in zip(tables, places, strict=True)]
+    draws = [found[f"user {k}"].values.reshape(-1, len(p)) for k, p in places.items()]
+    order = [np.asarray(tables[k].groups)[p] for k, p in places.items()]
     return np.concatenate(draws, axis=1), truth[np.concatenate(order)]
 
 

@@ -5,7 +5,7 @@
 What a run costs besides its steps: the progress bar, a second ``run()``, the time to the first
 sample in a new process, chains side by side, and memory.
 
-    python benchmarks/running.py [--only bar second first chains devices processes memory]
+    python benchmarks/running.py [--only bar second first changed chains devices processes memory]
 
 The time to the first sample and the memory are measured in processes of their own, the time
 after a program of JAX has run. NUTS runs on ``full_data(model)``. Memory is the largest resident
@@ -40,7 +40,7 @@ from workloads import Workload, logistic, logistic_data, logistic_potential, wor
 
 from numpyro_sgmcmc import SGHMC, CCAdL, LongRun, full_data
 
-PARTS = ("bar", "second", "first", "chains", "devices", "processes", "memory")
+PARTS = ("bar", "second", "first", "changed", "chains", "devices", "processes", "memory")
 
 
 def sghmc(workload: Workload, steps_per_sample: int = 1) -> Callable:
@@ -236,6 +236,22 @@ def first(rounds: int) -> str:
     return table(header, rows)
 
 
+def changed(rounds: int) -> str:
+    """The time to the first sample of a model with another prior, later in the same process."""
+    rows = []
+    for k, workload in enumerate(started_workloads()):
+        if "d = 20" not in workload.name:
+            continue
+        names = "NUTS", "CCAdL, step size given", "CCAdL, tuned"
+        found = np.array([
+            [alone("changed", k, name)["seconds"] for name in names] for _ in range(min(rounds, 5))
+        ]).T  # fmt: skip
+        for name, seconds in zip(names, found, strict=True):
+            cells = f"{np.median(seconds):.1f}", ratio(seconds, found[0])
+            rows.append([workload.name, name, *cells])
+    return table(["", "sampler", "seconds", "ratio to NUTS"], rows)
+
+
 def chains(rounds: int) -> str:
     """Vectorized chains: the cost of a step of one of them."""
     rows = []
@@ -368,15 +384,26 @@ def for_a_while(program: Callable, begin: float) -> float:
     return float(np.median(seconds))
 
 
+def to_the_first_sample(workload: Workload, name: str) -> float:
+    """Seconds to the first sample of one of the samplers, without warm-up."""
+    make = samplers(workload)[name]
+    start = time.perf_counter()
+    finished(MCMC(make(), num_warmup=0, num_samples=1, progress_bar=False), 0, workload.data)
+    return time.perf_counter() - start
+
+
 def part(name: str, *arguments: str) -> dict:
     """What runs in a process of its own."""
     jax.block_until_ready(jax.jit(jnp.sum)(jnp.ones(3)))
     if name == "first":
         workload = started_workloads()[int(arguments[0])]
-        make = samplers(workload)[arguments[1]]
-        start = time.perf_counter()
-        finished(MCMC(make(), num_warmup=0, num_samples=1, progress_bar=False), 0, workload.data)
-        return {"seconds": time.perf_counter() - start}
+        return {"seconds": to_the_first_sample(workload, arguments[1])}
+    if name == "changed":
+        workload = started_workloads()[int(arguments[0])]
+        for scale in (1.0, 2.0):
+            other = workload._replace(model=partial(workload.model, scale=scale))
+            seconds = to_the_first_sample(other, arguments[1])
+        return {"seconds": seconds}
     if name == "process":
         workload = workloads()[int(arguments[0])]
         seconds = for_a_while(collected(sghmc(workload), workload), float(arguments[1]))

@@ -46,8 +46,8 @@ def normal_potential(z: dict[str, Array], rows: Array, y: Array) -> Array:
     return prior + len(y) / len(rows) * jnp.sum(away**2 / 2 + z["log_scale"])
 
 
-def logistic(x: Array, y: Array, batch_size: int) -> None:
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+def logistic(x: Array, y: Array, batch_size: int, scale: float = 1.0) -> None:
+    w = numpyro.sample("w", dist.Normal(0, scale).expand([x.shape[1]]).to_event(1))
     with numpyro.plate("rows", x.shape[0], subsample_size=batch_size) as i:
         numpyro.sample("y", dist.Bernoulli(logits=x[i].astype(w.dtype) @ w), obs=y[i])
 
