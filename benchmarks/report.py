@@ -70,6 +70,7 @@ PARTS = {
     "bar": "benchmarks/running.py --only bar",
     "second": "benchmarks/running.py --only second",
     "first": "benchmarks/running.py --only first",
+    "changed": "benchmarks/running.py --only changed",
     "chains": "benchmarks/running.py --only chains devices processes",
     "memory": "benchmarks/running.py --only memory",
     "disk": "benchmarks/disk.py",
