@@ -69,9 +69,7 @@ def no_initial_values(
 ) -> ValueError:
     """Return the error of a model without finite initial values, which names the sites."""
     key = rng_key if is_prng_key(rng_key) else rng_key[0]
-    start = substitute(
-        seed(first_rows_of(view.model), key), substitute_fn=_in_arrays(init_strategy)
-    )
+    start = substitute(seed(first_rows_of(view.model), key), substitute_fn=init_strategy)
     sites = trace(start).get_trace(*args, **kwargs)
     return ValueError(_no_finite_start(_nonfinite_sites(sites)))
 
