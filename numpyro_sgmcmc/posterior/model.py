@@ -325,7 +325,8 @@ class MinibatchModel(NamedTuple):
             :math:`(n,)`.
         """
         energy, sites = self.potential_and_sites(z, indices, rng_key, args, kwargs)
-        names = {plate.name for plate in self.plates}
+        # a list, whose order is that of any other process, whose programs are kept
+        names = [plate.name for plate in self.plates]
         terms = {name: jnp.zeros(indices[name].size) for name in names}
         for site in sites.values():
             frames = site["cond_indep_stack"] if site["type"] == "sample" else []

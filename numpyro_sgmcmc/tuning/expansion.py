@@ -4,7 +4,7 @@
 """Anchors of control variates of second order, and whether one pays."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 import math
 
 import jax
@@ -102,7 +102,9 @@ def expanded(target: Target, anchor: Anchor, worth: float) -> tuple[Anchor | Non
 
 
 def _is_quick(target: Target) -> bool:
-    return target.shards is None and uses_gauss_newton(target) and has_distributions(target)
+    if target.shards is not None or not uses_gauss_newton(target):
+        return False
+    return all(has_distributions(target, plate) for plate in target.model.plates)
 
 
 def _by_gauss_newton(target: Target, anchor: Anchor) -> tuple[Array, Array]:
@@ -110,11 +112,12 @@ def _by_gauss_newton(target: Target, anchor: Anchor) -> tuple[Array, Array]:
     here, point, key = target.centred, ravel(anchor.values), random.key(0)
     unit, potential = jnp.eye(len(point), dtype=point.dtype), here.potential(IdentityMetric())
     # a row takes as much memory as it has derivatives, and chunks are of fewer rows
-    (plate,) = target.model.plates
-    plates = [plate._replace(points=math.ceil(len(point) * 2**14 / _NUMBERS))]
+    points = math.ceil(len(point) * 2**14 / _NUMBERS)
+    plates = [plate._replace(points=points) for plate in target.model.plates]
 
     def matrix(rows: Rows) -> Array:
-        return whitened_gauss_newton(here, unit, point, rows, key)
+        each = (whitened_gauss_newton(here, x, unit, point, rows, key) for x in plates)
+        return reduce(jnp.add, each)
 
     hessian = over_all_data(matrix, plates)
     hessian = hessian + whitened_prior(here, unit, point, ravel(anchor.gradient), key)

@@ -12,7 +12,7 @@ no distribution for them, and the exact Hessian of everything else.
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -27,14 +27,14 @@ from numpyro_sgmcmc.data.rows_on_disk import on_disk
 from numpyro_sgmcmc.posterior.coordinates import (
     mixtures_of,
 )
-from numpyro_sgmcmc.posterior.handlers import log_density, without_wrappers
+from numpyro_sgmcmc.posterior.handlers import Plate, log_density, without_wrappers
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.potential import Rows, counted, ravel
 from numpyro_sgmcmc.posterior.reparam import (
     scales_of,
 )
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.tuning.fisher import each_once, rows_of, rows_stand_for, whitened_fisher
+from numpyro_sgmcmc.tuning.fisher import alone, each_once, rows_of, rows_stand_for, whitened_fisher
 
 _FEW = 12  #: parameters up to which a Hessian costs as little
 _MANY = 16  #: the most parameters of a row's distributions
@@ -48,8 +48,8 @@ def uses_gauss_newton(target: Target) -> bool:
     model = target.model
     # each row is looked at by itself, which takes long where it is read from disk
     in_memory = not on_disk((target.args, target.kwargs))
-    has_rows = len(model.plates) == 1 and not model.drawn_plates
-    return has_rows and in_memory and model.dimension > _FEW
+    is_large = model.dimension > _FEW and not model.drawn_plates
+    return is_large and in_memory and not _are_crossed(target)
 
 
 def whitened_rows(target: Target, factor: Array, point: Array, rows: Rows, rng_key: Array) -> Array:
@@ -59,11 +59,15 @@ def whitened_rows(target: Target, factor: Array, point: Array, rows: Rows, rng_k
     All rows depend on the same effects. The derivative of these is therefore taken once, and not
     for each row.
     """
-    form = whitened_gauss_newton if has_distributions(target) else whitened_fisher
+    forms = [
+        whitened_gauss_newton if has_distributions(target, plate) else whitened_fisher
+        for plate in target.model.plates
+    ]
     if target.centring:
         point, factor = effects_along(target, point, factor)
         target = target.centred
-    return form(target, factor, point, rows, rng_key)
+    each = zip(forms, target.model.plates, strict=True)
+    return reduce(jnp.add, (form(target, x, factor, point, rows, rng_key) for form, x in each))
 
 
 def effects_along(target: Target, point: Array, factor: Array) -> tuple[Array, Array]:
@@ -76,10 +80,10 @@ def effects_along(target: Target, point: Array, factor: Array) -> tuple[Array, A
 
 
 def whitened_gauss_newton(
-    target: Target, factor: Array, point: Array, rows: Rows, rng_key: Array
+    target: Target, plate: Plate, factor: Array, point: Array, rows: Rows, rng_key: Array
 ) -> Array:
     """
-    The Gauss-Newton matrix of the rows of a minibatch in the coordinates of a Gaussian,
+    The Gauss-Newton matrix of the rows of a plate in the coordinates of a Gaussian,
 
     .. math:: L^\\top \\Big( \\sum_i c_i J_i^\\top H_i J_i \\Big) L, \\qquad
         J_i = \\frac{\\partial \\eta_i}{\\partial \\theta}, \\quad
@@ -91,6 +95,7 @@ def whitened_gauss_newton(
     costs one gradient for each entry of :math:`\\eta_i`.
 
     :param target: the model with its data.
+    :param plate: the plate.
     :param factor: :math:`L`, shape ``(d, d)``.
     :param point: :math:`\\theta`, one flat vector.
     :param rows: the rows of the minibatch.
@@ -113,8 +118,8 @@ def whitened_gauss_newton(
 
         >>> data = jnp.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]), jnp.zeros(3)
         >>> target = Target(read_model(model, init_to_uniform, data, {}), data, {})
-        >>> rows = {"rows": jnp.arange(3)}
-        >>> at = jnp.eye(2), jnp.zeros(2), rows, jax.random.key(0)
+        >>> (plate,), rows = target.model.plates, {"rows": jnp.arange(3)}
+        >>> at = plate, jnp.eye(2), jnp.zeros(2), rows, jax.random.key(0)
         >>> whitened_gauss_newton(target, *at).round().astype(int).tolist()
         [[3, 3], [3, 5]]
 
@@ -123,15 +128,13 @@ def whitened_gauss_newton(
     1. *Fast Curvature Matrix-Vector Products for Second-Order Gradient Descent*,
        Nicol N. Schraudolph (2002).
     """
-    (plate,) = target.model.plates
-    drawn, stands_for = rows_stand_for(target, rows)
+    drawn, stands_for = rows_stand_for(target, plate, rows)
 
     def of_row(row: DrawnRows) -> tuple[Array, Array]:
-        alone = {plate.name: jax.tree.map(lambda x: x[None], row)}
-        numbers, energy = likelihood(target, alone, rng_key)
+        numbers, energy = likelihood(target, plate, alone(target, plate, row), rng_key)
         eta, pullback = jax.vjp(numbers, point)
         (slopes,) = jax.vmap(pullback)(jnp.eye(eta.size, dtype=eta.dtype))
-        return slopes @ factor, jax.hessian(energy)(eta) / rows_of(target)
+        return slopes @ factor, jax.hessian(energy)(eta) / rows_of(target, plate)
 
     chunk = max(1, min(drawn.size, _NUMBERS // (_MANY * len(point))))
     slopes, inner = lax.map(of_row, each_once(drawn), batch_size=chunk)
@@ -158,7 +161,8 @@ def whitened_prior(
     :param gradient: of the potential there, a flat vector.
     :param rng_key: the key of the model.
     """
-    potential = target.potential(IdentityMetric())
+    # groups are left out, and the terms of other rows are taken out
+    potential = target.potential(IdentityMetric()).of_groups(None)
     rows = {name: x[:1] for name, x in target.model.first_rows().items()}
 
     def prior(x: Array) -> Array:
@@ -259,21 +263,21 @@ def effects_at(target: Target, point: Array) -> Array:
 
 
 def likelihood(
-    target: Target, rows: Rows, rng_key: Array
+    target: Target, plate: Plate, rows: Rows, rng_key: Array
 ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
     """
-    The likelihood of some rows in two parts.
+    The likelihood of some rows of a plate in two parts.
 
     :return: :math:`\\eta(\\theta)`, one flat vector for all rows, and their potential at
         :math:`\\eta`.
     :raises TypeError: if a factor stands in the place of a distribution.
     """
-    (plate,) = target.model.plates
+    model = target.model.of_groups(plate.name)
     data = counted(target.kinds, rows), rng_key, target.args, target.kwargs
 
     def sites_at(point: Array) -> dict[str, dict]:
         values = target.written(target.unravel(point)).values
-        sites = target.model.potential_and_sites(values, *data)[1]
+        sites = model.potential_and_sites(values, *data)[1]
         inside = {k: x for k, x in sites.items() if x["type"] == "sample" and plate.name in _of(x)}
         for name, site in inside.items():
             if isinstance(without_wrappers(site["fn"]), dist.Unit):
@@ -336,12 +340,11 @@ def _unconstrained(link: Any, leaf: Any) -> Array:
     return link.inv(jnp.where(is_inside, leaf, link(jnp.zeros_like(leaf))))
 
 
-def has_distributions(target: Target) -> bool:
-    """True if each row has distributions with few parameters."""
-    (plate,) = target.model.plates
+def has_distributions(target: Target, plate: Plate) -> bool:
+    """True if each row of a plate has distributions with few parameters."""
 
     def of_row(row: Array) -> tuple[Array, Array]:
-        numbers, energy = likelihood(target, {plate.name: row[None]}, random.key(0))
+        numbers, energy = likelihood(target, plate, alone(target, plate, row), random.key(0))
         eta = numbers(jnp.zeros(target.model.dimension, target.model.dtype))
         return eta, energy(eta)
 
@@ -349,6 +352,25 @@ def has_distributions(target: Target) -> bool:
     with suppress(Exception):
         return jax.eval_shape(of_row, jnp.zeros((), jnp.int32))[0].size <= _MANY
     return False
+
+
+def _are_crossed(target: Target) -> bool:
+    """True if rows of two plates have a site together."""
+    names = {plate.name for plate in target.model.plates}
+    crossed: list[set[str]] = []
+    if len(names) == 1:
+        return False
+
+    def look(point: Array) -> Array:
+        values, rows = target.written(target.unravel(point)).values, target.model.first_rows()
+        data = counted(target.kinds, rows), random.key(0), target.args, target.kwargs
+        energy, sites = target.model.potential_and_sites(values, *data)
+        inside = (names.intersection(_of(x)) for x in sites.values() if x["type"] == "sample")
+        crossed.extend(plates for plates in inside if len(plates) > 1)
+        return energy
+
+    jax.eval_shape(look, jnp.zeros(target.model.dimension, target.model.dtype))
+    return bool(crossed)
 
 
 def _of(site: dict) -> list[str]:

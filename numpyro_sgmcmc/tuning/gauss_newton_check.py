@@ -4,7 +4,7 @@
 """Comparison of the Gauss-Newton matrix of the rows with their Hessian."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 import math
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from jax import Array, random
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.posterior.handlers import Plate
 from numpyro_sgmcmc.posterior.metric import IdentityMetric
 from numpyro_sgmcmc.posterior.potential import Rows
 from numpyro_sgmcmc.posterior.target import Target
@@ -117,22 +118,33 @@ def excess(
     :param rng_key: the key of the model.
     :param vector: :math:`v`, shape ``(d,)``.
     """
-    here = target.centred
-    potential = here.potential(IdentityMetric())
-    drawn, stands_for = rows_stand_for(target, rows)
-    (plate,) = target.model.plates
-    rows = {plate.name: drawn}
     start, derivative = jax.linearize(partial(effects_at, target), point)
-    zero = jnp.zeros_like(point)
 
     def at(x: Array) -> Array:
         return start + derivative(factor @ x)
 
+    plates = target.model.plates
+    return reduce(jnp.add, (_excess(target, x, at, rows, rng_key, vector) for x in plates))
+
+
+def _excess(
+    target: Target,
+    plate: Plate,
+    at: Callable[[Array], Array],
+    rows: Rows,
+    rng_key: Array,
+    vector: Array,
+) -> Array:
+    here, zero = target.centred, jnp.zeros_like(vector)
+    potential = here.potential(IdentityMetric()).of_groups(plate.name)
+    drawn, stands_for = rows_stand_for(target, plate, rows)
+    rows = {**rows, plate.name: drawn}
+
     def terms(x: Array) -> Array:
         return potential.with_row_terms(target.unravel(at(x)), rows, rng_key)[1][plate.name]
 
-    if has_distributions(target):
-        numbers, energy = likelihood(here, rows, rng_key)
+    if has_distributions(target, plate):
+        numbers, energy = likelihood(here, plate, rows, rng_key)
         eta, along = jax.linearize(lambda x: numbers(at(x)), zero)
         inner = jax.jvp(jax.grad(energy), (eta,), (along(vector),))[1]
     else:

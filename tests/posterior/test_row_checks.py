@@ -233,6 +233,25 @@ def test_rows_that_are_scaled_twice():
         look(model_of(scaled_twice), X, REAL)
 
 
+def test_two_plates_scale_a_site_by_both():
+    """With equal shares that is the square of one, which is no fault."""
+
+    def crossed(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        users = numpyro.plate("users", N, subsample_size=50, dim=-2)
+        with users as i, numpyro.plate("items", N, subsample_size=50, dim=-1) as j:
+            numpyro.sample("y", dist.Normal(w * x[i][:, :1], 1), obs=y[j] + y[i][:, None])
+
+    look(crossed, X, REAL)
+
+    def thrice(x, y):
+        with handlers.scale(scale=N / 50):
+            crossed(x, y)
+
+    with pytest.raises(ValueError, match="scaled by 400/50 twice"):
+        look(thrice, X, REAL)
+
+
 def indexed(index):
     return lambda w, i, y, g: observed(dist.Normal(w[index(i, g)], 1), y[i])
 

@@ -110,9 +110,10 @@ def _check_scale(name: str, site: dict, subsampled: Mapping[str, Any]) -> None:
     scale = site["scale"]
     if scale is None or jnp.ndim(scale) > 0 or isinstance(scale, jax.core.Tracer):
         return
-    for frame in _frames(site, subsampled):
-        plate = subsampled[frame.name]
-        if math.isclose(float(scale), (plate.size / plate.subsample_size) ** 2, rel_tol=1e-4):
+    plates = [subsampled[frame.name] for frame in _frames(site, subsampled)]
+    factors = [plate.size / plate.subsample_size for plate in plates]
+    for plate, once in zip(plates, factors, strict=True):
+        if once > 1 and math.isclose(float(scale), once * math.prod(factors), rel_tol=1e-4):
             factor = f"{plate.size}/{plate.subsample_size}"
             raise ValueError(
                 f"Site '{name}' is scaled by {factor} twice: by plate '{plate.name}' itself, and"
