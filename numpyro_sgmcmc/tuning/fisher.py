@@ -75,7 +75,7 @@ def rows_of(target: Target, plate: Plate) -> float:
 
 
 def alone(target: Target, plate: Plate, row: Any) -> Rows:
-    """A minibatch of one row of a plate; of other plates, whose rows do not matter, the first."""
+    """A minibatch of one row of a plate. Other plates have their first row, which has no effect."""
     first = {name: rows[:1] for name, rows in target.model.first_rows().items()}
     return first | {plate.name: jax.tree.map(lambda x: x[None], row)}
 

@@ -54,7 +54,7 @@ def uses_gauss_newton(target: Target) -> bool:
 
 def whitened_rows(target: Target, factor: Array, point: Array, rows: Rows, rng_key: Array) -> Array:
     """
-    The Gauss-Newton matrix or the Fisher information of the rows of a minibatch.
+    The sum over plates of the Gauss-Newton matrix, or the Fisher information, of their rows.
 
     All rows depend on the same effects. The derivative of these is therefore taken once, and not
     for each row.
@@ -355,18 +355,16 @@ def has_distributions(target: Target, plate: Plate) -> bool:
 
 
 def _are_crossed(target: Target) -> bool:
-    """True if rows of two plates have a site together."""
-    names = {plate.name for plate in target.model.plates}
-    crossed: list[set[str]] = []
-    if len(names) == 1:
+    """True if rows of two plates have a site together, which groups never have."""
+    names = {plate.name for plate in target.model.plates if not plate.is_group}
+    if len(names) < 2:
         return False
+    crossed: list[str] = []
 
     def look(point: Array) -> Array:
-        values, rows = target.written(target.unravel(point)).values, target.model.first_rows()
-        data = counted(target.kinds, rows), random.key(0), target.args, target.kwargs
-        energy, sites = target.model.potential_and_sites(values, *data)
-        inside = (names.intersection(_of(x)) for x in sites.values() if x["type"] == "sample")
-        crossed.extend(plates for plates in inside if len(plates) > 1)
+        data = target.model.first_rows(), random.key(0), target.args, target.kwargs
+        energy, sites = target.model.potential_and_sites(target.unravel(point), *data)
+        crossed.extend(name for name, x in sites.items() if len(names.intersection(_of(x))) > 1)
         return energy
 
     jax.eval_shape(look, jnp.zeros(target.model.dimension, target.model.dtype))
@@ -375,4 +373,4 @@ def _are_crossed(target: Target) -> bool:
 
 def _of(site: dict) -> list[str]:
     """The names of the plates of a site."""
-    return [frame.name for frame in site["cond_indep_stack"]]
+    return [frame.name for frame in site.get("cond_indep_stack", ())]

@@ -135,6 +135,7 @@ def _excess(
     rng_key: Array,
     vector: Array,
 ) -> Array:
+    """The product of :func:`excess` for the rows of one plate."""
     here, zero = target.centred, jnp.zeros_like(vector)
     potential = here.potential(IdentityMetric()).of_groups(plate.name)
     drawn, stands_for = rows_stand_for(target, plate, rows)

@@ -87,9 +87,8 @@ def test_of_a_right_model_it_is_the_hessian():
     target = target_of(RIGHT)
     values = {"level": jnp.zeros(()), "w": jnp.asarray([0.3] + [0.0] * (D - 1))}
     point, rows, unit = ravel(values), {"rows": jnp.arange(N)}, jnp.eye(D + 1)
-    fisher = np.asarray(
-        whitened_fisher(target, *target.model.plates, unit, point, rows, random.key(0))
-    )
+    at = *target.model.plates, unit, point, rows, random.key(0)
+    fisher = np.asarray(whitened_fisher(target, *at))
     nothing = jnp.zeros(D + 1)  # there are no coordinates that a gradient could curve
     prior = np.asarray(whitened_prior(target, unit, point, nothing, random.key(0)))
     scores = (RIGHT - RATES)[:, None] * np.column_stack([np.ones(N), X])
@@ -107,9 +106,8 @@ def test_of_a_right_model_it_is_the_hessian():
 @pytest.mark.parametrize("model", [counts, factors])
 def test_metric_of_right_and_wrong_models(model, y):
     target = target_of(y, model)
-    assert uses_gauss_newton(target) and has_distributions(target, *target.model.plates) == (
-        model is counts
-    )
+    assert uses_gauss_newton(target)
+    assert has_distributions(target, *target.model.plates) == (model is counts)
     found = tuned(target)
     e = spectrum(target, found)
     assert found.converged and e[0] > 0.5 and e[-1] < 2
