@@ -61,9 +61,9 @@ _MORE_ROWS = 4  #: how many times more rows a Hessian gets where they prove to b
 #: a tenth.
 _LAST = 0.4
 
-#: Ratio of an eigenvalue of the Hessian to the mean beyond which the Gauss-Newton matrix is unlike
-#: it, and how many times it gets what it lacks.
-_UNLIKE, _CORRECTIONS = 2.5, 4
+#: Ratio of an eigenvalue of the Hessian to the mean up to which the Gauss-Newton matrix is like it,
+#: how many times it gets what it lacks, and the largest ratio after these.
+_ALIKE, _CORRECTIONS, _UNLIKE = 1.5, 4, 2.5
 
 #: An eigenvalue of the Hessian in the coordinates of the Gaussian that is none.
 _FLAT = 0.05
@@ -121,7 +121,7 @@ def find_metric(target: Target, rng_key: Array, start: Gaussian) -> Gaussian:
     (:mod:`~numpyro_sgmcmc.tuning.gauss_newton`), and two draws show the way until a step is shorter
     than a standard deviation. Products with the Hessian then say whether the two are alike. The
     matrix gets what it lacks along vectors whose eigenvalues are 1.5 times as large or as small as
-    their mean. If after four times one is still 2.5 times as large or as small, the search goes on
+    their mean, up to four times. If one is then 2.5 times as large or as small, the search goes on
     with Hessians.
 
     :param target: the model with its data.
@@ -230,19 +230,20 @@ class _Search:
         best = self.closest(center, factor, _LAST)
         if best is None or not has_converged(best, _LAST):
             return None
+        likeness = self.compared(best)
         for _ in range(_CORRECTIONS):
-            likeness = self.compared(best)
-            if likeness.is_alike(_UNLIKE):
-                self.usual, self.curvature = likeness.usual, likeness.curvature
-                return best
-            if not likeness.is_alike(math.inf):
+            if likeness.is_alike(_ALIKE):
                 break
+            if not likeness.is_alike(math.inf):
+                return None
             inverse = np.linalg.inv(best.factor)
             self.missing = self.missing + inverse.T @ likeness.missing @ inverse
             best = self.closest(best.center, best.factor, _LAST)
             if best is None or not has_converged(best, _LAST):
-                break
-        return None
+                return None
+            likeness = self.compared(best)
+        self.usual, self.curvature = likeness.usual, likeness.curvature
+        return best if likeness.is_alike(_UNLIKE) else None
 
     def compared(self, fit: Fit) -> Comparison:
         """Comparison of the Gauss-Newton matrix, with what it lacked so far, with the Hessian."""

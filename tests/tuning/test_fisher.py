@@ -124,6 +124,25 @@ def test_a_wrong_model_is_noticed(monkeypatch):
     assert np.exp(np.log(e).mean()) < 0.7
 
 
+@pytest.mark.nightly
+def test_a_direction_with_twice_the_hessian_is_mended():
+    """A mean whose rows vary twice as much as the model says; all have the same posterior sd."""
+    column = jnp.arange(N) % D
+    y = RNG.standard_normal(N) * np.where(column == 0, 2**0.5, 1)
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+        with numpyro.plate("rows", N, subsample_size=200) as i:
+            numpyro.factor("y", dist.Normal(w[column[i]], 1).log_prob(y[i]))
+
+    data = (jnp.asarray(y, jnp.float32),)
+    found = tuned(Target(read_model(model, init_to_uniform, data, {}), data, {}))
+    assert found.is_gauss_newton
+    sd = np.linalg.norm(np.asarray(found.metric.factor), axis=1)
+    # 800 rows are compared, 40 of them with this mean: a standard error of 0.11 of its logarithm
+    np.testing.assert_allclose(np.log(sd * (N / D + 1) ** 0.5), 0, atol=0.25)
+
+
 def effects(group, y):
     mu = numpyro.sample("mu", dist.Normal(0, 1))
     tau = numpyro.sample("tau", dist.HalfNormal(1))
