@@ -108,7 +108,7 @@ MUTATIONS = {
         f"{ALGEBRA} -k CCAdL",
     ),
     "average of twice the window": Mutation(
-        "gradients/noise_estimate.py RunningCovariance.update window",
+        "gradients/noise_estimate.py RunningCovariance._updated window",
         "count if self.window == math.inf else jnp.minimum(count, 2 * int(self.window))",
         f"{ALGEBRA} -k average",
     ),

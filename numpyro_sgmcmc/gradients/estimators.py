@@ -44,6 +44,8 @@ class Evaluation(NamedTuple):
     #: estimate of the covariance V of the gradient's noise, in its representation
     #: (:mod:`numpyro_sgmcmc.gradients.covariance`), or None if the method does not need it
     noise: Any = None
+    #: whether it is an estimate, and not zeros in the place of one
+    has_estimate: Array | bool = True
 
 
 #: Gradient oracle: function of a position, shape (d,), that returns an evaluation.
@@ -141,8 +143,10 @@ def sub_batch_gradient(
             return parts[-1]._replace(noise=noise)
         # each part has the prior, which counts once
         prior = minibatch_gradient(potential.of_groups(None), rows, rng_key)(position)
-        evaluation = jax.tree.map(lambda one, *x: sum(x) - (len(x) - 1) * one, prior, *parts)
-        return evaluation._replace(noise=noise)
+        value, slope = jax.tree.map(
+            lambda one, *x: sum(x) - (len(x) - 1) * one, prior[:2], *(x[:2] for x in parts)
+        )
+        return Evaluation(value, slope, noise)
 
     return gradient
 
@@ -327,7 +331,8 @@ def over_devices(gradient: Gradient, target: Target, rng_key: Array) -> Gradient
             noise = LowRankPlusDiagonal(signs * noise.factors, noise.diagonal / target.parts)
         else:
             noise = jax.tree.map(lambda x: x / target.parts, noise)
-        return target.mean(seen._replace(noise=noise))
+        potential, slope, noise = target.mean((seen.potential, seen.gradient, noise))
+        return Evaluation(potential, slope, noise, seen.has_estimate)
 
     return everywhere
 

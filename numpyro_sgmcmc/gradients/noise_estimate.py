@@ -4,11 +4,12 @@
 """Estimation of the covariance of a kernel's gradient noise."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import math
 from typing import Any
 
-from jax import Array, random
+import jax
+from jax import Array, lax, random
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.data.converters import one_of, whole
@@ -61,6 +62,10 @@ _TIMES_OF_A_ROW, _MOST_FOR_ROWS = 10, 2_000
 #: Variance of the noise, in units of the curvature, below which its directions do not matter.
 _LITTLE_NOISE = 0.05
 
+#: Parameters that are many, steps of a sample that is long, and the steps from one estimate of the
+#: noise to the next where both are.
+_MANY, _LONG_SAMPLE, _SPARED = 1_000, 16, 4
+
 
 @dataclass(frozen=True)
 class NoiseEstimate:
@@ -83,10 +88,12 @@ class NoiseEstimate:
         for up to 20,000 parameters if the tuning has measured more than a little noise.
     :param str estimator: estimator of single minibatches: ``"sub_batches"``, the default,
         ``"two_cotangents"`` or ``"per_example"``; see :mod:`numpyro_sgmcmc.gradients.estimators`.
-    :param window: number of steps of the average; ``math.inf`` for all steps since the start, as in
+    :param window: number of estimates in the average; ``math.inf`` for all since the start, as in
         the paper. With None the error of the average widens the draws by less than a per cent: 100
-        steps for the diagonal, more in proportion to the number of parameters for the full matrix,
-        and after a tuning as many steps as draw a row ten times, or 2,000 if that is less.
+        for the diagonal, more in proportion to the number of parameters for the full matrix, and
+        after a tuning as many minibatches as draw a row ten times, or 2,000 if that is less. Each
+        step has an estimate. With groups and more than 1,000 parameters every fourth step has one,
+        if the tuning takes 16 steps or more for a sample.
     :param int rank: number of leading directions of ``covariance="low_rank"``; None is 20.
     :raises ValueError: if an argument has no meaning, or would be ignored. The message names it.
 
@@ -239,6 +246,21 @@ class RunningCovariance:
     representation: Covariance
     #: the finite-population factor by plate
     factors: tuple[tuple[str, float], ...]
+    #: number of steps from one estimate to the next
+    every: int = 1
+
+    def for_samples_of(self, steps: int, target: Target) -> "RunningCovariance":
+        """
+        Return the estimate with as few evaluations as samples of so many steps need.
+
+        With groups a gradient takes up to twice as long if it comes with an estimate. Long samples
+        of many parameters have one in every fourth step. With few parameters the seconds that this
+        takes to compile are not won back. Growing rows change the noise, and need all estimates.
+        """
+        has_groups = any(plate.is_group for plate in target.model.plates)
+        is_dear = has_groups and target.model.dimension > _MANY and steps >= _LONG_SAMPLE
+        can_spare = self.covariance != "matrix_free" and target.known is None
+        return replace(self, every=_SPARED) if is_dear and can_spare else self
 
     def start(self, position: Array) -> tuple[Any, Array]:
         """Return the initial average: covariance zero, from zero minibatches."""
@@ -251,6 +273,13 @@ class RunningCovariance:
 
     def update(self, average: Any, count: Array, evaluation: Evaluation) -> tuple[Any, Array]:
         """Return the average and the number of minibatches for the next step."""
+        if self.every == 1:
+            return self._updated(average, count, evaluation)
+        return lax.cond(
+            evaluation.has_estimate, self._updated, lambda *x: x[:2], average, count, evaluation
+        )
+
+    def _updated(self, average: Any, count: Array, evaluation: Evaluation) -> tuple[Any, Array]:
         count = count + 1
         if self.covariance == "matrix_free":
             return average, count
@@ -265,6 +294,7 @@ def gradient_oracle(
     rows: Rows,
     rng_key: Array,
     noise: RunningCovariance | None = None,
+    step: Array | int = 0,
 ) -> Gradient:
     """
     Return the gradient oracle for one step, over all devices that the rows are spread over.
@@ -274,6 +304,7 @@ def gradient_oracle(
     :param rows: rows of the minibatch for each subsampled plate.
     :param rng_key: key for a potential that is itself random, and for other minibatches.
     :param noise: the estimate of the noise covariance, or None for the gradient alone.
+    :param step: the number of the step in its sample.
     """
     own = target.own(rng_key)
     if noise is None:
@@ -288,4 +319,26 @@ def gradient_oracle(
             # stratified minibatches are resolved to this estimator alone
             strata = {"groups": groups} if groups else {}
             gradient = estimate(potential, rows, own, factors, noise.representation, **strata)
+            if noise.every > 1:
+                alone = minibatch_gradient(potential, rows, own)
+                gradient = _now_and_then(gradient, alone, noise, step)
     return over_devices(gradient, target, target.own(random.fold_in(rng_key, 2)))
+
+
+def _now_and_then(
+    estimate: Gradient, alone: Gradient, noise: RunningCovariance, step: Array | int
+) -> Gradient:
+    """The oracle with an estimate of the noise at some steps of a sample, and without at others."""
+    estimate = jax.jit(estimate)  # traced once, for shapes and for its branch
+
+    def gradient(position: Array) -> Evaluation:
+        shapes = jax.eval_shape(estimate, position).noise
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        def without(position: Array) -> Evaluation:
+            return alone(position)._replace(noise=zeros, has_estimate=False)
+
+        # the number of the step is the same in all chains, so that `vmap` keeps the branches apart
+        return lax.cond(step % noise.every == 0, estimate, without, position)
+
+    return gradient

@@ -62,10 +62,13 @@ def constants_for(
     target, latents = target.tuned(tuning), target.model.latents
     dtype = jnp.result_type(*(x.dtype for x in latents.values()))
     sites = tuple(math.prod(latents[name].shape) for name in sorted(latents))
+    noise = method.noise_estimator(target, tuning)
+    if noise is not None and tuning.noise is not None:
+        noise = noise.for_samples_of(steps_per_sample, target)
     layout = StaticConfig(
         steps_per_sample,
         sites,
-        method.noise_estimator(target, tuning),
+        noise,
         method.integrator_for(tuning),
         target.model.facts,
         tuning.rule,

@@ -177,7 +177,7 @@ def one_step(
     potential: Potential,
     fixed: ChainConstants,
     is_valid: Array | bool,
-    _: Any,
+    number: Array | int,
     state: SGMCMCState,
 ) -> SGMCMCState:
     """
@@ -186,6 +186,7 @@ def one_step(
     A step that is not finite, or whose step size is not positive, is undone and counted.
 
     :param is_valid: whether the data belong to the anchor of the chain.
+    :param number: the number of the step in its sample.
     :param state: the state without its constants, before and after.
     """
     monitor, i = state.monitor, state.i
@@ -194,7 +195,7 @@ def one_step(
     noise_key, model_key = (random.fold_in(key, i) for key in keys)
     rows, prefetched = minibatch(target, rows_key, i, state.prefetched)
     state = state._replace(prefetched=prefetched)
-    gradient = gradient_oracle(target, potential, rows, model_key, fixed.layout.noise)
+    gradient = gradient_oracle(target, potential, rows, model_key, fixed.layout.noise, number)
     step_size = _step_size(method, i, fixed).astype(state.step_size.dtype)
     before = state._replace(step_size=step_size, fixed=fixed)
     new, evaluation = method.step(before, gradient, noise_key)
