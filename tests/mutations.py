@@ -66,7 +66,7 @@ MUTATIONS = {
     ),
     "noise that is not taken out of the middle (CCAdL, symmetric)": Mutation(
         "kernels/integrators.py noise_controls before",
-        "(1 + 3 * u / rest - delta) ** -0.5, (1 - delta) ** 0.5", f"{ALGEBRA} -k symmetric",
+        "lax.rsqrt(1 + 3 * u / rest - delta), jnp.sqrt(1 - delta)", f"{ALGEBRA} -k symmetric",
     ),
     "temperature left out of the added noise (SGHMC)": Mutation(
         "methods/sghmc.py _balance kept", "-1.0 * xp.expm1(-2 * friction * h)",

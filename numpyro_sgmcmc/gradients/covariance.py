@@ -13,6 +13,7 @@ which needs only products :math:`V p`. For the diagonal they are exact.
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -25,6 +26,10 @@ Function = Callable[[Array], Array]
 #: Largest dimension of a full covariance: it takes memory d^2 for each chain and time d^2 for each
 #: step.
 MAX_FULL_DIMENSION = 1_000
+
+#: Largest matrix whose eigenvectors LAPACK finds in one thread on a CPU. After a call with more
+#: threads these spin, and take the cores from the gradient: a step took 1.8 times as long.
+_ROWS_OF_ONE_THREAD = 64
 
 #: Steps of the Lanczos process: relative error of an inverse 3e-3 at condition number 25.
 LANCZOS_STEPS = 16
@@ -186,14 +191,23 @@ class LowRank(Covariance):
         weight: Array | float,
         second: LowRankPlusDiagonal,
     ) -> LowRankPlusDiagonal:
-        rows = jnp.concatenate([jnp.sqrt(keep) * first.factors, jnp.sqrt(weight) * second.factors])
         diagonal = keep * first.diagonal + weight * second.diagonal
+        total = LowRankPlusDiagonal(jnp.sqrt(keep) * first.factors, diagonal)
+        rows = jnp.sqrt(weight) * second.factors
+        parts = math.ceil(len(rows) / max(_ROWS_OF_ONE_THREAD - self.rank, self.rank))
+        for part in jnp.array_split(rows, parts):
+            total = self._with_rows(total, part)
+        return total
+
+    def _with_rows(self, covariance: LowRankPlusDiagonal, added: Array) -> LowRankPlusDiagonal:
+        rows = jnp.concatenate([covariance.factors, added])
         if len(rows) <= self.rank:
-            return LowRankPlusDiagonal(rows, diagonal)
+            return covariance._replace(factors=rows)
         _, directions = jnp.linalg.eigh(rows @ rows.T)
-        rotated = directions.T @ rows
-        cut = len(rows) - self.rank
-        return LowRankPlusDiagonal(rotated[cut:], diagonal + column_sums(rotated[:cut] ** 2))
+        leading = directions[:, -self.rank :].T @ rows
+        # a rotation keeps the sum of squares
+        rest = column_sums(rows**2) - column_sums(leading**2)
+        return LowRankPlusDiagonal(leading, covariance.diagonal + jnp.maximum(rest, 0))
 
     def product(self, covariance: LowRankPlusDiagonal, vector: Array) -> Array:
         factors, diagonal = covariance

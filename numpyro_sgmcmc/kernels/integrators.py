@@ -14,7 +14,7 @@ A(h/2) O(h) A(h/2) B(h/2).
 from collections.abc import Callable
 import math
 
-from jax import Array
+from jax import Array, lax
 import jax.numpy as jnp
 
 
@@ -141,7 +141,7 @@ def noise_controls(noise: Array, step_size: Array, damping: Array | float) -> tu
     kappa = decay
     for _ in range(5):  # kappa hardly depends on delta
         delta = jnp.minimum(u / rest * (1 + 3 * kappa) / (1 + kappa), 0.9)
-        before, after = (1 + 4 * u / rest - delta) ** -0.5, (1 - delta) ** 0.5
+        before, after = lax.rsqrt(1 + 4 * u / rest - delta), jnp.sqrt(1 - delta)
         kappa = decay * before * after
     return before, after
 

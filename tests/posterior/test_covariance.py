@@ -3,6 +3,8 @@
 
 """Every way to hold a covariance against the matrix itself."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,20 +132,31 @@ def test_averages(name):
     np.testing.assert_allclose(largest, np.linalg.eigvalsh(expected)[-1], rtol=1e-3)
 
 
-def test_low_rank_keeps_the_diagonal_and_the_leading_directions():
+@pytest.mark.parametrize("samples", [4, 150])
+def test_low_rank_keeps_the_diagonal_and_the_leading_directions(samples):
     """An average over time with three wide directions and rank 3, and none that is missing."""
     held, rng = LowRank(3), np.random.default_rng(1)
     wide = np.linalg.qr(rng.standard_normal((D, 3)))[0] * np.array([6.0, 5.0, 4.0])
     average, exact = held.zeros(D, jnp.float32), np.zeros((D, D))
     add = jax.jit(held.add)
     for t in range(1, 400):
-        z = rng.standard_normal((4, 3)) @ wide.T + 0.3 * rng.standard_normal((4, D))
+        z = rng.standard_normal((samples, 3)) @ wide.T + 0.3 * rng.standard_normal((samples, D))
         average = add(1 - 1 / t, average, 1 / t, held.outer(jnp.asarray(z, jnp.float32)))
         exact += (z.T @ z - exact) / t
     found = np.asarray(jax.vmap(lambda v: held.product(average, v))(jnp.eye(D)))
     np.testing.assert_allclose(np.diag(found), np.diag(exact), rtol=1e-3)
     assert np.linalg.norm(found - exact) < 0.03 * np.linalg.norm(exact)
     assert np.linalg.norm(np.diag(np.diag(exact)) - exact) > 0.3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("rank, samples", [(20, 25), (20, 54), (40, 200), (80, 10)])
+def test_matrices_of_one_thread(rank, samples):
+    """Threads of LAPACK that spin between steps take the cores from the gradient."""
+    held = LowRank(rank)
+    zeros, many = held.zeros(500, jnp.float32), held.outer(jnp.ones((samples, 500)))
+    traced = jax.make_jaxpr(lambda x, y: held.add(0.9, x, 0.1, y))(zeros, many)
+    sizes = [int(n) for n in re.findall(r"f32\[(\d+),\d+\] \w+:f32\[\d+\] = eigh", str(traced))]
+    assert sizes and max(sizes) <= max(64, 2 * rank)
 
 
 def test_phi():
