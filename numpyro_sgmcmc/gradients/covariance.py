@@ -27,8 +27,8 @@ Function = Callable[[Array], Array]
 #: step.
 MAX_FULL_DIMENSION = 1_000
 
-#: Largest matrix whose eigenvectors LAPACK finds in one thread on a CPU. After a call with more
-#: threads these spin, and take the cores from the gradient: a step took 1.8 times as long.
+#: Rows of the largest matrix whose eigenvectors LAPACK finds in one thread on a CPU. Several
+#: threads spin after a call, and take the cores from the gradient: a step took 1.8 times as long.
 _ROWS_OF_ONE_THREAD = 64
 
 #: Steps of the Lanczos process: relative error of an inverse 3e-3 at condition number 25.
@@ -162,8 +162,8 @@ class LowRank(Covariance):
     Representation by the leading directions and the remaining variance of every coordinate.
 
     The covariance is a :class:`LowRankPlusDiagonal`. The sum of two is cut to the leading
-    directions again. The rest goes to the diagonal, so that the diagonal of :math:`V` is always
-    exact.
+    directions again, in parts if the second has many. The rest goes to the diagonal, so that the
+    diagonal of :math:`V` is always exact.
 
     :param int rank: number of leading directions.
     :param int lanczos_steps: steps of the Lanczos process for a function of the covariance.
