@@ -109,6 +109,7 @@ def reference(posterior, data, folder, cache):
     numpyro.enable_x64(False)
     found = moments_of(draws), seconds
     if kept:
+        cache.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(pickle.dumps(found))
     return found
 
