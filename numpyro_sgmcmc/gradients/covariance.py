@@ -203,11 +203,11 @@ class LowRank(Covariance):
         rows = jnp.concatenate([covariance.factors, added])
         if len(rows) <= self.rank:
             return covariance._replace(factors=rows)
-        _, directions = jnp.linalg.eigh(rows @ rows.T)
-        leading = directions[:, -self.rank :].T @ rows
-        # a rotation keeps the sum of squares
+        _, directions = jnp.linalg.eigh(jnp.matmul(rows, rows.T, precision="highest"))
+        leading = jnp.matmul(directions[:, -self.rank :].T, rows, precision="highest")
+        # a rotation keeps the sum of squares, and rounding must not leave a negative variance
         rest = column_sums(rows**2) - column_sums(leading**2)
-        return LowRankPlusDiagonal(leading, covariance.diagonal + jnp.maximum(rest, 0))
+        return LowRankPlusDiagonal(leading, jnp.maximum(covariance.diagonal + rest, 0))
 
     def product(self, covariance: LowRankPlusDiagonal, vector: Array) -> Array:
         factors, diagonal = covariance
